@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import suppress
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from halfmoon.cli.up_flags import with_up_flags
 from halfmoon.errors import HalfmoonError
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.run import run_up
+from halfmoon.up.terminal import unfailing_console
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(kv_app, name="kv")
@@ -57,7 +59,7 @@ def up(config: SystemConfig) -> None:
         options = configured(config)
     except HalfmoonError as error:
         raise typer.BadParameter(error.message) from error
-    raise typer.Exit(run_up(options, Console(stderr=False)))
+    raise typer.Exit(run_up(options, unfailing_console(sys.stdout)))
 
 
 @app.command("top")

@@ -62,6 +62,7 @@ PANELS: Mapping[str, Sequence[Flag]] = {
         Flag("--placement", "gateway.placement"),
         Flag("--balancing-threshold", "gateway.balancing_threshold"),
         Flag("--admission", "gateway.admission"),
+        Flag("--drain-s", "gateway.drain_s"),
     ),
     "KV store": (
         Flag("--stores", "stores.count"),
@@ -85,6 +86,8 @@ PANELS: Mapping[str, Sequence[Flag]] = {
         Flag("--metrics-port", "observability.metrics_port"),
         Flag("--otlp-endpoint", "observability.otlp_endpoint"),
         Flag("--log-level", "observability.log_level"),
+        Flag("--log-bytes", "observability.log_bytes"),
+        Flag("--log-files", "observability.log_files"),
     ),
     "State": (Flag("--state-dir", "state_dir"), Flag("--ledger-url", "ledger_url", "HALFMOON_LEDGER_URL")),
     "Simulated workers": (

@@ -63,7 +63,11 @@ class GatewayConfig(Section):
     heartbeat_interval_s: float = Field(
         1.0, gt=0, description="workers report at least this often; a worker that misses 3 reports counts as dead"
     )
-    shutdown_grace_s: float = Field(2.0, ge=0, description="how long running requests may go on after SIGTERM")
+    drain_s: float = Field(
+        10.0,
+        ge=0,
+        description="how long running requests may take to finish once the gateway is told to stop; new ones get 503",
+    )
     ledger_poll_s: float = Field(1.0, gt=0, description="how often to read edits of classes by other gateways")
     ledger_keep_days: float = Field(
         90.0, ge=0, lt=100_000, description="how long the ledger keeps requests; 0: forever"

@@ -15,6 +15,7 @@ from halfmoon.plan.plan_file import PlannedCluster, PlannedWorkers
 _BASE = "docker-compose.yml"
 _PORT = 7001
 _METRICS_PORT = 9100
+_DRAIN_S = 10  # Compose stops the workers before the gateway, on which they depend
 
 
 def compose_text(planned: PlannedCluster) -> str:
@@ -51,6 +52,7 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
         "--kv-store=kvstore:7003",
         f"--model=${{HALFMOON_MODEL:-{model}}}",
         f"--metrics-port={_METRICS_PORT}",
+        f"--drain-s={_DRAIN_S}",
         *kind.arguments,
     ]
     image = "decode" if kind.role == "decode" else "prefill"

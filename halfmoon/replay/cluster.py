@@ -16,9 +16,10 @@ from halfmoon.background import first_result, running
 from halfmoon.errors import Unavailable
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import ReplayTargets
+from halfmoon.up.child import children_ready
 from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, simulated_workers
 from halfmoon.up.simulated import simulated_model, simulation_specs
-from halfmoon.up.supervisor import Supervisor, children_ready
+from halfmoon.up.supervisor import Supervisor
 
 _POLL_S = 0.1
 _START_S = 60.0

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -92,15 +92,25 @@ def advertised_address(listen: str, port: int, advertise: str | None) -> str:
     return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]', '') else host}:{port}"
 
 
-async def until_told_to_stop() -> None:
-    """Returns at SIGTERM, SIGINT or, under a supervisor, when the supervisor is gone."""
+StopReason = Literal["signal", "orphaned"]
+
+
+async def until_told_to_stop() -> StopReason:
+    """Returns at SIGTERM, SIGINT or, under a supervisor, when the supervisor is gone ("orphaned")."""
     stop = asyncio.Event()
+    reasons: list[StopReason] = []
     loop = asyncio.get_running_loop()
+
+    def told(reason: StopReason) -> None:
+        reasons.append(reason)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, told, "signal")
     if os.environ.get(SUPERVISED_ENV):
-        loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, stop)
+        loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, told)
     await stop.wait()
+    return reasons[0]
 
 
 async def until_told_to_drain() -> None:
@@ -110,10 +120,10 @@ async def until_told_to_drain() -> None:
     await drain.wait()
 
 
-def _on_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+def _on_stdin(loop: asyncio.AbstractEventLoop, told: Callable[[StopReason], None]) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         loop.remove_reader(sys.stdin.fileno())
-        stop.set()
+        told("orphaned")
 
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

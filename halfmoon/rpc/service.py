@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -17,8 +18,10 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.rpc.masked_url import masked_url
+from halfmoon.rpc.private_state import PRIVATE_UMASK, make_private
 from halfmoon.rpc.server import (
     MAX_MESSAGE_BYTES,
+    SUPERVISED_ENV,
     advertised_address,
     run_service,
     running_server,
@@ -89,11 +92,13 @@ def service_main(
     service: str, settings_class: type[Settings], serve: Callable[[Settings], Coroutine[Any, Any, None]]
 ) -> None:
     """Runs `serve(settings)` to its end. On a HalfmoonError, logs one line and exits with 1."""
+    os.umask(PRIVATE_UMASK)
     configure_logs(service)
     try:
         settings = read_settings(settings_class, sys.argv[1:])
         configure_logs(service, getattr(settings, "log_level", "INFO"))
         log.info("service.settings", extra={"settings": _as_logged(settings)})
+        _make_private(getattr(settings, "state_dir", None))
         run_service(lambda: serve(settings))
     except (HalfmoonError, BaseExceptionGroup) as err:
         leaves = leaf_errors(err)
@@ -149,6 +154,14 @@ def _explained(problem: Any, prefix: str) -> str:
     if problem["type"] == "missing":
         return f"--{name.replace('_', '-')} (or {prefix}{name.upper()}) is required"
     return f"--{name.replace('_', '-')}: {problem['msg']}"
+
+
+def _make_private(state_dir: Path | None) -> None:
+    if state_dir is None or not state_dir.is_dir() or os.environ.get(SUPERVISED_ENV):
+        return  # under a supervisor it is done
+    num_changed = make_private(state_dir)
+    if num_changed:
+        log.warning("state.made_private", extra={"directory": str(state_dir), "num_changed": num_changed})
 
 
 def _prefix(service: str) -> str:

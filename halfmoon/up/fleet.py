@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 from halfmoon.background import cancelled
 from halfmoon.errors import HalfmoonError, Incompatible, NoCapacity, ServiceFailed
 from halfmoon.policy.view.worker_view import Role
+from halfmoon.up.child import Child
 from halfmoon.up.fleet_diff import WorkerChange, worker_change
 from halfmoon.up.service_specs import UpOptions, WorkerSpec, WorkerStart, wanted_workers
-from halfmoon.up.supervisor import Child, Supervisor
+from halfmoon.up.supervisor import Supervisor
 
 JOIN_S = 900.0  # time for a worker to load its weights and join
 DRAIN_S = 600.0  # time for a worker to finish its requests; the rest then moves to other workers

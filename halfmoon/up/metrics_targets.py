@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from halfmoon.up.child import ServiceSpec
+from halfmoon.up.log_files import OnTrouble
 from halfmoon.up.reserved_ports import ReservedPorts
-from halfmoon.up.supervisor import ServiceSpec
+from halfmoon.up.state_files import replace_file
 
 TARGETS_FILE = "prometheus-targets.json"  # in the state directory
 
@@ -31,10 +33,11 @@ Spec = TypeVar("Spec", bound=ServiceSpec)
 class MetricsTargets:
     """Owns the metrics ports of the services. `first` is the first port, 0 for free ports, or None for no metrics."""
 
-    def __init__(self, state_dir: Path, first: int | None, ports: ReservedPorts) -> None:
+    def __init__(self, state_dir: Path, first: int | None, ports: ReservedPorts, on_trouble: OnTrouble) -> None:
         self._path = state_dir / TARGETS_FILE
         self._first = first
         self._ports = ports
+        self._on_trouble = on_trouble
         self._num_opened = 0
 
     def opened(self, spec: Spec) -> Spec:
@@ -53,9 +56,7 @@ class MetricsTargets:
             for spec in specs
             if spec.metrics_port is not None
         ]
-        fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(groups, indent=2) + "\n")
-        fresh.replace(self._path)
+        replace_file(self._path, json.dumps(groups, indent=2) + "\n", self._on_trouble)
 
 
 def _group(address: str, job: str, service: str) -> dict[str, object]:

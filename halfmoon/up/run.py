@@ -21,9 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from halfmoon.background import running
-from halfmoon.errors import HalfmoonError, UnknownModel, leaf_errors
+from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_errors
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.private_state import PRIVATE_UMASK, make_private
+from halfmoon.up.child import Child, ServiceSpec, children_ready
 from halfmoon.up.fleet import WorkerFleet
 from halfmoon.up.fleet_diff import WorkerChange
 from halfmoon.up.fleet_servicer import fleet_address, fleet_server
@@ -45,27 +47,53 @@ from halfmoon.up.service_specs import (
 )
 from halfmoon.up.simulated import ignored_settings, simulated_model
 from halfmoon.up.stores import idle_directories, remember_stores
-from halfmoon.up.supervisor import Child, ServiceSpec, Supervisor, children_ready
+from halfmoon.up.supervisor import Supervisor
 
 _HEALTH_POLL_S = 0.1
 
 
 async def up(options: UpOptions, terminal: Console) -> None:
-    """Runs until Ctrl-C or SIGTERM. Raises ServiceFailed if a service ends for good on its own."""
-    options.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Runs until Ctrl-C or SIGTERM, then lets running answers finish; a second signal ends everything at once.
+
+    Raises ServiceFailed if a service ends for good on its own, and InvalidRequest for an unusable state directory.
+    """
+    _open_state_dir(options.state_dir, terminal)
     stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     with _bars(terminal) as bars:
-        supervisor = Supervisor(options.state_dir / "logs", _Display(bars).on_event, partial(_print_restart, terminal))
+        supervisor = Supervisor(
+            options.state_dir / "logs",
+            _Display(bars).on_event,
+            partial(_print_restart, terminal),
+            partial(_print_trouble, terminal),
+            options.log_limits,
+        )
+
+        def on_signal() -> None:
+            if stopping.is_set():
+                terminal.print("halfmoon ends at once")
+                supervisor.kill()
+            stopping.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
         try:
             async with running(stopping.wait()) as stop, running(_run(options, supervisor, terminal, bars)) as run:
                 await asyncio.wait({stop, run}, return_when=asyncio.FIRST_COMPLETED)
                 if run.done():
                     await run
-                terminal.print("halfmoon is stopping")
+                _print_stopping(options, terminal)
         finally:
             await supervisor.stop()
+
+
+def _open_state_dir(directory: Path, terminal: Console) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"--state-dir {directory} cannot be made: {error.strerror}") from error
+    num_changed = make_private(directory)
+    if num_changed:
+        _print_trouble(terminal, f"other users could read {num_changed} files in {directory}; they are private now")
 
 
 class _Started(NamedTuple):
@@ -107,12 +135,13 @@ async def _start(
     specs = [gateway_spec(options, model, number, stores[0], ports.address(), listeners) for number in numbers]
     ready = await children_ready([await supervisor.start(traced(spec, options)) for spec in specs])
     cluster = ",".join(event["address"] for event in ready)
-    metrics = MetricsTargets(options.state_dir, options.metrics_port, ports)
+    on_trouble = partial(_print_trouble, terminal)
+    metrics = MetricsTargets(options.state_dir, options.metrics_port, ports, on_trouble)
     wanted = other_specs(options, model, cluster, stores, planner, fleet)
     specs = [metrics.opened(traced(spec, options)) for spec in wanted]
     others = [await supervisor.start(spec) for spec in specs]
     await children_ready([child for child in others if child.spec.announces])
-    remember_stores(options.state_dir, stores)
+    remember_stores(options.state_dir, stores, on_trouble)
     for idle in idle_directories(options.store, options.state_dir):
         terminal.print(
             f"[yellow]{idle} belongs to a store that is not started: raise --stores to use it, or remove it[/]"
@@ -219,6 +248,17 @@ def _print_restart(terminal: Console, why: str, wait_s: float) -> None:
     )
 
 
+def _print_trouble(terminal: Console, sentence: str) -> None:
+    terminal.print(f"halfmoon: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_stopping(options: UpOptions, terminal: Console) -> None:
+    text = "halfmoon is stopping"
+    if options.drain_s:
+        text += f": running answers have {options.drain_s:g} s to finish; Ctrl-C again ends it at once"
+    terminal.print(text, highlight=False, soft_wrap=True)
+
+
 def _print_change(terminal: Console, change: asyncio.Task[WorkerChange]) -> None:
     if change.cancelled():
         return
@@ -259,6 +299,7 @@ class _Display:
 def run_up(options: UpOptions, terminal: Console) -> int:
     """Runs `halfmoon up` and returns its exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.umask(PRIVATE_UMASK)
     try:
         asyncio.run(up(options, terminal))
     except (HalfmoonError, ExceptionGroup) as err:

@@ -16,10 +16,11 @@ from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.telemetry.tracing import check_endpoint
+from halfmoon.up.child import ServiceSpec
 from halfmoon.up.gpus import VISIBLE_GPUS, GPUShares, visible_gpus, whole_gpus
+from halfmoon.up.log_files import LogLimits
 from halfmoon.up.simulated import SimulatedWorkers, simulation_specs
 from halfmoon.up.stores import StoreOptions, store_specs
-from halfmoon.up.supervisor import ServiceSpec
 
 Spec = TypeVar("Spec", bound=ServiceSpec)
 ServiceSettings: TypeAlias = Mapping[str, Mapping[str, str]]
@@ -74,6 +75,7 @@ class UpOptions:
     simulation: SimulatedWorkers | None = None  # None: real engines
     store: StoreOptions = field(default_factory=StoreOptions)
     num_gateways: int = 1
+    drain_s: float = 10.0  # of the gateways
     operator_token: str | None = None  # None: generated if the host is not loopback
     api_keys: tuple[str, ...] = ()  # of gateways
     api_keys_file: Path | None = None
@@ -81,6 +83,7 @@ class UpOptions:
     worker_starts: Mapping[Role, Sequence[WorkerStart]] = field(default_factory=dict)  # of each real engine, by role
     ledger_url: str | None = None  # of gateways and planner; None: SQLite in state_dir
     is_planned: bool = False  # whether the workers are those of a plan
+    log_limits: LogLimits = field(default_factory=LogLimits)
     otlp_endpoint: str | None = None  # receiver of traces; None: the one that OpenTelemetry's own variables name
 
     def __post_init__(self) -> None:
@@ -141,7 +144,8 @@ def gateway_spec(
     kv_store = () if store is None else ("--kv-store", store)
     arguments = ("-m", "services.gateway", *listen, *cluster, *served, *codec, *kv_store, *chosen)
     name = "gateway" if number is None else f"gateway-{number}"
-    return ServiceSpec(name, arguments, keys, restarts=True, descriptors=tuple(itertools.chain(*listeners)))
+    descriptors = tuple(itertools.chain(*listeners))
+    return ServiceSpec(name, arguments, keys, restarts=True, drain_s=options.drain_s, descriptors=descriptors)
 
 
 def other_specs(

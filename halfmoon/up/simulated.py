@@ -14,7 +14,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.answer_model import LengthKind, TextKind
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, WorkerProfile, load_profile
-from halfmoon.up.supervisor import ServiceSpec
+from halfmoon.up.child import ServiceSpec
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "*.jinja", "vocab.*", "merges.txt")
 _LIMITS = ("--max-batch-tokens", "--chunk-tokens", "--max-running")
@@ -55,15 +55,22 @@ class SimulatedWorkers:
 
 
 def simulated_model(model: Path, simulated: SimulatedWorkers, state_dir: Path) -> Path:
-    """Makes a directory with the tokenizer of `model`, no weights, and the context length of the simulated workers."""
+    """Makes a directory with the tokenizer of `model`, no weights, and the context length of the simulated workers.
+
+    Raises InvalidRequest if the state directory cannot be written.
+    """
     target = state_dir / "simulated-model"
-    target.mkdir(parents=True, exist_ok=True)
-    for pattern in _TOKENIZER_FILES:
-        for file in model.glob(pattern):
-            shutil.copyfile(file, target / file.name)
     config = json.loads((model / "config.json").read_text())
     config["max_position_embeddings"] = simulated.worker_profile().context_tokens
-    (target / "config.json").write_text(json.dumps(config))
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for file in (file for pattern in _TOKENIZER_FILES for file in model.glob(pattern)):
+            shutil.copyfile(file, target / file.name)
+        (target / "config.json").write_text(json.dumps(config))
+    except OSError as error:
+        raise InvalidRequest(
+            f"{target} cannot be written: {error.strerror}; make room or change --state-dir"
+        ) from error
     return target
 
 

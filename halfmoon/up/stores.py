@@ -8,7 +8,9 @@ from pathlib import Path
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.entry_codec import EntryCodec
-from halfmoon.up.supervisor import ServiceSpec
+from halfmoon.up.child import ServiceSpec
+from halfmoon.up.log_files import OnTrouble
+from halfmoon.up.state_files import replace_file
 
 _INDEX = "index.sqlite"  # the disk tier's index
 _ADDRESSES = "stores"  # file in the state directory, one address per line
@@ -56,9 +58,9 @@ def idle_directories(options: StoreOptions, state_dir: Path) -> list[Path]:
     ]
 
 
-def remember_stores(state_dir: Path, addresses: Sequence[str]) -> None:
+def remember_stores(state_dir: Path, addresses: Sequence[str], on_trouble: OnTrouble) -> None:
     """Writes the addresses that `known_stores` reads."""
-    (state_dir / _ADDRESSES).write_text("\n".join(addresses))
+    replace_file(state_dir / _ADDRESSES, "\n".join(addresses), on_trouble)
 
 
 def known_stores(state_dir: Path) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class Serving:
         self,
         gateways: str,
         drain_s: float,
-        stopping: asyncio.Future[None],
+        stopping: asyncio.Future[Any],
         retiring: asyncio.Future[None] | None = None,
     ) -> None:
         """Serves `gateways` (host:port, comma-separated) until `stopping` is done, then for at most `drain_s` more.

@@ -19,6 +19,8 @@ from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
+_ORPHANED_DRAIN_S = 2.0
+
 
 def load_model(settings: GatewaySettings) -> ServedModel:
     """Loads what the gateway needs of the model. Raises InvalidRequest or UnknownModel."""
@@ -46,7 +48,8 @@ async def serve(settings: GatewaySettings) -> None:
         model = await asyncio.to_thread(load_model, settings)
         async with running_gateway(settings, model, tracer) as gateway:
             log.info("service.ready", extra={"address": gateway.address, "http": gateway.http})
-            await stop
+            if await stop == "orphaned":  # the workers end now, too
+                gateway.drain_gate.drain_s = min(gateway.drain_gate.drain_s, _ORPHANED_DRAIN_S)
             log.info("service.stopping")
 
 

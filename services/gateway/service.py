@@ -57,7 +57,7 @@ from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.gateway.telemetry.request_record import RequestRecorder
 
-_GOODBYE_S = 0.5  # for error events to reach their clients, after the grace
+_GOODBYE_S = 0.5  # for error events to reach their clients, after the drain
 _BACKLOG = 4_096  # connections that wait to be accepted: many clients may come at once
 
 
@@ -70,18 +70,19 @@ class RunningGateway:
     cluster: Cluster
     routing: RoutingContext
     keys: ApiKeys
+    drain_gate: DrainGate
 
 
 @asynccontextmanager
 async def running_gateway(
     settings: GatewaySettings, model: ServedModel, tracer: Tracer = NO_TRACER
 ) -> AsyncIterator[RunningGateway]:
-    """A gateway that serves `model`; leaving the block stops it within the grace and about a second.
+    """A gateway that serves `model`; leaving the block stops it within `drain_s` and about a second.
 
     Raises InvalidRequest for an address that cannot be bound.
     """
     membership = Membership(model.fingerprint, settings.heartbeat_interval_s)
-    drain_gate = DrainGate()
+    drain_gate = DrainGate(settings.drain_s)
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     async with (
         open_ledger(settings.ledger, gateway_id, may_be_away=True) as ledger,
@@ -137,9 +138,9 @@ async def running_gateway(
                 address = advertised_address(settings.cluster_listen, server.port, settings.advertise_cluster)
                 async with running(logged(siblings.accept())):
                     http = f"http://{_url_host(settings.host)}:{port}"
-                    yield RunningGateway(http, address, cluster, routing, keys)
+                    yield RunningGateway(http, address, cluster, routing, keys, drain_gate)
             finally:
-                await _stop(drain_gate, cluster, server, runner, settings.shutdown_grace_s)
+                await _stop(drain_gate, cluster, server, runner)
                 await stores.close()
 
 
@@ -206,13 +207,12 @@ def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-async def _stop(
-    drain_gate: DrainGate, cluster: Cluster, server: RunningServer, runner: web.AppRunner, grace_s: float
-) -> None:
-    """Refuses new work, gives running requests `grace_s`, ends them with an error, then ends the memberships."""
+async def _stop(drain_gate: DrainGate, cluster: Cluster, server: RunningServer, runner: web.AppRunner) -> None:
+    """Refuses new work, lets running requests drain, ends the rest with an error, then ends the memberships."""
     drain_gate.close()
-    rpc_end = asyncio.ensure_future(server.stop(grace_s + _GOODBYE_S + 1))  # registrations outlive the requests
-    if not await drain_gate.until_empty(grace_s):
+    drain_s = drain_gate.drain_s
+    rpc_end = asyncio.ensure_future(server.stop(drain_s + _GOODBYE_S + 1))  # registrations outlive the requests
+    if not await drain_gate.until_empty(drain_s):
         cluster.router.stop()
         await drain_gate.until_empty(_GOODBYE_S)
     await runner.cleanup()

@@ -90,15 +90,15 @@ def test_the_store_of_halfmoon_up_is_found_and_what_cannot_be_one_is_said(
         assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
     state = tmp_path / ".halfmoon"
     state.mkdir()
-    remember_stores(state, ["127.0.0.1:1"])
+    remember_stores(state, ["127.0.0.1:1"], print)
     away = run.invoke(app, ["kv", "stats"])
     assert away.exit_code == 1
     assert "127.0.0.1:1" in away.stderr
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    remember_stores(elsewhere, ["127.0.0.1:2"])
+    remember_stores(elsewhere, ["127.0.0.1:2"], print)
     assert "127.0.0.1:2" in run.invoke(app, ["kv", "stats", "--state-dir", str(elsewhere)]).stderr
-    remember_stores(state, ["127.0.0.1:1", "127.0.0.1:2"])
+    remember_stores(state, ["127.0.0.1:1", "127.0.0.1:2"], print)
     several = run.invoke(app, ["kv", "stats"])
     assert several.exit_code == 2
     assert "127.0.0.1:1, 127.0.0.1:2" in several.stderr

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.up.child import ServiceSpec
 from halfmoon.up.metrics_targets import TARGETS_FILE, MetricsTargets
 from halfmoon.up.reserved_ports import ReservedPorts
 from halfmoon.up.service_specs import PreparedModel, UpOptions, other_specs
-from halfmoon.up.supervisor import ServiceSpec
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def specs_of(targets: MetricsTargets) -> list[ServiceSpec]:
 
 @pytest.mark.parametrize("first", [0, 9100])
 def test_every_port_that_is_opened_is_listed(tmp_path: Path, ports: ReservedPorts, first: int) -> None:
-    targets = MetricsTargets(tmp_path, first, ports)
+    targets = MetricsTargets(tmp_path, first, ports, print)
     specs = specs_of(targets)
     targets.write("127.0.0.1:8000", specs)
     listed = {one["labels"]["service"]: one for one in json.loads((tmp_path / TARGETS_FILE).read_text())}
@@ -43,7 +43,7 @@ def test_every_port_that_is_opened_is_listed(tmp_path: Path, ports: ReservedPort
 
 
 def test_none_opens_none(tmp_path: Path, ports: ReservedPorts) -> None:
-    targets = MetricsTargets(tmp_path, None, ports)
+    targets = MetricsTargets(tmp_path, None, ports, print)
     specs = specs_of(targets)
     assert not any("--metrics-port" in spec.arguments for spec in specs)
     targets.write("127.0.0.1:8000", specs)

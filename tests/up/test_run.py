@@ -170,7 +170,7 @@ def test_workers_of_each_role_use_several_stores_in_turns(tmp_path: Path) -> Non
 
 def test_operators_find_the_stores_that_were_started(tmp_path: Path) -> None:
     assert known_stores(tmp_path) == ()
-    remember_stores(tmp_path, ["a:1", "b:2"])
+    remember_stores(tmp_path, ["a:1", "b:2"], print)
     assert known_stores(tmp_path) == ("a:1", "b:2")
 
 

@@ -6,13 +6,15 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfmoon.errors import ServiceFailed
-from halfmoon.up.supervisor import ServiceSpec, Supervisor, children_ready
+from halfmoon.up.child import ServiceSpec, children_ready
+from halfmoon.up.supervisor import Supervisor
 
 READY = 'print(\'{"event": "service.ready", "address": "here:1"}\', flush=True)\n'
 WAIT = "import sys; sys.stdin.read()\n"
@@ -95,6 +97,48 @@ async def test_stop_leaves_nobody_alive_even_who_ignores_sigterm(
     assert not any(is_alive(child.process.pid) for child in children)
 
 
+def leaving(path: str, name: str) -> str:
+    """A service that notes its name in a file when it is told to stop, in the order of the ends."""
+    note = f"def end(*_):\n  with open('{path}', 'a') as file: file.write('{name} ')\n  raise SystemExit(0)\n"
+    return "import signal\n" + note + "signal.signal(signal.SIGTERM, end)\n" + READY + "signal.pause()\n"
+
+
+async def test_services_that_drain_end_before_the_others(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    async with supervisor(tmp_path, []) as boss:
+        workers = [await boss.start(spec(f"worker-{index}", leaving(str(order), "worker"))) for index in range(2)]
+        drains = replace(spec("gateway", leaving(str(order), "gateway")), drain_s=60.0)
+        await children_ready([*workers, await boss.start(drains)])
+    assert order.read_text().split() == ["gateway", "worker", "worker"]
+
+
+async def test_a_kill_ends_even_a_drain(tmp_path: Path) -> None:
+    async with supervisor(tmp_path, []) as boss:
+        children = [await boss.start(replace(spec("gateway", STUBBORN), drain_s=3600.0))]
+        children.append(await boss.start(spec("worker", READY + WAIT)))
+        await children_ready(children)
+        stopping = asyncio.ensure_future(boss.stop())
+        await asyncio.sleep(0)
+        boss.kill()
+        async with asyncio.timeout(60):
+            await stopping
+    assert not any(is_alive(child.process.pid) for child in children)
+
+
+async def test_lines_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
+    """A full disk under the state directory once ended the whole system."""
+    (tmp_path / "logs").touch()  # no file can be made below it
+    sentences: list[str] = []
+    boss = Supervisor(tmp_path / "logs", lambda name, event: None, on_trouble=sentences.append)
+    try:
+        child = await boss.start(spec("one", "print('plain', flush=True)\n" + READY + WAIT))
+        await children_ready([child])
+        assert is_alive(child.process.pid)
+    finally:
+        await boss.stop()
+    assert len(sentences) == 1
+
+
 async def test_very_long_lines_do_not_end_the_watch(tmp_path: Path) -> None:
     async with supervisor(tmp_path, []) as boss:
         child = await boss.start(spec("wordy", "print('x' * 1_000_000, flush=True)\n" + READY + WAIT))
@@ -123,7 +167,7 @@ async def test_who_dies_is_started_again_after_ever_longer_waits(tmp_path: Path)
     restarts = Restarts(5)
     dying = f"import os; first = not os.path.exists('{tmp_path}/once'); open('{tmp_path}/once', 'w')\n"
     dying += f"if first: {READY}raise SystemExit(4)"
-    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(0.0, 0.001, 0.002))
+    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(0.0005, 0.001, 0.002))
     try:
         lasting = await boss.start(spec("lasting", READY + WAIT))
         await children_ready([lasting])
@@ -137,7 +181,7 @@ async def test_who_dies_is_started_again_after_ever_longer_waits(tmp_path: Path)
         assert is_alive(lasting.process.pid)
     finally:
         await boss.stop()
-    assert restarts.waits_s == [0.0, 0.001, 0.002, 0.002, 0.002]
+    assert restarts.waits_s == [0.0005, 0.001, 0.002, 0.002, 0.002]
     assert all("exit status 4" in one for one in restarts.reasons)
     assert (tmp_path / "worker.log").read_text().count("service.ready") == 1
 
@@ -170,7 +214,7 @@ async def test_a_service_that_never_was_ready_ends_everything(tmp_path: Path, an
 async def test_a_silent_service_that_has_lived_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfmoon.up.supervisor._SILENT_READY_S", 0.0)
+    monkeypatch.setattr("halfmoon.up.child._SILENT_READY_S", 0.0)
     restarts = Restarts(2)
     boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(0.0,))
     try:

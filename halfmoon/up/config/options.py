@@ -11,12 +11,14 @@ from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape
 from halfmoon.up.config.system_config import SystemConfig, WorkerGroup
 from halfmoon.up.from_plan import with_planned_workers
+from halfmoon.up.log_files import LogLimits
 from halfmoon.up.service_specs import UpOptions, WorkerStart
 from halfmoon.up.simulated import SimulatedWorkers
 from halfmoon.up.stores import StoreOptions
 
 _OWN_OF_GATEWAY = frozenset({"host", "port", "replicas", "slo", "admission", "placement"})  # fields of UpOptions
 _TIERS = ("dram_bytes", "disk_bytes", "cold_url", "dram_codec", "disk_codec", "cold_codec")
+_OWN_OF_OBSERVABILITY = frozenset({"metrics_port", "otlp_endpoint", "log_bytes", "log_files"})
 _OWN_OF_STORES = frozenset({"count", "disk_dir", *_TIERS})
 
 
@@ -39,6 +41,7 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
         host=config.gateway.host,
         port=config.gateway.port,
         num_gateways=config.gateway.replicas,
+        drain_s=config.gateway.drain_s,
         admission=_if_set(config.gateway, "admission"),
         placement=_if_set(config.gateway, "placement"),
         slo=config.gateway.slo,
@@ -53,6 +56,7 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
         console_key=config.security.console_key(),
         otlp_endpoint=config.observability.otlp_endpoint,
         metrics_port=config.observability.metrics_port,
+        log_limits=LogLimits(config.observability.log_bytes, config.observability.log_files),
         settings=service_settings(config),
         simulation=_simulation(config, profile) if config.engine == "sim" else None,
     )
@@ -111,7 +115,7 @@ def _stores(config: SystemConfig) -> StoreOptions:
 
 def service_settings(config: SystemConfig) -> dict[str, dict[str, str]]:
     """Returns the settings that UpOptions has no field for, by service and setting."""
-    everywhere = texts(config.observability, frozenset({"metrics_port", "otlp_endpoint"}))
+    everywhere = texts(config.observability, _OWN_OF_OBSERVABILITY)
     classes = {name: written.model_dump(mode="json", exclude_unset=True) for name, written in config.classes.items()}
     tenants = {name: written.model_dump(mode="json", exclude_unset=True) for name, written in config.tenants.items()}
     aliases = {"model_alias": json.dumps(config.model.alias)} if config.model.alias else {}

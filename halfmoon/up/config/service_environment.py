@@ -38,7 +38,9 @@ def _settings(config: SystemConfig, service: str, arguments: Sequence[str]) -> d
     model = {"model": config.model.path} | texts(config.model, frozenset({"path", "alias"}))
     token = {"operator_token": config.security.operator_secret() or ""}
     ledger = {} if config.ledger_url is None else {"ledger_url": config.ledger_url}
-    common = service_settings(config)[service] | texts(config.observability, frozenset({"metrics_port"}))
+    common = service_settings(config)[service] | texts(
+        config.observability, frozenset({"metrics_port", "log_bytes", "log_files"})
+    )
     if service == "gateway":
         keys = texts(config.security)
         return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, field_validator, model_validator
 
 from halfmoon.config.gateway import GatewayConfig, HandoverConfig
 from halfmoon.config.observability import ObservedConfig
@@ -20,6 +20,7 @@ from halfmoon.config.worker import WorkerConfig
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.plan_file import PlannedLayout
 from halfmoon.policy.view.worker_view import Role
+from halfmoon.up.log_files import DEFAULT_LOG_BYTES, DEFAULT_LOG_FILES
 
 
 def _list_of_one(written: Any) -> Any:
@@ -96,6 +97,12 @@ class UpObservedConfig(ObservedConfig):
         le=65000,
         description="first of the successive ports where stores, planner and workers serve Prometheus metrics; 0 picks "
         "free ports and lists them in the state directory; null opens none",
+    )
+    log_bytes: ByteSize = Field(
+        ByteSize(DEFAULT_LOG_BYTES), ge=1 << 16, description="size at which `halfmoon up` begins a new log file"
+    )
+    log_files: int = Field(
+        DEFAULT_LOG_FILES, ge=1, le=1000, description="log files that `halfmoon up` keeps of each service"
     )
 
 

@@ -10,9 +10,13 @@ from halfmoon.errors import Unavailable
 
 
 class DrainGate:
-    """Owns whether the gateway accepts requests and how many are running."""
+    """Owns whether the gateway accepts requests, how many are running, and how long they may go on after the end.
 
-    def __init__(self) -> None:
+    `drain_s` may be shortened as long as the gate is open.
+    """
+
+    def __init__(self, drain_s: float = 0.0) -> None:
+        self.drain_s = drain_s
         self._closed = False
         self._num_inside = 0
         self._empty = asyncio.Event()

@@ -396,7 +396,7 @@ class Fleet:
 async def running_fleet(tmp_path: Path, tracer: Tracer = NO_TRACER, **settings: Any) -> AsyncIterator[Fleet]:
     calm = {
         "heartbeat_interval_s": 1000.0,
-        "shutdown_grace_s": 0.0,
+        "drain_s": 0.0,
         "slo": "off",
     }
     chosen = GatewaySettings(port=0, state_dir=tmp_path, **{**calm, **settings})

@@ -138,7 +138,7 @@ async def test_at_the_end_a_stream_between_two_workers_gets_an_error_event(tmp_p
 
 async def test_at_the_end_running_streams_may_finish_and_new_requests_may_not(tmp_path: Path) -> None:
     gate = asyncio.Event()
-    async with running_fleet(tmp_path, shutdown_grace_s=30) as fleet:
+    async with running_fleet(tmp_path, drain_s=30) as fleet:
         _, decode = await fleet.pair(Script("hello", gate))
         whole = asyncio.ensure_future(fleet.client.chat.completions.create(model=MODEL, messages=HI))
         async with asyncio.timeout(20):

@@ -92,7 +92,7 @@ class SimulatedFleet:
 @asynccontextmanager
 async def running_fleet(tmp_path: Path, profile: WorkerProfile, **settings: Any) -> AsyncIterator[SimulatedFleet]:
     """With workers that repeat the prompt, so that an answer shows what is lost or doubled."""
-    options: dict[str, Any] = {"heartbeat_interval_s": 5.0, "shutdown_grace_s": 0.0, **settings}
+    options: dict[str, Any] = {"heartbeat_interval_s": 5.0, "drain_s": 0.0, **settings}
     answers = AnswerModel(VOCAB_SIZE, text="echo")
     model = SimulatedModel(MODEL, FINGERPRINT, profile, block_tokens=8, answers=answers)
     served = replace(served_model(), context_tokens=4096)

@@ -1,0 +1,137 @@
+"""One child process of `halfmoon up`: what is known of it before it starts, and while it runs.
+
+Its log lines arrive by pipe and are copied to a file. The few events that others act on (`service.ready`,
+`weights.progress`) are read from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from halfmoon.errors import ServiceFailed
+from halfmoon.up.log_files import LogFile
+
+_TAIL_LINES = 15
+_SILENT_READY_S = 10.0  # after this long, a child that does not announce itself counts as ready
+
+OnEvent = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One child: its unique name, also that of its log file, its arguments to Python and its additional environment.
+
+    `restarts`: a child that has been ready is started again whenever it ends on its own.
+    `announces`: it logs `service.ready`. A child that does not counts as ready after ten seconds.
+    `drain_s`: how long it may serve on after SIGTERM. Such children are stopped before the others.
+    `num_gateways`: the number of gateways that must welcome it before it has joined.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    restarts: bool = False
+    announces: bool = True
+    drain_s: float = 0.0
+    num_gateways: int = 1
+    metrics_port: int | None = None  # where Prometheus finds it
+    descriptors: tuple[int, ...] = ()  # of this process, which the child inherits under the same numbers
+
+
+class Child:
+    """Owns one child process, its log file and its announcements.
+
+    An expendable child, on trial or being retired, may end without failure or restart.
+    """
+
+    def __init__(
+        self,
+        spec: ServiceSpec,
+        process: asyncio.subprocess.Process,
+        log_file: LogFile,
+        on_event: OnEvent,
+        is_expendable: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.process = process
+        self.is_expendable = is_expendable
+        self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[ServiceFailed] = asyncio.get_running_loop().create_future()
+        self._started_s = asyncio.get_running_loop().time()
+        self._ready_s: float | None = None
+        self._log_file = log_file
+        self._on_event = on_event
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._welcomed_by: set[Any] = set()
+
+    async def watch(self) -> None:
+        """Copies the child's lines to its log until it ends, then raises ServiceFailed."""
+        assert self.process.stdout is not None
+        with closing(self._log_file):
+            async for line in _lines(self.process.stdout):
+                self._log_file.write(line)
+                self._read(line.decode(errors="replace").rstrip())
+        code = await self.process.wait()
+        failure = ServiceFailed(
+            f"{self.spec.name} ended with exit status {code}{self._why()}\nIts log: {self._log_file.path}"
+        )
+        self.ended.set_result(failure)
+        raise failure
+
+    def served_s(self) -> float | None:
+        """Seconds since it was ready; None if it never was."""
+        now_s = asyncio.get_running_loop().time()
+        if self.spec.announces:
+            return None if self._ready_s is None else now_s - self._ready_s
+        lived_s = now_s - self._started_s
+        return lived_s - _SILENT_READY_S if lived_s >= _SILENT_READY_S else None
+
+    def _read(self, line: str) -> None:
+        event: Any = None
+        with suppress(ValueError):
+            event = json.loads(line)
+        if not isinstance(event, dict):
+            self._tail.append(line)
+            return
+        if event.get("event") == "service.ready" and not self.ready.done():
+            self.ready.set_result(event)
+            self._ready_s = asyncio.get_running_loop().time()
+        if event.get("event") == "registration.welcome":
+            self._welcome(event)
+        if event.get("level") in ("ERROR", "CRITICAL"):
+            self._tail.append(str(event.get("reason") or event.get("exc_info") or event.get("event")))
+        self._on_event(self.spec.name, event)
+
+    def _welcome(self, event: dict[str, Any]) -> None:
+        self._welcomed_by.add(event.get("gateway_id"))
+        if len(self._welcomed_by) >= self.spec.num_gateways and not self.joined.done():
+            self.joined.set_result(None)
+
+    def _why(self) -> str:
+        return ":\n  " + "\n  ".join(self._tail) if self._tail else ""
+
+
+async def _lines(stream: asyncio.StreamReader) -> Any:
+    """Yields lines of any length. A line longer than the stream's buffer arrives in pieces."""
+    while True:
+        try:
+            line = await stream.readuntil(b"\n")
+        except asyncio.IncompleteReadError as err:
+            if err.partial:
+                yield err.partial
+            return
+        except asyncio.LimitOverrunError as err:
+            line = await stream.readexactly(err.consumed)
+        yield line
+
+
+def children_ready(children: Sequence[Child]) -> asyncio.Future[list[dict[str, Any]]]:
+    """Resolves to every child's `service.ready` event."""
+    return asyncio.gather(*(child.ready for child in children))
