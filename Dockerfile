@@ -1,5 +1,6 @@
 # One image, one target a service: docker build --target gateway|prefill|decode|kvstore|planner|console .
-# Each takes its part of the file that HALFMOON_CONFIG names; its own options and variables go before that.
+# Each takes its part of the file that HALFMOON_CONFIG names; its own options and variables go before that. Each listens beyond
+# loopback, and so needs HALFMOON_CLUSTER_SECRET_FILE or HALFMOON_CLUSTER_SECRET: docker-compose.yml gives each role its own.
 # For NVIDIA GPUs: --build-arg TORCH_BACKEND=cu128 (or auto), and run with --gpus; TORCH_BACKEND= takes the index's default build.
 # `scripts/lock --images` adds the digest of the base image; without one, its tag decides what is built on.
 ARG BASE_IMAGE=python:3.11-slim
@@ -22,7 +23,9 @@ ENV PYTHONUNBUFFERED=1 \
 # The user owns the places of the volumes: a new named volume takes its owner from here.
 RUN groupadd --gid 10001 halfmoon \
  && useradd --uid 10001 --gid 10001 --create-home halfmoon \
- && install -d -o halfmoon -g halfmoon /app /cache /state
+ && install -d -o halfmoon -g halfmoon /app /cache /state \
+ && install -d -m 0700 -o halfmoon -g halfmoon /secrets /secrets/root /secrets/worker /secrets/gateway /secrets/store \
+      /secrets/planner /secrets/operator
 
 # The CPU kernels are compiled for the processor that runs them, and Triton compiles its launchers.
 RUN apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*

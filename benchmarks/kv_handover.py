@@ -21,6 +21,7 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import worker_services
@@ -54,7 +55,7 @@ async def work(role: str, settings: LinkSettings) -> None:
     )
     state = WorkerState(identity, engine.layout, metrics)
     async with AsyncEngine(engine, state.on_step) as async_engine:
-        prefill = PrefillServicer(async_engine, state, metrics, settings)
+        prefill = PrefillServicer(async_engine, state, metrics, KVChannels(settings))
         decode = DecodeServicer(async_engine, state, metrics)
         services = worker_services(prefill, decode)
         async with running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server:

@@ -14,6 +14,7 @@ from console.planner_api import PlannerApi
 from console.settings import api_key, gateway_url, operator_token, planner_address
 from console.sign_in import may_enter
 from console.views import cache_page, overview_page, placements_page, planner_page, slo_page, try_page
+from halfmoon.rpc.credentials.sources import own_credential
 
 
 class _Services(NamedTuple):
@@ -72,7 +73,7 @@ def _services(arguments: Sequence[str]) -> _Services:
     """Clients of the services. Raises ValueError for unknown arguments."""
     token, planner = operator_token(), planner_address(arguments)
     gateway = GatewayApi(gateway_url(arguments), api_key(), token)
-    return _Services(gateway, None if planner is None else PlannerApi(planner, token))
+    return _Services(gateway, None if planner is None else PlannerApi(planner, token, own_credential("operator")))
 
 
 # Parts being refreshed stay visible until replaced, and pages begin further up.

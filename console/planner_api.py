@@ -15,6 +15,7 @@ import grpc
 
 from console.gateway_api import GatewayError
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.operator_token import AUTHORIZATION_KEY
 from halfmoon.rpc.status import is_told
 
@@ -45,12 +46,16 @@ class Catalogue:
 
 
 class PlannerApi:
-    """Owns a connection to the planner, with the operator token if there is one. Methods raise PlannerError."""
+    """Owns a connection to the planner. Methods raise PlannerError.
 
-    def __init__(self, address: str, operator_token: str | None = None) -> None:
+    Calls carry the operator token and the credential of an operator, as far as there are any.
+    """
+
+    def __init__(self, address: str, operator_token: str | None = None, credential: Credential | None = None) -> None:
         self.address = address
         self._stub = planner_pb2_grpc.PlannerStub(grpc.insecure_channel(address))
-        self._metadata = ((AUTHORIZATION_KEY, f"Bearer {operator_token}"),) if operator_token else ()
+        token = ((AUTHORIZATION_KEY, f"Bearer {operator_token}"),) if operator_token else ()
+        self._metadata = (*token, *(credential.metadata if credential else ()))
 
     def catalogue(self) -> Catalogue:
         """GPUs, models and workloads that the planner knows."""

@@ -3,7 +3,8 @@
     HalfmoonError                    INTERNAL              a bug of ours
     ├── InvalidRequest               INVALID_ARGUMENT      bad input; `param` names the field
     │   └── ConstraintFailed         INVALID_ARGUMENT      a structured output allows no token within its limits
-    ├── Unauthenticated              UNAUTHENTICATED       no operator token, or a wrong one
+    ├── Unauthenticated              UNAUTHENTICATED       no token or credential, or an unknown one
+    ├── Forbidden                    PERMISSION_DENIED     the caller's role may not do this
     ├── NotFound                     NOT_FOUND             absent block, unknown request
     │   └── UnknownModel             NOT_FOUND             no such model is served here
     ├── AlreadyHere                  ALREADY_EXISTS        it is already stored here
@@ -56,9 +57,15 @@ class ConstraintFailed(InvalidRequest):
 
 
 class Unauthenticated(HalfmoonError):
-    """The caller has no token where one is required, or a wrong one."""
+    """The caller has no token or credential where one is required, or an unknown one."""
 
     grpc_status = "UNAUTHENTICATED"
+
+
+class Forbidden(HalfmoonError):
+    """The caller is known, and its role may not do this."""
+
+    grpc_status = "PERMISSION_DENIED"
 
 
 class NotFound(HalfmoonError):

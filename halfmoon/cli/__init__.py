@@ -1,5 +1,4 @@
 """The `halfmoon` command: one file per subcommand, and the tables and progress bars that they print.
 
-Read in this order: app, up_flags, flags, config, option_groups, plan, plan_tables, simulate, replay, profile,
-profile_store, kv, top, progress_bars.
+Read in this order: app, up_flags, flags, config, secret, plan, simulate, replay, profile, profile_store, kv, top.
 """

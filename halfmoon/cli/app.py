@@ -17,6 +17,7 @@ from halfmoon.cli.kv import app as kv_app
 from halfmoon.cli.plan import plan
 from halfmoon.cli.profile import profile, profiles
 from halfmoon.cli.replay import replay
+from halfmoon.cli.secret import app as secret_app
 from halfmoon.cli.simulate import simulate
 from halfmoon.cli.top import TopOptions, top
 from halfmoon.cli.up_flags import with_up_flags
@@ -28,6 +29,7 @@ from halfmoon.up.terminal import unfailing_console
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(kv_app, name="kv")
 app.add_typer(config_app, name="config")
+app.add_typer(secret_app, name="secret")
 app.command()(plan)
 app.command()(profile)
 app.command()(profiles)

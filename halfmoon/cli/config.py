@@ -79,7 +79,8 @@ def as_yaml(config: SystemConfig) -> str:
         tenant["keys"] = [HIDDEN for _ in tenant["keys"]]
     security = shown["security"]
     security["api_key"] = [HIDDEN for _ in config.security.api_key]
-    security["operator_token"] = config.security.operator_token and HIDDEN
+    for name in ("operator_token", "cluster_secret"):
+        security[name] = security[name] and HIDDEN
     for section, name in (
         (shown, "ledger_url"),
         (shown["stores"], "cold_url"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -15,6 +15,8 @@ from rich.table import Table
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
+from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.credentials.sources import client_credential
 from halfmoon.rpc.peer import Peer
 from halfmoon.up.stores import known_stores
 
@@ -55,7 +57,7 @@ _STATE_DIR = Path(".halfmoon")  # the default of `halfmoon up`
 @app.command()
 def stats(address: Address = None, state_dir: StateDir = _STATE_DIR) -> None:
     """Prints what each tier holds, and counts of hits, evictions and failures since the store started."""
-    response = _ask(_address(address, state_dir), _control("Stats"), kvstore_pb2.StatsRequest())
+    response = _ask(_store(address, state_dir), _control("Stats"), kvstore_pb2.StatsRequest())
     columns = ("blocks", "used", "budget", "waiting", "hits", "evicted", "damaged", "failed", "written", "skipped")
     table = Table("tier", *columns, box=None)
     for tier in response.tiers:
@@ -82,7 +84,7 @@ def ls(
     """Lists blocks by id: the tenant's tag, then the key."""
     request = kvstore_pb2.ListRequest(limit=limit, after=_id(after) if after else b"", tiers=_tiers(tier))
     table = Table("id", "depth", "tiers", "bytes", "uses", "pinned", "expires", box=None)
-    for block in _ask(_address(address, state_dir), _admin("List"), request).blocks:
+    for block in _ask(_store(address, state_dir), _admin("List"), request).blocks:
         expires = datetime.fromtimestamp(block.expires_at_s).isoformat(" ", "seconds") if block.expires_at_s else ""
         where = " ".join(_name(place) for place in block.tiers)
         table.add_row(
@@ -103,7 +105,7 @@ def pin(
 ) -> None:
     """Protects blocks, and those before them in their chains, from eviction and expiry."""
     request = kvstore_pb2.PinRequest(ids=[_id(text) for text in ids], unpin=unpin)
-    response = _ask(_address(address, state_dir), _admin("Pin"), request)
+    response = _ask(_store(address, state_dir), _admin("Pin"), request)
     print(f"{'unpinned' if unpin else 'pinned'} {response.num_blocks} of {len(ids)}")
     raise typer.Exit(0 if response.num_blocks == len(ids) else 1)
 
@@ -112,7 +114,7 @@ def pin(
 def drop(ids: Ids, address: Address = None, state_dir: StateDir = _STATE_DIR) -> None:
     """Drops blocks, and all that follow them in their chains, from every tier."""
     response = _ask(
-        _address(address, state_dir), _admin("Drop"), kvstore_pb2.DropRequest(ids=[_id(text) for text in ids])
+        _store(address, state_dir), _admin("Drop"), kvstore_pb2.DropRequest(ids=[_id(text) for text in ids])
     )
     print(f"dropped {response.num_dropped}")
 
@@ -121,10 +123,15 @@ def drop(ids: Ids, address: Address = None, state_dir: StateDir = _STATE_DIR) ->
 def verify(address: Address = None, state_dir: StateDir = _STATE_DIR, tier: Tiers = None) -> None:
     """Reads every block (of DRAM and disk, unless --tier is given) and drops damaged ones; exits with 1 if any were."""
     request = kvstore_pb2.VerifyRequest(tiers=_tiers(tier))
-    verdicts = _ask(_address(address, state_dir), _admin("Verify"), request, _VERIFY_DEADLINE_S).tiers
+    verdicts = _ask(_store(address, state_dir), _admin("Verify"), request, _VERIFY_DEADLINE_S).tiers
     for verdict in verdicts:
         print(f"{_name(verdict.tier)}: {verdict.num_blocks} read, {verdict.num_damaged} damaged and dropped")
     raise typer.Exit(1 if any(verdict.num_damaged for verdict in verdicts) else 0)
+
+
+class _Store(NamedTuple):
+    address: str
+    credential: Credential | None
 
 
 Method = Callable[[Peer], Callable[..., Any]]
@@ -138,23 +145,31 @@ def _admin(name: str) -> Method:
     return lambda peer: getattr(kvstore_pb2_grpc.KVStoreAdminStub(peer.channel), name)
 
 
-def _ask(address: str, method: Method, request: Any, deadline_s: float = _DEADLINE_S) -> Any:
+def _ask(store: _Store, method: Method, request: Any, deadline_s: float = _DEADLINE_S) -> Any:
     """Makes one call. If it fails, prints the reason and exits with 1."""
 
     async def asking() -> Any:
-        async with Peer(address) as peer:
+        async with Peer(store.address, store.credential) as peer:
             return await peer.call(method(peer), request, deadline_s=deadline_s)
 
     work: Coroutine[Any, Any, Any] = asking()
     try:
         return asyncio.run(work)
     except HalfmoonError as err:
-        Console(stderr=True).print(f"[red]{address}: {err.message}[/red]", highlight=False)
+        Console(stderr=True).print(f"[red]{store.address}: {err.message}[/red]", highlight=False)
         raise typer.Exit(1) from None
 
 
+def _store(given: str | None, state_dir: Path) -> _Store:
+    """Returns the store. Raises BadParameter if its address is malformed, or neither given nor known."""
+    address = _address(given, state_dir)
+    try:
+        return _Store(address, client_credential("operator", address, state_dir))
+    except HalfmoonError as error:
+        raise typer.BadParameter(error.message) from error
+
+
 def _address(given: str | None, state_dir: Path) -> str:
-    """Returns the store's address. Raises BadParameter if it is malformed, or neither given nor known."""
     known = known_stores(state_dir)
     address = given or (known[0] if len(known) == 1 else "")
     host, _, port = address.rpartition(":")

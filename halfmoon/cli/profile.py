@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -18,6 +19,7 @@ from halfmoon.cli.progress_bars import stage_bars
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
+from halfmoon.rpc.credentials.sources import client_credential
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, read_profile, write_profile
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -96,7 +98,7 @@ def profile(
     try:
         if not path.parent.is_dir():
             raise InvalidRequest(f"the profile cannot be written: {path.parent} is not a directory", param="output")
-        measured = _measured(_profile_options(target, access, sweep), terminal)
+        measured = _measured(_profile_options(target, access, sweep, ledger.state_dir), terminal)
         write_profile(path, measured)
         keep_profile(name, measured, ledger.state_dir, ledger.ledger_url)
     except HalfmoonError as error:
@@ -108,12 +110,15 @@ def profile(
     _print(name, path, measured)
 
 
-def _profile_options(target: ProfileTarget, access: AccessOptions, sweep: SweepOptions) -> ProfileOptions:
+def _profile_options(
+    target: ProfileTarget, access: AccessOptions, sweep: SweepOptions, state_dir: Path
+) -> ProfileOptions:
     limits = SweepLimits(sweep.longest_prompt, sweep.largest_batch, sweep.longest_context, sweep.repeats)
     transports = tuple(text.strip() for text in target.transports.split(",") if text.strip())
     workers = tuple(target.worker or ())
     url = access.gateway.rstrip("/")
-    return ProfileOptions(url, access.token, access.api_key, workers, transports, limits, target.beside)
+    credential = partial(client_credential, "profiler", state_dir=state_dir)
+    return ProfileOptions(url, access.token, access.api_key, workers, transports, limits, target.beside, credential)
 
 
 @with_option_groups

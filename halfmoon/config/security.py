@@ -1,4 +1,4 @@
-"""Settings of access: API keys and the operator token."""
+"""Settings of access: API keys, the operator token and the cluster secret."""
 
 from __future__ import annotations
 
@@ -50,3 +50,17 @@ class SecurityConfig(OperatorConfig):
         if self.api_key or self.api_keys_file is None:
             return next(iter(self.api_key), None)
         return next((key.written for key in keys_of_file(self.api_keys_file)), None)
+
+
+class ClusterSecretConfig(Section):
+    """The secret by which the services of a cluster know each other. Services read it from their environment."""
+
+    cluster_secret: str | None = Field(
+        None,
+        min_length=1,
+        description="secret of the services of a cluster, at least 32 bytes (HALFMOON_CLUSTER_SECRET); none: "
+        "`halfmoon up` makes one in the state directory, and a service alone is open and must listen on loopback",
+    )
+    cluster_secret_file: Path | None = Field(
+        None, description="file that holds the cluster secret (HALFMOON_CLUSTER_SECRET_FILE)"
+    )

@@ -64,10 +64,18 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
         "command": command,
         "environment": {
             "HALFMOON_CONFIG": "/etc/halfmoon.yaml",
+            "HALFMOON_CLUSTER_SECRET_FILE": "/run/halfmoon/credential",
             f"HALFMOON_{image.upper()}_DEVICE": "${HALFMOON_DEVICE:-}",
         },
-        "volumes": ["models:/cache", "${HALFMOON_CONFIG:-./deploy/halfmoon.yaml}:/etc/halfmoon.yaml:ro"],
-        "depends_on": ["gateway"],
+        "volumes": [
+            "models:/cache",
+            "secret-worker:/run/halfmoon:ro",
+            "${HALFMOON_CONFIG:-./deploy/halfmoon.yaml}:/etc/halfmoon.yaml:ro",
+        ],
+        "depends_on": {
+            "secret": {"condition": "service_completed_successfully"},
+            "gateway": {"condition": "service_started"},
+        },
     }
     if kind.gpu in (None, "cpu"):
         return service

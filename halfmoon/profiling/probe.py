@@ -19,6 +19,7 @@ from halfmoon.kv.kv_layout import Shard
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.profiling.target import Target
 from halfmoon.profiling.token_watch import SeenStep, TokenWatch
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import TransferSender, transfer_to
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
@@ -55,18 +56,20 @@ class WorkerProbe:
     Prompts are random tokens under a tenant salt of their own, so no cache can answer them.
     """
 
-    def __init__(self, target: Target, transports: Sequence[str] = ("shm",)) -> None:
+    def __init__(
+        self, target: Target, transports: Sequence[str] = ("shm",), credential: Credential | None = None
+    ) -> None:
         self.target = target
         self._name = f"profile-{uuid4().hex[:8]}"  # as a gateway
         self._salt = os.urandom(16)
         self._numbers = itertools.count()
         self._random = random.Random(self._name)
-        self._peer = Peer(target.address)
+        self._peer = Peer(target.address, credential)
         self._prefill = prefill_pb2_grpc.PrefillStub(self._peer.channel)
         self._decode = decode_pb2_grpc.DecodeStub(self._peer.channel)
         # without any offered transport, gRPC inline remains
         self._links = {
-            name: KVLink(Peer(target.address), LinkSettings(transports=() if name == "grpc" else (name,)))
+            name: KVLink(Peer(target.address, credential), LinkSettings(transports=() if name == "grpc" else (name,)))
             for name in transports
         }
 

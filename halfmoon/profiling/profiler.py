@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -17,6 +17,7 @@ from halfmoon.profiling.served_load import served_slowdowns
 from halfmoon.profiling.served_request import RequestTime, measured_request_time
 from halfmoon.profiling.sweep import SweepLimits
 from halfmoon.profiling.target import Cluster, Target, check_idle, choose_targets, fetch_cluster
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.sim.latency_sources.measured_profile import (
     MeasuredLimits,
     MeasuredPrefill,
@@ -38,6 +39,7 @@ class ProfileOptions:
     transports: tuple[str, ...] = ("shm", "grpc")
     limits: SweepLimits = field(default_factory=SweepLimits)
     beside: bool | None = None  # None: if two workers share one host's CPUs
+    credential: Callable[[str], Credential | None] = lambda address: None  # for a worker's address
 
 
 async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredProfile:
@@ -60,7 +62,8 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         check_idle(cluster.workers if is_served else neighbours)
         made: dict[str, WorkerProbe] = {}
         for one in {one.worker_id: one for one in (*targets, *neighbours)}.values():
-            made[one.worker_id] = await probes.enter_async_context(WorkerProbe(one, options.transports))
+            probe = WorkerProbe(one, options.transports, options.credential(one.address))
+            made[one.worker_id] = await probes.enter_async_context(probe)
         prefill = next(made[target.worker_id] for target in targets if target.can("prefill"))
         decode = next(made[target.worker_id] for target in targets if target.can("decode"))
         prefills, steps = await measured_work(prefill, decode, options.limits, on_progress)

@@ -1,4 +1,4 @@
-"""The one server interceptor: errors to statuses, request ids and deadlines to context, RPC metrics and spans.
+"""The one server interceptor: who may call, errors to statuses, request ids and deadlines to context, metrics, spans.
 
 Handlers are coroutines (one response) or async generators (a stream of responses); they raise our errors and never call
 `context.abort`. The text of an unknown exception stays in the log.
@@ -17,6 +17,8 @@ import grpc
 
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.rpc.context import REQUEST_ID_KEY, request_scope
+from halfmoon.rpc.credentials.access import OPEN_ACCESS, CallAccess
+from halfmoon.rpc.credentials.refusals import RefusalLog
 from halfmoon.rpc.status import status_of, trailers_of
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer, span_scope
@@ -27,18 +29,24 @@ _NO_FAILURES = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)  # for spans: a c
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Wraps every handler of a server."""
+    """Wraps every handler of a server, and answers in its place those calls that `access` refuses."""
 
-    def __init__(self, metrics: RpcMetrics, tracer: Tracer = NO_TRACER) -> None:
+    def __init__(self, metrics: RpcMetrics, tracer: Tracer = NO_TRACER, access: CallAccess = OPEN_ACCESS) -> None:
         self._metrics = metrics
         self._tracer = tracer
+        self._access = access
+        self._refusals = RefusalLog()
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """The method's handler, guarded; None (UNIMPLEMENTED) passes through."""
+        """The method's handler, guarded; None (UNIMPLEMENTED) passes through, but not for strangers."""
+        refusal = self._access.refusal(handler_call_details.method, handler_call_details.invocation_metadata or ())
+        if refusal is not None:
+            self._metrics.refused.labels(refusal.grpc_status).inc()
+            return _refusing(refusal, self._refusals)
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -73,6 +81,16 @@ def _guarded(handler: Any, method: str, metrics: RpcMetrics, tracer: Tracer) -> 
     make = getattr(grpc, f"{kind}_rpc_method_handler")
     wrapped = streaming if handler.response_streaming else unary
     return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _refusing(error: HalfmoonError, refusals: RefusalLog) -> Any:
+    """A handler that ends the call before a message of it is read or parsed, whatever the method's kind."""
+
+    async def refuse(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        refusals.note(error, context.peer())
+        await _abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 class _Outcome:

@@ -22,6 +22,7 @@ from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from halfmoon.rpc.block_streams import get_blocks, put_blocks, whole_blocks
 from halfmoon.rpc.chain import Chain, Stored
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.layout_message import layout_from, layout_message
 from halfmoon.rpc.outbox import Outbox
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
@@ -57,10 +58,16 @@ class KVStoreClient:
     Close it after use.
     """
 
-    def __init__(self, address: str, tenant_salt: bytes = b"", link_settings: LinkSettings | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        tenant_salt: bytes = b"",
+        link_settings: LinkSettings | None = None,
+        credential: Credential | None = None,
+    ) -> None:
         """`tenant_salt` limits the client to blocks stored under the same salt."""
-        self._peer = Peer(address)
-        self._link = KVLink(Peer(address), link_settings)  # bulk bytes do not delay control
+        self._peer = Peer(address, credential)
+        self._link = KVLink(Peer(address, credential), link_settings)  # bulk bytes do not delay control
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._peer.channel)
         self._salt = tenant_salt
         settings = self._link.settings

@@ -11,6 +11,7 @@ import grpc
 
 from halfmoon.errors import DataLoss
 from halfmoon.rpc.context import REQUEST_ID_KEY, bounded_deadline_s, request_id
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.status import in_our_tree
 from halfmoon.rpc.telemetry.spans import current_span
 
@@ -36,10 +37,14 @@ CHANNEL_OPTIONS = (
 
 
 class Peer:
-    """Owns one channel to one address. Use as an async context manager, or `close` it."""
+    """Owns one channel to one address. Use as an async context manager, or `close` it.
 
-    def __init__(self, address: str) -> None:
+    Each call carries the `credential`, so the address must be that of a service of the cluster.
+    """
+
+    def __init__(self, address: str, credential: Credential | None = None) -> None:
         self.address = address
+        self._credential = () if credential is None else credential.metadata
         self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     async def __aenter__(self) -> Self:
@@ -57,7 +62,7 @@ class Peer:
     async def call(self, method: Callable[..., Any], request: Any, *, deadline_s: float) -> Any:
         """Makes a unary call. Raises what the peer raised, DeadlineExceeded, Unavailable or DataLoss."""
         with in_our_tree(self.address):
-            return _parsed(await method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata()))
+            return _parsed(await method(request, timeout=bounded_deadline_s(deadline_s), metadata=self._metadata()))
 
     @asynccontextmanager
     async def stream(
@@ -65,7 +70,7 @@ class Peer:
     ) -> AsyncIterator[AsyncIterator[Any]]:
         """Opens a response stream; leaving the context cancels the call. `request`: a message or an async iterator."""
         with in_our_tree(self.address):
-            call = method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
+            call = method(request, timeout=bounded_deadline_s(deadline_s), metadata=self._metadata())
         try:
             yield self._responses(call)
         finally:
@@ -74,7 +79,11 @@ class Peer:
     def raw_stream(self, method: str, *, deadline_s: float) -> grpc.aio.StreamStreamCall:
         """A bidirectional call of raw bytes. Its owner cancels it."""
         with in_our_tree(self.address):
-            return self.channel.stream_stream(method)(timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
+            return self.channel.stream_stream(method)(timeout=bounded_deadline_s(deadline_s), metadata=self._metadata())
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        named = ((REQUEST_ID_KEY, request_id()),) if request_id() else ()
+        return (*self._credential, *named, *current_span().headers)
 
     async def _responses(self, call: Any) -> AsyncIterator[Any]:
         with in_our_tree(self.address):
@@ -87,8 +96,3 @@ def _parsed(response: Any) -> Any:
     if response is None:
         raise DataLoss("a message of the peer cannot be parsed")
     return response
-
-
-def _metadata() -> tuple[tuple[str, str], ...]:
-    named = ((REQUEST_ID_KEY, request_id()),) if request_id() else ()
-    return (*named, *current_span().headers)

@@ -16,6 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.credentials.access import OPEN_ACCESS, CallAccess
+from halfmoon.rpc.credentials.listeners import check_listener
 from halfmoon.rpc.interceptor import ServiceInterceptor
 from halfmoon.rpc.peer import KEEPALIVE_OPTIONS
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
@@ -60,13 +62,15 @@ async def running_server(
     grace_s: float = 2.0,
     tracer: Tracer = NO_TRACER,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    access: CallAccess = OPEN_ACCESS,
 ) -> AsyncIterator[RunningServer]:
     """A server on `listen` (host:port, port 0 picks one). Not yet SERVING: call `set_serving` once the rest is up.
 
-    Raises InvalidRequest if the address cannot be bound.
+    `access` checks every call. Raises InvalidRequest if the address cannot be bound, or is open to strangers.
     """
+    check_listener(listen, access.credential)
     options = (*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
-    server = grpc.aio.server(interceptors=[ServiceInterceptor(metrics, tracer)], options=options)
+    server = grpc.aio.server(interceptors=[ServiceInterceptor(metrics, tracer, access)], options=options)
     health = HealthServicer()
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

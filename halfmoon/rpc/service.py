@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
+from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.masked_url import masked_url
 from halfmoon.rpc.private_state import PRIVATE_UMASK, make_private
 from halfmoon.rpc.server import (
@@ -113,13 +114,19 @@ async def serve_until_told_to_stop(
     settings: ListensForRpc,
     add_services: Sequence[Callable[[grpc.aio.Server], None]],
     metrics: ServiceMetrics,
+    access: CallAccess,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> None:
     """Runs a service that has only RPCs, from start to end. Raises InvalidRequest if it cannot listen."""
     stopping = asyncio.create_task(until_told_to_stop())  # SIGTERM is handled from here on
     with tracing(service, settings.otlp_endpoint) as tracer:
         async with running_server(
-            settings.listen, add_services, metrics.rpc, tracer=tracer, max_message_bytes=max_message_bytes
+            settings.listen,
+            add_services,
+            metrics.rpc,
+            tracer=tracer,
+            max_message_bytes=max_message_bytes,
+            access=access,
         ) as server:
             with metrics_endpoint(settings.listen, settings.metrics_port, metrics.registry):
                 await server.set_serving()

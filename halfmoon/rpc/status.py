@@ -19,6 +19,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[HalfmoonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.Forbidden,
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
     grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyHere,
     grpc.StatusCode.DATA_LOSS: errors.DataLoss,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfmoon.errors import ServiceFailed
+from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.up.log_files import LogFile
 
 _TAIL_LINES = 15
@@ -31,6 +32,7 @@ class ServiceSpec:
     `announces`: it logs `service.ready`. A child that does not counts as ready after ten seconds.
     `drain_s`: how long it may serve on after SIGTERM. Such children are stopped before the others.
     `num_gateways`: the number of gateways that must welcome it before it has joined.
+    `cluster_role`: the role whose credential it gets.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ServiceSpec:
     drain_s: float = 0.0
     num_gateways: int = 1
     metrics_port: int | None = None  # where Prometheus finds it
+    cluster_role: ClusterRole | None = None
     descriptors: tuple[int, ...] = ()  # of this process, which the child inherits under the same numbers
 
 

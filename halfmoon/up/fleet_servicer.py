@@ -13,6 +13,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
+from halfmoon.rpc.credentials.access import OPEN_ACCESS, CallAccess
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.up.fleet import WorkerFleet
@@ -33,6 +34,7 @@ async def fleet_server(
     fleet: WorkerFleet,
     planned: Callable[[str], UpOptions],
     on_end: Callable[[asyncio.Task[WorkerChange]], None],
+    access: CallAccess = OPEN_ACCESS,
 ) -> AsyncIterator[None]:
     """Serves at `address` until the block ends. `planned` reads a plan's text and may block.
 
@@ -40,7 +42,8 @@ async def fleet_server(
     """
     servicer = FleetServicer(fleet, planned, on_end)
     try:
-        async with running_server(address, [servicer.register], RpcMetrics(CollectorRegistry()), grace_s=0.0):
+        metrics = RpcMetrics(CollectorRegistry())
+        async with running_server(address, [servicer.register], metrics, grace_s=0.0, access=access):
             yield
     finally:
         await fleet.close()

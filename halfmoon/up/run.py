@@ -23,6 +23,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from halfmoon.background import running
 from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_errors
 from halfmoon.policy.view.worker_view import Role
+from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.credential import checked_secret, credential_from
+from halfmoon.rpc.credentials.sources import (
+    NO_SECRET,
+    environment_secret,
+    secret_text,
+    state_secret,
+)
 from halfmoon.rpc.loopback import is_loopback
 from halfmoon.rpc.private_state import PRIVATE_UMASK, make_private
 from halfmoon.up.child import Child, ServiceSpec, children_ready
@@ -43,6 +51,7 @@ from halfmoon.up.service_specs import (
     reachable,
     simulated_workers,
     traced,
+    trusted,
     worker_spec,
 )
 from halfmoon.up.simulated import ignored_settings, simulated_model
@@ -101,6 +110,7 @@ class _Started(NamedTuple):
 
     options: UpOptions
     model: PreparedModel
+    secret: str
     cluster: str  # host:port of the gateways, separated by commas
     stores: Sequence[str]
     specs: Sequence[ServiceSpec]  # all but the gateways
@@ -129,16 +139,17 @@ async def _start(
     stores, planner = [ports.address() for _ in range(options.store.num_stores)], ports.address()
     is_generated = options.operator_token is None
     options = replace(options, operator_token=_operator_token(options))
+    secret = cluster_secret(options)
     options = replace(options, port=options.port or ports.port(options.host))
     numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
     listeners = ports.listening(options.host, options.port, options.num_gateways)
     specs = [gateway_spec(options, model, number, stores[0], ports.address(), listeners) for number in numbers]
-    ready = await children_ready([await supervisor.start(traced(spec, options)) for spec in specs])
+    ready = await children_ready([await supervisor.start(trusted(traced(spec, options), secret)) for spec in specs])
     cluster = ",".join(event["address"] for event in ready)
     on_trouble = partial(_print_trouble, terminal)
     metrics = MetricsTargets(options.state_dir, options.metrics_port, ports, on_trouble)
     wanted = other_specs(options, model, cluster, stores, planner, fleet)
-    specs = [metrics.opened(traced(spec, options)) for spec in wanted]
+    specs = [metrics.opened(trusted(traced(spec, options), secret)) for spec in wanted]
     others = [await supervisor.start(spec) for spec in specs]
     await children_ready([child for child in others if child.spec.announces])
     remember_stores(options.state_dir, stores, on_trouble)
@@ -152,16 +163,16 @@ async def _start(
     metrics.write(address, specs)
     bars.stop()
     _print_ready(options, terminal, url, model.name, others, is_generated)
-    return _Started(options, model, cluster, stores, specs, metrics, address)
+    return _Started(options, model, secret, cluster, stores, specs, metrics, address)
 
 
 async def _change_workers(started: _Started, address: str, supervisor: Supervisor, terminal: Console) -> None:
     """Serves the planner's requests to change workers."""
-    options, model, cluster, stores, specs, metrics, http = started
+    options, model, secret, cluster, stores, specs, metrics, http = started
 
     def made(planned: UpOptions, role: Role, index: int, start: WorkerStart, visible: Mapping[str, str]) -> WorkerSpec:
         spec = worker_spec(planned, model, cluster, stores, role, index, start, visible)
-        return metrics.opened(traced(spec, options))
+        return metrics.opened(trusted(traced(spec, options), secret))
 
     def changed(change: asyncio.Task[WorkerChange]) -> None:
         metrics.write(http, (*others, *fleet.workers))
@@ -172,14 +183,18 @@ async def _change_workers(started: _Started, address: str, supervisor: Superviso
     gpus = await asyncio.to_thread(visible_gpus) if options.device != "cpu" else ()
     fleet = WorkerFleet(supervisor, workers, made, gpus)
     planned = partial(applied_options, options, model)
-    async with fleet_server(address, fleet, planned, changed):
+    access = CallAccess(credential_from(secret, "operator"))
+    async with fleet_server(address, fleet, planned, changed, access):
         await asyncio.Event().wait()
 
 
 async def prepared_model(model: str, terminal: Console) -> PreparedModel:
     """Downloads or converts the model in a process that ends with this call. Raises UnknownModel."""
+    environment = {**os.environ, **NO_SECRET}
     command = (sys.executable, "-m", "halfmoon.engine.checkpoint.prepare", model)
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, start_new_session=True, env=environment
+    )
     message: dict[str, str] = {}
     try:
         assert process.stdout is not None
@@ -195,6 +210,13 @@ async def prepared_model(model: str, terminal: Console) -> PreparedModel:
     if "path" not in message:
         raise UnknownModel(message.get("error", f"preparing the model ended with exit status {process.returncode}"))
     return PreparedModel(message["path"], "demo" if model == "demo" else message["name"])
+
+
+def cluster_secret(options: UpOptions, environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the configured secret, or the one that the state directory keeps. Raises InvalidRequest."""
+    configured = secret_text(options.cluster_secret, options.cluster_secret_file)
+    text = configured or environment_secret(environment)
+    return state_secret(options.state_dir) if text is None else checked_secret(text)
 
 
 def _operator_token(options: UpOptions) -> str | None:

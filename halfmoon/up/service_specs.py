@@ -15,6 +15,8 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
+from halfmoon.rpc.credentials.credential import credential_from
+from halfmoon.rpc.credentials.sources import NO_SECRET, environment_of
 from halfmoon.rpc.telemetry.tracing import check_endpoint
 from halfmoon.up.child import ServiceSpec
 from halfmoon.up.gpus import VISIBLE_GPUS, GPUShares, visible_gpus, whole_gpus
@@ -77,6 +79,8 @@ class UpOptions:
     num_gateways: int = 1
     drain_s: float = 10.0  # of the gateways
     operator_token: str | None = None  # None: generated if the host is not loopback
+    cluster_secret: str | None = field(default=None, repr=False)
+    cluster_secret_file: Path | None = None  # with neither, the state directory has the secret
     api_keys: tuple[str, ...] = ()  # of gateways
     api_keys_file: Path | None = None
     console_key: str | None = None  # with which the console tries requests
@@ -144,8 +148,15 @@ def gateway_spec(
     kv_store = () if store is None else ("--kv-store", store)
     arguments = ("-m", "services.gateway", *listen, *cluster, *served, *codec, *kv_store, *chosen)
     name = "gateway" if number is None else f"gateway-{number}"
-    descriptors = tuple(itertools.chain(*listeners))
-    return ServiceSpec(name, arguments, keys, restarts=True, drain_s=options.drain_s, descriptors=descriptors)
+    return ServiceSpec(
+        name,
+        arguments,
+        keys,
+        restarts=True,
+        drain_s=options.drain_s,
+        descriptors=tuple(itertools.chain(*listeners)),
+        cluster_role="gateway",
+    )
 
 
 def other_specs(
@@ -221,6 +232,7 @@ def worker_spec(
         {**settings, **_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false", **visible},
         restarts=True,
         num_gateways=options.num_gateways,
+        cluster_role="worker",
         role=role,
         start=start,
     )
@@ -231,6 +243,14 @@ def traced(spec: Spec, options: UpOptions) -> Spec:
     if options.otlp_endpoint is None:
         return spec
     return replace(spec, environment={**spec.environment, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": options.otlp_endpoint})
+
+
+def trusted(spec: Spec, secret: str) -> Spec:
+    """Returns the spec with the credential of its role, in place of whatever secret it would inherit."""
+    if spec.cluster_role is None:
+        return replace(spec, environment={**spec.environment, **NO_SECRET})
+    credential = credential_from(secret, spec.cluster_role)
+    return replace(spec, environment={**spec.environment, **environment_of(credential)})
 
 
 def variables(service: str, settings: ServiceSettings) -> dict[str, str]:
@@ -273,7 +293,7 @@ def _planner_spec(options: UpOptions, address: str, fleet: str) -> ServiceSpec:
     arguments = ("-m", "services.planner", "--listen", address, "--state-dir", str(options.state_dir), *changes)
     token = {"HALFMOON_PLANNER_OPERATOR_TOKEN": options.operator_token} if options.operator_token else {}
     environment = token | _ledger(options, "PLANNER") | variables("planner", options.settings)
-    return ServiceSpec("planner", arguments, environment, restarts=True)
+    return ServiceSpec("planner", arguments, environment, restarts=True, cluster_role="planner")
 
 
 def _ledger(options: UpOptions, service: str) -> dict[str, str]:
@@ -294,7 +314,7 @@ def _console_spec(options: UpOptions, planner: str) -> ServiceSpec:
         environment["HALFMOON_CONSOLE_API_KEY"] = options.console_key
     if options.operator_token:
         environment["HALFMOON_CONSOLE_OPERATOR_TOKEN"] = options.operator_token
-    return ServiceSpec("console", arguments, environment, restarts=True, announces=False)
+    return ServiceSpec("console", arguments, environment, restarts=True, announces=False, cluster_role="operator")
 
 
 def reachable(host: str) -> str:

@@ -104,7 +104,7 @@ def simulation_specs(
         numbers = tuple(part for role, count in share.items() for part in (f"--{role}", str(count)))
         if any(share.values()):
             command = ("-m", "services.simulation", "--gateway", cluster, *model, *options, *taken, *numbers)
-            specs.append(ServiceSpec(f"simulation-{len(specs)}", command, {}, restarts=True))
+            specs.append(ServiceSpec(f"simulation-{len(specs)}", command, {}, restarts=True, cluster_role="worker"))
     return specs
 
 

@@ -93,4 +93,4 @@ def _store_spec(
         {**settings} if options.cold_url is None else {**settings, "HALFMOON_KVSTORE_COLD_URL": options.cold_url}
     )
     flags = tuple(part for pair in arguments.items() for part in pair)
-    return ServiceSpec(name, ("-m", "services.kvstore", *flags), environment, restarts=True)
+    return ServiceSpec(name, ("-m", "services.kvstore", *flags), environment, restarts=True, cluster_role="store")

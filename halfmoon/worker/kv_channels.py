@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.estimate import LinkEstimate
@@ -32,18 +33,20 @@ class KVChannels:
         on_fallback: Callable[[str], None] = lambda transport: None,
         device: DeviceMemory | None = None,
         max_idle: int = _MAX_IDLE,
+        credential: Credential | None = None,
     ) -> None:
         self._settings = settings or LinkSettings()
         self._on_fallback = on_fallback
         self._device = device
         self._max_idle = max_idle
+        self._credential = credential
         self._channels: dict[str, _Channel] = {}  # least recently used first
 
     @contextmanager
     def to(self, address: str) -> Iterator[KVLink]:
         """Gives the link to `address` and keeps it open while inside."""
         channel = self._channels.pop(address, None) or _Channel(
-            KVLink(Peer(address), self._settings, self._on_fallback, self._device)
+            KVLink(Peer(address, self._credential), self._settings, self._on_fallback, self._device)
         )
         self._channels[address] = channel
         channel.num_users += 1

@@ -21,6 +21,9 @@ from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv import frame
 from halfmoon.pb import gateway_pb2
+from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import advertised_address, running_server, until_told_to_drain, until_told_to_stop
@@ -31,6 +34,7 @@ from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.loading_progress import loading_progress
 from halfmoon.worker.membership.calibration import Profile, calibrated
 from halfmoon.worker.metrics import WorkerMetrics
@@ -53,7 +57,7 @@ async def serve(settings: WorkerSettings) -> None:
 
 
 async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
-    kv_links = link_settings(settings)
+    kv_links, credential = link_settings(settings), own_credential("worker")
     keep_freed_memory()
     stopping, retiring = asyncio.create_task(until_told_to_stop()), asyncio.create_task(until_told_to_drain())
     loading = asyncio.create_task(asyncio.to_thread(_load_engine, settings))
@@ -74,10 +78,13 @@ async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
     device = _device_memory(engine)
     async with (
         AsyncEngine(engine, state.on_step, death.set_result) as async_engine,
-        _store_link(settings) as store_link,
+        _store_link(settings, credential) as store_link,
     ):
         restorer = None if store_link is None else Restorer(async_engine, state, store_link, metrics.store)
-        prefill = PrefillServicer(async_engine, state, metrics, kv_links, device, restorer=restorer)
+        channels = KVChannels(
+            kv_links, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device, credential=credential
+        )
+        prefill = PrefillServicer(async_engine, state, metrics, channels, restorer)
 
         def links() -> dict[str, LinkEstimate]:
             restoring = {} if restorer is None else {str(settings.kv_store): restorer.rate.link}
@@ -85,13 +92,14 @@ async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
 
         decode = DecodeServicer(async_engine, state, metrics, settings.lease_s, device)
         services = worker_services(prefill, decode)
-        async with running_server(settings.listen, services, metrics.rpc, tracer=tracer) as server:
+        access = CallAccess(credential)
+        async with running_server(settings.listen, services, metrics.rpc, tracer=tracer, access=access) as server:
             address = advertised_address(settings.listen, server.port, settings.advertise)
             identity.CopyFrom(_identity(settings, engine, profile, address))
             await server.set_serving()
             with metrics_endpoint(settings.listen, settings.metrics_port, metrics.registry):
                 log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
-                work = Serving(async_engine, state, lambda: state.load(async_engine, links()), death)
+                work = Serving(async_engine, state, lambda: state.load(async_engine, links()), death, credential)
                 if store_link is not None:
                     work.add(store_writer(async_engine, state, store_link, metrics).run())
                 await work.until_stopped(settings.gateway, settings.drain_s, stopping, retiring)
@@ -100,18 +108,18 @@ async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
 
 
 @asynccontextmanager
-async def _store_link(settings: WorkerSettings) -> AsyncIterator[StoreLink | None]:
+async def _store_link(settings: WorkerSettings, credential: Credential | None) -> AsyncIterator[StoreLink | None]:
     """Connects to the store; None without one."""
     if settings.kv_store is None:
         yield None
         return
-    async with aclosing(StoreLink(store_client(settings.kv_store, settings.kv_store_mbps))) as link:
+    async with aclosing(StoreLink(store_client(settings.kv_store, settings.kv_store_mbps, credential))) as link:
         yield link
 
 
-def store_client(address: str, mbps: float | None) -> KVStoreClient:
+def store_client(address: str, mbps: float | None, credential: Credential | None = None) -> KVStoreClient:
     """Client of the store at `address`, limited to `mbps` megabytes per second if given."""
-    return KVStoreClient(address, b"", LinkSettings(bytes_per_s=None if mbps is None else mbps * 1e6))
+    return KVStoreClient(address, b"", LinkSettings(bytes_per_s=None if mbps is None else mbps * 1e6), credential)
 
 
 def store_writer(engine: AsyncEngine, state: WorkerState, link: StoreLink, metrics: WorkerMetrics) -> StoreWriter:

@@ -15,9 +15,7 @@ from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.telemetry.spans import current_span, operation
 from halfmoon.rpc.transfer import TransferSender, transfer_to
-from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.estimate import LinkEstimate
-from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import RENEW_S
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.layerwise_sender import LayerwiseSender
@@ -42,23 +40,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         engine: ServingEngine,
         state: WorkerState,
         metrics: WorkerMetrics,
-        link_settings: LinkSettings | None = None,
-        device: DeviceMemory | None = None,
-        channels: KVChannels | None = None,
+        channels: KVChannels,
         restorer: Restorer | None = None,
     ) -> None:
-        """Creates the servicer.
+        """`channels`: may be shared by several workers of one process.
 
-        `channels`: shared by several workers of one process; without it the servicer makes its own from `link_settings`
-        and `device`. `restorer` loads known prefixes from a store, if there is one.
+        `restorer` loads known prefixes from a store, if there is one.
         """
         self._engine = engine
         self._state = state
         self._metrics = metrics
         self._restorer = restorer
-        self._channels = channels or KVChannels(
-            link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device
-        )
+        self._channels = channels
 
     def links(self) -> dict[str, LinkEstimate]:
         """Measured speed of KV links, by the receiving worker's address."""

@@ -12,6 +12,8 @@ import grpc
 
 from halfmoon.errors import Unavailable
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.membership.registration import Registration
@@ -46,6 +48,7 @@ class Serving:
         state: WorkerState,
         load: Callable[[], gateway_pb2.WorkerLoad],
         death: asyncio.Future[BaseException],
+        credential: Credential | None = None,
         report_s: float = math.inf,
     ) -> None:
         """See `Registration` for `report_s`."""
@@ -53,6 +56,7 @@ class Serving:
         self._state = state
         self._load = load
         self._death = death
+        self._credential = credential
         self._report_s = report_s
         self._work: list[Coroutine[Any, Any, None]] = []
 
@@ -74,7 +78,11 @@ class Serving:
         """
         registrations = [
             Registration(
-                address.strip(), self._state.identity, self._load, self._state.cached_blocks.feed(), self._report_s
+                Peer(address.strip(), self._credential),
+                self._state.identity,
+                self._load,
+                self._state.cached_blocks.feed(),
+                self._report_s,
             )
             for address in gateways.split(",")
         ]

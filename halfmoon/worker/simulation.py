@@ -16,6 +16,8 @@ from halfmoon.kv.keys import root_key
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2
 from halfmoon.policy.view.worker_view import Role
+from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
@@ -59,6 +61,7 @@ class SimulatedCluster:
     lease_s: float = LEASE_S
     drain_s: float = 0.0  # time for running requests when the simulation stops
     report_s: float = 1.0  # longest interval between load reports
+    credential: Credential | None = None  # of all workers
 
 
 class SimulatedWorker:
@@ -82,7 +85,9 @@ class Simulation:
         self._workers = workers
         self._tasks: dict[SimulatedWorker, asyncio.Task[None]] = {}
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._channels = KVChannels(LinkSettings(transports=()), max_idle=_MAX_IDLE_LINKS)
+        links = LinkSettings(transports=())
+        self._channels = KVChannels(links, max_idle=_MAX_IDLE_LINKS, credential=cluster.credential)
+        self._access = CallAccess(cluster.credential)
 
     async def start(self, role: Role) -> SimulatedWorker:
         """Starts a worker; returns when it listens. It becomes a member a moment later."""
@@ -117,18 +122,22 @@ class Simulation:
         root = None if worker.role == "decode" else partial(root_key, model.fingerprint, model.layout)
         engine = SimulatedEngine(model.profile, model.layout, root, model.answers, state.on_step)
         with closing(DecodeServicer(engine, state, metrics, self._cluster.lease_s)) as decode:
-            prefill = PrefillServicer(engine, state, metrics, channels=self._channels)
+            prefill = PrefillServicer(engine, state, metrics, self._channels)
             services = worker_services(prefill, decode)
             async with (
                 engine.running() as death,
-                running_server(f"{self._cluster.host}:0", services, metrics.rpc, _GRACE_S, self._tracer) as server,
+                running_server(
+                    f"{self._cluster.host}:0", services, metrics.rpc, _GRACE_S, self._tracer, access=self._access
+                ) as server,
             ):
                 address = f"{self._cluster.host}:{server.port}"
                 identity.CopyFrom(self._identity(worker, address, engine.num_blocks))
                 await server.set_serving()
                 worker.address.set_result(address)
-                serving = Serving(engine, state, lambda: state.load(engine, {}), death, self._cluster.report_s)
-                await serving.until_stopped(self._cluster.gateways, self._cluster.drain_s, self._stopping)
+                cluster = self._cluster
+                load = partial(state.load, engine, {})
+                serving = Serving(engine, state, load, death, cluster.credential, cluster.report_s)
+                await serving.until_stopped(cluster.gateways, cluster.drain_s, self._stopping)
 
     def _identity(self, worker: SimulatedWorker, address: str, num_blocks: int) -> gateway_pb2.WorkerIdentity:
         model, profile = self._model, self._model.profile

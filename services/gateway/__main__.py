@@ -9,6 +9,7 @@ import time
 
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.text.tokenizer import Detokenizer, Tokenizer
+from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
 from halfmoon.rpc.telemetry.tracing import tracing
@@ -43,10 +44,11 @@ def load_model(settings: GatewaySettings) -> ServedModel:
 
 async def serve(settings: GatewaySettings) -> None:
     """Serves until SIGTERM or SIGINT."""
+    credential = own_credential("gateway")
     stop = asyncio.ensure_future(until_told_to_stop())
     with tracing("gateway", settings.otlp_endpoint) as tracer:
         model = await asyncio.to_thread(load_model, settings)
-        async with running_gateway(settings, model, tracer) as gateway:
+        async with running_gateway(settings, model, tracer, credential) as gateway:
             log.info("service.ready", extra={"address": gateway.address, "http": gateway.http})
             if await stop == "orphaned":  # the workers end now, too
                 gateway.drain_gate.drain_s = min(gateway.drain_gate.drain_s, _ORPHANED_DRAIN_S)

@@ -21,6 +21,8 @@ from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.wait_limits import WaitLimits
+from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from services.gateway.app import Access, Endpoints, make_app
@@ -75,7 +77,10 @@ class RunningGateway:
 
 @asynccontextmanager
 async def running_gateway(
-    settings: GatewaySettings, model: ServedModel, tracer: Tracer = NO_TRACER
+    settings: GatewaySettings,
+    model: ServedModel,
+    tracer: Tracer = NO_TRACER,
+    credential: Credential | None = None,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway that serves `model`; leaving the block stops it within `drain_s` and about a second.
 
@@ -86,15 +91,15 @@ async def running_gateway(
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     async with (
         open_ledger(settings.ledger, gateway_id, may_be_away=True) as ledger,
-        running_cluster(gateway_id, membership) as cluster,
+        running_cluster(gateway_id, membership, credential=credential) as cluster,
         ConstraintChecker() as constraints,
     ):
-        routing = _routing(settings, cluster)
+        routing = _routing(settings, cluster, credential)
         telemetry = routing.telemetry
         metrics = GatewayMetrics(membership, ledger, telemetry, routing.copies, model.name)
         recorder = RequestRecorder(model.name, ledger, metrics, telemetry, tracer)
         relay = _relay(settings, cluster, routing)
-        stores = StoreView(settings.kv_store, lambda: membership.stores)
+        stores = StoreView(settings.kv_store, lambda: membership.stores, credential)
         known_classes = KnownRows(settings.state_dir, "classes", settings.ledger)
         known_tenants = KnownRows(settings.state_dir, "tenants", settings.ledger)
         keys = ApiKeys()
@@ -124,11 +129,18 @@ async def running_gateway(
         add = partial(add_ClusterServicer_to_server, cluster)
         async with (
             running(logged(routing.copies.ask_all())),
-            running(logged(StoreWatch(cluster).follow_members())),
+            running(logged(StoreWatch(cluster, credential).follow_members())),
             running(sync.follow(settings.ledger_poll_s)),
             running(ledger.retention.keep(settings.ledger_keep_days)),
             running(logged(telemetry.follow(membership, cluster.clock))),
-            running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2, tracer=tracer) as server,
+            running_server(
+                settings.cluster_listen,
+                [add],
+                metrics.rpc,
+                grace_s=0.2,
+                tracer=tracer,
+                access=CallAccess(credential),
+            ) as server,
         ):
             runner = await _runner(endpoints, keys, settings)
             siblings = SiblingBacklog(runner, settings.sibling_descriptors)
@@ -144,10 +156,10 @@ async def running_gateway(
                 await stores.close()
 
 
-def _routing(settings: GatewaySettings, cluster: Cluster) -> RoutingContext:
+def _routing(settings: GatewaySettings, cluster: Cluster, credential: Credential | None) -> RoutingContext:
     rules = PlacementRules(settings.placement, settings.balancing_threshold)
     admission = AdmissionController(settings.admission, rules, random.Random())
-    copies = StoreCopies(cluster.membership, rules.fetching_threshold)
+    copies = StoreCopies(cluster.membership, rules.fetching_threshold, credential)
     return RoutingContext(admission, cluster.membership, cluster.clock, RecentTelemetry(), copies)
 
 

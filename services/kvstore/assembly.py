@@ -13,6 +13,7 @@ import grpc
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.pb import kvstore_pb2_grpc
 from halfmoon.rpc.breaker import CircuitBreaker
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.transfer import KVIntake
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id
 from services.kvstore.bytes_servicer import KVBytesServicer
@@ -42,13 +43,13 @@ class Store:
 
 
 @asynccontextmanager
-async def running_store(settings: KVStoreSettings, block_key: bytes | None = None) -> AsyncIterator[Store]:
+async def running_store(settings: KVStoreSettings, credential: Credential | None = None) -> AsyncIterator[Store]:
     """Opens the tiers; blocks on disk are served at once. Raises InvalidRequest if a tier cannot be opened.
 
-    block_key: the cluster's; without it, blocks at rest have a checksum that anybody can compute.
+    Without a credential, blocks at rest have a checksum that anybody can compute.
     """
-    options, seal = settings.pool_options(), Seal(block_key)
-    if block_key is None and (settings.disk_dir or settings.cold_url):
+    options, seal = settings.pool_options(), Seal(None if credential is None else credential.block_key)
+    if credential is None and (settings.disk_dir or settings.cold_url):
         log.warning("blocks.not_sealed", extra={"reason": "no cluster secret: who can write to the tiers can forge KV"})
     with ExitStack() as stack:
         segment, memory = _arena(int(settings.dram_bytes))
@@ -59,7 +60,7 @@ async def running_store(settings: KVStoreSettings, block_key: bytes | None = Non
         disk = None if settings.disk_dir is None else await _disk(settings, seal)
         pool = Pool(memory, options, disk, cold)
         name = None if segment is None else f"{host_id()}/{segment.name}"
-        replicator, arrivals = Replicator(pool), Arrivals(pool)
+        replicator, arrivals = Replicator(pool, credential), Arrivals(pool)
         shared_memory_put = stack.enter_context(closing(SharedMemoryPut(pool, arrivals)))
         control = KVStoreServicer(pool, SharedMemoryGet(pool, settings.lease_s, name), shared_memory_put, replicator)
         admin = KVStoreAdminServicer(pool)

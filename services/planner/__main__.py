@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from halfmoon.ledger.ledger import open_ledger
+from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.operator_token import OperatorToken
 from halfmoon.rpc.service import serve_until_told_to_stop, service_main
 from services.planner.fleet import Fleet
@@ -17,12 +19,14 @@ from services.planner.settings import PlannerSettings
 
 async def serve(settings: PlannerSettings) -> None:
     """Runs the planner until told to stop. Raises InvalidRequest if it cannot listen."""
-    token = OperatorToken(settings.operator_secret(), settings.host)
+    credential = own_credential("planner")
+    access = CallAccess(credential, OperatorToken(settings.operator_secret(), settings.host))
     jobs = Jobs(JobQueue(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
     async with open_ledger(settings.ledger, may_be_away=True) as ledger:
-        plans, fleet = PlansOfLedger(ledger), Fleet(settings.fleet)
-        servicer = PlannerServicer(plans, jobs, token, settings.processes, fleet)
-        await serve_until_told_to_stop("planner", settings, [servicer.register], PlannerMetrics(), MAX_REQUEST_BYTES)
+        plans, fleet = PlansOfLedger(ledger), Fleet(settings.fleet, credential)
+        servicer = PlannerServicer(plans, jobs, settings.processes, fleet)
+        services = [servicer.register]
+        await serve_until_told_to_stop("planner", settings, services, PlannerMetrics(), access, MAX_REQUEST_BYTES)
 
 
 if __name__ == "__main__":

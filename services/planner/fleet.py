@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from halfmoon.errors import Incompatible
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
 
 _PREVIEW_S = 30.0  # includes reading the model's config
@@ -19,8 +20,9 @@ class Fleet:
     Without an address, calls raise Incompatible.
     """
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, credential: Credential | None = None) -> None:
         self._address = address
+        self._credential = credential
 
     @property
     def can_change(self) -> bool:
@@ -52,5 +54,5 @@ class Fleet:
                 "are not simulated. Download plan.yaml and start `halfmoon up --plan plan.yaml --model MODEL`, or "
                 "write its numbers of workers into docker-compose.yml"
             )
-        async with Peer(self._address) as peer:
+        async with Peer(self._address, self._credential) as peer:
             yield peer

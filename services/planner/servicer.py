@@ -6,14 +6,12 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import Any
 
 import grpc
 
-from halfmoon.errors import InvalidRequest, Unauthenticated, Unavailable
+from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.ledger.plans import NewPlan, StoredPlan
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
-from halfmoon.rpc.operator_token import AUTHORIZATION_KEY, OperatorToken
 from halfmoon.sim.latency_sources.hardware import DEVICES
 from halfmoon.sim.latency_sources.model_catalogue import MODELS
 from halfmoon.sim.workloads.lengths import KNOWN_LENGTHS
@@ -36,13 +34,11 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         self,
         plans: KeptPlans,
         jobs: Jobs,
-        token: OperatorToken,
         num_processes: int,
         fleet: Fleet,
     ) -> None:
         self._plans = plans
         self._jobs = jobs
-        self._token = token
         self._num_processes = num_processes
         self._fleet = fleet
 
@@ -54,7 +50,6 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         self, request: planner_pb2.PlanRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[planner_pb2.PlanUpdate]:
         """See planner.proto."""
-        self._check_operator(context)
         options, files = plan_request(request), files_of(request.files)
         job = PlanJob(options, self._num_processes, request.with_curves)
         async with aclosing(self._jobs.updates(job, files)) as updates:
@@ -74,7 +69,6 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         self, request: planner_pb2.ListPlansRequest, context: grpc.aio.ServicerContext
     ) -> planner_pb2.ListPlansResponse:
         """See planner.proto."""
-        self._check_operator(context)
         if not 1 <= request.limit <= _MAX_LISTED:
             raise InvalidRequest(f"limit must be 1..{_MAX_LISTED}", param="limit")
         return planner_pb2.ListPlansResponse(plans=map(stored_plan, await self._plans.newest(request.limit)))
@@ -83,7 +77,6 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         self, request: planner_pb2.CatalogueRequest, context: grpc.aio.ServicerContext
     ) -> planner_pb2.CatalogueResponse:
         """See planner.proto."""
-        self._check_operator(context)
         return planner_pb2.CatalogueResponse(
             gpus=DEVICES, models=MODELS, workloads=KNOWN_LENGTHS, can_apply=self._fleet.can_change
         )
@@ -92,14 +85,12 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         self, request: planner_pb2.ApplyRequest, context: grpc.aio.ServicerContext
     ) -> planner_pb2.WorkerChange:
         """See planner.proto."""
-        self._check_operator(context)
         return await self._fleet.preview(await self._plan_yaml(request))
 
     async def Apply(
         self, request: planner_pb2.ApplyRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[planner_pb2.ApplyUpdate]:
         """See planner.proto."""
-        self._check_operator(context)
         log.info("plan.applied", extra={"plan_id": request.plan_id, "stop_first": request.stop_first})
         async with aclosing(self._fleet.change(await self._plan_yaml(request), request.stop_first)) as updates:
             async for update in updates:
@@ -115,18 +106,6 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         except Unavailable as error:
             log.error("plan.not_kept", extra={"reason": error.message})
             return StoredPlan(0, datetime.now(UTC), plan)
-
-    def _check_operator(self, context: grpc.aio.ServicerContext) -> None:
-        if self._token.is_open:
-            return
-        if not self._token.is_known:
-            raise Unauthenticated(
-                "the planner is closed: it listens beyond loopback and has no operator token; "
-                "start it with --operator-token, or HALFMOON_PLANNER_OPERATOR_TOKEN"
-            )
-        metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
-        if not self._token.is_in(str(metadata.get(AUTHORIZATION_KEY, ""))):
-            raise Unauthenticated("the operator token is needed: send the metadata 'authorization: Bearer <token>'")
 
 
 def _waiting(update: JobWaits) -> planner_pb2.Waiting:

@@ -8,6 +8,7 @@ import logging
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import Role
+from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
 from halfmoon.rpc.telemetry.tracing import tracing
@@ -29,7 +30,9 @@ async def serve(settings: SimulationSettings) -> None:
         raise InvalidRequest("nothing is simulated: give --prefill, --decode or --both a number")
     stopping = asyncio.create_task(until_told_to_stop())
     report_s = max(_REPORT_S / settings.time_scale, _LEAST_REPORT_S)
-    cluster = SimulatedCluster(settings.gateway, settings.host, settings.lease_s, settings.drain_s, report_s)
+    cluster = SimulatedCluster(
+        settings.gateway, settings.host, settings.lease_s, settings.drain_s, report_s, own_credential("worker")
+    )
     with tracing("simulation", settings.otlp_endpoint) as tracer:
         async with running_simulation(_model(settings), cluster, tracer) as simulation:
             for role, count in counts.items():

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from halfmoon.rpc.credentials.issue import CREDENTIAL_FILE
+from halfmoon.rpc.credentials.sources import FILE_VARIABLE
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.metrics_targets import TARGETS_FILE
 from halfmoon.up.service import CONFIG_VARIABLE, SERVICES
@@ -26,6 +28,14 @@ SETTINGS: dict[str, Any] = {
     "decode": DecodeSettings,
     "kvstore": KVStoreSettings,
     "planner": PlannerSettings,
+}
+ROLES = {
+    "gateway": "gateway",
+    "prefill": "worker",
+    "decode": "worker",
+    "kvstore": "store",
+    "planner": "planner",
+    "console": "operator",
 }
 
 
@@ -65,12 +75,16 @@ def test_compose_says_settings_that_there_are(name: str) -> None:
     service, fields = compose()[name], SETTINGS[name].model_fields
     assert {option.replace("-", "_") for option in options(service)} <= fields.keys()
     prefix = f"HALFMOON_{name.upper()}_"
-    variables = {one for one in service["environment"] if one.startswith("HALFMOON_")} - {CONFIG_VARIABLE}
+    variables = {one for one in service["environment"] if one.startswith("HALFMOON_")} - {
+        CONFIG_VARIABLE,
+        FILE_VARIABLE,
+    }
     assert {one.removeprefix(prefix).lower() for one in variables} <= fields.keys()
 
 
 def test_every_container_takes_its_part_of_the_same_file() -> None:
     services = compose()
+    del services["secret"]
     assert set(services) == set(SERVICES)
     mount = "${HALFMOON_CONFIG:-./deploy/halfmoon.yaml}:/etc/halfmoon.yaml:ro"
     for service in services.values():
@@ -79,6 +93,21 @@ def test_every_container_takes_its_part_of_the_same_file() -> None:
     entries = re.findall(r'^ENTRYPOINT \["python", "-m", "halfmoon.up.service", "(\w+)"', _dockerfile(), re.MULTILINE)
     assert set(entries) == set(SERVICES)
     assert _dockerfile().count("\nENTRYPOINT") == len(SERVICES)
+
+
+def test_each_role_gets_its_own_credential_and_no_other() -> None:
+    """The one service with all of them listens nowhere, and is done before any other starts."""
+    services = compose()
+    secret = services.pop("secret")
+    made = {place: volume for volume, place in (one.split(":") for one in secret["volumes"])}
+    assert set(made) == {f"/secrets/{name}" for name in (*ROLES.values(), "root")}
+    assert secret["network_mode"] == "none"
+    for name, service in services.items():
+        mounted = [one for one in service["volumes"] if one.startswith("secret-")]
+        assert mounted == [f"{made[f'/secrets/{ROLES[name]}']}:/run/halfmoon:ro"]
+        assert service["environment"][FILE_VARIABLE] == f"/run/halfmoon/{CREDENTIAL_FILE}"
+        assert service["depends_on"]["secret"] == {"condition": "service_completed_successfully"}
+        assert f"/secrets/{ROLES[name]}" in _dockerfile()
 
 
 def _dockerfile() -> str:

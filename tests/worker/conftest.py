@@ -22,6 +22,7 @@ from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.main import store_client, store_writer
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
@@ -136,7 +137,8 @@ async def _worker(
             link = await stack.enter_async_context(aclosing(StoreLink(store_client(store, link_mbps))))
             restorer = Restorer(async_engine, state, link, metrics.store, ask_at_most_s=60)
             await stack.enter_async_context(running(store_writer(async_engine, state, link, metrics).run()))
-        prefill = PrefillServicer(async_engine, state, metrics, link_settings, device, restorer=restorer)
+        channels = KVChannels(link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device)
+        prefill = PrefillServicer(async_engine, state, metrics, channels, restorer)
         decode = DecodeServicer(async_engine, state, metrics, lease_s, device)
         services = worker_services(prefill, decode)
         async with (

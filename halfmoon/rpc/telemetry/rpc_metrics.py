@@ -18,3 +18,6 @@ class RpcMetrics:
             "halfmoon_rpc_seconds", "Time from call to end", ["method"], buckets=_SECONDS, registry=registry
         )
         self.in_flight = Gauge("halfmoon_rpc_in_flight", "RPCs running", ["method"], registry=registry)
+        self.refused = Counter(
+            "halfmoon_rpc_refused", "RPCs refused for want of a credential, by status", ["status"], registry=registry
+        )

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import ROLES, Role
+from halfmoon.rpc.credentials.sources import FILE_VARIABLE, SECRET_VARIABLE
 from halfmoon.up.config.options import service_settings, texts
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.service_specs import variables
 
 _PLACES = frozenset({"host", "port", "replicas"})  # the container sets them, not the file
 _CONSOLE = "HALFMOON_CONSOLE_"
+_SECRET = ("cluster_secret", "cluster_secret_file")  # variables without a service's name: all services have them
 
 
 def service_environment(
@@ -31,7 +33,7 @@ def service_environment(
     if service == "gateway" and not environment.get(f"{prefix}MODEL_ALIAS"):
         model = environment.get(f"{prefix}MODEL") or config.model.path
         added[f"{prefix}MODEL_ALIAS"] = json.dumps([model, *config.model.alias])
-    return {name: text for name, text in added.items() if not environment.get(name)}
+    return {name: text for name, text in added.items() if not environment.get(name)} | _secret(config, environment)
 
 
 def _settings(config: SystemConfig, service: str, arguments: Sequence[str]) -> dict[str, str]:
@@ -42,7 +44,7 @@ def _settings(config: SystemConfig, service: str, arguments: Sequence[str]) -> d
         config.observability, frozenset({"metrics_port", "log_bytes", "log_files"})
     )
     if service == "gateway":
-        keys = texts(config.security)
+        keys = texts(config.security, frozenset(_SECRET))
         return (
             common | texts(config.gateway, _PLACES) | model | keys | ledger | {"handover_codec": config.handover_codec}
         )
@@ -76,3 +78,10 @@ def _console(config: SystemConfig) -> dict[str, str]:
     security = config.security
     secrets = {"OPERATOR_TOKEN": security.operator_secret() or "", "API_KEY": security.console_key() or ""}
     return {_CONSOLE + name: secret for name, secret in secrets.items()}
+
+
+def _secret(config: SystemConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    if environment.get(SECRET_VARIABLE) or environment.get(FILE_VARIABLE):
+        return {}
+    written = texts(config.security)
+    return {f"HALFMOON_{name.upper()}": written[name] for name in _SECRET if name in written}

@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 from halfmoon.config.planner import PlannerConfig
 from halfmoon.config.qos_classes import ClassConfig, RuleConfig
 from halfmoon.config.section import Section
-from halfmoon.config.security import SecurityConfig
 from halfmoon.config.tenants import DeclaredTenant
 from halfmoon.up.config.human_bytes import human_bytes
 from halfmoon.up.config.system_config import (
@@ -23,6 +22,7 @@ from halfmoon.up.config.system_config import (
     SystemConfig,
     UpGatewayConfig,
     UpObservedConfig,
+    UpSecurityConfig,
     UpSimulationConfig,
     UpStoresConfig,
     WorkerGroup,
@@ -36,7 +36,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "classes.NAME": ClassConfig,
     "classes.NAME.rules[]": RuleConfig,
     "tenants.NAME": DeclaredTenant,
-    "security": SecurityConfig,
+    "security": UpSecurityConfig,
     "observability": UpObservedConfig,
     "planner": PlannerConfig,
     "console": ConsoleConfig,

@@ -11,7 +11,7 @@ from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.planner import PlannerConfig
 from halfmoon.config.qos_classes import ClassConfig, ClassesConfig, check_classes
 from halfmoon.config.section import Section, Texts
-from halfmoon.config.security import SecurityConfig
+from halfmoon.config.security import ClusterSecretConfig, SecurityConfig
 from halfmoon.config.simulation import SimulationConfig
 from halfmoon.config.state import StateConfig
 from halfmoon.config.stores import StoreConfig
@@ -112,6 +112,10 @@ class UpSimulationConfig(SimulationConfig):
     processes: int = Field(1, ge=1, le=256, description="processes that share the simulated workers")
 
 
+class UpSecurityConfig(SecurityConfig, ClusterSecretConfig):
+    """Secrets of clients, operators and services."""
+
+
 class ConsoleConfig(Section):
     """The console, pages for operators."""
 
@@ -131,7 +135,7 @@ class SystemConfig(ClassesConfig, TenantsConfig, HandoverConfig, StateConfig):
     workers: WorkersConfig = Field(default_factory=WorkersConfig)
     gateway: UpGatewayConfig = Field(default_factory=UpGatewayConfig)
     stores: UpStoresConfig = Field(default_factory=UpStoresConfig)
-    security: SecurityConfig = Field(default_factory=SecurityConfig)
+    security: UpSecurityConfig = Field(default_factory=UpSecurityConfig)
     observability: UpObservedConfig = Field(default_factory=UpObservedConfig)
     planner: PlannerConfig = Field(default_factory=PlannerConfig)
     console: ConsoleConfig = Field(default_factory=ConsoleConfig)

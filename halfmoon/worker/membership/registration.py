@@ -21,20 +21,21 @@ _TEMPORARY = (Unavailable, DeadlineExceeded, Cancelled)
 
 
 class Registration:
-    """Owns the membership with one gateway. `run` lasts as long as the worker.
+    """Owns the membership with one gateway, and the connection to it. `run` lasts as long as the worker.
 
     Reports at the gateway's interval, or every `report_s` if that is shorter.
     """
 
     def __init__(
         self,
-        address: str,
+        gateway: Peer,
         identity: gateway_pb2.WorkerIdentity,
         load: Callable[[], gateway_pb2.WorkerLoad],
         blocks: BlockFeed,
         report_s: float = math.inf,
     ) -> None:
-        self._address = address
+        self._gateway = gateway
+        self._address = gateway.address
         self._identity = identity
         self._load = load
         self._blocks = blocks
@@ -49,7 +50,7 @@ class Registration:
 
     async def run(self) -> None:
         """Registers, and again after every loss. Raises the error with which the gateway refuses this worker."""
-        async with Peer(self._address) as peer:
+        async with self._gateway as peer:
             while True:
                 try:
                     await self._register(peer)

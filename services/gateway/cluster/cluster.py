@@ -20,6 +20,7 @@ from halfmoon.pb.gateway_pb2 import GatewayMessage, ResendBlocks, Welcome, Worke
 from halfmoon.pb.gateway_pb2_grpc import ClusterServicer
 from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.rpc.context import request_id, request_scope
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
@@ -37,9 +38,9 @@ class Worker:
     `gone` gets the reason when the membership ends. `missed_blocks` is set when the worker has to send all its blocks.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, credential: Credential | None = None) -> None:
         self.member = member
-        self.peer = Peer(member.identity.address)
+        self.peer = Peer(member.identity.address, credential)
         self.prefill = PrefillStub(self.peer.channel)
         self.decode = DecodeStub(self.peer.channel)
         self.missed_blocks = asyncio.Event()
@@ -55,8 +56,10 @@ class Cluster(ClusterServicer):
         membership: Membership,
         tasks: asyncio.TaskGroup,
         clock: Callable[[], float] = time.monotonic,
+        credential: Credential | None = None,
     ) -> None:
         self.gateway_id = gateway_id
+        self._credential = credential
         self.membership = membership
         self.router = TokenRouter()
         self.clock = clock
@@ -162,7 +165,7 @@ class Cluster(ClusterServicer):
         member = self.membership.join(identity, self.clock())
         if before is not None:
             self._forget(before, Unavailable(f"worker {identity.worker_id} registered again"))
-        worker = self._workers[identity.worker_id] = Worker(member)
+        worker = self._workers[identity.worker_id] = Worker(member, self._credential)
         fields = {"worker_id": member.worker_id, "role": member.role, "address": identity.address}
         log.info("worker.joined", extra=fields)
         if member.role == "prefill":
@@ -273,12 +276,15 @@ class Cluster(ClusterServicer):
 
 @asynccontextmanager
 async def running_cluster(
-    gateway_id: str, membership: Membership, clock: Callable[[], float] = time.monotonic
+    gateway_id: str,
+    membership: Membership,
+    clock: Callable[[], float] = time.monotonic,
+    credential: Credential | None = None,
 ) -> AsyncIterator[Cluster]:
     """A cluster whose tasks end with the block. An error of the block is raised as it is, not as a group."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            cluster = Cluster(gateway_id, membership, tasks, clock)
+            cluster = Cluster(gateway_id, membership, tasks, clock, credential)
             watch = tasks.create_task(cluster.watch_heartbeats())
             try:
                 yield cluster

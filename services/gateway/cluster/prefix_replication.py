@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.view.worker_view import WorkerView
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
@@ -50,10 +51,11 @@ class _Copy:
 class StoreCopies:
     """Owns the copies that are still to be requested. Copying never delays a request to generate."""
 
-    def __init__(self, membership: Membership, threshold: float | None) -> None:
+    def __init__(self, membership: Membership, threshold: float | None, credential: Credential | None = None) -> None:
         """`threshold`: best / local prefix above which a prefix is copied; None copies nothing."""
         self._membership = membership
         self._threshold = threshold
+        self._credential = credential
         self._waiting: asyncio.Queue[_Copy] = asyncio.Queue(_MAX_WAITING)
         self._requested_s: OrderedDict[tuple[str, bytes], float] = OrderedDict()
         self._is_idle = asyncio.Event()
@@ -97,7 +99,8 @@ class StoreCopies:
         """Requests the copies one after the other, forever."""
         while True:
             copy = await self._waiting.get()
-            client, blocks = KVStoreClient(copy.target, copy.blocks.tenant_salt), copy.blocks
+            blocks = copy.blocks
+            client = KVStoreClient(copy.target, blocks.tenant_salt, credential=self._credential)
             try:
                 num_coming = await client.replicate(copy.source, blocks.keys, blocks.layout, deadline_s=_DEADLINE_S)
             except HalfmoonError as error:

@@ -8,6 +8,7 @@ import logging
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb.kvstore_pb2 import BlockEvent, WatchResponse
 from halfmoon.policy.view.block_index import SHORT_KEY_BYTES, BlockEvents, short_keys
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.membership import Membership
@@ -20,8 +21,9 @@ _AGAIN_S = 0.5  # after a store became unavailable
 class StoreWatch:
     """Owns one watch for each store. The index holds nothing of a store that is unavailable."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, credential: Credential | None = None) -> None:
         self._cluster = cluster
+        self._credential = credential
         self._watches: dict[str, asyncio.Task[None]] = {}
 
     async def follow_members(self) -> None:
@@ -41,7 +43,7 @@ class StoreWatch:
         membership = self._cluster.membership
         last_reason = ""
         while True:
-            client, is_there = KVStoreClient(address), False
+            client, is_there = KVStoreClient(address, credential=self._credential), False
             try:
                 is_there = await _read(client, address, membership)
                 log.info("store_watch.ended", extra={"store": address, "missed_events": is_there})

@@ -9,6 +9,7 @@ from typing import Any
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import kvstore_pb2
 from halfmoon.pb.kvstore_pb2_grpc import KVStoreStub
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
 
 _DEADLINE_S = 1.0
@@ -17,9 +18,10 @@ _DEADLINE_S = 1.0
 class StoreView:
     """Owns a connection to each store that was looked at. `own` is the gateway's store; `in_use` are the workers'."""
 
-    def __init__(self, own: str | None, in_use: Callable[[], set[str]]) -> None:
+    def __init__(self, own: str | None, in_use: Callable[[], set[str]], credential: Credential | None = None) -> None:
         self._own = own
         self._in_use = in_use
+        self._credential = credential
         self._peers: dict[str, Peer] = {}
 
     async def shown(self) -> list[dict[str, Any]]:
@@ -30,7 +32,9 @@ class StoreView:
         return list(await asyncio.gather(*map(self._look, sorted(addresses))))
 
     async def _look(self, address: str) -> dict[str, Any]:
-        peer = self._peers.get(address) or self._peers.setdefault(address, Peer(address))
+        if address not in self._peers:
+            self._peers[address] = Peer(address, self._credential)
+        peer = self._peers[address]
         stub = KVStoreStub(peer.channel)
         try:
             stats = await peer.call(stub.Stats, kvstore_pb2.StatsRequest(), deadline_s=_DEADLINE_S)

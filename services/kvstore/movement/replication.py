@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from halfmoon.errors import HalfmoonError, NoCapacity
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.pool import Pool
@@ -37,8 +38,9 @@ class _Replication:
 class Replicator:
     """Owns the waiting prompts. Runs as one task."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, credential: Credential | None = None) -> None:
         self._pool = pool
+        self._credential = credential
         self._waiting: asyncio.Queue[_Replication] = asyncio.Queue(MAX_WAITING)
 
     def request(self, source: str, keys: Sequence[bytes], salt: bytes, layout: KVLayout) -> int:
@@ -58,7 +60,7 @@ class Replicator:
         """Copies until cancelled."""
         while True:
             wanted = await self._waiting.get()
-            client = KVStoreClient(wanted.source, wanted.salt)
+            client = KVStoreClient(wanted.source, wanted.salt, credential=self._credential)
             try:
                 await self._copy(client, wanted)
             except HalfmoonError as error:

@@ -16,7 +16,6 @@ import pytest
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, NotFound
 from halfmoon.ledger.ledger import Ledger, open_ledger
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
-from halfmoon.rpc.operator_token import OperatorToken
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.service import read_settings
@@ -47,7 +46,7 @@ async def planner(fleet: str | None = None) -> AsyncIterator[Planner]:
 
 def _servicer(ledger: Ledger, fleet: str | None) -> PlannerServicer:
     jobs = Jobs(JobQueue(1, 0), 1.0, run_job)
-    return PlannerServicer(ledger.plans, jobs, OperatorToken(None, "127.0.0.1"), 1, Fleet(fleet))
+    return PlannerServicer(ledger.plans, jobs, 1, Fleet(fleet))
 
 
 @pytest.mark.parametrize(

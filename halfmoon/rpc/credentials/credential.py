@@ -1,0 +1,122 @@
+"""The cluster secret, and what one process gets of it: the token of its role, and digests to know the others by.
+
+    secret ── HMAC-SHA256(secret, role) ──> token of a role ── SHA-256 ──> digest
+           └─ HMAC-SHA256(secret, "blocks") ──> block key
+
+A role's credential holds neither the secret nor another role's token, so a process cannot act in another role.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.credentials.roles import CLUSTER_ROLES, ClusterRole
+
+CREDENTIAL_KEY = "halfmoon-credential"  # gRPC metadata
+
+MIN_SECRET_BYTES = 32
+_PREFIX = "halfmoon-credential:"
+_BLOCKS = "blocks"
+_BLOCK_ROLES: tuple[ClusterRole, ...] = ("worker", "store")  # others never see blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """What one process knows of the cluster secret. `block_key` is empty for roles that handle no blocks."""
+
+    role: ClusterRole
+    token: str = field(repr=False)
+    digests: Mapping[ClusterRole, bytes] = field(repr=False)  # SHA-256 of every role's token
+    block_key: bytes = field(repr=False)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call carries."""
+        return ((CREDENTIAL_KEY, self.token),)
+
+    def role_of(self, token: str) -> ClusterRole | None:
+        """The role whose token this is; None for a stranger's. Its duration reveals nothing about the tokens."""
+        given, role = _digest(token), None
+        for name, digest in self.digests.items():
+            if hmac.compare_digest(given, digest):
+                role = name
+        return role
+
+    def text(self) -> str:
+        """The credential as the setting takes it. `credential_from` reads it."""
+        body = {
+            "role": self.role,
+            "token": self.token,
+            "digests": {role: digest.hex() for role, digest in self.digests.items()},
+            "blocks": self.block_key.hex(),
+        }
+        return _PREFIX + base64.urlsafe_b64encode(json.dumps(body, separators=(",", ":")).encode()).decode()
+
+
+def new_secret() -> str:
+    """Makes a cluster secret, 43 characters."""
+    return secrets.token_urlsafe(MIN_SECRET_BYTES)
+
+
+def credential_from(text: str, role: ClusterRole) -> Credential:
+    """The credential of a process of this role, from the cluster secret or from the role's own credential.
+
+    Raises InvalidRequest for anything else. The error never repeats the text.
+    """
+    text = text.strip()
+    if not text.startswith(_PREFIX):
+        return _derived(checked_secret(text), role)
+    credential = _parsed(text)
+    if credential.role != role:
+        raise InvalidRequest(
+            f"the cluster credential given here is that of a {credential.role}, and this is a {role}: "
+            f"make its own with `halfmoon secret issue {role}`"
+        )
+    return credential
+
+
+def checked_secret(text: str) -> str:
+    """The cluster secret without surrounding blanks. Raises InvalidRequest if it cannot be one."""
+    secret = text.strip()
+    if secret.startswith(_PREFIX):
+        raise InvalidRequest("the cluster secret itself is needed here, and this is the credential of one role")
+    if len(secret.encode()) < MIN_SECRET_BYTES or not secret.isprintable() or " " in secret:
+        raise InvalidRequest(
+            f"a cluster secret is one word of at least {MIN_SECRET_BYTES} bytes, or the credential of a role: "
+            "make a secret with `halfmoon secret new`"
+        )
+    return secret
+
+
+def _derived(secret: str, role: ClusterRole) -> Credential:
+    tokens = {name: _hmac(secret, name).hex() for name in CLUSTER_ROLES}
+    digests = {name: _digest(token) for name, token in tokens.items()}
+    return Credential(role, tokens[role], digests, _hmac(secret, _BLOCKS) if role in _BLOCK_ROLES else b"")
+
+
+def _parsed(text: str) -> Credential:
+    try:
+        body = json.loads(base64.urlsafe_b64decode(text.removeprefix(_PREFIX)))
+        digests = {name: bytes.fromhex(body["digests"][name]) for name in CLUSTER_ROLES}
+        credential = Credential(body["role"], body["token"], digests, bytes.fromhex(body["blocks"]))
+        is_whole = credential.role_of(credential.token) == credential.role
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise InvalidRequest("the cluster credential is damaged: copy it whole, or make it anew")
+    return credential
+
+
+def _hmac(secret: str, name: str) -> bytes:
+    return hmac.digest(secret.encode(), name.encode(), "sha256")
+
+
+def _digest(token: str) -> bytes:
+    return sha256(token.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,21 @@
+"""Where a service may listen: beyond loopback only if it can tell its callers apart."""
+
+from __future__ import annotations
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.loopback import is_loopback
+
+
+def check_listener(listen: str, credential: Credential | None) -> None:
+    """Raises InvalidRequest if strangers could call a service that listens on `listen` (host:port or unix:PATH)."""
+    if credential is not None or listen.startswith("unix:"):
+        return
+    host = listen.rpartition(":")[0].strip("[]")
+    if not is_loopback(host):
+        raise InvalidRequest(
+            f"listening on {listen} would let strangers call this service: set HALFMOON_CLUSTER_SECRET or "
+            "HALFMOON_CLUSTER_SECRET_FILE on every service of the cluster (`halfmoon secret new` makes a secret), "
+            "or listen on 127.0.0.1",
+            param="listen",
+        )

@@ -1,0 +1,101 @@
+"""Where a process finds its credential: the environment, a file, or the state directory of `halfmoon up`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.credentials.credential import Credential, checked_secret, credential_from, new_secret
+from halfmoon.rpc.credentials.roles import ClusterRole
+from halfmoon.rpc.loopback import is_loopback
+
+SECRET_VARIABLE = "HALFMOON_CLUSTER_SECRET"
+FILE_VARIABLE = "HALFMOON_CLUSTER_SECRET_FILE"
+
+NO_SECRET: Mapping[str, str] = {SECRET_VARIABLE: "", FILE_VARIABLE: ""}  # for children that need none
+
+_FILE = "cluster_secret"  # in the state directory
+
+
+def own_credential(role: ClusterRole, environment: Mapping[str, str] = os.environ) -> Credential | None:
+    """The credential of a process of this role; None if the environment names none. Raises InvalidRequest."""
+    text = environment_secret(environment)
+    return None if text is None else credential_from(text, role)
+
+
+def environment_secret(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The secret or credential that the environment names; None for none. Raises InvalidRequest."""
+    return secret_text(environment.get(SECRET_VARIABLE), environment.get(FILE_VARIABLE))
+
+
+def secret_text(secret: str | None, file: str | Path | None) -> str | None:
+    """The secret given directly or by a file; None for neither. Raises InvalidRequest for both."""
+    if secret and file:
+        raise InvalidRequest(f"give the cluster secret once: {SECRET_VARIABLE} or {FILE_VARIABLE}, not both")
+    return _read(Path(file)) if file else secret or None
+
+
+def client_credential(
+    role: ClusterRole, address: str, state_dir: Path, environment: Mapping[str, str] = os.environ
+) -> Credential | None:
+    """The credential of a command that calls `address`: the environment's, else that of the state directory.
+
+    The secret in a state directory is that of services on loopback, and nobody else is sent a token made of it.
+    """
+    own = own_credential(role, environment)
+    file = state_dir / _FILE
+    if own is not None or not is_loopback(address.rpartition(":")[0].strip("[]")) or not file.exists():
+        return own
+    return credential_from(_read(file), role)
+
+
+def environment_of(credential: Credential) -> dict[str, str]:
+    """The variables that give a child this credential, in place of what it would inherit."""
+    return {SECRET_VARIABLE: credential.text(), FILE_VARIABLE: ""}
+
+
+def kept_secret(file: Path) -> str:
+    """The cluster secret in the file, which is made at the first call, readable by its owner alone.
+
+    Of several processes at once, all get the secret of one. Raises InvalidRequest if the file cannot be used.
+    """
+    with suppress(FileExistsError):
+        if not file.exists():
+            write_secret(file, new_secret())
+    return checked_secret(_read(file))
+
+
+def state_secret(state_dir: Path) -> str:
+    """The cluster secret of `halfmoon up` with this state directory; see `kept_secret`."""
+    return kept_secret(state_dir / _FILE)
+
+
+def write_secret(file: Path, text: str, mode: int = 0o600, *, replaces: bool = False) -> None:
+    """Writes the whole file or nothing. Raises FileExistsError, unless it `replaces`, and InvalidRequest."""
+    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as out:
+            out.write(f"{text}\n")
+            out.flush()
+            os.fsync(out.fileno())
+        if replaces:
+            part.replace(file)
+        else:
+            os.link(part, file)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise InvalidRequest(f"the cluster secret cannot be written to {file}: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the cluster secret cannot be read from {file}: {error}") from error

@@ -1,0 +1,84 @@
+"""The cluster secret and the credentials derived of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.credentials.credential import checked_secret, credential_from, new_secret
+from halfmoon.rpc.credentials.roles import CLUSTER_ROLES, ClusterRole
+
+SECRET = "a secret of the tests must be long enough".replace(" ", "-")
+
+
+@pytest.mark.parametrize("role", CLUSTER_ROLES)
+def test_secret_and_credential_give_a_process_the_same(role: ClusterRole) -> None:
+    derived = credential_from(SECRET, role)
+    assert credential_from(f" {derived.text()}\n", role) == derived
+    assert [derived.role_of(credential_from(SECRET, other).token) for other in CLUSTER_ROLES] == list(CLUSTER_ROLES)
+
+
+def test_every_role_and_every_secret_has_a_token_of_its_own() -> None:
+    tokens = [credential_from(secret, role).token for role in CLUSTER_ROLES for secret in (SECRET, new_secret())]
+    assert len({SECRET, *tokens}) == len(tokens) + 1
+    assert len({new_secret() for _ in range(100)}) == 100
+
+
+def test_a_credential_holds_neither_the_secret_nor_another_token() -> None:
+    text = credential_from(SECRET, "worker").text()
+    body = base64.urlsafe_b64decode(text.partition(":")[2]).decode()
+    others = [credential_from(SECRET, role).token for role in CLUSTER_ROLES if role != "worker"]
+    assert not [secret for secret in (SECRET, *others) if secret in body]
+
+
+def test_only_those_who_handle_blocks_have_their_key() -> None:
+    keys = {role: credential_from(SECRET, role).block_key for role in CLUSTER_ROLES}
+    assert keys["worker"] == keys["store"]
+    assert len(keys["store"]) == 32
+    assert {role for role, key in keys.items() if key} == {"worker", "store"}
+
+
+@pytest.mark.parametrize("given", ["", "x", "Bearer", "\udc80", "ü" * 40, SECRET, "0" * 64])
+def test_strangers_have_no_role(given: str) -> None:
+    assert credential_from(SECRET, "store").role_of(given) is None
+
+
+def test_nothing_secret_is_shown() -> None:
+    credential = credential_from(SECRET, "worker")
+    assert repr(credential) == "Credential(role='worker')"
+
+
+def _credential(**changes: object) -> str:
+    body = json.loads(base64.urlsafe_b64decode(credential_from(SECRET, "worker").text().partition(":")[2]))
+    return "halfmoon-credential:" + base64.urlsafe_b64encode(json.dumps({**body, **changes}).encode()).decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "at least 32 bytes"),
+        ("short", "at least 32 bytes"),
+        ("a b " * 20, "one word"),
+        ("x" * 40 + "\n" + "y", "one word"),
+        ("halfmoon-credential:", "damaged"),
+        ("halfmoon-credential:!!!", "damaged"),
+        (credential_from(SECRET, "worker").text()[:-9], "damaged"),
+        (_credential(token="0" * 64), "damaged"),
+        (_credential(role="emperor"), "damaged"),
+        (_credential(digests=[]), "damaged"),
+        (_credential(blocks=7), "damaged"),
+        (credential_from(SECRET, "gateway").text(), "that of a gateway, and this is a worker"),
+    ],
+)
+def test_anything_else_is_refused_without_repeating_it(text: str, error: str) -> None:
+    with pytest.raises(InvalidRequest, match=error) as caught:
+        credential_from(text, "worker")
+    assert text.strip() not in caught.value.message or not text.strip()
+
+
+def test_a_credential_is_no_secret() -> None:
+    with pytest.raises(InvalidRequest, match="the cluster secret itself"):
+        checked_secret(credential_from(SECRET, "operator").text())
