@@ -44,7 +44,9 @@ class Seen(NamedTuple):
 
 
 @asynccontextmanager
-async def running_console(gateway: str, planner: str = "", token: str = "") -> AsyncIterator[str]:
+async def running_console(
+    gateway: str, planner: str = "", token: str = "", secret_file: Path | str = ""
+) -> AsyncIterator[str]:
     """Streamlit on a free port, with its URL; ready when the browser's first look is answered.
 
     With a token it can be reached from other machines, and asks who comes for it.
@@ -53,6 +55,7 @@ async def running_console(gateway: str, planner: str = "", token: str = "") -> A
         "HALFMOON_CONSOLE_GATEWAY_URL": gateway,
         "HALFMOON_CONSOLE_PLANNER": planner,
         "HALFMOON_CONSOLE_OPERATOR_TOKEN": token,
+        "HALFMOON_CLUSTER_SECRET_FILE": str(secret_file),
     }
     address = "0.0.0.0" if token else "127.0.0.1"
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -128,7 +131,7 @@ async def test_a_day_of_an_operator(tmp_path: Path) -> None:
     )
     async with (
         running_system(tmp_path, *options) as system,
-        running_console(system.url, planner_of(tmp_path), TOKEN) as console,
+        running_console(system.url, planner_of(tmp_path), TOKEN, tmp_path / "cluster_secret") as console,
         browsing() as (page, errors),
     ):
         for _ in range(6):

@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from halfmoon.rpc.credentials.sources import client_credential
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.up.stores import known_stores
 from tests.e2e.small_model import small_model
@@ -35,7 +36,10 @@ class Stores:
 
 @asynccontextmanager
 async def both_stores(state_dir: Path) -> AsyncIterator[Stores]:
-    clients = [KVStoreClient(address) for address in known_stores(state_dir)]
+    clients = [
+        KVStoreClient(address, credential=client_credential("operator", address, state_dir))
+        for address in known_stores(state_dir)
+    ]
     assert len(clients) == 2
     try:
         yield Stores(clients)
