@@ -31,8 +31,8 @@ def store(directory: Path) -> Iterator[str]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
         assert process.stderr is not None
         try:
-            events = [json.loads(process.stderr.readline()) for _ in range(2)]
-            yield events[1]["address"]
+            events = map(json.loads, process.stderr)
+            yield next(event["address"] for event in events if event["event"] == "service.ready")
         finally:
             process.terminate()
             process.stderr.read()
