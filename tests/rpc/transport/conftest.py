@@ -16,6 +16,8 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.receiver import Effect, Reserve, Write, WriteFromDevice
+from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
@@ -99,13 +101,15 @@ async def ends(
     lease_s: float = 30,
     host: str = "127.0.0.1",
     device: DeviceMemory | None = None,
+    credential: Credential | None = None,
 ) -> AsyncIterator[Ends]:
     """Both ends in this process."""
     sink = Sink(inlets, lease_s)
     add = raw_service(KV_TRANSFER, {PUSH: sink.push})
-    async with running_server(f"{host}:0", [add], RpcMetrics(CollectorRegistry()), grace_s=0) as server:
+    metrics, access = RpcMetrics(CollectorRegistry()), CallAccess(credential)
+    async with running_server(f"{host}:0", [add], metrics, grace_s=0, access=access) as server:
         declined: list[str] = []
-        link = KVLink(Peer(f"{host}:{server.port}"), settings, declined.append, device)
+        link = KVLink(Peer(f"{host}:{server.port}", credential), settings, declined.append, device)
         try:
             yield Ends(sink, link, declined)
         finally:

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.rpc.credentials.credential import credential_from, new_secret
+from halfmoon.rpc.credentials.sources import environment_of
 from tests.rpc.transport.conftest import ends
 
 ROOT = Path(__file__).parents[3]
@@ -25,6 +27,7 @@ SENDER = """
 import asyncio, json, sys
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import transfer_to
 from halfmoon.rpc.transport.link import KVLink
@@ -32,7 +35,7 @@ from halfmoon.rpc.transport.link import KVLink
 async def main():
     declined = []
     layout = KVLayout(int(sys.argv[2]), 1, 64, "float32", 64)
-    link = KVLink(Peer(sys.argv[1]), None, declined.append)
+    link = KVLink(Peer(sys.argv[1], own_credential("worker")), None, declined.append)
     async with transfer_to(link, layout, deadline_s=60) as transfer:
         await transfer.open(KVRange(0, layout.num_layers, 0, 1, 0, 2048), b"across")
         for layer in range(layout.num_layers):
@@ -74,11 +77,13 @@ def namespace() -> Iterator[str]:
 
 
 async def test_a_slow_network_between_two_namespaces(namespace: str) -> None:
-    async with ends(host=HERE) as it:
+    credential = credential_from(new_secret(), "worker")
+    async with ends(host=HERE, credential=credential) as it:
         it.sink.layout = KVLayout(NUM_LAYERS, 1, 64, "float32", 64)
         command = ("ip", "netns", "exec", namespace, sys.executable, "-c", SENDER)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **environment_of(credential)}
         sender = await asyncio.create_subprocess_exec(
-            *command, it.link.peer.address, str(NUM_LAYERS), stdout=PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+            *command, it.link.peer.address, str(NUM_LAYERS), stdout=PIPE, env=env
         )
         output, _ = await sender.communicate()
         transport, declined, bandwidth_bytes_per_s = json.loads(output)
