@@ -74,6 +74,19 @@ class GatewayConfig(Section):
     )
     max_body_bytes: int = Field(16 << 20, gt=0, description="largest accepted HTTP body")
     max_header_bytes: int = Field(8_190, ge=256, description="longest accepted request line, and header of a request")
+    max_connections: int | None = Field(
+        None,
+        ge=1,
+        description="most HTTP connections; one more takes the place of the longest idle one, or gets 503; default: "
+        "three quarters of the files that the process may open, at most 16384",
+    )
+    max_connections_per_client: int = Field(
+        2_048, ge=0, description="most HTTP connections from one address (IPv6: /64); 0: no bound, as behind a proxy"
+    )
+    header_timeout_s: float = Field(
+        20.0, gt=0, description="how long a new connection may take to its first request, and a request's head to come"
+    )
+    keepalive_timeout_s: float = Field(75.0, gt=0, description="how long a connection may be idle between requests")
     max_headers: int = Field(100, ge=8, description="largest number of headers of a request")
     allowed_hosts: Texts = Field(
         (),

@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.descriptors import raise_descriptor_limit
 from halfmoon.rpc.masked_url import masked_url
 from halfmoon.rpc.private_state import PRIVATE_UMASK, make_private
 from halfmoon.rpc.server import (
@@ -95,6 +96,7 @@ def service_main(
     """Runs `serve(settings)` to its end. On a HalfmoonError, logs one line and exits with 1."""
     os.umask(PRIVATE_UMASK)
     configure_logs(service)
+    raise_descriptor_limit()
     try:
         settings = read_settings(settings_class, sys.argv[1:])
         configure_logs(service, getattr(settings, "log_level", "INFO"))

@@ -31,6 +31,7 @@ from halfmoon.rpc.credentials.sources import (
     secret_text,
     state_secret,
 )
+from halfmoon.rpc.descriptors import raise_descriptor_limit
 from halfmoon.rpc.loopback import is_loopback
 from halfmoon.rpc.private_state import PRIVATE_UMASK, make_private
 from halfmoon.up.child import Child, ServiceSpec, children_ready
@@ -66,6 +67,7 @@ async def up(options: UpOptions, terminal: Console) -> None:
 
     Raises ServiceFailed if a service ends for good on its own, and InvalidRequest for an unusable state directory.
     """
+    raise_descriptor_limit()
     _open_state_dir(options.state_dir, terminal)
     stopping = asyncio.Event()
     with _bars(terminal) as bars:

@@ -44,9 +44,9 @@ from services.gateway.control.store_view import StoreView
 from services.gateway.generation_endpoints import GenerationEndpoints
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.browser_guard import BrowserGuard
+from services.gateway.http.connection_guard import ConnectionGuard, guard_connections
 from services.gateway.http.cors import Cors
 from services.gateway.http.drain_gate import DrainGate
-from services.gateway.http.malformed_requests import answer_faults_as_json
 from services.gateway.http.operator_access import OperatorAccess
 from services.gateway.http.sibling_backlog import SiblingBacklog
 from services.gateway.openai.served_model import ServedModel
@@ -142,7 +142,7 @@ async def running_gateway(
                 access=CallAccess(credential),
             ) as server,
         ):
-            runner = await _runner(endpoints, keys, settings)
+            runner = await _runner(endpoints, keys, settings, metrics)
             siblings = SiblingBacklog(runner, settings.sibling_descriptors)
             try:
                 port = await _listen(runner, settings)
@@ -169,7 +169,9 @@ def _relay(settings: GatewaySettings, cluster: Cluster, routing: RoutingContext)
     return Relay(cluster, routing, settings.request_deadline_s, wait_limits, codec)
 
 
-async def _runner(endpoints: Endpoints, keys: ApiKeys, settings: GatewaySettings) -> web.AppRunner:
+async def _runner(
+    endpoints: Endpoints, keys: ApiKeys, settings: GatewaySettings, metrics: GatewayMetrics
+) -> web.AppRunner:
     """The application, set up and not listening yet."""
     access = Access(
         keys,
@@ -182,6 +184,7 @@ async def _runner(endpoints: Endpoints, keys: ApiKeys, settings: GatewaySettings
         make_app(endpoints, access),
         handler_cancellation=True,
         access_log=None,
+        keepalive_timeout=settings.keepalive_timeout_s,
         shutdown_timeout=_GOODBYE_S,
         auto_decompress=False,  # receive_body does it
         max_line_size=settings.max_header_bytes,
@@ -190,7 +193,14 @@ async def _runner(endpoints: Endpoints, keys: ApiKeys, settings: GatewaySettings
     )
     await runner.setup()
     assert runner.server is not None
-    answer_faults_as_json(runner.server)
+    guard = ConnectionGuard(
+        settings.max_connections,
+        settings.max_connections_per_client,
+        settings.header_timeout_s,
+        metrics.note_connections_full,
+    )
+    guard_connections(runner.server, guard)
+    metrics.connections.set_function(lambda: len(guard.open))
     return runner
 
 

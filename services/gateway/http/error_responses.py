@@ -59,6 +59,7 @@ _HTTP_CODES = {
     408: "body_too_slow",
     413: "body_too_large",
     415: "unsupported_encoding",
+    417: "unknown_expectation",
 }
 
 
@@ -98,7 +99,11 @@ def error_response(error: HalfmoonError) -> web.Response:
 
 def http_error_response(error: web.HTTPException) -> web.Response:
     """The response for one of aiohttp's own errors (no such path, wrong method, body too large)."""
-    messages = {404: "there is nothing at this address", 405: "this address does not take this method"}
+    messages = {
+        404: "there is nothing at this address",
+        405: "this address does not take this method",
+        417: "the only expectation that is known here is 100-continue; leave the header Expect out",
+    }
     message = messages.get(error.status, error.text)
     code = _HTTP_CODES.get(error.status)
     type_name = "invalid_request_error" if error.status < 500 else "server_error"

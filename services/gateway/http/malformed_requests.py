@@ -14,22 +14,9 @@ from services.gateway.http.error_responses import http_error_response, shortened
 log = logging.getLogger(__name__)
 
 
-def answer_faults_as_json(server: web.Server) -> None:
-    """Makes `server` answer input that never becomes a request for the application.
+class FaultHandler(web.RequestHandler):
+    """One connection. Knows no limits."""
 
-    aiohttp has a method to override for this, but no way to choose the class that has it.
-    """
-    server.__class__ = _Server
-
-
-class _Server(web.Server):
-    def __call__(self) -> web.RequestHandler:
-        handler = super().__call__()
-        handler.__class__ = _Handler
-        return handler
-
-
-class _Handler(web.RequestHandler):
     __slots__ = ()
 
     def data_received(self, data: bytes) -> None:
@@ -71,6 +58,14 @@ class _Handler(web.RequestHandler):
         response = http_error_response(_Fault(text=_message(exc)))
         response.force_close()
         return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Sends the response. What aiohttp refuses before the application sees it, such as Expect, gets our shape."""
+        if isinstance(resp, web.HTTPException):
+            resp = http_error_response(resp)
+        return await super().finish_response(request, resp, start_time)
 
 
 class _Fault(web.HTTPBadRequest):

@@ -15,8 +15,8 @@ _MAX_CHARS = 64
 
 
 def request_id_of(request: web.Request) -> str:
-    """The id given to this request by `assign_request_id`."""
-    return request[_REQUEST_ID]
+    """The request's id; of one that was refused before the application saw it, a new one."""
+    return request[_REQUEST_ID] if _REQUEST_ID in request else assign_request_id(request)
 
 
 def assign_request_id(request: web.Request) -> str:

@@ -80,11 +80,22 @@ class GatewayMetrics:
             ["qos_class", "reason"],
             registry=registry,
         )
+        self.connections = Gauge("halfmoon_gateway_connections", "HTTP connections open", registry=registry)
+        self._connections_full = Counter(
+            "halfmoon_gateway_connections_full",
+            "HTTP connections that came when a bound was reached",
+            ["bound", "outcome"],
+            registry=registry,
+        )
         registry.register(_Workers(membership))
         registry.register(_Predictions(membership, telemetry))
         registry.register(_Copies(copies))
         registry.register(_LedgerRows(ledger))
         registry.register(VllmMetrics(model_name, membership, self._vllm_histograms(), self._vllm_counters()))
+
+    def note_connections_full(self, bound: str, is_admitted: bool) -> None:
+        """Counts a connection beyond a bound: it took the place of an idle one, or was refused."""
+        self._connections_full.labels(bound, "oldest closed" if is_admitted else "refused").inc()
 
     def _vllm_histograms(self) -> dict[str, Histogram]:
         return {
