@@ -134,6 +134,8 @@ def gateway_spec(
         siblings = [descriptor for index, others in enumerate(listeners) if index != own for descriptor in others]
         listen = (*listen, "--http-descriptors", json.dumps(listeners[own]))
         listen = (*listen, "--sibling-descriptors", json.dumps(siblings))
+    if number is not None:
+        listen = (*listen, "--num-gateways", str(options.num_gateways))
     cluster = ("--cluster-listen", cluster_listen)
     served = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec, "--slo", options.slo)
