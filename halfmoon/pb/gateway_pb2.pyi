@@ -26,6 +26,9 @@ class WorkerMessage(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    PROCESS_KEY_FIELD_NUMBER: _builtins.int
+    process_key: _builtins.bytes
+    """with the identity: random, the same as long as the worker's process lives. A worker"""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """first, once"""
@@ -44,10 +47,11 @@ class WorkerMessage(_message.Message):
         identity: Global___WorkerIdentity | None = ...,
         load: Global___WorkerLoad | None = ...,
         blocks: Global___BlockEvents | None = ...,
+        process_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "identity", b"identity", "load", b"load", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "identity", b"identity", "load", b"load", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "identity", b"identity", "load", b"load", "message", b"message", "process_key", b"process_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["identity", "load", "blocks"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -61,21 +65,25 @@ class GatewayMessage(_message.Message):
 
     WELCOME_FIELD_NUMBER: _builtins.int
     RESEND_BLOCKS_FIELD_NUMBER: _builtins.int
+    DECODE_MEMBERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
     def resend_blocks(self) -> Global___ResendBlocks: ...
+    @_builtins.property
+    def decode_members(self) -> Global___DecodeMembers: ...
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
         resend_blocks: Global___ResendBlocks | None = ...,
+        decode_members: Global___DecodeMembers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "resend_blocks", b"resend_blocks", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "resend_blocks", b"resend_blocks", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resend_blocks"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resend_blocks", "decode_members"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -103,6 +111,32 @@ class Welcome(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class DecodeMembers(_message.Message):
+    """Addresses that prompts may be handed over to, for a worker that prefills: all of them after the Welcome, then changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOINED_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def joined(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def left(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        joined: _abc.Iterable[_builtins.str] | None = ...,
+        left: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["joined", b"joined", "left", b"left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeMembers: _TypeAlias = DecodeMembers  # noqa: Y015
 
 @_typing.final
 class ResendBlocks(_message.Message):

@@ -37,6 +37,7 @@ from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.loading_progress import loading_progress
 from halfmoon.worker.membership.calibration import Profile, calibrated
+from halfmoon.worker.membership.decode_peers import DecodePeers
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import ROLES, Serving, worker_services
@@ -68,7 +69,7 @@ async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity()
     chains = ChainQueue(MAX_WAITING if settings.kv_store else 0, metrics.store.put_chains_dropped.inc)
-    state = WorkerState(identity, engine.layout, metrics, chains)
+    state = WorkerState(identity, engine.layout, metrics, chains, DecodePeers(is_open=credential is None))
     if profile is not None and profile.prefills:
         state.compute_rate.begin_with(profile.prefills)
     elif settings.kv_store is not None and settings.role != "decode":

@@ -85,6 +85,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, generation: types_pb2.Generation, address: str, codec: Codec
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Reserves on the decode worker, computes here while sending, then commits."""
+        await self._state.decode_peers.check(address)
         layout = self._state.layout
         num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)

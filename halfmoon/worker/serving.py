@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -76,12 +77,15 @@ class Serving:
         `retiring` lets the worker first finish all accepted work, unless `stopping` comes in the meantime. Raises the
         error with which a gateway refuses it, and Unavailable when the engine dies.
         """
+        process_key = secrets.token_bytes(16)
         registrations = [
             Registration(
                 Peer(address.strip(), self._credential),
                 self._state.identity,
                 self._load,
                 self._state.cached_blocks.feed(),
+                self._state.decode_peers,
+                process_key,
                 self._report_s,
             )
             for address in gateways.split(",")

@@ -26,6 +26,7 @@ from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 from halfmoon.worker.decode_servicer import LEASE_S, DecodeServicer
 from halfmoon.worker.kv_channels import KVChannels
+from halfmoon.worker.membership.decode_peers import DecodePeers
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import ROLES, Serving, worker_services
@@ -118,7 +119,8 @@ class Simulation:
     async def _run(self, worker: SimulatedWorker) -> None:
         model, metrics = self._model, WorkerMetrics()
         identity = gateway_pb2.WorkerIdentity()
-        state = WorkerState(identity, model.layout, metrics)
+        peers = DecodePeers(is_open=self._cluster.credential is None)
+        state = WorkerState(identity, model.layout, metrics, decode_peers=peers)
         root = None if worker.role == "decode" else partial(root_key, model.fingerprint, model.layout)
         engine = SimulatedEngine(model.profile, model.layout, root, model.answers, state.on_step)
         with closing(DecodeServicer(engine, state, metrics, self._cluster.lease_s)) as decode:

@@ -13,6 +13,7 @@ from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.worker.membership.block_feed import CachedBlocks
 from halfmoon.worker.membership.compute_rate import ComputeRate
+from halfmoon.worker.membership.decode_peers import DecodePeers
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.store.chain_queue import ChainQueue
@@ -31,14 +32,19 @@ class WorkerState:
         layout: KVLayout,
         metrics: WorkerMetrics,
         chains: ChainQueue | None = None,
+        decode_peers: DecodePeers | None = None,
     ) -> None:
-        """chains: receives prompts whose blocks the store may lack; None without a store."""
+        """chains: receives prompts whose blocks the store may lack; None without a store.
+
+        decode_peers: whom prompts may be handed over to; None: anybody.
+        """
         self.identity = identity
         self.layout = layout
         self.router = TokenStreams()
         self.draining = False
         self.cached_blocks = CachedBlocks()
         self.chains = chains or ChainQueue(0)
+        self.decode_peers = decode_peers or DecodePeers(is_open=True)
         self.compute_rate = ComputeRate()
         self._metrics = metrics
         self._cancelled: OrderedDict[str, None] = OrderedDict()  # so that KV still in transit is refused

@@ -11,6 +11,7 @@ from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Unavaila
 from halfmoon.pb import gateway_pb2, gateway_pb2_grpc
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
 from halfmoon.worker.membership.block_feed import BlockFeed
+from halfmoon.worker.membership.decode_peers import DecodePeers
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class Registration:
         identity: gateway_pb2.WorkerIdentity,
         load: Callable[[], gateway_pb2.WorkerLoad],
         blocks: BlockFeed,
+        decode_peers: DecodePeers,
+        process_key: bytes,
         report_s: float = math.inf,
     ) -> None:
         self._gateway = gateway
@@ -39,6 +42,8 @@ class Registration:
         self._identity = identity
         self._load = load
         self._blocks = blocks
+        self._decode_peers = decode_peers
+        self._process_key = process_key
         self._report_s = report_s
         self._interval_s = min(_FIRST_INTERVAL_S, report_s)
         self._hurry = asyncio.Event()
@@ -71,12 +76,16 @@ class Registration:
                 if answer.HasField("welcome"):
                     self._interval_s = min(answer.welcome.heartbeat_interval_s, self._report_s)
                     self._logged_reason = ""
+                    self._decode_peers.begin_anew(self._address)
                     log.info("registration.welcome", extra={"gateway_id": answer.welcome.gateway_id})
                 elif answer.HasField("resend_blocks"):
                     self._blocks.begin_anew()
+                elif answer.HasField("decode_members"):
+                    members = answer.decode_members
+                    self._decode_peers.change(self._address, members.joined, members.left)
 
     async def _messages(self) -> AsyncIterator[gateway_pb2.WorkerMessage]:
-        yield gateway_pb2.WorkerMessage(identity=self._identity)
+        yield gateway_pb2.WorkerMessage(identity=self._identity, process_key=self._process_key)
         self._blocks.begin_anew()
         while True:
             self._hurry.clear()

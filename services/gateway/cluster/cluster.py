@@ -16,7 +16,7 @@ from halfmoon.background import logged, running
 from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.pb.decode_pb2 import CancelRequest, TokensRequest
 from halfmoon.pb.decode_pb2_grpc import DecodeStub
-from halfmoon.pb.gateway_pb2 import GatewayMessage, ResendBlocks, Welcome, WorkerIdentity, WorkerMessage
+from halfmoon.pb.gateway_pb2 import DecodeMembers, GatewayMessage, ResendBlocks, Welcome, WorkerIdentity, WorkerMessage
 from halfmoon.pb.gateway_pb2_grpc import ClusterServicer
 from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.rpc.context import request_id, request_scope
@@ -29,13 +29,15 @@ from services.gateway.cluster.token_router import GatewayStopping, TokenRouter
 log = logging.getLogger(__name__)
 
 CANCEL_DEADLINE_S = 2.0
+_GATHER_S = 0.05  # changes of members in this time are told together
 _RETRY_S = (0.05, 0.2, 0.5, 1.0)  # pauses between tries to reach a worker; the last one repeats
 
 
 class Worker:
     """Owns the connection to one member.
 
-    `gone` gets the reason when the membership ends. `missed_blocks` is set when the worker has to send all its blocks.
+    `gone` gets the reason when the membership ends. `has_news` is set when there is something to tell the worker:
+    `missed_blocks`, that it has to send all its blocks, or other `decode_addresses` than it was `told`.
     """
 
     def __init__(self, member: Member, credential: Credential | None = None) -> None:
@@ -43,7 +45,9 @@ class Worker:
         self.peer = Peer(member.identity.address, credential)
         self.prefill = PrefillStub(self.peer.channel)
         self.decode = DecodeStub(self.peer.channel)
-        self.missed_blocks = asyncio.Event()
+        self.has_news = asyncio.Event()
+        self.missed_blocks = False
+        self.told: set[str] = set()
         self.gone: asyncio.Future[HalfmoonError] = asyncio.get_running_loop().create_future()
 
 
@@ -105,7 +109,7 @@ class Cluster(ClusterServicer):
         first = await anext(messages, None)
         if first is None or first.WhichOneof("message") != "identity":
             raise InvalidRequest("the first message of a registration must be the identity", param="identity")
-        worker = self._join(first.identity)
+        worker = self._join(first.identity, first.process_key)
         reason: HalfmoonError = Unavailable("the worker ended its registration")
         try:
             yield GatewayMessage(
@@ -158,19 +162,29 @@ class Cluster(ClusterServicer):
             self.remove(worker, Unavailable("the gateway is stopping"))
         self._closing.set()
 
-    def _join(self, identity: WorkerIdentity) -> Worker:
+    async def announce_members(self) -> None:
+        """Tells workers that prefill whom they may hand prompts over to, as long as the gateway runs."""
+        while True:
+            changed = self.until_changed()
+            for worker in self._workers.values():
+                if worker.member.role != "decode":
+                    worker.has_news.set()
+            await changed
+            await asyncio.sleep(_GATHER_S)  # workers often join together
+
+    def _join(self, identity: WorkerIdentity, process_key: bytes) -> Worker:
         if self._closing.is_set():
             raise Unavailable("the gateway is stopping")
         before = self._workers.get(identity.worker_id)
-        member = self.membership.join(identity, self.clock())
+        member = self.membership.join(identity, self.clock(), process_key)
         if before is not None:
             self._forget(before, Unavailable(f"worker {identity.worker_id} registered again"))
         worker = self._workers[identity.worker_id] = Worker(member, self._credential)
         fields = {"worker_id": member.worker_id, "role": member.role, "address": identity.address}
         log.info("worker.joined", extra=fields)
-        if member.role == "prefill":
-            self._notify()
-        else:
+        worker.has_news.set()
+        self._notify()
+        if member.role != "prefill":
             self._readers[worker] = self.spawn(self._read_tokens(worker))
         return worker
 
@@ -194,19 +208,29 @@ class Cluster(ClusterServicer):
     async def _follow(
         self, worker: Worker, messages: AsyncIterator[WorkerMessage]
     ) -> AsyncGenerator[GatewayMessage, None]:
-        """Takes reports until the stream ends. Raises Unavailable if the membership ends first."""
+        """Takes reports until the stream ends, and yields news. Raises Unavailable if the membership ends first."""
         async with running(self._read_reports(worker, messages)) as reading:
             while True:
-                async with running(worker.missed_blocks.wait()) as missed:
-                    first: set[asyncio.Future[Any]] = {reading, worker.gone, missed}
+                async with running(worker.has_news.wait()) as news:
+                    first: set[asyncio.Future[Any]] = {reading, worker.gone, news}
                     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
                 if worker.gone.done():
                     raise worker.gone.result()
                 if reading.done():
                     await reading
                     return
-                worker.missed_blocks.clear()
-                yield GatewayMessage(resend_blocks=ResendBlocks())
+                worker.has_news.clear()
+                if worker.missed_blocks:
+                    worker.missed_blocks = False
+                    yield GatewayMessage(resend_blocks=ResendBlocks())
+                if worker.member.role != "decode" and (members := self._decode_members(worker)):
+                    yield GatewayMessage(decode_members=members)
+
+    def _decode_members(self, worker: Worker) -> DecodeMembers | None:
+        """What has changed since the worker was told; None for nothing."""
+        now, told = self.membership.decode_addresses, worker.told
+        worker.told = now
+        return DecodeMembers(joined=now - told, left=told - now) if now != told else None
 
     async def _read_reports(self, worker: Worker, messages: AsyncIterator[WorkerMessage]) -> None:
         async for message in messages:
@@ -215,7 +239,8 @@ class Cluster(ClusterServicer):
                     self.membership.report(worker.member, message.load, self.clock())
                 case "blocks":
                     if not self.membership.note_blocks(worker.member, message.blocks):
-                        worker.missed_blocks.set()
+                        worker.missed_blocks = True
+                        worker.has_news.set()
                 case _:
                     raise InvalidRequest("after its identity a worker sends load reports and blocks", param="load")
 
@@ -285,11 +310,12 @@ async def running_cluster(
     try:
         async with asyncio.TaskGroup() as tasks:
             cluster = Cluster(gateway_id, membership, tasks, clock, credential)
-            watch = tasks.create_task(cluster.watch_heartbeats())
+            duties = [tasks.create_task(work) for work in (cluster.watch_heartbeats(), cluster.announce_members())]
             try:
                 yield cluster
             finally:
-                watch.cancel()
+                for duty in duties:
+                    duty.cancel()
                 await cluster.close(grace_s=1.0)
     except BaseExceptionGroup as group:
         if len(group.exceptions) == 1:

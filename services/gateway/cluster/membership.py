@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import math
 
+from halfmoon.errors import AlreadyHere
 from halfmoon.kv import kv_layout as layout
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
@@ -54,19 +56,24 @@ class Membership:
         first = next(iter(self._members.values()), None)
         return None if first is None else layout_from(first.identity.layout)
 
-    def join(self, identity: WorkerIdentity, now_s: float) -> Member:
-        """Adds a worker, in place of one with the same id.
+    def join(self, identity: WorkerIdentity, now_s: float, process_key: bytes = b"") -> Member:
+        """Adds a worker, in place of one with the same id and the same process's key.
 
-        Raises InvalidRequest for an unusable identity and Incompatible for another model, or a KV layout that
-        differs from the members' in more than its dtype.
+        Raises AlreadyHere if another process has the id, InvalidRequest for an unusable identity, and Incompatible for
+        another model, or a KV layout that differs from the members' in more than its dtype.
         """
+        owner = self._members.get(identity.worker_id)
+        if owner is not None and not hmac.compare_digest(owner.process_key, process_key):
+            raise AlreadyHere("this worker id is taken")
         check_identity(identity, self.model_fingerprint, [member.identity for member in self._members.values()])
         load = WorkerLoad(free_blocks=identity.total_blocks)
         before = self._members.pop(identity.worker_id, None)
         holder = self.index.number(identity.worker_id)
         latency = WorkerLatency(PrefillModel(*identity.profile.prefill), StepModel(*identity.profile.step))
         store_holder = self.index.number(_store_name(identity.kv_store)) if identity.kv_store else -1
-        member = Member(identity, now_s, now_s, load, latency, holder, ReportedPrompts(now_s), store_holder)
+        member = Member(
+            identity, now_s, now_s, load, latency, holder, ReportedPrompts(now_s), process_key, store_holder
+        )
         self._members[identity.worker_id] = member
         if before is not None:
             self._forget_store(before.identity.kv_store)
@@ -95,6 +102,11 @@ class Membership:
             return True
         stored, evicted = unpack_keys(events.stored), unpack_keys(events.evicted)
         return self.index.apply(member.holder, BlockEvents(events.sequence, stored, evicted, events.is_snapshot))
+
+    @property
+    def decode_addresses(self) -> set[str]:
+        """Addresses that prompts may be handed over to."""
+        return {member.identity.address for member in self._members.values() if member.role != "prefill"}
 
     @property
     def stores(self) -> set[str]:

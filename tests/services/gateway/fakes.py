@@ -192,6 +192,8 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.registered = asyncio.Event()
         self.loads: asyncio.Queue[WorkerLoad | BlockEvents] = asyncio.Queue()
         self.asked_for_blocks = asyncio.Event()
+        self.decode_members: set[str] = set()
+        self.members_changed = asyncio.Event()
 
     async def Prefill(self, request: PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[PrefillEvent]:
         self.calls.prefills.append(request)
@@ -300,6 +302,16 @@ class FakeWorker(PrefillServicer, DecodeServicer):
                 self.registered.set()
                 if answer.HasField("resend_blocks"):
                     self.asked_for_blocks.set()
+                if answer.HasField("decode_members"):
+                    self.decode_members |= set(answer.decode_members.joined)
+                    self.decode_members -= set(answer.decode_members.left)
+                    self.members_changed.set()
+
+    async def until_told(self, addresses: set[str]) -> None:
+        """Returns once these are the addresses that prompts may be handed over to."""
+        while self.decode_members != addresses:
+            self.members_changed.clear()
+            await self.members_changed.wait()
 
 
 class Life:

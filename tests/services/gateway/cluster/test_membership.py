@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.errors import AlreadyHere, Incompatible, InvalidRequest
 from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import (
     BOTH,
@@ -54,6 +54,19 @@ def test_a_worker_that_comes_again_replaces_itself() -> None:
     new = membership.join(identity(layout=other), 1.0)
     assert not membership.leave(old, 2.0)
     assert membership.members() == [new]
+
+
+def test_a_worker_id_belongs_to_the_process_that_came_first() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    member = membership.join(identity(), 0.0, b"key")
+    for key in (b"", b"kez", b"key2"):
+        with pytest.raises(AlreadyHere, match=r"^this worker id is taken$"):
+            membership.join(identity(model_fingerprint="guessed"), 1.0, key)
+    assert membership.members() == [member]
+    assert "b'key'" not in repr(member)
+    again = membership.join(identity(), 2.0, b"key")
+    assert membership.leave(again, 3.0)
+    membership.join(identity(), 4.0, b"another process's")
 
 
 def test_wrong_workers_are_refused() -> None:
