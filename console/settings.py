@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 DEFAULT_GATEWAY_URL = "http://127.0.0.1:8000"
 
@@ -16,6 +17,17 @@ def gateway_url(arguments: Sequence[str], environment: Mapping[str, str] = os.en
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"the gateway's URL must begin with http:// or https://, got {url!r}")
     return url
+
+
+def gateway_ca(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """HALFMOON_CONSOLE_GATEWAY_CA: file of authorities to trust for a gateway at https://; None: the system's.
+
+    Raises ValueError if there is no such file.
+    """
+    given = environment.get("HALFMOON_CONSOLE_GATEWAY_CA")
+    if given and not Path(given).is_file():
+        raise ValueError(f"HALFMOON_CONSOLE_GATEWAY_CA names {given!r}, which is not a file")
+    return Path(given) if given else None
 
 
 def planner_address(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> str | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 import halfmoon
+from halfmoon.cli.certs import app as certs_app
 from halfmoon.cli.config import app as config_app
 from halfmoon.cli.config import configured
 from halfmoon.cli.kv import app as kv_app
@@ -21,12 +23,14 @@ from halfmoon.cli.secret import app as secret_app
 from halfmoon.cli.simulate import simulate
 from halfmoon.cli.top import TopOptions, top
 from halfmoon.cli.up_flags import with_up_flags
-from halfmoon.errors import HalfmoonError
+from halfmoon.errors import HalfmoonError, InvalidRequest
+from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.run import run_up
 from halfmoon.up.terminal import unfailing_console
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(certs_app, name="certs")
 app.add_typer(kv_app, name="kv")
 app.add_typer(config_app, name="config")
 app.add_typer(secret_app, name="secret")
@@ -77,6 +81,7 @@ def top_command(
             rich_help_panel="Gateway",
         ),
     ] = None,
+    ca: Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP, rich_help_panel="Gateway")] = None,
     interval_s: Annotated[
         float, typer.Option(min=0.2, help="Seconds between two refreshes.", rich_help_panel="Display")
     ] = 2.0,
@@ -88,9 +93,12 @@ def top_command(
     ] = False,
 ) -> None:
     """Shows the console's figures in the terminal, refreshed until Ctrl-C."""
-    options = TopOptions(gateway.rstrip("/"), token, interval_s, workers)
-    with suppress(KeyboardInterrupt):
-        raise typer.Exit(asyncio.run(top(options, Console(), once=once)))
+    options = TopOptions(gateway.rstrip("/"), token, interval_s, ca, workers)
+    try:
+        with suppress(KeyboardInterrupt):
+            raise typer.Exit(asyncio.run(top(options, Console(), once=once)))
+    except InvalidRequest as error:
+        raise typer.BadParameter(error.message) from error
 
 
 if __name__ == "__main__":

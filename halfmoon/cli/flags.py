@@ -57,6 +57,8 @@ PANELS: Mapping[str, Sequence[Flag]] = {
     "Gateway": (
         Flag("--host", "gateway.host"),
         Flag("--port", "gateway.port"),
+        Flag("--http-tls-cert", "gateway.http_tls_cert"),
+        Flag("--http-tls-key", "gateway.http_tls_key"),
         Flag("--gateways", "gateway.replicas"),
         Flag("--slo", "gateway.slo"),
         Flag("--placement", "gateway.placement"),

@@ -149,7 +149,7 @@ def _ask(store: _Store, method: Method, request: Any, deadline_s: float = _DEADL
     """Makes one call. If it fails, prints the reason and exits with 1."""
 
     async def asking() -> Any:
-        async with Peer(store.address, store.credential) as peer:
+        async with Peer(store.address, store.credential, "store") as peer:
             return await peer.call(method(peer), request, deadline_s=deadline_s)
 
     work: Coroutine[Any, Any, Any] = asking()

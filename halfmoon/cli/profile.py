@@ -20,6 +20,7 @@ from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
 from halfmoon.rpc.credentials.sources import client_credential
+from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, read_profile, write_profile
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -57,6 +58,7 @@ class AccessOptions:
     token: Annotated[
         str | None, typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help="Operator token, if the gateway has one.")
     ] = None
+    ca: Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP)] = None
     api_key: Annotated[str | None, typer.Option(help="API key, if the gateway requires one.")] = None
 
 
@@ -118,7 +120,9 @@ def _profile_options(
     workers = tuple(target.worker or ())
     url = access.gateway.rstrip("/")
     credential = partial(client_credential, "profiler", state_dir=state_dir)
-    return ProfileOptions(url, access.token, access.api_key, workers, transports, limits, target.beside, credential)
+    return ProfileOptions(
+        url, access.token, access.api_key, workers, transports, limits, target.beside, credential, access.ca
+    )
 
 
 @with_option_groups

@@ -28,6 +28,7 @@ from halfmoon.replay.outcome import ReplayTargets, Summary, summarized
 from halfmoon.replay.player import played
 from halfmoon.replay.report import report_table
 from halfmoon.replay.virtual import simulated
+from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, PROFILES, load_profile
 from halfmoon.sim.workloads.traces import read_workload
 from halfmoon.sim.workloads.workload import Workload
@@ -50,6 +51,7 @@ class ReplayOptions:
     speed: float
     targets: ReplayTargets
     url: str | None
+    ca: Path | None  # authorities of the URL's certificate
     cluster: UpOptions
     modes: tuple[Modes, ...]
 
@@ -77,6 +79,7 @@ class ClusterOptions:
 
     PANEL: ClassVar[str] = "Cluster"
     url: Annotated[str | None, typer.Option(help="Replays against this running gateway, with the modes it has.")] = None
+    ca: Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP)] = None
     prefill: Annotated[int, typer.Option(min=1, help="Number of simulated prefill workers.")] = 8
     decode: Annotated[int, typer.Option(min=1, help="Number of simulated decode workers.")] = 8
     profile: Annotated[
@@ -174,6 +177,7 @@ def _replay_options(
         speed,
         ReplayTargets(_positive(targets.slo_ttft, "--slo-ttft"), _positive(targets.slo_tbt, "--slo-tbt")),
         cluster.url,
+        cluster.ca,
         UpOptions(
             cluster.model,
             num_prefill=cluster.prefill,
@@ -227,7 +231,7 @@ async def _replayed(workload: Workload, options: ReplayOptions, terminal: Consol
             return lambda: bars.advance(task)
 
         if options.url is not None:
-            gateway = await found_gateway(options.url, options.speed)
+            gateway = await found_gateway(options.url, options.speed, ca=options.ca)
             return {("as it is", "as it is"): await _played(workload, gateway, options.targets, bar(options.url))}
         model = await prepared_model(options.cluster.model, terminal)
         for placement, admission in options.modes:

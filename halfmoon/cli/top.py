@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -14,6 +15,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from halfmoon.rpc.tls.http_context import client_context
 
 _TIMEOUT_S = 5.0
 _MINUTES = 5
@@ -33,6 +36,7 @@ class TopOptions:
     gateway: str = "http://127.0.0.1:8000"
     token: str | None = None  # the operator token, or an API key on loopback
     interval_s: float = 2.0
+    ca: Path | None = None  # authorities of the gateway's certificate; None: the system's
     num_workers: int = 20  # rows of workers, the busiest first
 
 
@@ -62,7 +66,8 @@ async def top(options: TopOptions, terminal: Console, *, once: bool = False) -> 
     """Draws until Ctrl-C, or once, and returns the exit status."""
     headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(ssl=client_context(options.ca, options.gateway) or True)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
         if once:
             return await _once(session, options, terminal)
         with Live(console=terminal, screen=True, auto_refresh=False) as live:

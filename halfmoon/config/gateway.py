@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -27,6 +28,10 @@ class GatewayConfig(Section):
 
     host: str = Field("127.0.0.1", description="address where HTTP listens; 0.0.0.0 is every interface")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
+    http_tls_cert: Path | None = Field(
+        None, description="certificate of HTTP in PEM, with its intermediates; a new file is used without a restart"
+    )
+    http_tls_key: Path | None = Field(None, description="private key of http_tls_cert in PEM, without a password")
     placement: PlacementMode = Field(
         "kvcache-centric",
         description="how workers are chosen: kvcache-centric and cache-aware by predicted times and cached prefixes "

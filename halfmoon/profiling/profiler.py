@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path
 
 import aiohttp
 
@@ -18,6 +19,7 @@ from halfmoon.profiling.served_request import RequestTime, measured_request_time
 from halfmoon.profiling.sweep import SweepLimits
 from halfmoon.profiling.target import Cluster, Target, check_idle, choose_targets, fetch_cluster
 from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.tls.http_context import client_context
 from halfmoon.sim.latency_sources.measured_profile import (
     MeasuredLimits,
     MeasuredPrefill,
@@ -40,6 +42,7 @@ class ProfileOptions:
     limits: SweepLimits = field(default_factory=SweepLimits)
     beside: bool | None = None  # None: if two workers share one host's CPUs
     credential: Callable[[str], Credential | None] = lambda address: None  # for a worker's address
+    ca: Path | None = None  # authorities of the gateway's certificate; None: the system's
 
 
 async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredProfile:
@@ -49,9 +52,12 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
     """
     headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
     keys = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    trusted = client_context(options.ca, options.gateway) or True
     async with (
-        aiohttp.ClientSession(headers=headers) as control,
-        aiohttp.ClientSession(headers={"Content-Type": "application/json", **keys}) as client,
+        aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trusted)) as control,
+        aiohttp.ClientSession(
+            headers={"Content-Type": "application/json", **keys}, connector=aiohttp.TCPConnector(ssl=trusted)
+        ) as client,
         AsyncExitStack() as probes,
     ):
         cluster = await fetch_cluster(control, options.gateway)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ class Gateway:
     context_tokens: int
     hides_length: bool  # the request's seed is the answer's length, which the gateway cannot see
     speed: float = 1.0
+    trusted: ssl.SSLContext | None = None  # authorities of an https:// URL; None: the system's
 
 
 @dataclass(frozen=True, slots=True)

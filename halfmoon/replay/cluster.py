@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from halfmoon.background import first_result, running
 from halfmoon.errors import Unavailable
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import ReplayTargets
+from halfmoon.rpc.tls.http_context import client_context
 from halfmoon.up.child import children_ready
 from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, simulated_workers
 from halfmoon.up.simulated import simulated_model, simulation_specs
@@ -77,10 +79,14 @@ async def simulated_cluster(options: UpOptions, model: PreparedModel) -> AsyncIt
         await cluster.stop()
 
 
-async def found_gateway(url: str, speed: float = 1.0, *, hides_length: bool = False) -> Gateway:
-    """Reads what a replay needs from a running gateway. Raises Unavailable if it does not answer."""
-    cluster = await _cluster(url)
-    return Gateway(url, cluster["served_model"], cluster["context_tokens"], hides_length, speed)
+async def found_gateway(url: str, speed: float = 1.0, *, hides_length: bool = False, ca: Path | None = None) -> Gateway:
+    """Reads what a replay needs from a running gateway; `ca` is the file of authorities of an https:// URL.
+
+    Raises Unavailable if the gateway does not answer, InvalidRequest for a file that cannot be used.
+    """
+    trusted = client_context(ca, url)
+    cluster = await _cluster(url, trusted)
+    return Gateway(url, cluster["served_model"], cluster["context_tokens"], hides_length, speed, trusted)
 
 
 async def _until_joined(url: str, num_workers: int) -> None:
@@ -103,8 +109,8 @@ async def _promise(url: str, targets: ReplayTargets, speed: float) -> None:
     await _controlled("PUT", f"{url}/halfmoon/v1/classes/default", json={"version": 0, **body})
 
 
-async def _cluster(url: str) -> dict[str, Any]:
-    return await _controlled("GET", f"{url}/halfmoon/v1/cluster")
+async def _cluster(url: str, trusted: ssl.SSLContext | None = None) -> dict[str, Any]:
+    return await _controlled("GET", f"{url}/halfmoon/v1/cluster", ssl=trusted or True)
 
 
 async def _controlled(method: str, url: str, **how: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ async def played(workload: Workload, gateway: Gateway, on_done: Callable[[], Non
         outcomes[index] = await send(session, gateway, request)
         on_done()
 
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, ssl=gateway.trusted or True)
     async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as requests:
         for index, start_s in enumerate((workload.start_s - workload.start_s[:1]).tolist()):
             due_s = started_s + start_s / gateway.speed

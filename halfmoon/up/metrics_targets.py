@@ -7,9 +7,10 @@ an edit, also workers that the planner starts later.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from halfmoon.up.child import ServiceSpec
@@ -48,9 +49,9 @@ class MetricsTargets:
         self._num_opened += 1
         return replace(spec, arguments=(*spec.arguments, "--metrics-port", str(port)), metrics_port=port)
 
-    def write(self, gateway: str, specs: Iterable[ServiceSpec]) -> None:
-        """Writes the file: the gateways' HTTP address and the services that run now."""
-        groups = [_group(gateway, "halfmoon-gateway", "gateway")]
+    def write(self, url: str, specs: Iterable[ServiceSpec]) -> None:
+        """Writes the file: the gateways and the services that run now. `url` is that of the gateways."""
+        groups = [_gateway_group(url)]
         groups += [
             _group(f"{_HOST}:{spec.metrics_port}", _JOBS[spec.arguments[1]], spec.name)
             for spec in specs
@@ -59,5 +60,11 @@ class MetricsTargets:
         replace_file(self._path, json.dumps(groups, indent=2) + "\n", self._on_trouble)
 
 
-def _group(address: str, job: str, service: str) -> dict[str, object]:
-    return {"targets": [address], "labels": {"job": job, "service": service}}
+def _gateway_group(url: str) -> dict[str, object]:
+    scheme, _, address = url.partition("://")
+    labels = {"__scheme__": scheme} if scheme == "https" else {}
+    return _group(address, "halfmoon-gateway", "gateway", labels)
+
+
+def _group(address: str, job: str, service: str, labels: Mapping[str, str] = MappingProxyType({})) -> dict[str, object]:
+    return {"targets": [address], "labels": {"job": job, "service": service, **labels}}

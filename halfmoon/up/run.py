@@ -48,8 +48,8 @@ from halfmoon.up.service_specs import (
     WorkerSpec,
     WorkerStart,
     gateway_spec,
+    http_url,
     other_specs,
-    reachable,
     simulated_workers,
     traced,
     trusted,
@@ -117,7 +117,7 @@ class _Started(NamedTuple):
     stores: Sequence[str]
     specs: Sequence[ServiceSpec]  # all but the gateways
     metrics: MetricsTargets
-    http: str  # host:port of the gateways
+    url: str  # of the gateways
 
 
 async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
@@ -161,23 +161,22 @@ async def _start(
         )
     url = ready[0]["http"]
     await _until_healthy(url)
-    address = url.removeprefix("http://")
-    metrics.write(address, specs)
+    metrics.write(url, specs)
     bars.stop()
     _print_ready(options, terminal, url, model.name, others, is_generated)
-    return _Started(options, model, secret, cluster, stores, specs, metrics, address)
+    return _Started(options, model, secret, cluster, stores, specs, metrics, url)
 
 
 async def _change_workers(started: _Started, address: str, supervisor: Supervisor, terminal: Console) -> None:
     """Serves the planner's requests to change workers."""
-    options, model, secret, cluster, stores, specs, metrics, http = started
+    options, model, secret, cluster, stores, specs, metrics, url = started
 
     def made(planned: UpOptions, role: Role, index: int, start: WorkerStart, visible: Mapping[str, str]) -> WorkerSpec:
         spec = worker_spec(planned, model, cluster, stores, role, index, start, visible)
         return metrics.opened(trusted(traced(spec, options), secret))
 
     def changed(change: asyncio.Task[WorkerChange]) -> None:
-        metrics.write(http, (*others, *fleet.workers))
+        metrics.write(url, (*others, *fleet.workers))
         _print_change(terminal, change)
 
     others = [spec for spec in specs if not isinstance(spec, WorkerSpec)]
@@ -227,7 +226,8 @@ def _operator_token(options: UpOptions) -> str | None:
 
 
 async def _until_healthy(url: str) -> None:
-    async with aiohttp.ClientSession() as session:
+    """Waits for the gateway just started, which may have a certificate for other names than this address."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=False)) as session:
         while True:
             with suppress(aiohttp.ClientError, TimeoutError):
                 async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=2)) as response:
@@ -241,7 +241,7 @@ def _print_ready(
 ) -> None:
     """Prints where the system answers, and the operator token if it was generated: others are known already."""
     if any(child.spec.name == "console" for child in others):
-        terminal.print(f"console: http://{reachable(options.host)}:{options.console_port}", highlight=False)
+        terminal.print(f"console: {http_url(options, options.console_port)}", highlight=False)
     if options.operator_token and is_generated:
         terminal.print(f"operator token: {options.operator_token}", highlight=False, markup=False, soft_wrap=True)
     terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)

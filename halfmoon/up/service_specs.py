@@ -78,6 +78,8 @@ class UpOptions:
     store: StoreOptions = field(default_factory=StoreOptions)
     num_gateways: int = 1
     drain_s: float = 10.0  # of the gateways
+    http_tls_cert: Path | None = None  # None: HTTP without TLS
+    http_tls_key: Path | None = None
     operator_token: str | None = None  # None: generated if the host is not loopback
     cluster_secret: str | None = field(default=None, repr=False)
     cluster_secret_file: Path | None = None  # with neither, the state directory has the secret
@@ -95,6 +97,8 @@ class UpOptions:
             raise InvalidRequest(f"--state-dir {self.state_dir} is not a directory")
         if min(self.num_prefill, self.num_decode, self.num_both) < 0:
             raise InvalidRequest("numbers of workers cannot be negative")
+        if (self.http_tls_cert is None) != (self.http_tls_key is None):
+            raise InvalidRequest("TLS of HTTP needs both a certificate and its key: --http-tls-cert and --http-tls-key")
         if self.num_gateways < 1:
             raise InvalidRequest("at least one gateway is needed")
         check_endpoint(self.otlp_endpoint)
@@ -134,8 +138,8 @@ def gateway_spec(
         siblings = [descriptor for index, others in enumerate(listeners) if index != own for descriptor in others]
         listen = (*listen, "--http-descriptors", json.dumps(listeners[own]))
         listen = (*listen, "--sibling-descriptors", json.dumps(siblings))
-    if number is not None:
-        listen = (*listen, "--num-gateways", str(options.num_gateways))
+    certificate = {"--http-tls-cert": options.http_tls_cert, "--http-tls-key": options.http_tls_key}
+    tls = tuple(str(part) for name, path in certificate.items() if path is not None for part in (name, path))
     cluster = ("--cluster-listen", cluster_listen)
     served = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec, "--slo", options.slo)
@@ -148,7 +152,7 @@ def gateway_spec(
         keys["HALFMOON_GATEWAY_OPERATOR_TOKEN"] = options.operator_token
     keys |= _ledger(options, "GATEWAY") | variables("gateway", options.settings)
     kv_store = () if store is None else ("--kv-store", store)
-    arguments = ("-m", "services.gateway", *listen, *cluster, *served, *codec, *kv_store, *chosen)
+    arguments = ("-m", "services.gateway", *listen, *tls, *cluster, *served, *codec, *kv_store, *chosen)
     name = "gateway" if number is None else f"gateway-{number}"
     return ServiceSpec(
         name,
@@ -311,7 +315,11 @@ def _console_spec(options: UpOptions, planner: str) -> ServiceSpec:
         "browser.gatherUsageStats": "false",
     }
     arguments = ("-m", "console", *(f"--{key}={value}" for key, value in flags.items()))
-    environment = {"HALFMOON_CONSOLE_GATEWAY_URL": _url(options), "HALFMOON_CONSOLE_PLANNER": planner}
+    environment = {"HALFMOON_CONSOLE_GATEWAY_URL": http_url(options, options.port), "HALFMOON_CONSOLE_PLANNER": planner}
+    if options.http_tls_cert is not None and options.http_tls_key is not None:
+        own = {"server.sslCertFile": options.http_tls_cert, "server.sslKeyFile": options.http_tls_key}
+        arguments += tuple(f"--{key}={value}" for key, value in own.items())
+        environment["HALFMOON_CONSOLE_GATEWAY_CA"] = str(options.http_tls_cert)
     if options.console_key:
         environment["HALFMOON_CONSOLE_API_KEY"] = options.console_key
     if options.operator_token:
@@ -324,5 +332,6 @@ def reachable(host: str) -> str:
     return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
 
 
-def _url(options: UpOptions) -> str:
-    return f"http://{reachable(options.host)}:{options.port}"
+def http_url(options: UpOptions, port: int) -> str:
+    """Returns the URL of gateway or console on this host."""
+    return f"{'http' if options.http_tls_cert is None else 'https'}://{reachable(options.host)}:{port}"

@@ -6,6 +6,7 @@ import asyncio
 import random
 import secrets
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
+from halfmoon.rpc.tls.http_context import server_context
 from services.gateway.app import Access, Endpoints, make_app
 from services.gateway.cluster.cluster import Cluster, running_cluster
 from services.gateway.cluster.membership import Membership
@@ -48,7 +50,6 @@ from services.gateway.http.connection_guard import ConnectionGuard, guard_connec
 from services.gateway.http.cors import Cors
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.operator_access import OperatorAccess
-from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.sibling_backlog import SiblingBacklog
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
@@ -56,7 +57,6 @@ from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.relay import Relay
 from services.gateway.routing.routing_context import RoutingContext
 from services.gateway.settings import GatewaySettings
-from services.gateway.telemetry.label_digests import LabelDigests, label_key
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.gateway.telemetry.request_record import RequestRecorder
@@ -69,7 +69,7 @@ _BACKLOG = 4_096  # connections that wait to be accepted: many clients may come 
 class RunningGateway:
     """A gateway that is listening."""
 
-    http: str  # http://host:port
+    http: str  # http://host:port, or https
     address: str  # host:port where workers register
     cluster: Cluster
     routing: RoutingContext
@@ -86,8 +86,9 @@ async def running_gateway(
 ) -> AsyncIterator[RunningGateway]:
     """A gateway that serves `model`; leaving the block stops it within `drain_s` and about a second.
 
-    Raises InvalidRequest for an address that cannot be bound.
+    Raises InvalidRequest for an address that cannot be bound, or certificates that cannot be used.
     """
+    tls = _tls(settings)
     membership = Membership(model.fingerprint, settings.heartbeat_interval_s)
     drain_gate = DrainGate(settings.drain_s)
     gateway_id = f"gateway-{secrets.token_hex(4)}"
@@ -99,13 +100,12 @@ async def running_gateway(
         routing = _routing(settings, cluster, credential)
         telemetry = routing.telemetry
         metrics = GatewayMetrics(membership, ledger, telemetry, routing.copies, model.name)
+        recorder = RequestRecorder(model.name, ledger, metrics, telemetry, tracer)
         relay = _relay(settings, cluster, routing)
         stores = StoreView(settings.kv_store, lambda: membership.stores, credential)
         known_classes = KnownRows(settings.state_dir, "classes", settings.ledger)
         known_tenants = KnownRows(settings.state_dir, "tenants", settings.ledger)
-        keys, limits = ApiKeys(), RateLimits(settings.num_gateways)
-        labels = LabelDigests(label_key(settings.state_dir))
-        recorder = RequestRecorder(model.name, ledger, metrics, telemetry, tracer, limits, labels)
+        keys = ApiKeys()
         tenants = ActiveTenants(ledger.tenants, keys, known_tenants, declared_tenants(settings))
         classes = ActiveClasses(ledger.classes, routing.admission, known_classes, declarations_of(settings))
         admission = ActiveAdmission(ledger.admission, routing.admission, settings.admission)
@@ -120,10 +120,9 @@ async def running_gateway(
                 recorder,
                 drain_gate,
                 constraints.check,
-                limits,
                 is_cache_shared=settings.shared_cache,
             ),
-            TokenizerEndpoints(model, membership, limits, is_cache_shared=settings.shared_cache),
+            TokenizerEndpoints(model, membership, is_cache_shared=settings.shared_cache),
             ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
             ClassEndpoints(classes),
             AdmissionEndpoint(admission),
@@ -146,15 +145,14 @@ async def running_gateway(
                 access=CallAccess(credential),
             ) as server,
         ):
-            runner = await _runner(endpoints, keys, limits, settings, metrics)
-            siblings = SiblingBacklog(runner, settings.sibling_descriptors)
+            runner = await _runner(endpoints, keys, settings, metrics)
+            siblings = SiblingBacklog(runner, settings.sibling_descriptors, tls)
             try:
-                port = await _listen(runner, settings)
+                port = await _listen(runner, settings, tls)
                 await server.set_serving()
                 address = advertised_address(settings.cluster_listen, server.port, settings.advertise_cluster)
                 async with running(logged(siblings.accept())):
-                    http = f"http://{_url_host(settings.host)}:{port}"
-                    yield RunningGateway(http, address, cluster, routing, keys, drain_gate)
+                    yield RunningGateway(_url(settings, port), address, cluster, routing, keys, drain_gate)
             finally:
                 await _stop(drain_gate, cluster, server, runner)
                 await stores.close()
@@ -174,12 +172,11 @@ def _relay(settings: GatewaySettings, cluster: Cluster, routing: RoutingContext)
 
 
 async def _runner(
-    endpoints: Endpoints, keys: ApiKeys, limits: RateLimits, settings: GatewaySettings, metrics: GatewayMetrics
+    endpoints: Endpoints, keys: ApiKeys, settings: GatewaySettings, metrics: GatewayMetrics
 ) -> web.AppRunner:
     """The application, set up and not listening yet."""
     access = Access(
         keys,
-        limits,
         OperatorAccess(settings.operator_secret(), settings.host),
         Cors(settings.allowed_origins),
         BrowserGuard(settings.host, settings.allowed_hosts, settings.allowed_origins),
@@ -209,15 +206,22 @@ async def _runner(
     return runner
 
 
-async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> int:
+def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
+    cert, key = settings.http_tls_cert, settings.http_tls_key
+    if (cert is None) != (key is None):
+        raise InvalidRequest("TLS of HTTP needs both --http-tls-cert and --http-tls-key", param="http_tls_cert")
+    return None if cert is None or key is None else server_context(cert, key)
+
+
+async def _listen(runner: web.AppRunner, settings: GatewaySettings, tls: ssl.SSLContext | None) -> int:
     """Listens, and returns the port."""
     sites: list[web.BaseSite]
     if settings.http_descriptors:
         inherited = [socket.socket(fileno=descriptor) for descriptor in settings.http_descriptors]
-        sites = [web.SockSite(runner, listener, backlog=_BACKLOG) for listener in inherited]
+        sites = [web.SockSite(runner, listener, backlog=_BACKLOG, ssl_context=tls) for listener in inherited]
     else:
-        shares = settings.reuse_port
-        sites = [web.TCPSite(runner, settings.host, settings.port, backlog=_BACKLOG, reuse_port=shares)]
+        shares, host, port = settings.reuse_port, settings.host, settings.port
+        sites = [web.TCPSite(runner, host, port, backlog=_BACKLOG, reuse_port=shares, ssl_context=tls)]
     try:
         for site in sites:
             await site.start()
@@ -228,10 +232,10 @@ async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> int:
     return int(runner.addresses[0][1])
 
 
-def _url_host(host: str) -> str:
-    if host in ("0.0.0.0", "::", ""):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+def _url(settings: GatewaySettings, port: int) -> str:
+    scheme = "http" if settings.http_tls_cert is None else "https"
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::", "") else settings.host
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def _stop(drain_gate: DrainGate, cluster: Cluster, server: RunningServer, runner: web.AppRunner) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ testing = pytest.importorskip("streamlit.testing.v1")
 
 from console.gateway_api import GatewayApi, GatewayError  # noqa: E402
 from console.plain_text import plain  # noqa: E402
-from console.settings import DEFAULT_GATEWAY_URL, api_key, gateway_url, operator_token  # noqa: E402
+from console.settings import DEFAULT_GATEWAY_URL, api_key, gateway_ca, gateway_url, operator_token  # noqa: E402
+from halfmoon.rpc.tls.authority import Authority  # noqa: E402
+from halfmoon.rpc.tls.http_context import server_context  # noqa: E402
 from tests.console.fake_gateway import CLUSTER, EDITS, GOLD, SERIES, STORES, WORKER, FakeGateway, running_fake_gateway  # noqa: E402
 
 PAGES = ("overview", "placements", "cache", "slo", "try")
@@ -48,6 +51,19 @@ def with_table(shown: Any) -> Any:
     assert not shown.dataframe
     shown.session_state["workers-table"] = True
     return shown.run()
+
+
+def test_a_gateway_with_tls(gateway: FakeGateway, tmp_path: Path) -> None:
+    Authority.create(tmp_path / "authority").issue("gateway", "g", ("localhost",)).write(tmp_path)
+    tls = server_context(tmp_path / "tls.crt", tmp_path / "tls.key")
+    gateway.server.socket = tls.wrap_socket(gateway.server.socket, server_side=True)
+    url = gateway.url.replace("http:", "https:")
+    trusted = gateway_ca({"HALFMOON_CONSOLE_GATEWAY_CA": str(tmp_path / "ca.crt")})
+    assert GatewayApi(url, ca=trusted).cluster()["workers"]
+    with pytest.raises(GatewayError, match="certificate verify failed"):
+        GatewayApi(url).cluster()
+    with pytest.raises(ValueError, match="is not a file"):
+        gateway_ca({"HALFMOON_CONSOLE_GATEWAY_CA": str(tmp_path / "nothing")})
 
 
 def test_the_overview_shows_figures_workers_and_the_map(gateway: FakeGateway) -> None:

@@ -30,7 +30,7 @@ def specs_of(targets: MetricsTargets) -> list[ServiceSpec]:
 def test_every_port_that_is_opened_is_listed(tmp_path: Path, ports: ReservedPorts, first: int) -> None:
     targets = MetricsTargets(tmp_path, first, ports, print)
     specs = specs_of(targets)
-    targets.write("127.0.0.1:8000", specs)
+    targets.write("http://127.0.0.1:8000", specs)
     listed = {one["labels"]["service"]: one for one in json.loads((tmp_path / TARGETS_FILE).read_text())}
     assert list(listed) == ["gateway", "kvstore", "planner", "prefill-0", "decode-0", "decode-1"]
     for spec in specs:
@@ -40,11 +40,18 @@ def test_every_port_that_is_opened_is_listed(tmp_path: Path, ports: ReservedPort
     assert len(set(given)) == len(given)
     assert not first or given == [9100, 9101, 9102, 9103, 9104]
     assert listed["decode-0"]["labels"]["job"] == "halfmoon-workers"
+    assert listed["gateway"]["targets"] == ["127.0.0.1:8000"]
+
+
+def test_a_gateway_with_tls_is_scraped_with_it(tmp_path: Path, ports: ReservedPorts) -> None:
+    MetricsTargets(tmp_path, 0, ports, print).write("https://127.0.0.1:8000", [])
+    (gateway,) = json.loads((tmp_path / TARGETS_FILE).read_text())
+    assert (gateway["targets"], gateway["labels"]["__scheme__"]) == (["127.0.0.1:8000"], "https")
 
 
 def test_none_opens_none(tmp_path: Path, ports: ReservedPorts) -> None:
     targets = MetricsTargets(tmp_path, None, ports, print)
     specs = specs_of(targets)
     assert not any("--metrics-port" in spec.arguments for spec in specs)
-    targets.write("127.0.0.1:8000", specs)
+    targets.write("http://127.0.0.1:8000", specs)
     assert len(json.loads((tmp_path / TARGETS_FILE).read_text())) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from halfmoon.config.section import Section
@@ -16,7 +17,10 @@ from halfmoon.up.service_specs import UpOptions, WorkerStart
 from halfmoon.up.simulated import SimulatedWorkers
 from halfmoon.up.stores import StoreOptions
 
-_OWN_OF_GATEWAY = frozenset({"host", "port", "replicas", "slo", "admission", "placement"})  # fields of UpOptions
+# fields of UpOptions
+_OWN_OF_GATEWAY = frozenset(
+    {"host", "port", "replicas", "slo", "admission", "placement", "http_tls_cert", "http_tls_key"}
+)
 _TIERS = ("dram_bytes", "disk_bytes", "cold_url", "dram_codec", "disk_codec", "cold_codec")
 _OWN_OF_OBSERVABILITY = frozenset({"metrics_port", "otlp_endpoint", "log_bytes", "log_files"})
 _OWN_OF_STORES = frozenset({"count", "disk_dir", *_TIERS})
@@ -42,6 +46,8 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
         port=config.gateway.port,
         num_gateways=config.gateway.replicas,
         drain_s=config.gateway.drain_s,
+        http_tls_cert=_absolute(config.gateway.http_tls_cert),
+        http_tls_key=_absolute(config.gateway.http_tls_key),
         admission=_if_set(config.gateway, "admission"),
         placement=_if_set(config.gateway, "placement"),
         slo=config.gateway.slo,
@@ -105,7 +111,7 @@ def _stores(config: SystemConfig) -> StoreOptions:
     stores = config.stores
     return StoreOptions(
         str(stores.dram_bytes),
-        None if stores.disk_dir is None else stores.disk_dir.absolute(),
+        _absolute(stores.disk_dir),
         str(stores.disk_bytes),
         stores.cold_url,
         stores.dram_codec,
@@ -145,6 +151,10 @@ def _simulation(config: SystemConfig, profile: str | None) -> SimulatedWorkers:
         simulated.median_tokens,
         simulated.processes,
     )
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
 
 
 def _if_set(section: Section, name: str) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -21,25 +23,31 @@ class SiblingBacklog:
     first to wake would get a whole burst.
     """
 
-    def __init__(self, runner: web.AppRunner, descriptors: Sequence[int]) -> None:
+    def __init__(self, runner: web.AppRunner, descriptors: Sequence[int], tls: ssl.SSLContext | None = None) -> None:
         self._runner = runner
+        self._tls = tls
         self._listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         for listener in self._listeners:
             listener.setblocking(False)
 
     async def accept(self) -> None:
         """Accepts as long as it runs."""
-        loop = asyncio.get_running_loop()
         try:
-            while self._listeners:
-                await asyncio.sleep(_POLL_S)
-                assert self._runner.server is not None
-                for connection in self._waiting():
-                    connection.setblocking(False)
-                    await loop.connect_accepted_socket(self._runner.server, connection)
+            async with asyncio.TaskGroup() as handshakes:
+                while self._listeners:
+                    await asyncio.sleep(_POLL_S)
+                    for connection in self._waiting():
+                        connection.setblocking(False)
+                        handshakes.create_task(self._serve(connection))
         finally:
             for listener in self._listeners:
                 listener.close()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """Hands a connection to the application. A TLS handshake takes its time, and may fail."""
+        assert self._runner.server is not None
+        with suppress(OSError):
+            await asyncio.get_running_loop().connect_accepted_socket(self._runner.server, connection, ssl=self._tls)
 
     def _waiting(self) -> Iterator[socket.socket]:
         for listener in self._listeners:
