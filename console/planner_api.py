@@ -18,6 +18,7 @@ from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.operator_token import AUTHORIZATION_KEY
 from halfmoon.rpc.status import is_told
+from halfmoon.rpc.tls.channel import client_credentials, server_option
 
 _LOOK_S = 5.0
 _SEARCH_S = 900.0
@@ -53,9 +54,15 @@ class PlannerApi:
 
     def __init__(self, address: str, operator_token: str | None = None, credential: Credential | None = None) -> None:
         self.address = address
-        self._stub = planner_pb2_grpc.PlannerStub(grpc.insecure_channel(address))
+        self._tls = None if credential is None else credential.tls
+        self._stub = planner_pb2_grpc.PlannerStub(self._channel())
         token = ((AUTHORIZATION_KEY, f"Bearer {operator_token}"),) if operator_token else ()
         self._metadata = (*token, *(credential.metadata if credential else ()))
+
+    def _channel(self) -> grpc.Channel:
+        if self._tls is None:
+            return grpc.insecure_channel(self.address)
+        return grpc.secure_channel(self.address, client_credentials(self._tls.current), (server_option("planner"),))
 
     def catalogue(self) -> Catalogue:
         """GPUs, models and workloads that the planner knows."""
@@ -74,7 +81,7 @@ class PlannerApi:
         """Starts a search; its state reports errors later. `fields` are those of PlanRequest."""
         sent = [planner_pb2.File(name=name, content=content) for name, content in files.items()]
         request = planner_pb2.PlanRequest(**fields, files=sent, with_curves=True)
-        channel = grpc.insecure_channel(self.address)
+        channel = self._channel()
         call = planner_pb2_grpc.PlannerStub(channel).Plan(request, timeout=_SEARCH_S, metadata=self._metadata)
         return Search(self.address, channel, call)
 

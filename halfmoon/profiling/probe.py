@@ -64,12 +64,14 @@ class WorkerProbe:
         self._salt = os.urandom(16)
         self._numbers = itertools.count()
         self._random = random.Random(self._name)
-        self._peer = Peer(target.address, credential)
+        self._peer = Peer(target.address, credential, "worker")
         self._prefill = prefill_pb2_grpc.PrefillStub(self._peer.channel)
         self._decode = decode_pb2_grpc.DecodeStub(self._peer.channel)
         # without any offered transport, gRPC inline remains
         self._links = {
-            name: KVLink(Peer(target.address, credential), LinkSettings(transports=() if name == "grpc" else (name,)))
+            name: KVLink(
+                Peer(target.address, credential, "worker"), LinkSettings(transports=() if name == "grpc" else (name,))
+            )
             for name in transports
         }
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from halfmoon.errors import HalfmoonError
+from halfmoon.rpc.credentials.credential import credential_of_certificate
 from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.tls.identity_files import environment_paths, identity_files
 
 _DEADLINE_S = 3.0
 
 
 async def probe(address: str, deadline_s: float = _DEADLINE_S) -> str:
-    """The name of the health status. Raises Unavailable or DeadlineExceeded without an answer."""
-    async with Peer(address) as peer:
+    """The name of the health status; a service on mutual TLS is asked with its own certificate.
+
+    Raises Unavailable or DeadlineExceeded without an answer.
+    """
+    paths = environment_paths(os.environ)
+    credential = None if paths is None else credential_of_certificate(identity_files(paths, None))
+    async with Peer(address, credential) as peer:
         check = health_pb2_grpc.HealthStub(peer.channel).Check
         response = await peer.call(check, health_pb2.HealthCheckRequest(), deadline_s=deadline_s)
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))

@@ -50,16 +50,32 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        return _guarded(handler, handler_call_details.method, self._metrics, self._tracer)
+        return _guarded(handler, handler_call_details.method, self._metrics, self._tracer, self._check_certificate)
+
+    def _check_certificate(self, method: str, context: grpc.aio.ServicerContext) -> None:
+        """Raises the refusal of a caller whose certificate is not of a role that may call this."""
+        metadata = context.invocation_metadata() or ()
+        refusal = self._access.certificate_refusal(method, metadata, context.auth_context)
+        if refusal is not None:
+            self._metrics.refused.labels(refusal.grpc_status).inc()
+            self._refusals.note(refusal, context.peer())
+            raise refusal
 
 
-def _guarded(handler: Any, method: str, metrics: RpcMetrics, tracer: Tracer) -> Any:
+def _guarded(
+    handler: Any,
+    method: str,
+    metrics: RpcMetrics,
+    tracer: Tracer,
+    check: Callable[[str, grpc.aio.ServicerContext], None],
+) -> Any:
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     behaviour = getattr(handler, kind)
 
     async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
         with _scope(method, context, metrics, tracer) as outcome:
             try:
+                check(method, context)
                 return await behaviour(request, context)
             except BaseException as err:
                 error = _domain_error(err, method)
@@ -69,6 +85,7 @@ def _guarded(handler: Any, method: str, metrics: RpcMetrics, tracer: Tracer) -> 
     async def streaming(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         with _scope(method, context, metrics, tracer) as outcome:
             try:
+                check(method, context)
                 async with aclosing(behaviour(request, context)) as responses:
                     async for response in responses:
                         yield response

@@ -66,8 +66,8 @@ class KVStoreClient:
         credential: Credential | None = None,
     ) -> None:
         """`tenant_salt` limits the client to blocks stored under the same salt."""
-        self._peer = Peer(address, credential)
-        self._link = KVLink(Peer(address, credential), link_settings)  # bulk bytes do not delay control
+        self._peer = Peer(address, credential, "store")
+        self._link = KVLink(Peer(address, credential, "store"), link_settings)  # bulk bytes do not delay control
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._peer.channel)
         self._salt = tenant_salt
         settings = self._link.settings

@@ -12,8 +12,10 @@ import grpc
 from halfmoon.errors import DataLoss
 from halfmoon.rpc.context import REQUEST_ID_KEY, bounded_deadline_s, request_id
 from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.rpc.status import in_our_tree
 from halfmoon.rpc.telemetry.spans import current_span
+from halfmoon.rpc.tls.channel import TlsChannel
 
 LONG_LIVED_S = 24 * 3600.0  # a stream that lives as long as both ends, which reconnect when it expires
 
@@ -39,13 +41,21 @@ CHANNEL_OPTIONS = (
 class Peer:
     """Owns one channel to one address. Use as an async context manager, or `close` it.
 
-    Each call carries the `credential`, so the address must be that of a service of the cluster.
+    Each call carries the `credential`, so the address must be that of a service of the cluster. On mutual TLS the
+    service must have a certificate of `server_role`; None: of any role.
     """
 
-    def __init__(self, address: str, credential: Credential | None = None) -> None:
+    def __init__(
+        self, address: str, credential: Credential | None = None, server_role: ClusterRole | None = None
+    ) -> None:
         self.address = address
         self._credential = () if credential is None else credential.metadata
-        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        tls = None if credential is None or address.startswith("unix:") else credential.tls
+        self.channel: Any = (
+            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if tls is None
+            else TlsChannel(address, tls, server_role, CHANNEL_OPTIONS)
+        )
 
     async def __aenter__(self) -> Self:
         return self

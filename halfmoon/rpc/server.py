@@ -22,6 +22,7 @@ from halfmoon.rpc.interceptor import ServiceInterceptor
 from halfmoon.rpc.peer import KEEPALIVE_OPTIONS
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
+from halfmoon.rpc.tls.server_credentials import server_credentials
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ async def running_server(
 ) -> AsyncIterator[RunningServer]:
     """A server on `listen` (host:port, port 0 picks one). Not yet SERVING: call `set_serving` once the rest is up.
 
-    `access` checks every call. Raises InvalidRequest if the address cannot be bound, or is open to strangers.
+    `access` checks every call; with a certificate only TLS is spoken. Raises InvalidRequest if the address cannot be
+    bound, or is open to strangers.
     """
     check_listener(listen, access.credential)
     options = (*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
@@ -77,7 +79,7 @@ async def running_server(
     for add in add_services:
         add(server)
     try:
-        port = server.add_insecure_port(listen)
+        port = _opened(server, listen, access)
     except RuntimeError as err:
         raise InvalidRequest(f"cannot listen on {listen}: is the port taken?", param="listen") from err
     await server.start()
@@ -86,6 +88,14 @@ async def running_server(
         yield running
     finally:
         await running.stop(grace_s)
+
+
+def _opened(server: grpc.aio.Server, listen: str, access: CallAccess) -> int:
+    tls = None if access.credential is None or listen.startswith("unix:") else access.credential.tls
+    port: int = (
+        server.add_insecure_port(listen) if tls is None else server.add_secure_port(listen, server_credentials(tls))
+    )
+    return port
 
 
 def advertised_address(listen: str, port: int, advertise: str | None) -> str:

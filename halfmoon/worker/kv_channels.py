@@ -46,7 +46,7 @@ class KVChannels:
     def to(self, address: str) -> Iterator[KVLink]:
         """Gives the link to `address` and keeps it open while inside."""
         channel = self._channels.pop(address, None) or _Channel(
-            KVLink(Peer(address, self._credential), self._settings, self._on_fallback, self._device)
+            KVLink(Peer(address, self._credential, "worker"), self._settings, self._on_fallback, self._device)
         )
         self._channels[address] = channel
         channel.num_users += 1

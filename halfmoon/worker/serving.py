@@ -80,7 +80,7 @@ class Serving:
         process_key = secrets.token_bytes(16)
         registrations = [
             Registration(
-                Peer(address.strip(), self._credential),
+                Peer(address.strip(), self._credential, "gateway"),
                 self._state.identity,
                 self._load,
                 self._state.cached_blocks.feed(),

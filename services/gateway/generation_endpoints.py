@@ -17,7 +17,6 @@ from halfmoon.rpc.telemetry.spans import span_scope
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.error_responses import error_response, kind_of
-from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.openai.endpoint_bodies import (
     AnyBody,
@@ -60,7 +59,6 @@ class GenerationEndpoints:
         recorder: RequestRecorder,
         drain_gate: DrainGate,
         check_constraint: CheckConstraint,
-        limits: RateLimits,
         *,
         is_cache_shared: bool,
     ) -> None:
@@ -71,7 +69,6 @@ class GenerationEndpoints:
         self._recorder = recorder
         self._drain_gate = drain_gate
         self._check_constraint = check_constraint
-        self._limits = limits
         self._is_cache_shared = is_cache_shared  # among tenants
 
     async def chat(self, http_request: web.Request) -> web.StreamResponse:
@@ -107,7 +104,6 @@ class GenerationEndpoints:
             raise
 
     async def _serve(self, http_request: web.Request, request: GatewayRequest) -> web.StreamResponse:
-        self._limits.take_request(request.tenant)
         raw = await receive_body(http_request)
         context_tokens = self._membership.context_tokens(self._model.context_tokens)
         body = await self._parse(request, raw, context_tokens)
@@ -118,9 +114,6 @@ class GenerationEndpoints:
         if generation.constraint is not None:
             await check_requested(generation.constraint, self._check_constraint)
         request.begin_outputs(generation, self._model)
-        num_expected_tokens = self._early_rejection.expected_tokens(request)
-        self._limits.take_tokens(request.tenant, num_expected_tokens)
-        request.num_expected_tokens = num_expected_tokens
         reply_format = self._reply_format(request)
         if request.generation.stream:
             return await self._stream(request, StreamReply(http_request, reply_format, request.usage))

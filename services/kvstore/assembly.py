@@ -48,7 +48,7 @@ async def running_store(settings: KVStoreSettings, credential: Credential | None
 
     Without a credential, blocks at rest have a checksum that anybody can compute.
     """
-    options, seal = settings.pool_options(), Seal(None if credential is None else credential.block_key)
+    options, seal = settings.pool_options(), Seal(None if credential is None else credential.block_key or None)
     if credential is None and (settings.disk_dir or settings.cold_url):
         log.warning("blocks.not_sealed", extra={"reason": "no cluster secret: who can write to the tiers can forge KV"})
     with ExitStack() as stack:

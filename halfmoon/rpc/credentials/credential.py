@@ -15,9 +15,11 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Any
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.roles import CLUSTER_ROLES, ClusterRole
+from halfmoon.rpc.tls.identity_files import IdentityFiles
 
 CREDENTIAL_KEY = "halfmoon-credential"  # gRPC metadata
 
@@ -29,17 +31,21 @@ _BLOCK_ROLES: tuple[ClusterRole, ...] = ("worker", "store")  # others never see 
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """What one process knows of the cluster secret. `block_key` is empty for roles that handle no blocks."""
+    """What one process knows of the cluster secret, and its certificate on mutual TLS; at least one of the two.
+
+    Without a secret, `token`, `digests` and `block_key` are empty; `block_key` also is for roles that handle no blocks.
+    """
 
     role: ClusterRole
     token: str = field(repr=False)
     digests: Mapping[ClusterRole, bytes] = field(repr=False)  # SHA-256 of every role's token
     block_key: bytes = field(repr=False)
+    tls: IdentityFiles | None = field(default=None, repr=False, compare=False)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a call carries."""
-        return ((CREDENTIAL_KEY, self.token),)
+        return ((CREDENTIAL_KEY, self.token),) if self.token else ()
 
     def role_of(self, token: str) -> ClusterRole | None:
         """The role whose token this is; None for a stranger's. Its duration reveals nothing about the tokens."""
@@ -58,6 +64,12 @@ class Credential:
             "blocks": self.block_key.hex(),
         }
         return _PREFIX + base64.urlsafe_b64encode(json.dumps(body, separators=(",", ":")).encode()).decode()
+
+
+def credential_of_certificate(tls: IdentityFiles) -> Credential:
+    """The credential of a process that is known by its certificate alone, in the certificate's role."""
+    role: Any = tls.current.role
+    return Credential(role, "", {}, b"", tls)
 
 
 def new_secret() -> str:

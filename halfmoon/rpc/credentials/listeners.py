@@ -16,6 +16,6 @@ def check_listener(listen: str, credential: Credential | None) -> None:
         raise InvalidRequest(
             f"listening on {listen} would let strangers call this service: set HALFMOON_CLUSTER_SECRET or "
             "HALFMOON_CLUSTER_SECRET_FILE on every service of the cluster (`halfmoon secret new` makes a secret), "
-            "or listen on 127.0.0.1",
+            "or HALFMOON_TLS_CERT, _KEY and _CA (`halfmoon certs` makes certificates), or listen on 127.0.0.1",
             param="listen",
         )

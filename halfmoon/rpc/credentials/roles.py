@@ -49,6 +49,11 @@ CALLERS: Mapping[str, frozenset[ClusterRole]] = {
 }
 
 
+def cluster_role(name: str) -> ClusterRole | None:
+    """The role of that name; None for an unknown one."""
+    return next((role for role in CLUSTER_ROLES if role == name), None)
+
+
 def may_call(role: ClusterRole, method: str) -> bool:
     """Whether the table lets this role call the method, such as /halfmoon.Decode/Cancel."""
     return role in CALLERS.get(method, frozenset())

@@ -6,25 +6,43 @@ import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.rpc.credentials.credential import Credential, checked_secret, credential_from, new_secret
+from halfmoon.rpc.credentials.credential import (
+    Credential,
+    checked_secret,
+    credential_from,
+    credential_of_certificate,
+    new_secret,
+)
 from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.tls.identity_files import (
+    TLS_VARIABLES,
+    IdentityFiles,
+    environment_paths,
+    identity_files,
+    state_paths,
+)
 
 SECRET_VARIABLE = "HALFMOON_CLUSTER_SECRET"
 FILE_VARIABLE = "HALFMOON_CLUSTER_SECRET_FILE"
 
-NO_SECRET: Mapping[str, str] = {SECRET_VARIABLE: "", FILE_VARIABLE: ""}  # for children that need none
+# for children that need none
+NO_SECRET: Mapping[str, str] = dict.fromkeys((SECRET_VARIABLE, FILE_VARIABLE, *TLS_VARIABLES), "")
 
 _FILE = "cluster_secret"  # in the state directory
 
 
 def own_credential(role: ClusterRole, environment: Mapping[str, str] = os.environ) -> Credential | None:
-    """The credential of a process of this role; None if the environment names none. Raises InvalidRequest."""
-    text = environment_secret(environment)
-    return None if text is None else credential_from(text, role)
+    """The credential of a process of this role; None if the environment names neither secret nor certificate.
+
+    Raises InvalidRequest.
+    """
+    text, paths = environment_secret(environment), environment_paths(environment)
+    return _credential(role, text, None if paths is None else identity_files(paths, role))
 
 
 def environment_secret(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -47,15 +65,22 @@ def client_credential(
     The secret in a state directory is that of services on loopback, and nobody else is sent a token made of it.
     """
     own = own_credential(role, environment)
-    file = state_dir / _FILE
-    if own is not None or not is_loopback(address.rpartition(":")[0].strip("[]")) or not file.exists():
+    file, paths = state_dir / _FILE, state_paths(state_dir, role)
+    if own is not None or not is_loopback(address.rpartition(":")[0].strip("[]")):
         return own
-    return credential_from(_read(file), role)
+    text = _read(file) if file.exists() else None
+    return _credential(role, text, identity_files(paths, role) if paths.cert.exists() else None)
 
 
 def environment_of(credential: Credential) -> dict[str, str]:
-    """The variables that give a child this credential, in place of what it would inherit."""
+    """The variables that give a child this credential, in place of what it would inherit, but no certificate."""
     return {SECRET_VARIABLE: credential.text(), FILE_VARIABLE: ""}
+
+
+def _credential(role: ClusterRole, text: str | None, tls: IdentityFiles | None) -> Credential | None:
+    if text is None:
+        return None if tls is None else credential_of_certificate(tls)
+    return replace(credential_from(text, role), tls=tls)
 
 
 def kept_secret(file: Path) -> str:

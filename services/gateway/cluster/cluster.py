@@ -42,7 +42,7 @@ class Worker:
 
     def __init__(self, member: Member, credential: Credential | None = None) -> None:
         self.member = member
-        self.peer = Peer(member.identity.address, credential)
+        self.peer = Peer(member.identity.address, credential, "worker")
         self.prefill = PrefillStub(self.peer.channel)
         self.decode = DecodeStub(self.peer.channel)
         self.has_news = asyncio.Event()

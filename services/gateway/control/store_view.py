@@ -33,7 +33,7 @@ class StoreView:
 
     async def _look(self, address: str) -> dict[str, Any]:
         if address not in self._peers:
-            self._peers[address] = Peer(address, self._credential)
+            self._peers[address] = Peer(address, self._credential, "store")
         peer = self._peers[address]
         stub = KVStoreStub(peer.channel)
         try:

@@ -14,7 +14,6 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.tenants import kv_salt
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.api_keys import tenant_of
-from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.openai.generation_request import max_values
 from services.gateway.openai.messages import Message, TemplateKwargs
@@ -55,12 +54,9 @@ class DetokenizeBody(Part):
 class TokenizerEndpoints:
     """Serves the tokenizer. Owns nothing."""
 
-    def __init__(
-        self, model: ServedModel, membership: Membership, limits: RateLimits, *, is_cache_shared: bool
-    ) -> None:
+    def __init__(self, model: ServedModel, membership: Membership, *, is_cache_shared: bool) -> None:
         self._model = model
         self._membership = membership
-        self._limits = limits
         self._is_cache_shared = is_cache_shared  # among tenants
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -73,7 +69,6 @@ class TokenizerEndpoints:
         return await self._respond(request, self._detokenized)
 
     async def _respond(self, request: web.Request, handle: Callable[[bytes], dict[str, Any]]) -> web.Response:
-        self._limits.take_request(tenant_of(request))
         raw = await receive_body(request)
         slow = len(raw) > _SLOW_BODY_BYTES
         return web.json_response(await asyncio.to_thread(handle, raw) if slow else handle(raw))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -14,12 +15,12 @@ from tests.services.gateway.fakes import MODEL, running_fleet
 
 
 @pytest.fixture
-def certificate(tmp_path: Path) -> dict[str, Path]:
+def certificate(tmp_path: Path) -> dict[str, Any]:
     Authority.create(tmp_path / "authority").issue("gateway", "g", ("localhost", "127.0.0.1")).write(tmp_path)
     return {"http_tls_cert": tmp_path / "tls.crt", "http_tls_key": tmp_path / "tls.key"}
 
 
-async def test_answers_stream_over_tls(tmp_path: Path, certificate: dict[str, Path]) -> None:
+async def test_answers_stream_over_tls(tmp_path: Path, certificate: dict[str, Any]) -> None:
     trusted = client_context(tmp_path / "ca.crt", "https://gateway")
     assert trusted is not None
     async with running_fleet(tmp_path / "state", **certificate) as fleet:
@@ -36,7 +37,7 @@ async def test_answers_stream_over_tls(tmp_path: Path, certificate: dict[str, Pa
         assert lines[-1] == b"data: [DONE]\n"
 
 
-async def test_plain_text_and_strangers_authorities_get_nothing(tmp_path: Path, certificate: dict[str, Path]) -> None:
+async def test_plain_text_and_strangers_authorities_get_nothing(tmp_path: Path, certificate: dict[str, Any]) -> None:
     async with running_fleet(tmp_path / "state", **certificate) as fleet, aiohttp.ClientSession() as session:
         with pytest.raises(aiohttp.ClientError):
             await session.get(fleet.http.replace("https", "http"))
@@ -45,7 +46,7 @@ async def test_plain_text_and_strangers_authorities_get_nothing(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["http_tls_cert", "http_tls_key"])
-async def test_one_file_without_the_other(tmp_path: Path, certificate: dict[str, Path], name: str) -> None:
+async def test_one_file_without_the_other(tmp_path: Path, certificate: dict[str, Any], name: str) -> None:
     with pytest.raises(InvalidRequest, match="both --http-tls-cert and --http-tls-key"):
         async with running_fleet(tmp_path / "state", **{name: certificate[name]}):
             pass
