@@ -28,6 +28,7 @@ from services.gateway.openai.endpoint_bodies import (
 from services.gateway.openai.generation_request import GenerationRequest
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import CheckConstraint, check_requested
+from services.gateway.openai.tokenizer_threads import TokenizerThreads
 from services.gateway.replies.chat_format import ChatFormat
 from services.gateway.replies.completion_format import CompletionFormat
 from services.gateway.replies.replies import OutputSink, Reply, StreamReply, WholeReply
@@ -44,6 +45,7 @@ from services.gateway.telemetry.request_record import RequestRecorder
 log = logging.getLogger(__name__)
 
 _SLOW_PROMPT_BYTES = 4_096  # the prompt of a longer body is tokenized off the event loop
+_MOST_PREFIX_BYTES = 1 << 22  # rendering and counting a longer prompt would hold up the event loop
 _CLIENT_CLOSED = 499  # only the ledger sees it
 
 
@@ -59,6 +61,7 @@ class GenerationEndpoints:
         recorder: RequestRecorder,
         drain_gate: DrainGate,
         check_constraint: CheckConstraint,
+        threads: TokenizerThreads,
         *,
         is_cache_shared: bool,
     ) -> None:
@@ -69,6 +72,7 @@ class GenerationEndpoints:
         self._recorder = recorder
         self._drain_gate = drain_gate
         self._check_constraint = check_constraint
+        self._threads = threads
         self._is_cache_shared = is_cache_shared  # among tenants
 
     async def chat(self, http_request: web.Request) -> web.StreamResponse:
@@ -120,14 +124,19 @@ class GenerationEndpoints:
         return await self._whole(request, WholeReply(reply_format, len(request.outputs), request.usage))
 
     async def _parse(self, request: GatewayRequest, raw: bytes, context_tokens: int) -> AnyBody:
-        parse = partial(read_body, request.endpoint, raw, self._model, context_tokens)
-        return parse() if is_quickly_parsed(raw) else await asyncio.to_thread(parse)
+        def parse(model: ServedModel) -> AnyBody:
+            return read_body(request.endpoint, raw, model, context_tokens)
+
+        return parse(self._model) if is_quickly_parsed(raw) else await self._threads.run(parse, self._model, len(raw))
 
     async def _tokenize(
         self, request: GatewayRequest, body: AnyBody, num_bytes: int, context_tokens: int
     ) -> GenerationRequest:
-        tokenize = partial(generation_request_of, body, self._model, context_tokens, request.tenant_salt)
-        return await asyncio.to_thread(tokenize) if num_bytes > _SLOW_PROMPT_BYTES else tokenize()
+        def tokenize(model: ServedModel) -> GenerationRequest:
+            return generation_request_of(body, model, context_tokens, request.tenant_salt)
+
+        is_slow = num_bytes > _SLOW_PROMPT_BYTES
+        return await self._threads.run(tokenize, self._model, num_bytes) if is_slow else tokenize(self._model)
 
     def _reject_early(self, request: GatewayRequest, body: AnyBody, num_bytes: int, context_tokens: int) -> None:
         """Raises Refused.
@@ -142,6 +151,8 @@ class GenerationEndpoints:
         request.priority = body.priority or 0
         request.has_gaps = 2 * num_bytes < context_tokens if max_tokens is None else max_tokens > 1
         self._early_rejection.reject_early(request)
+        if num_bytes > _MOST_PREFIX_BYTES:
+            return
         read_prefix = partial(prompt_prefix_of, body, self._model, request.tenant_salt)
         self._early_rejection.reject_by_prefix(request, read_prefix)
 

@@ -53,6 +53,7 @@ from services.gateway.http.operator_access import OperatorAccess
 from services.gateway.http.sibling_backlog import SiblingBacklog
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
+from services.gateway.openai.tokenizer_threads import TokenizerThreads
 from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.relay import Relay
 from services.gateway.routing.routing_context import RoutingContext
@@ -96,6 +97,7 @@ async def running_gateway(
         open_ledger(settings.ledger, gateway_id, may_be_away=True) as ledger,
         running_cluster(gateway_id, membership, credential=credential) as cluster,
         ConstraintChecker() as constraints,
+        TokenizerThreads() as threads,
     ):
         routing = _routing(settings, cluster, credential)
         telemetry = routing.telemetry
@@ -120,9 +122,10 @@ async def running_gateway(
                 recorder,
                 drain_gate,
                 constraints.check,
+                threads,
                 is_cache_shared=settings.shared_cache,
             ),
-            TokenizerEndpoints(model, membership, is_cache_shared=settings.shared_cache),
+            TokenizerEndpoints(model, membership, threads, is_cache_shared=settings.shared_cache),
             ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
             ClassEndpoints(classes),
             AdmissionEndpoint(admission),

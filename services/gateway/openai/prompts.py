@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.openai.messages import Message
@@ -14,6 +16,7 @@ from services.gateway.openai.served_model import ServedModel
 
 _MAX_CHARS_PER_TOKEN = 256  # the longest tokens of known vocabularies are 128 spaces
 _SLICE_CHARS = 4_096
+_MAX_RUN_CHARS = 1 << 19  # half a second
 _CLEARLY_TOO_MANY = 2  # contexts: sliced, a text has more tokens than as a whole, but less than twice as many
 
 
@@ -88,10 +91,11 @@ def _token_ids(prompt: str | list[int], model: ServedModel, context_tokens: int,
 def refuse_hopeless(text: str, encode: Callable[[str], Sized], context_tokens: int, param: str) -> None:
     """Raises ContextLengthExceeded for a text that is far too long. One that passes may still be somewhat too long.
 
-    A tokenizer works in one go, and nothing else runs meanwhile, including the event loop. So a text is counted in
-    slices first, and tokenized as a whole only if it may fit.
+    A tokenizer works in one go, whether or not anybody still waits for it. So a text is counted in slices first, and
+    tokenized as a whole only if it may fit. Raises InvalidRequest for one that holds a run which takes too long.
     """
     if len(text) <= max(context_tokens, _SLICE_CHARS):
+        _refuse_runs(text, param)
         return
     if len(text) > context_tokens * _MAX_CHARS_PER_TOKEN:
         raise _exceeded(context_tokens, f"{len(text)} characters", param)
@@ -100,6 +104,35 @@ def refuse_hopeless(text: str, encode: Callable[[str], Sized], context_tokens: i
         num_tokens += len(encode(text[start : start + _SLICE_CHARS]))
         if num_tokens > context_tokens * _CLEARLY_TOO_MANY:
             raise _exceeded(context_tokens, f"more than {num_tokens // _CLEARLY_TOO_MANY}", param)
+    _refuse_runs(text, param)
+
+
+def _refuse_runs(text: str, param: str) -> None:
+    """Raises InvalidRequest for a very long run of letters, of white space or of signs.
+
+    Tokenizers take it for one word, whose tokens cost a microsecond and a hundred bytes a character, in one go.
+    """
+    if len(text) <= _MAX_RUN_CHARS:
+        return
+    codes = np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8)
+    kinds = _BYTE_KINDS[codes]
+    ends = np.flatnonzero(kinds[1:] != kinds[:-1])
+    longest = int(np.diff(ends, prepend=-1, append=len(kinds) - 1).max())
+    if longest > _MAX_RUN_CHARS:
+        raise InvalidRequest(
+            f"{param}: a run of {longest} letters, spaces or signs is too long to be tokenized; at most "
+            f"{_MAX_RUN_CHARS} may follow each other",
+            param=param,
+        )
+
+
+def _byte_kind(code: int) -> int:
+    if code >= 0x80 or chr(code).isalpha():
+        return 0
+    return 1 if chr(code).isspace() else 2 if chr(code).isdigit() else 3
+
+
+_BYTE_KINDS = np.array([_byte_kind(code) for code in range(256)], dtype=np.uint8)
 
 
 def _exceeded(context_tokens: int, size: str, param: str) -> ContextLengthExceeded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
@@ -12,18 +11,22 @@ from pydantic import Field
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.tenants import kv_salt
+from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.received_request import receive_body
 from services.gateway.openai.generation_request import max_values
 from services.gateway.openai.messages import Message, TemplateKwargs
 from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.prompts import refuse_hopeless, text_of_chat
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.strict_model import Items, Part
+from services.gateway.openai.tokenizer_threads import TokenizerThreads
 from services.gateway.openai.tools import Tools
 
 _SLOW_BODY_BYTES = 4_096  # longer bodies are handled off the event loop
 _MAX_TOKENS = 2_000_000
+_MOST_CONTEXTS = 2  # as long as a text may be
 _MAX_MESSAGES = 10_000
 
 
@@ -54,9 +57,12 @@ class DetokenizeBody(Part):
 class TokenizerEndpoints:
     """Serves the tokenizer. Owns nothing."""
 
-    def __init__(self, model: ServedModel, membership: Membership, *, is_cache_shared: bool) -> None:
+    def __init__(
+        self, model: ServedModel, membership: Membership, threads: TokenizerThreads, *, is_cache_shared: bool
+    ) -> None:
         self._model = model
         self._membership = membership
+        self._threads = threads
         self._is_cache_shared = is_cache_shared  # among tenants
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -68,23 +74,28 @@ class TokenizerEndpoints:
         """POST /detokenize. Raises InvalidRequest or UnknownModel."""
         return await self._respond(request, self._detokenized)
 
-    async def _respond(self, request: web.Request, handle: Callable[[bytes], dict[str, Any]]) -> web.Response:
+    async def _respond(
+        self, request: web.Request, handle: Callable[[bytes, ServedModel], dict[str, Any]]
+    ) -> web.Response:
         raw = await receive_body(request)
-        slow = len(raw) > _SLOW_BODY_BYTES
-        return web.json_response(await asyncio.to_thread(handle, raw) if slow else handle(raw))
+        if len(raw) <= _SLOW_BODY_BYTES:
+            return web.json_response(handle(raw, self._model))
+        return web.json_response(await self._threads.run(partial(handle, raw), self._model, len(raw)))
 
-    def _tokenized(self, raw: bytes, salt: bytes) -> dict[str, Any]:
+    def _tokenized(self, raw: bytes, model: ServedModel, *, salt: bytes) -> dict[str, Any]:
         body = parse_body(TokenizeBody, raw, max_values(self._context_tokens))
         self._check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
-        tokenizer = self._model.tokenizer
         if body.prompt is not None:
             _refuse_with_prompt(body)
-            token_ids = tokenizer.encode(body.prompt, with_special=body.add_special_tokens is not False, salt=salt)
+            text, param, with_special = body.prompt, "prompt", body.add_special_tokens is not False
         else:
-            token_ids = self._chat_tokens(body, salt)
-        names = [tokenizer.token_name(token_id) for token_id in token_ids] if body.return_token_strs else None
+            text, param, with_special = _text_of_chat(body, model), "messages", False
+        encode = partial(model.tokenizer.encode, salt=salt)
+        refuse_hopeless(text, encode, self._context_tokens, param)
+        token_ids = encode(text, with_special=with_special)
+        names = [model.tokenizer.token_name(token_id) for token_id in token_ids] if body.return_token_strs else None
         return {
             "count": len(token_ids),
             "max_model_len": self._context_tokens,
@@ -92,23 +103,14 @@ class TokenizerEndpoints:
             "token_strs": names,
         }
 
-    def _chat_tokens(self, body: TokenizeBody, salt: bytes) -> list[int]:
-        if body.add_special_tokens:
-            message = "add_special_tokens: the chat template writes all special tokens; leave it out with messages"
-            raise InvalidRequest(message, param="add_special_tokens")
-        text = self._model.tokenizer.render_chat(
-            [message.for_template() for message in body.messages or ()],
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs,
-        )
-        return self._model.tokenizer.encode(text, with_special=False, salt=salt)
-
-    def _detokenized(self, raw: bytes) -> dict[str, Any]:
-        body = parse_body(DetokenizeBody, raw, _MAX_TOKENS + max_values(0))
+    def _detokenized(self, raw: bytes, model: ServedModel) -> dict[str, Any]:
+        body = parse_body(DetokenizeBody, raw, max_values(self._context_tokens))
         self._check_name(body.model)
-        self._model.check_token_ids(body.tokens, "tokens")
-        return {"prompt": self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        if len(body.tokens) > _MOST_CONTEXTS * self._context_tokens:
+            message = f"the context length is {self._context_tokens} tokens, there are {len(body.tokens)}; send fewer"
+            raise ContextLengthExceeded(message, param="tokens")
+        model.check_token_ids(body.tokens, "tokens")
+        return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
     def _check_name(self, name: str | None) -> None:
         if name is not None:
@@ -117,6 +119,19 @@ class TokenizerEndpoints:
     @property
     def _context_tokens(self) -> int:
         return self._membership.context_tokens(self._model.context_tokens)
+
+
+def _text_of_chat(body: TokenizeBody, model: ServedModel) -> str:
+    if body.add_special_tokens:
+        message = "add_special_tokens: the chat template writes all special tokens; leave it out with messages"
+        raise InvalidRequest(message, param="add_special_tokens")
+    return text_of_chat(
+        body.messages or (),
+        model,
+        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_kwargs=body.chat_template_kwargs,
+    )
 
 
 def _refuse_with_prompt(body: TokenizeBody) -> None:

@@ -83,9 +83,6 @@ class ByteTokenizer:
     def _calls(self, message: Mapping[str, Any]) -> str:
         return json.dumps(message["tool_calls"]) if "tool_calls" in message else ""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        return self.encode(self.render_chat(messages, **options))
-
     def token_name(self, token_id: int) -> str:
         return f"<{token_id}>"
 

@@ -105,7 +105,7 @@ async def test_tokenize_and_detokenize(tmp_path: Path) -> None:
         asked: list[dict[str, Any]] = [
             {"model": MODEL, "prompt": "ab", "return_token_strs": True},
             {"messages": HI, "add_generation_prompt": False},
-            {"prompt": "x" * 10_000, "add_special_tokens": False},
+            {"prompt": "x" * 4_090, "add_special_tokens": False},
         ]
         answers = [(await ask(fleet, "POST", "/tokenize", json=body))[2] for body in asked]
         status, _, text = await ask(fleet, "POST", "/detokenize", json={"tokens": [*b"ab", EOS]})
@@ -117,7 +117,7 @@ async def test_tokenize_and_detokenize(tmp_path: Path) -> None:
     }
     assert bytes(answers[1]["tokens"]) == b"user:hi\nopen"
     assert answers[1]["token_strs"] is None
-    assert answers[2]["count"] == 10_000
+    assert answers[2]["count"] == 4_090  # in a thread
     assert (status, text) == (200, {"prompt": "ab"})
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfmoon.errors import InvalidRequest
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.openai.endpoint_bodies import generation_request_of, read_body
 from services.gateway.openai.prompts import refuse_hopeless
@@ -77,7 +78,7 @@ def test_a_text_that_fits_is_never_refused(num_words: int, chars_per_token: int)
     def encode(text: str) -> list[int]:
         return [0] * (len(text) // chars_per_token + 2)
 
-    refuse_hopeless("x" * (num_words * chars_per_token), encode, max(num_words, 1), "prompt")
+    refuse_hopeless(("x" * (chars_per_token - 1) + " ") * num_words, encode, max(num_words, 1), "prompt")
 
 
 class WaitingTokenizer(ByteTokenizer):
@@ -107,3 +108,37 @@ async def test_the_gateway_answers_while_a_long_prompt_is_tokenized(
         tokenizer.others_worked.set()
         async with await long as refusal:
             assert (await refusal.json())["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("text", [" " * 600_000, "a" * 600_000, "x " + "?" * 600_000, "\u00e4" * 600_000])
+def test_a_run_that_is_one_word_to_a_tokenizer_is_refused(text: str) -> None:
+    tokenizer = CountingTokenizer()
+    with pytest.raises(InvalidRequest, match=r"prompt: a run of \d+ letters, spaces or signs is too long"):
+        refuse_hopeless(text, tokenizer.encode, 1_000_000_000, "prompt")
+    assert tokenizer.lengths == []
+
+
+def test_a_long_text_of_words_is_not_refused() -> None:
+    refuse_hopeless("many words, and signs.\n" * 30_000, ByteTokenizer().encode, 690_000, "prompt")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a" * 1_000_000},
+        {"prompt": " " * 1_000_000},
+        {"prompt": "word " * 10_000},
+        {"messages": [{"role": "user", "content": "a" * 1_000_000}]},
+    ],
+)
+async def test_what_cannot_fit_is_not_tokenized_for_its_own_sake(tmp_path: Path, body: dict[str, object]) -> None:
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession() as session:
+        async with session.post(f"{fleet.http}/tokenize", json=body) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (400, "context_length_exceeded")
+            assert error["param"] == next(iter(body))
+        async with session.post(f"{fleet.http}/detokenize", json={"tokens": [97] * 401}) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"], error["param"]) == (400, "context_length_exceeded", "tokens")
+        async with session.post(f"{fleet.http}/detokenize", json={"tokens": [97] * 400}) as response:
+            assert (await response.json())["prompt"] == "a" * 400
