@@ -15,6 +15,7 @@ import halfmoon
 from halfmoon.cli.certs import app as certs_app
 from halfmoon.cli.config import app as config_app
 from halfmoon.cli.config import configured
+from halfmoon.cli.keys import app as keys_app
 from halfmoon.cli.kv import app as kv_app
 from halfmoon.cli.plan import plan
 from halfmoon.cli.profile import profile, profiles
@@ -31,6 +32,7 @@ from halfmoon.up.terminal import unfailing_console
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(certs_app, name="certs")
+app.add_typer(keys_app, name="keys")
 app.add_typer(kv_app, name="kv")
 app.add_typer(config_app, name="config")
 app.add_typer(secret_app, name="secret")

@@ -20,7 +20,9 @@ DEFAULT_STATE_DIR = Path(".halfmoon")
 StateDir = Annotated[
     Path, typer.Option(help="State directory of `halfmoon up`, which holds the ledger unless --ledger-url is given.")
 ]
-LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger: sqlite:///… or postgresql://….")]
+LedgerUrl = Annotated[
+    str | None, typer.Option(envvar="HALFMOON_LEDGER_URL", help="URL of the ledger: sqlite:///… or postgresql://….")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from halfmoon.ledger.retention import Retention
 from halfmoon.ledger.row_queue import RowQueue
 from halfmoon.ledger.stored_classes import StoredClasses
 from halfmoon.ledger.stored_tenants import StoredTenants
+from halfmoon.ledger.tenant_usage import TenantUsage
 from halfmoon.ledger.traffic import Traffic
 
 _FLUSH_S = 5.0  # at the end, for queued rows
@@ -34,6 +35,7 @@ class Ledger:
         """`gateway_id` names the gateway whose requests are recorded."""
         self.classes = StoredClasses(database)
         self.tenants = StoredTenants(database)
+        self.tenant_usage = TenantUsage(database)
         self.admission = AdmissionEdits(database)
         self.profiles = Profiles(database)
         self.measured_profiles = MeasuredProfiles(database)

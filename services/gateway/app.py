@@ -15,6 +15,7 @@ from services.gateway.control.class_endpoints import ClassEndpoints
 from services.gateway.control.console_endpoints import ConsoleEndpoints
 from services.gateway.control.live_workload import WorkloadEndpoint
 from services.gateway.control.status_endpoints import ControlEndpoints
+from services.gateway.control.tenant_endpoints import TenantEndpoints
 from services.gateway.generation_endpoints import GenerationEndpoints
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.browser_guard import BrowserGuard
@@ -47,6 +48,7 @@ class Endpoints:
     tokenizer: TokenizerEndpoints
     control: ControlEndpoints
     classes: ClassEndpoints
+    tenants: TenantEndpoints
     admission: AdmissionEndpoint
     console: ConsoleEndpoints
     workload: WorkloadEndpoint
@@ -81,6 +83,12 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app.router.add_get("/halfmoon/v1/workload", endpoints.workload.workload)
     app.router.add_get("/halfmoon/v1/admission", admission.get)
     app.router.add_put("/halfmoon/v1/admission", admission.put)
+    tenants = endpoints.tenants
+    app.router.add_get("/halfmoon/v1/tenants", tenants.list)
+    app.router.add_put("/halfmoon/v1/tenants/{name}", tenants.put)
+    app.router.add_delete("/halfmoon/v1/tenants/{name}", tenants.delete)
+    app.router.add_post("/halfmoon/v1/tenants/{name}/keys", tenants.add_key)
+    app.router.add_delete("/halfmoon/v1/tenants/{name}/keys/{key_id}", tenants.revoke_key)
     app.router.add_get("/halfmoon/v1/classes", classes.list)
     app.router.add_put("/halfmoon/v1/classes/{name}", classes.put)
     app.router.add_delete("/halfmoon/v1/classes/{name}", classes.delete)

@@ -43,6 +43,7 @@ from services.gateway.control.ledger_sync import LedgerSync
 from services.gateway.control.live_workload import WorkloadEndpoint
 from services.gateway.control.status_endpoints import ControlEndpoints
 from services.gateway.control.store_view import StoreView
+from services.gateway.control.tenant_endpoints import TenantEndpoints
 from services.gateway.generation_endpoints import GenerationEndpoints
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.browser_guard import BrowserGuard
@@ -128,6 +129,7 @@ async def running_gateway(
             TokenizerEndpoints(model, membership, threads, is_cache_shared=settings.shared_cache),
             ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
             ClassEndpoints(classes),
+            TenantEndpoints(ledger, tenants, stores),
             AdmissionEndpoint(admission),
             ConsoleEndpoints(cluster, ledger, classes, telemetry, stores),
             WorkloadEndpoint(ledger),

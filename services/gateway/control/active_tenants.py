@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -14,7 +14,7 @@ from halfmoon.config.tenants import TenantConfig, check_tenants
 from halfmoon.errors import Incompatible
 from halfmoon.ledger.stored_tenants import StoredKey, StoredTenant, StoredTenants, TenantsAt
 from halfmoon.policy.admission.tenants import Tenant
-from halfmoon.rpc.api_keys import declared_key
+from halfmoon.rpc.api_keys import DeclaredKey, declared_key
 from halfmoon.rpc.loopback import is_loopback
 from services.gateway.control.known_rows import KnownRows
 from services.gateway.http.api_keys import AcceptedKey, ApiKeys, KeyTable
@@ -23,17 +23,29 @@ from services.gateway.settings import GatewaySettings
 log = logging.getLogger(__name__)
 
 
+class Declared(NamedTuple):
+    """The keys and tenants of the settings."""
+
+    table: KeyTable
+    written: Sequence[DeclaredKey]
+
+
 class ActiveTenants:
     """Owns which keys and tenants of the ledger are in force. Reads of the ledger take turns."""
 
-    def __init__(self, stored: StoredTenants, keys: ApiKeys, known: KnownRows, declared: KeyTable) -> None:
+    def __init__(self, stored: StoredTenants, keys: ApiKeys, known: KnownRows, declared: Declared) -> None:
         """`declared` are those of the settings, which win over the ledger."""
         self._stored = stored
         self._keys = keys
         self._known = known
-        self._declared = declared
+        self.declared = declared
         self._turn = asyncio.Lock()
         self._revision: int | None = None
+
+    @property
+    def table(self) -> KeyTable:
+        """What is in force here now."""
+        return self._keys.table
 
     async def refresh(self) -> None:
         """Applies edits of the ledger. Raises Unavailable, and Incompatible for tenants of a later release."""
@@ -41,7 +53,7 @@ class ActiveTenants:
             if await self._stored.revision() == self._revision:
                 return
             read = await self._stored.all()
-            self._keys.table = _merged(self._declared, read.tenants, read.keys)
+            self._keys.table = _merged(self.declared.table, read.tenants, read.keys)
             self._known.write([*map(_as_json, read.tenants), *map(_as_json, read.keys)])
             log.info("tenants.changed", extra={"revision": read.revision, "num_keys": len(self._keys.table.keys)})
             self._revision = read.revision
@@ -54,20 +66,21 @@ class ActiveTenants:
         """
         rows = self._known.read()
         known = _of_json(rows or [])
-        table = _merged(self._declared, known.tenants, known.keys)
+        table = _merged(self.declared.table, known.tenants, known.keys)
         if rows is None and not table.is_needed and not is_loopback(host):
             table = KeyTable(is_known=False)
         self._keys.table = table
         log.warning("tenants.known", extra={"num_keys": len(table.keys), "is_known": table.is_known})
 
 
-def declared_tenants(settings: GatewaySettings) -> KeyTable:
+def declared_tenants(settings: GatewaySettings) -> Declared:
     """The keys and tenants of a gateway's settings. Raises InvalidRequest."""
     of_tenants = [declared_key(key, name) for name, tenant in settings.tenants.items() for key in tenant.keys]
     keys = [*settings.declared_keys(), *of_tenants]
     check_tenants([*settings.tenants, *(key.tenant for key in keys)])
     tenants = {name: tenant.as_tenant(name) for name, tenant in settings.tenants.items()}
-    return KeyTable({key.digest: AcceptedKey(key.tenant) for key in keys}, tenants, bool(keys or tenants))
+    table = KeyTable({key.digest: AcceptedKey(key.tenant) for key in keys}, tenants, bool(keys or tenants))
+    return Declared(table, keys)
 
 
 def _merged(declared: KeyTable, tenants: Sequence[StoredTenant], keys: Sequence[StoredKey]) -> KeyTable:

@@ -40,7 +40,7 @@ class ClassEndpoints:
 
     async def delete(self, request: web.Request) -> web.Response:
         """DELETE /halfmoon/v1/classes/{name}?version=3. Raises InvalidRequest, VersionConflict or Unavailable."""
-        await self._classes.remove(_name(request), _version(request.query.get("version", "")))
+        await self._classes.remove(_name(request), version_of(request.query.get("version", "")))
         return web.Response(status=204)
 
 
@@ -51,9 +51,10 @@ def _name(request: web.Request) -> str:
     return name
 
 
-def _version(given: str) -> int:
+def version_of(given: str) -> int:
+    """The version in a query. Raises InvalidRequest."""
     if not (given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS):
-        raise InvalidRequest("version must be that of the class to delete", param="version")
+        raise InvalidRequest("version must be that of what is to be deleted", param="version")
     return int(given)
 
 

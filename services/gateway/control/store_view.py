@@ -54,6 +54,9 @@ def stats_shown(stats: kvstore_pb2.StatsResponse) -> dict[str, Any]:
         "num_stored_total": stats.num_stored_total,
         "num_misses_total": stats.num_misses_total,
         "num_expired_total": stats.num_expired_total,
+        "tenants": [
+            {field.name: getattr(tenant, field.name) for field in tenant.DESCRIPTOR.fields} for tenant in stats.tenants
+        ],
         "tiers": [
             {
                 **{field.name: getattr(tier, field.name) for field in tier.DESCRIPTOR.fields if field.name != "tier"},

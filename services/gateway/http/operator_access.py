@@ -8,6 +8,7 @@ from halfmoon.rpc.operator_token import OperatorToken
 from services.gateway.http.api_keys import WrongKey
 
 CONTROL_PREFIX = "/halfmoon/"
+_SECRETS_PREFIX = "/halfmoon/v1/tenants"  # who may make keys could let anybody in
 
 
 class OperatorAccess:
@@ -18,10 +19,16 @@ class OperatorAccess:
 
     def governs(self, request: web.Request) -> bool:
         """Whether this class checks the request, instead of the API keys."""
-        return request.path.startswith(CONTROL_PREFIX) and not self._token.is_open
+        is_open = self._token.is_open and not request.path.startswith(_SECRETS_PREFIX)
+        return request.path.startswith(CONTROL_PREFIX) and not is_open
 
     def check(self, request: web.Request) -> None:
         """Raises WrongKey."""
+        if self._token.is_open:
+            raise WrongKey(
+                "tenants and keys are for operators only, and this gateway has no operator token: start it with "
+                "HALFMOON_OPERATOR_TOKEN, or use `halfmoon keys` on its host"
+            )
         if not self._token.is_known:
             raise WrongKey(
                 "the control API is closed: this gateway listens beyond loopback and has no operator token; "

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from halfmoon.errors import Unavailable
+from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.ledger.stored_tenants import StoredKey
 from halfmoon.policy.admission.tenants import Tenant, kv_salt
@@ -151,5 +151,5 @@ async def test_what_is_not_known_yet_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a/b", "x" * 65, "ä"])
 def test_names_that_urls_cannot_hold(tmp_path: Path, name: str) -> None:
     settings = GatewaySettings(state_dir=tmp_path, tenants={name: {"keys": ["k"]}})
-    with pytest.raises(Exception, match="tenant's name"):
+    with pytest.raises(InvalidRequest, match="tenant's name"):
         declared_tenants(settings)
