@@ -8,7 +8,7 @@ import logging
 import resource
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -107,12 +107,12 @@ class _Handler(FaultHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuses the connection, or waits for its first request."""
-        assert isinstance(transport, asyncio.Transport)
         guard = self._guard
         assert guard is not None
-        if not guard.admit(self, transport):
+        stream = cast(asyncio.Transport, transport)  # uvloop's transports have the methods and not the class
+        if not guard.admit(self, stream):
             self._force_close = True
-            transport.write(_REFUSAL)
+            stream.write(_REFUSAL)
             transport.close()
             return
         super().connection_made(transport)

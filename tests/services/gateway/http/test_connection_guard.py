@@ -144,3 +144,15 @@ async def test_an_unknown_expectation_is_answered(tmp_path: Path, path: str, cap
             assert (error["code"], error["type"]) == ("unknown_expectation", "invalid_request_error")
             assert "100-continue" in error["message"]
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_connections_are_served_on_uvloop_too(tmp_path: Path) -> None:
+    """Its transports are no asyncio.Transport, and services run on it."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def served() -> bool:
+        async with running_fleet(tmp_path) as fleet:
+            return await is_served(fleet)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(served())
