@@ -67,6 +67,19 @@ async def test_an_honest_client_gets_in_while_strangers_hold_every_connection(
     assert (line.levelname, line.bound, line.client) == ("WARNING", "total", "127.0.0.1")  # type: ignore[attr-defined]
 
 
+def test_it_works_with_the_transports_of_uvloop(tmp_path: Path) -> None:
+    """`run_service` takes uvloop where it is installed."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def one_of_each() -> None:
+        async with running_fleet(tmp_path, max_connections=2) as fleet, strangers(fleet, 3) as held:
+            assert await is_served(fleet)
+            assert await rest(held[0]) == b""
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(one_of_each())
+
+
 async def test_busy_connections_are_kept_and_the_excess_is_refused(tmp_path: Path) -> None:
     script = Script(decode_gate=asyncio.Event())
     assert script.decode_gate is not None
