@@ -67,6 +67,9 @@ def stats(address: Address = None, state_dir: StateDir = _STATE_DIR) -> None:
         table.add_row(_name(tier.tier), str(tier.num_blocks), *sizes, *numbers)
     console = _console()
     console.print(table)
+    for tier in response.tiers:
+        if tier.trouble:
+            console.print(f"{_name(tier.tier)}: {tier.trouble}", markup=False)
     console.print(
         f"stored {response.num_stored_total}, missed {response.num_misses_total}, "
         f"expired {response.num_expired_total}, arriving {_size(response.reserved_bytes)}"

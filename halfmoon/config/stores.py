@@ -38,6 +38,11 @@ class StoreConfig(Section):
         "has no disk tier",
     )
     disk_bytes: ByteSize = Field(ByteSize(8 << 30), gt=0, description="largest size of a store's blocks on disk")
+    disk_reserve_bytes: ByteSize | None = Field(
+        None,
+        description="room that is left free on the disk's file system: a store takes less than `disk_bytes` there, and "
+        "gives back what others need; none: 1 GiB, or a tenth of a file system that is smaller than 10 GiB",
+    )
     cold_url: str | None = Field(
         None,
         description="URL of the cold tier, which other hosts can also read: s3://, gs://, az://, file://, redis:// or rediss://",

@@ -660,10 +660,14 @@ class TierStats(_message.Message):
     NUM_FAILED_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_WRITTEN_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_SKIPPED_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_FULL_TOTAL_FIELD_NUMBER: _builtins.int
+    CONFIGURED_BYTES_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
     tier: Global___KVTier.ValueType
     num_blocks: _builtins.int
     used_bytes: _builtins.int
     budget_bytes: _builtins.int
+    """most bytes that it may hold at present"""
     num_waiting: _builtins.int
     """blocks to be copied there"""
     num_hits_total: _builtins.int
@@ -675,6 +679,12 @@ class TierStats(_message.Message):
     """copies from faster tiers"""
     num_skipped_total: _builtins.int
     """copies that could not be made"""
+    num_full_total: _builtins.int
+    """writes that its file system had no room for"""
+    configured_bytes: _builtins.int
+    """the budget is smaller while others need the disk"""
+    trouble: _builtins.str
+    """why it is not written or not used at present; empty: all is well"""
     def __init__(
         self,
         *,
@@ -689,10 +699,13 @@ class TierStats(_message.Message):
         num_failed_total: _builtins.int = ...,
         num_written_total: _builtins.int = ...,
         num_skipped_total: _builtins.int = ...,
+        num_full_total: _builtins.int = ...,
+        configured_bytes: _builtins.int = ...,
+        trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_blocks", b"num_blocks", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_failed_total", b"num_failed_total", "num_hits_total", b"num_hits_total", "num_skipped_total", b"num_skipped_total", "num_waiting", b"num_waiting", "num_written_total", b"num_written_total", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "configured_bytes", b"configured_bytes", "num_blocks", b"num_blocks", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_failed_total", b"num_failed_total", "num_full_total", b"num_full_total", "num_hits_total", b"num_hits_total", "num_skipped_total", b"num_skipped_total", "num_waiting", b"num_waiting", "num_written_total", b"num_written_total", "tier", b"tier", "trouble", b"trouble", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

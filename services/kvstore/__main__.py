@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.service import serve_until_told_to_stop, service_main
@@ -19,4 +21,5 @@ async def serve(settings: KVStoreSettings) -> None:
 
 
 if __name__ == "__main__":
+    os.umask(0o077)  # blocks are their owner's alone, also in a folder that is the cold tier
     service_main("kvstore", KVStoreSettings, serve)

@@ -26,6 +26,7 @@ from services.kvstore.servicer import KVStoreAdminServicer, KVStoreServicer
 from services.kvstore.settings import KVStoreSettings
 from services.kvstore.tiers.cold import ColdClient, ColdTier
 from services.kvstore.tiers.disk import DiskTier
+from services.kvstore.tiers.disk_room import DiskRoom
 from services.kvstore.tiers.seal import Seal
 
 log = logging.getLogger(__name__)
@@ -46,10 +47,11 @@ class Store:
 async def running_store(settings: KVStoreSettings, credential: Credential | None = None) -> AsyncIterator[Store]:
     """Opens the tiers; blocks on disk are served at once. Raises InvalidRequest if a tier cannot be opened.
 
-    Without a credential, blocks at rest have a checksum that anybody can compute.
+    Without a block key in the credential, blocks at rest have a checksum that anybody can compute.
     """
-    options, seal = settings.pool_options(), Seal(None if credential is None else credential.block_key or None)
-    if credential is None and (settings.disk_dir or settings.cold_url):
+    block_key = b"" if credential is None else credential.block_key
+    options, seal = settings.pool_options(), Seal(block_key or None)
+    if not block_key and (settings.disk_dir or settings.cold_url):
         log.warning("blocks.not_sealed", extra={"reason": "no cluster secret: who can write to the tiers can forge KV"})
     with ExitStack() as stack:
         segment, memory = _arena(int(settings.dram_bytes))
@@ -88,7 +90,8 @@ def _arena(num_bytes: int) -> tuple[SharedSegment | None, memoryview]:
 async def _disk(settings: KVStoreSettings, seal: Seal) -> DiskTier:
     assert settings.disk_dir is not None
     try:
-        return await asyncio.to_thread(DiskTier, settings.disk_dir, int(settings.disk_bytes), seal)
+        room = DiskRoom(int(settings.disk_bytes), settings.disk_reserve_bytes)
+        return await asyncio.to_thread(DiskTier, settings.disk_dir, room, seal)
     except OSError as err:
         raise InvalidRequest(f"the disk tier in {settings.disk_dir} cannot be used: {err}", param="disk_dir") from err
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from services.kvstore.catalog.entry import Tier
 
-TierCount = Literal["hits", "evicted", "corrupted", "failed", "written", "skipped"]
+TierCount = Literal["hits", "evicted", "corrupted", "failed", "written", "skipped", "full"]
 
 
 @dataclass(slots=True)
@@ -27,7 +27,8 @@ class Counts:
         """Counts `num` events of one tier.
 
         hits: blocks read from it; evicted: to make room; corrupted: damaged or missing copies dropped; failed:
-        operations of the tier; written: copies from a faster tier; skipped: copies that could not be made.
+        operations of the tier; written: copies from a faster tier; skipped: copies that could not be made;
+        full: writes that its file system had no room for.
         """
         self.by_tier[tier][what] += num
 

@@ -25,16 +25,18 @@ _COUNTERS = {
 _TIER_GAUGES = {
     "num_blocks": "Whole blocks held",
     "used_bytes": "Bytes of whole blocks",
-    "budget_bytes": "Most bytes the tier may hold",
+    "budget_bytes": "Most bytes the tier may hold at present",
+    "configured_bytes": "Most bytes the tier may hold while nobody else needs the disk",
     "num_waiting": "Blocks to be copied to the tier",
 }
 _TIER_COUNTERS = {
     "hits": "Blocks read from the tier",
     "evicted": "Blocks evicted to make room",
-    "corrupted": "Copies dropped because they were damaged or missing",
+    "corrupted": "Copies dropped because they were damaged, forged or missing",
     "failed": "Operations of the tier that failed",
     "written": "Copies written from a faster tier",
     "skipped": "Copies that could not be made",
+    "full": "Writes that the tier's file system had no room for",
 }
 
 
@@ -59,6 +61,12 @@ class KVStoreMetrics(Collector):
             for tier in stats.tiers:
                 gauge.add_metric([_name(tier)], getattr(tier, name))
             yield gauge
+        works = GaugeMetricFamily(
+            f"{_PREFIX}works", "1 while the tier is used and written, 0 in trouble", labels=["tier"]
+        )
+        for tier in stats.tiers:
+            works.add_metric([_name(tier)], 0.0 if tier.trouble else 1.0)
+        yield works
         for name, text in _TIER_COUNTERS.items():
             counter = CounterMetricFamily(f"{_PREFIX}{name}_total", text, labels=["tier"])
             for tier in stats.tiers:

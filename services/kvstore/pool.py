@@ -23,6 +23,7 @@ from services.kvstore.catalog.events import EventKind, EventLog
 from services.kvstore.catalog.eviction import policy_named
 from services.kvstore.catalog.replica_marks import ReplicaMarks
 from services.kvstore.counts import Counts
+from services.kvstore.movement.disk_upkeep import DiskUpkeep
 from services.kvstore.movement.loading import Loader
 from services.kvstore.movement.maintenance import Maintenance
 from services.kvstore.movement.write_behind import WriteBehind
@@ -77,12 +78,17 @@ class Pool:
         self._loader = Loader(
             self.catalog, self.dram, self.options.dram_codec, disk, self._disk_breaker, cold, self.counts
         )
-        self._write_behind = WriteBehind(
-            self.options, self.catalog, self.dram, disk, self._disk_breaker, cold, self.counts
+        self._upkeep = upkeep = (
+            None
+            if disk is None
+            else DiskUpkeep(self.catalog, disk, self.counts, lambda: self._write_behind.enqueue_all())
         )
-        self._maintenance = Maintenance(self.options, self.catalog, self.replicas, disk, cold, self.counts, now_s)
-        if disk is not None:
-            self._recover(disk)
+        self._write_behind = WriteBehind(self.options, self.catalog, self.dram, disk, upkeep, cold, self.counts)
+        self._maintenance = Maintenance(
+            self.options, self.catalog, self.replicas, disk, upkeep, cold, self.counts, now_s
+        )
+        if upkeep is not None:
+            upkeep.recover()
 
     @asynccontextmanager
     async def running(self, *background: Coroutine[Any, Any, None]) -> AsyncIterator[Pool]:
@@ -110,6 +116,11 @@ class Pool:
     async def settled(self) -> None:
         """Returns when every block has been copied down as far as possible. For tests and benchmarks."""
         await self._write_behind.settled()
+
+    async def look_after_disk(self) -> None:
+        """Follows what others did to the disk tier's directory and file system, as happens each second anyway."""
+        if self._upkeep is not None:
+            await self._upkeep.check()
 
     def match(self, blocks: Sequence[bytes]) -> list[Entry]:
         """Entries of the leading blocks that are here and readable now. Counts as a use."""
@@ -198,11 +209,23 @@ class Pool:
         return await self._verification.verify(tiers)
 
     def budget_bytes(self, tier: Tier) -> int:
-        """Capacity of the tier in bytes; 0 if there is no such tier."""
+        """Most bytes that the tier may hold now; 0 if there is no such tier."""
         if tier is Tier.DRAM:
             return self.dram.capacity_bytes
         held = self.disk if tier is Tier.DISK else self.cold
         return 0 if held is None else held.budget_bytes
+
+    def configured_bytes(self, tier: Tier) -> int:
+        """Capacity that the tier was given, whatever room there is now; 0 if there is no such tier."""
+        return self.disk.configured_bytes if tier is Tier.DISK and self.disk is not None else self.budget_bytes(tier)
+
+    def trouble(self, tier: Tier) -> str:
+        """Why the tier is not written or not used at present; empty if all is well."""
+        if tier is Tier.DISK and self.disk is not None and self.disk.away.reason:
+            return self.disk.away.reason
+        if tier is Tier.COLD and self.cold is not None and self.cold.outage.reason:
+            return self.cold.outage.reason
+        return self._write_behind.trouble(tier)
 
     def num_waiting(self, tier: Tier) -> int:
         """Number of blocks waiting to be copied to the tier."""
@@ -247,20 +270,6 @@ class Pool:
         if not change.rejected:
             kind: EventKind = "stored" if change.first else "evicted" if change.gone else "moved"
             self.events.publish(kind, change.block, tuple(sorted(change.tiers)))
-
-    def _recover(self, disk: DiskTier) -> None:
-        """Takes over blocks found on disk whose predecessors are there too; forgets the others."""
-        for row in disk.recovered():
-            meta = row.meta
-            if self.catalog.can_add(meta.parent, Tier.DISK):
-                disk.admit(row)
-                self.catalog.add(meta, Tier.DISK, row.place.num_bytes)
-                self.catalog.pin(meta.id, row.pinned)
-            else:
-                disk.forget(meta.id)
-        while self.catalog.used_bytes(Tier.DISK) > disk.live_budget_bytes:  # its budget was reduced
-            if self.catalog.pop_victim(Tier.DISK) is None:
-                break
 
 
 def _loan_of(block: Block) -> Loan:

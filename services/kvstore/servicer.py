@@ -153,9 +153,12 @@ def stats_message(pool: Pool) -> kvstore_pb2.StatsResponse:
             num_failed_total=counts.by_tier[tier]["failed"],
             num_written_total=counts.by_tier[tier]["written"],
             num_skipped_total=counts.by_tier[tier]["skipped"],
+            num_full_total=counts.by_tier[tier]["full"],
+            configured_bytes=pool.configured_bytes(tier),
+            trouble=pool.trouble(tier),
         )
         for tier in Tier
-        if pool.budget_bytes(tier)
+        if pool.configured_bytes(tier)
     ]
     return kvstore_pb2.StatsResponse(
         num_blocks=catalog.num_blocks(Tier.DRAM),

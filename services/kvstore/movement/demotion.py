@@ -8,6 +8,7 @@ are counted and not copied.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Tier
 from services.kvstore.counts import Counts
+from services.kvstore.outage import Outage
 from services.kvstore.tiers.dram import Block, DramTier
 from services.kvstore.tiers.record import Record, encode_record
 from services.kvstore.tiers.residual_window import codec_for
@@ -47,16 +49,18 @@ class Demoter:
         self,
         tier: Tier,
         codec: EntryCodec,
-        budget_bytes: int,
+        budget_bytes: Callable[[], int],
         store: Store,
-        breaker: CircuitBreaker,
+        pause_s: float,
         catalog: Catalog,
         dram: DramTier,
         counts: Counts,
         seal: Seal,
         fetch: Fetch = _nowhere,
     ) -> None:
-        """store: writes records to the tier and returns those stored; raises OSError or Unavailable if none was.
+        """budget_bytes: of the tier, which may change. pause_s: first pause after a failure; it grows.
+
+        store: writes records to the tier and returns those stored; raises OSError or Unavailable if none was.
 
         fetch: reads a record from a tier between DRAM and this one.
         """
@@ -64,13 +68,13 @@ class Demoter:
         self.codec = codec
         self._budget_bytes = budget_bytes
         self._store = store
-        self._breaker = breaker
+        self._breaker = CircuitBreaker(1, pause_s)
+        self.outage = Outage("demotion.failed", tier=tier.name)
         self._catalog = catalog
         self._dram = dram
         self._counts = counts
         self._seal = seal
         self._fetch = fetch
-        self._batch_bytes = min(BATCH_BYTES, budget_bytes // 4)
         self._waiting: OrderedDict[bytes, bool] = OrderedDict()  # True: write it even if the tier has it
         self._has_some = asyncio.Event()
         self._is_idle = asyncio.Event()
@@ -126,11 +130,16 @@ class Demoter:
         try:
             if records and self._make_room(sum(len(head) + memoryview(body).nbytes for _, (head, body) in records)):
                 self._enter(await self._store(records))
+                self._breaker.succeeded()
+                self.outage.succeeded()
             elif records:
                 self._counts.add(self._tier, "skipped", len(records))
         except (OSError, Unavailable) as err:
             self._counts.add(self._tier, "failed")
-            log.warning("demotion.failed", extra={"tier": self._tier.name, "reason": str(err)[:300]})
+            if isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._counts.add(self._tier, "full")
+            self._breaker.failed(time.monotonic())
+            self.outage.failed(err)
             for block, anew in reversed(taken.items()):
                 self._waiting[block] = anew
                 self._waiting.move_to_end(block, last=False)
@@ -145,9 +154,9 @@ class Demoter:
         taken: dict[bytes, bool] = {}
         acquired: list[Block] = []
         records: dict[bytes, Write] = {}
-        num_bytes = 0
+        num_bytes, most_bytes = 0, min(BATCH_BYTES, self._budget_bytes() // 4)
         try:
-            while self._waiting and num_bytes <= self._batch_bytes:
+            while self._waiting and num_bytes <= most_bytes:
                 block, anew = self._waiting.popitem(last=False)
                 taken[block] = anew
                 for wanted in [block] if anew and block in self._catalog else self._chain(block, records):
@@ -193,7 +202,7 @@ class Demoter:
         return record.meta, await asyncio.to_thread(encode_record, record.meta, codec, payload, self._seal)
 
     def _make_room(self, num_bytes: int) -> bool:
-        while self._catalog.used_bytes(self._tier) + num_bytes > self._budget_bytes:
+        while self._catalog.used_bytes(self._tier) + num_bytes > self._budget_bytes():
             if self._catalog.pop_victim(self._tier) is None:
                 return False
         return True

@@ -46,16 +46,19 @@ class Loader:
         self._cold = cold
         self._counts = counts
         self._loads: dict[bytes, asyncio.Task[Record]] = {}
-        self._slots = asyncio.Semaphore(MAX_AT_ONCE)
+        self._slots = {tier: asyncio.Semaphore(MAX_AT_ONCE) for tier in Tier}  # a slow tier holds up its own loads
 
     def is_reachable(self, entry: Entry) -> bool:
         """Whether some tier that has the block can be read now."""
         now_s = time.monotonic()
         return (
             Tier.DRAM in entry.tiers
-            or (Tier.DISK in entry.tiers and self._disk is not None and not self._disk_breaker.is_open(now_s))
+            or (Tier.DISK in entry.tiers and self._is_disk_readable(now_s))
             or (Tier.COLD in entry.tiers and self._cold is not None and not self._cold.breaker.is_open(now_s))
         )
+
+    def _is_disk_readable(self, now_s: float) -> bool:
+        return self._disk is not None and self._disk.is_here and not self._disk_breaker.is_open(now_s)
 
     async def load(self, block: bytes) -> Record:
         """Loads the block from the fastest tier that delivers it intact. Raises NotFound, DataLoss or Unavailable."""
@@ -93,35 +96,37 @@ class Loader:
             log.log(level, "load.failed", exc_info=task.exception())
 
     async def _load(self, block: bytes) -> Record:
-        async with self._slots:
-            failure: HalfmoonError = NotFound("no block with this key is here")
-            for tier in (Tier.DISK, Tier.COLD):
-                entry = self._catalog.get(block)
-                if entry is None or tier not in entry.tiers:
-                    continue
-                try:
+        failure: HalfmoonError = NotFound("no block with this key is here")
+        for tier in (Tier.DISK, Tier.COLD):
+            entry = self._catalog.get(block)
+            if entry is None or tier not in entry.tiers:
+                continue
+            try:
+                async with self._slots[tier]:
                     record = await self._read(entry, tier)
                     await self._promote(record)
-                except (NotFound, DataLoss) as err:
-                    entry = self._catalog.get(block)
-                    if entry is not None and tier in entry.tiers:  # else it left the tier during the read
-                        self._refuse(tier, err)
-                        self._catalog.lose(block, tier)
-                    failure = err
-                    continue
-                except (OSError, Unavailable) as err:
-                    self._counts.add(tier, "failed")
-                    failure = Unavailable(f"the {tier.name.lower()} tier failed: {err}")
-                    continue
-                self._counts.add(tier, "hits")
-                return record
-            raise failure
+            except (NotFound, DataLoss) as err:
+                entry = self._catalog.get(block)
+                if entry is not None and tier in entry.tiers:  # else it left the tier during the read
+                    self._refuse(tier, err)
+                    self._catalog.lose(block, tier)
+                failure = err
+                continue
+            except (OSError, Unavailable) as err:
+                self._counts.add(tier, "failed")
+                failure = Unavailable(f"the {tier.name.lower()} tier failed: {err}")
+                continue
+            self._counts.add(tier, "hits")
+            return record
+        raise failure
 
     async def _read(self, entry: Entry, tier: Tier) -> Record:
         if tier is Tier.COLD:
             assert self._cold is not None
             return await self._cold.get(entry.meta)
         assert self._disk is not None
+        if not self._disk.is_here:
+            raise Unavailable(f"the disk is away: {self._disk.away.reason}")
         if not self._disk_breaker.allows(time.monotonic()):
             raise Unavailable("the disk is not used for a while: it keeps failing")
         try:

@@ -14,7 +14,9 @@ from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Tier
 from services.kvstore.catalog.replica_marks import ReplicaMarks
 from services.kvstore.counts import Counts
+from services.kvstore.movement.disk_upkeep import DiskUpkeep
 from services.kvstore.options import PoolOptions
+from services.kvstore.outage import Outage
 from services.kvstore.tiers.cold import ColdTier
 from services.kvstore.tiers.disk import DiskTier
 
@@ -22,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Maintenance:
-    """Owns no state: two loops over the tiers."""
+    """Owns nothing but what of it fails at present: two loops over the tiers."""
 
     def __init__(
         self,
@@ -30,6 +32,7 @@ class Maintenance:
         catalog: Catalog,
         replicas: ReplicaMarks,
         disk: DiskTier | None,
+        upkeep: DiskUpkeep | None,
         cold: ColdTier | None,
         counts: Counts,
         now_s: Callable[[], float],
@@ -38,9 +41,12 @@ class Maintenance:
         self._catalog = catalog
         self._replicas = replicas
         self._disk = disk
+        self._upkeep = upkeep
         self._cold = cold
         self._counts = counts
         self._now_s = now_s
+        self._flushing = Outage("disk.flush_failed")
+        self._listing = Outage("cold.not_listed")
 
     async def sweep(self) -> None:
         """Expires blocks and completes background deletions."""
@@ -48,6 +54,8 @@ class Maintenance:
             await asyncio.sleep(self._options.sweep_s)
             self._counts.num_expired += self._catalog.expire(self._now_s())
             self.drop_cooled()
+            if self._upkeep is not None:
+                await self._upkeep.check()
             await self.flush()
             if self._cold is not None:
                 with contextlib.suppress(Unavailable):
@@ -60,13 +68,15 @@ class Maintenance:
 
     async def flush(self, pins: Sequence[tuple[bytes, bool]] = ()) -> None:
         """Writes removals and pins to the disk's index. If that fails, they wait for its next write."""
-        if self._disk is None:
+        if self._disk is None or not self._disk.is_here:
             return
         try:
             await self._disk.flush(pins)
         except OSError as err:
             self._counts.add(Tier.DISK, "failed")
-            log.warning("disk.flush_failed", extra={"reason": str(err)})
+            self._flushing.failed(err)
+        else:
+            self._flushing.succeeded()
 
     async def list_cold(self, cold: ColdTier) -> None:
         """Learns what the cold tier holds: at the start, and later what other stores added."""
@@ -75,9 +85,10 @@ class Maintenance:
                 for meta, num_bytes in await cold.list(self._options.cold_list_s):
                     self._learn_cold(meta, num_bytes)
             except Unavailable as err:
-                log.warning("cold.not_listed", extra={"reason": err.message})
+                self._listing.failed(err.message)
                 await asyncio.sleep(max(self._options.retry_pause_s, cold.breaker.wait_s(time.monotonic())))
                 continue
+            self._listing.succeeded()
             log.info("cold.listed", extra={"num_blocks": self._catalog.num_blocks(Tier.COLD)})
             await asyncio.sleep(self._options.cold_list_s)
 

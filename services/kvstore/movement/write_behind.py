@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from halfmoon.errors import HalfmoonError, Unavailable
-from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Tier
 from services.kvstore.counts import Counts
 from services.kvstore.movement.demotion import Demoter, Write
+from services.kvstore.movement.disk_upkeep import DiskUpkeep
 from services.kvstore.options import PoolOptions
 from services.kvstore.tiers.cold import ColdTier
 from services.kvstore.tiers.disk import DiskTier
@@ -32,7 +31,7 @@ class WriteBehind:
         catalog: Catalog,
         dram: DramTier,
         disk: DiskTier | None,
-        disk_breaker: CircuitBreaker,
+        upkeep: DiskUpkeep | None,
         cold: ColdTier | None,
         counts: Counts,
     ) -> None:
@@ -40,7 +39,7 @@ class WriteBehind:
         self._catalog = catalog
         self._dram = dram
         self._disk = disk
-        self._disk_breaker = disk_breaker
+        self._upkeep = upkeep
         self._cold = cold
         self._counts = counts
         self._demoters = self._make_demoters()
@@ -52,6 +51,16 @@ class WriteBehind:
             behind = left_behind(demoter.codec, newest, self._catalog)
             if behind is not None:
                 demoter.renew(behind)
+
+    def enqueue_all(self) -> None:
+        """Queues copies of all that is in DRAM to where they are missing."""
+        for entry in self._catalog:
+            if Tier.DRAM in entry.tiers:
+                self.enqueue(entry.meta)
+
+    def trouble(self, tier: Tier) -> str:
+        """Why nothing can be written to the tier now; empty if it can."""
+        return self._demoters[tier].outage.reason if tier in self._demoters else ""
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """Coroutines that have to run."""
@@ -70,35 +79,35 @@ class WriteBehind:
         made = {}
         if self._disk is not None:
             made[Tier.DISK] = Demoter(
-                Tier.DISK, self._options.disk_codec, self._disk.live_budget_bytes, self._store_on_disk,
-                self._disk_breaker, self._catalog, self._dram, self._counts, self._disk.seal,
+                Tier.DISK, self._options.disk_codec, self._disk_budget_bytes,
+                self._store_on_disk, self._options.retry_pause_s, self._catalog, self._dram, self._counts,
+                self._disk.seal,
             )  # fmt: skip
         if self._cold is not None:
             made[Tier.COLD] = Demoter(
-                Tier.COLD, self._options.cold_codec, self._cold.budget_bytes, self._store_in_cold,
-                self._cold.breaker, self._catalog, self._dram, self._counts, self._cold.seal,
+                Tier.COLD, self._options.cold_codec, self._cold_budget_bytes, self._store_in_cold,
+                self._options.retry_pause_s, self._catalog, self._dram, self._counts, self._cold.seal,
                 self._from_disk,
             )  # fmt: skip
         return made
 
+    def _disk_budget_bytes(self) -> int:
+        return 0 if self._disk is None else self._disk.live_budget_bytes
+
+    def _cold_budget_bytes(self) -> int:
+        return 0 if self._cold is None else self._cold.budget_bytes
+
     async def _store_on_disk(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
         assert self._disk is not None
-        if not self._disk_breaker.allows(time.monotonic()):
-            raise Unavailable("the disk is not used for a while: it keeps failing")
-        try:
-            num_bytes = sum(len(head) + memoryview(body).nbytes for _, (head, body) in records)
-            for block in await self._disk.compact(num_bytes):
-                self._counts.add(Tier.DISK, "corrupted")
-                self._catalog.lose(block, Tier.DISK)
-            wanted = [record for record in records if record[0].id in self._catalog]  # otherwise a drop would not last
-            stored = await self._disk.write(wanted)
-            pins = [(meta.id, True) for meta, _ in stored if self._is_pinned(meta.id)]
-            if pins:
-                await self._disk.flush(pins)
-        except OSError:
-            self._disk_breaker.failed(time.monotonic())
-            raise
-        self._disk_breaker.succeeded()
+        assert self._upkeep is not None
+        await self._upkeep.check()
+        num_bytes = sum(len(head) + memoryview(body).nbytes for _, (head, body) in records)
+        self._upkeep.lose(await self._disk.compact(num_bytes))
+        wanted = [record for record in records if record[0].id in self._catalog]  # otherwise a drop would not last
+        stored = await self._disk.write(wanted)
+        pins = [(meta.id, True) for meta, _ in stored if self._is_pinned(meta.id)]
+        if pins:
+            await self._disk.flush(pins)
         return stored
 
     async def _store_in_cold(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:

@@ -9,7 +9,6 @@ serving never waits longer than that, and goes on without it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Protocol, TypeVar
@@ -17,10 +16,9 @@ from typing import Protocol, TypeVar
 from halfmoon.errors import NotFound, Unavailable
 from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog.block_identity import ID_BYTES, TAG_BYTES, BlockMeta
+from services.kvstore.outage import Outage
 from services.kvstore.tiers.record import Record, decode_record
 from services.kvstore.tiers.seal import Seal
-
-log = logging.getLogger(__name__)
 
 PREFIX = "halfmoon-kv-v2/"
 _MAX_FORGOTTEN = 65_536  # ids to be deleted; blocks beyond it stay until the next listing
@@ -73,6 +71,7 @@ class ColdTier:
         self._is_listing = False
         self._deleted_of_late: set[str] = set()  # deleted during the present listing, which may still name them
         self.num_failures = 0
+        self.outage = Outage("cold.failing")
 
     async def put(self, meta: BlockMeta, data: bytes) -> None:
         """Stores one record. Raises Unavailable."""
@@ -109,6 +108,8 @@ class ColdTier:
         """Deletes forgotten blocks. Raises Unavailable; the rest is tried again next time."""
         while self._forgotten:
             async with self._deletion:
+                if not self._forgotten:
+                    return  # somebody else has deleted the last one
                 self._deleting = name = next(iter(self._forgotten))
                 del self._forgotten[name]
                 if self._is_listing:
@@ -153,13 +154,13 @@ class ColdTier:
                 async with self._slots:
                     result = await work
         except NotFound:
-            self.breaker.succeeded()
+            self._works()
             raise
         except Exception as err:  # the clients' errors have no common base
             self.num_failures += 1
             self.breaker.failed(time.monotonic())
             if self.breaker.state == "open":
-                log.warning("cold.failing", extra={"reason": f"{type(err).__name__}: {err}"[:300]})
+                self.outage.failed(f"{type(err).__name__}: {err}")
             raise Unavailable(f"the cold tier failed: {type(err).__name__}") from err
         except BaseException:
             if self.breaker.state == "trying":  # cancelled before the outcome was known
@@ -167,8 +168,12 @@ class ColdTier:
             raise
         finally:
             _discard(work)
-        self.breaker.succeeded()
+        self._works()
         return result
+
+    def _works(self) -> None:
+        self.breaker.succeeded()
+        self.outage.succeeded()
 
 
 def object_name(meta: BlockMeta) -> str:

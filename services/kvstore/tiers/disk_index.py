@@ -6,7 +6,10 @@ process is killed, every row names a whole record. A row is not sealed: what it 
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +70,8 @@ class DiskIndex:
     def __init__(self, path: Path, key_id: bytes) -> None:
         """key_id: of the seal of records. Rows of other keys and of older versions are deleted, see `num_foreign`."""
         self._key_id = key_id
+        self._path = path
+        _make(path)
         self._engine: Engine = create_engine(f"sqlite:///{path}")
         event.listen(self._engine, "connect", _on_connect)
         try:
@@ -77,8 +82,17 @@ class DiskIndex:
                 raise OSError(f"the disk tier's index cannot be opened: {err.orig}") from err
             for file in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
                 file.unlink(missing_ok=True)
+            _make(path)
             _Tables.metadata.create_all(self._engine)
         self.num_foreign = self._delete_foreign()
+        self._inode = path.stat().st_ino
+
+    def is_here(self) -> bool:
+        """Whether the file is still the one that was opened. Raises OSError if that cannot be told."""
+        try:
+            return self._path.stat().st_ino == self._inode
+        except FileNotFoundError:
+            return False
 
     def load(self) -> list[IndexedBlock]:
         """All rows, each after its parent's."""
@@ -147,15 +161,31 @@ class _Transaction:
         try:
             return self._context.__enter__()
         except DatabaseError as err:
-            raise OSError(f"the disk tier's index: {err.orig}") from err
+            raise _error(err) from err
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self._context.__exit__(kind, error, trace)
         except DatabaseError as err:
-            raise OSError(f"the disk tier's index: {err.orig}") from err
+            raise _error(err) from err
         if isinstance(error, DatabaseError):
-            raise OSError(f"the disk tier's index: {error.orig}") from error
+            raise _error(error) from error
+
+
+def _make(path: Path) -> None:
+    """Makes a file that is its owner's alone, whatever the umask. SQLite's own files beside it follow its mode."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.fchmod(file, 0o600)
+    finally:
+        os.close(file)
+
+
+def _error(error: DatabaseError) -> OSError:
+    """The error of the file system behind SQLite's."""
+    code = error.orig.sqlite_errorcode & 0xFF if isinstance(error.orig, sqlite3.Error) else 0
+    number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}.get(code, errno.EIO)
+    return OSError(number, f"the disk tier's index: {error.orig}")
 
 
 def _on_connect(connection: Any, _: Any) -> None:

@@ -27,13 +27,14 @@ class SegmentFiles:
     Only the process that began a file appends to it. What a killed process left after its last known record is cut off.
     """
 
-    def __init__(self, directory: Path, segment_bytes: int) -> None:
-        """Raises OSError if the directory cannot be used."""
-        directory.mkdir(parents=True, exist_ok=True)
+    def __init__(self, directory: Path, segment_bytes: int, first: int = 1) -> None:
+        """first: least number of a new file. Raises OSError if the directory cannot be used."""
+        _make(directory)
         self._directory = directory
-        self._segment_bytes = segment_bytes
+        self._identity = _identity(directory)
+        self.segment_bytes = segment_bytes  # a file that has reached it is followed by another one
         self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob(f"*{_SUFFIX}")}
-        self._active = max(self._sizes, default=0) + 1
+        self._active = max(first, max(self._sizes, default=0) + 1)
         self._file = -1  # descriptor of the active segment, once begun
 
     def sizes(self) -> dict[int, int]:
@@ -45,6 +46,23 @@ class SegmentFiles:
         """Number of the file that is appended to."""
         return self._active
 
+    @property
+    def device(self) -> int:
+        """The file system of the directory."""
+        return self._identity[0]
+
+    def are_here(self) -> bool:
+        """Whether the directory is still the one that was opened. Raises OSError if that cannot be told."""
+        try:
+            return _identity(self._directory) == self._identity
+        except FileNotFoundError:
+            return False
+
+    def missing(self) -> list[int]:
+        """Numbers of files that somebody else has removed. Raises OSError."""
+        there = set(os.listdir(self._directory))
+        return [segment for segment in self._sizes if self._path(segment).name not in there]
+
     def append(self, records: Sequence[Sequence[KVBytes]]) -> list[Location]:
         """Writes records, each given in parts, and syncs them to the device: all, or none and raises OSError."""
         if not records:
@@ -53,7 +71,7 @@ class SegmentFiles:
         places = []
         try:
             for parts in records:
-                if self._sizes.get(self._active, 0) >= self._segment_bytes:
+                if self._sizes.get(self._active, 0) >= self.segment_bytes:
                     self._seal()
                     begun.append((self._active, 0))
                 places.append(self._append(parts))
@@ -84,13 +102,21 @@ class SegmentFiles:
         self._sizes.pop(segment, None)
 
     def close(self) -> None:
-        """Ends appending."""
+        """Ends appending to the present file."""
         self._seal()
+
+    def abandon(self) -> None:
+        """Ends appending to a file that may be gone."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            self._active += 1
 
     def _append(self, parts: Sequence[KVBytes]) -> Location:
         if self._file < 0:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             self._file = os.open(self._path(self._active), flags, 0o600)
+            os.fchmod(self._file, 0o600)  # whatever the umask
             self._sizes[self._active] = 0
         offset = self._sizes[self._active]
         views = [memoryview(part).cast("B") for part in parts]
@@ -104,9 +130,7 @@ class SegmentFiles:
     def _seal(self) -> None:
         if self._file >= 0:
             os.fdatasync(self._file)
-            os.close(self._file)
-            self._file = -1
-            self._active += 1
+            self.abandon()
 
     def _undo(self, begun: Sequence[tuple[int, int]]) -> None:
         if self._file >= 0:
@@ -122,3 +146,20 @@ class SegmentFiles:
 
     def _path(self, segment: int) -> Path:
         return self._directory / f"{segment:08}{_SUFFIX}"
+
+
+def _make(directory: Path) -> None:
+    """Makes a directory that is its owner's alone, whatever the umask; one that is there stays as it is."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        if not directory.is_dir():
+            raise
+        return
+    directory.chmod(0o700)
+
+
+def _identity(directory: Path) -> tuple[int, int]:
+    stat = directory.stat()
+    return stat.st_dev, stat.st_ino

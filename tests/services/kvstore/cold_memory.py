@@ -15,10 +15,15 @@ class ColdMemory:
         self.objects: dict[str, bytes] = {}
         self.is_down = False
         self.is_slow = False
+        self.is_full = False
+        self.num_puts = 0
         self.listed = asyncio.Event()
 
     async def put(self, name: str, data: bytes) -> None:
+        self.num_puts += 1
         await self._arrive()
+        if self.is_full:
+            raise OSError(28, "No space left on device")
         self.objects[name] = data
 
     async def get(self, name: str) -> bytes:

@@ -97,6 +97,19 @@ def test_the_program_says_ready_and_stops_cleanly() -> None:
     assert (process.returncode, rest) == (0, "")
 
 
+def test_what_it_makes_is_its_owners_alone(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    with _start("--disk-dir", str(tmp_path / "disk"), "--cold-url", f"file://{tmp_path}/cold") as process:
+        assert process.stderr is not None
+        try:
+            while json.loads(process.stderr.readline())["event"] != "service.ready":
+                continue
+            modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+        finally:
+            process.send_signal(signal.SIGTERM)
+    assert modes == {"disk": 0o700, "cold": 0o700}
+
+
 def test_what_cannot_start_says_why() -> None:
     with _start("--listen", "256.0.0.1:1") as process:
         assert process.stderr is not None
