@@ -26,14 +26,13 @@ CREDENTIAL_KEY = "halfmoon-credential"  # gRPC metadata
 MIN_SECRET_BYTES = 32
 _PREFIX = "halfmoon-credential:"
 _BLOCKS = "blocks"
-_BLOCK_ROLES: tuple[ClusterRole, ...] = ("worker", "store")  # others never see blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Credential:
     """What one process knows of the cluster secret, and its certificate on mutual TLS; at least one of the two.
 
-    Without a secret, `token`, `digests` and `block_key` are empty; `block_key` also is for roles that handle no blocks.
+    Without a secret, `token`, `digests` and `block_key` are empty; `block_key` also is for all but stores.
     """
 
     role: ClusterRole
@@ -110,7 +109,7 @@ def checked_secret(text: str) -> str:
 def _derived(secret: str, role: ClusterRole) -> Credential:
     tokens = {name: _hmac(secret, name).hex() for name in CLUSTER_ROLES}
     digests = {name: _digest(token) for name, token in tokens.items()}
-    return Credential(role, tokens[role], digests, _hmac(secret, _BLOCKS) if role in _BLOCK_ROLES else b"")
+    return Credential(role, tokens[role], digests, _hmac(secret, _BLOCKS) if role == "store" else b"")
 
 
 def _parsed(text: str) -> Credential:

@@ -34,11 +34,10 @@ def test_a_credential_holds_neither_the_secret_nor_another_token() -> None:
     assert not [secret for secret in (SECRET, *others) if secret in body]
 
 
-def test_only_those_who_handle_blocks_have_their_key() -> None:
+def test_only_stores_have_the_key_of_blocks() -> None:
     keys = {role: credential_from(SECRET, role).block_key for role in CLUSTER_ROLES}
-    assert keys["worker"] == keys["store"]
     assert len(keys["store"]) == 32
-    assert {role for role, key in keys.items() if key} == {"worker", "store"}
+    assert {role for role, key in keys.items() if key} == {"store"}
 
 
 @pytest.mark.parametrize("given", ["", "x", "Bearer", "\udc80", "ü" * 40, SECRET, "0" * 64])
