@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.credentials.access import OPEN_ACCESS, CallAccess
+from halfmoon.rpc.owned_directory import owned_directory
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.up.fleet import WorkerFleet
@@ -24,8 +23,8 @@ from halfmoon.up.service_specs import UpOptions
 @contextmanager
 def fleet_address() -> Iterator[str]:
     """Yields the address of a Unix socket in a directory that only this user can enter, short enough for the system."""
-    with tempfile.TemporaryDirectory(prefix="halfmoon-") as directory:
-        yield f"unix:{Path(directory) / 'fleet'}"
+    with owned_directory("up") as directory:
+        yield f"unix:{directory / 'fleet'}"
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from typing import Any, TextIO
@@ -41,6 +42,7 @@ class _UpdatePipe:
 def main() -> None:
     """Runs the job that stdin describes."""
     os.nice(_NICE)
+    tempfile.tempdir = os.getcwd()  # which goes with this job, however it ends
     updates = _UpdatePipe(os.fdopen(os.dup(sys.stdout.fileno()), "w"))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints of libraries go to the log, not into the pipe
     job = job_from(json.loads(sys.stdin.readline()))
@@ -55,7 +57,7 @@ def main() -> None:
 def _end_with_stdin() -> None:
     """Ends this process and those that it started once the planner closes stdin."""
     sys.stdin.read()
-    os.killpg(0, signal.SIGKILL)
+    os.killpg(0, signal.SIGTERM)  # but not the resource tracker, which removes semaphores and follows
 
 
 if __name__ == "__main__":

@@ -7,16 +7,20 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from halfmoon.errors import InvalidRequest, ServiceFailed
+from halfmoon.errors import InvalidRequest, ServiceFailed, Unavailable
+from halfmoon.rpc.owned_directory import owned_directory
 from services.planner.job import JobProgress, JobResult, PlanJob, job_line
 
 _MAX_LINE_BYTES = 256 << 20  # the longest line is the result of a plan
+_TRACKER_S = 2.0  # for the resource tracker to end
+_POLL_S = 0.01
+_QUIET_TRACKER = {"PYTHONWARNINGS": "ignore:resource_tracker"}  # that a killed job leaves semaphores is no news
 
 
 async def run_job(job: PlanJob, files: Mapping[str, bytes]) -> AsyncGenerator[JobProgress | JobResult, None]:
@@ -24,18 +28,17 @@ async def run_job(job: PlanJob, files: Mapping[str, bytes]) -> AsyncGenerator[Jo
 
     Raises InvalidRequest as the job does, and ServiceFailed if the process ends without a result.
     """
-    with TemporaryDirectory(prefix="halfmoon-planner-") as name:
-        for file, content in files.items():
-            (Path(name) / file).write_bytes(content)
+    with owned_directory("planner") as directory:
+        _write(directory, files)
         process = await asyncio.create_subprocess_exec(
             # -P: files that came with the request cannot be imported
             *(sys.executable, "-P", "-m", "services.planner.job_main"),
-            cwd=name,
+            cwd=directory,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
             limit=_MAX_LINE_BYTES,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **_QUIET_TRACKER},
         )
         try:
             assert process.stdin is not None
@@ -46,9 +49,30 @@ async def run_job(job: PlanJob, files: Mapping[str, bytes]) -> AsyncGenerator[Jo
             code = await process.wait()
             raise ServiceFailed(f"the planner's process ended with exit status {code}: see the planner's log")
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            await _ended(process)
+
+
+def _write(directory: Path, files: Mapping[str, bytes]) -> None:
+    try:
+        for file, content in files.items():
+            (directory / file).write_bytes(content)
+    except OSError as error:
+        raise Unavailable(f"the planner cannot keep the request's files in {directory}: {error.strerror}") from error
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Ends the job's process and all that it started.
+
+    Python's resource tracker ignores SIGTERM: it removes the semaphores of the others' pool, and then ends by itself.
+    """
+    give_up_s = time.monotonic() + _TRACKER_S
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < give_up_s:
+            os.killpg(process.pid, 0)
+            await asyncio.sleep(_POLL_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 def _event(message: dict[str, Any]) -> JobProgress | JobResult:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,18 @@ async def test_leaving_the_iteration_ends_the_process_and_what_it_started() -> N
         await anext(events)
         started = set(psutil.Process().children(recursive=True)) - before
         assert len(started) >= 3  # itself, and two of its own
+        semaphores = {name for process in started for name in _semaphores_of(process)}
     gone, alive = psutil.wait_procs(list(started), timeout=60)
     assert not alive
     assert len(gone) == len(started)
+    assert semaphores
+    assert not semaphores & set(await asyncio.to_thread(glob, "/dev/shm/sem.*"))
+
+
+def _semaphores_of(process: psutil.Process) -> set[str]:
+    """The named semaphores that a process has mapped."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/sem." in line}
 
 
 async def test_who_leaves_the_stream_ends_the_job() -> None:
