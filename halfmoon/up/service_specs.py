@@ -140,6 +140,8 @@ def gateway_spec(
         listen = (*listen, "--sibling-descriptors", json.dumps(siblings))
     certificate = {"--http-tls-cert": options.http_tls_cert, "--http-tls-key": options.http_tls_key}
     tls = tuple(str(part) for name, path in certificate.items() if path is not None for part in (name, path))
+    if number is not None:
+        listen = (*listen, "--num-gateways", str(options.num_gateways))
     cluster = ("--cluster-listen", cluster_listen)
     served = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec, "--slo", options.slo)

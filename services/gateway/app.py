@@ -22,6 +22,7 @@ from services.gateway.http.browser_guard import BrowserGuard
 from services.gateway.http.cors import Cors
 from services.gateway.http.error_responses import error_response, http_error_response
 from services.gateway.http.operator_access import OperatorAccess
+from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.request_ids import HEADER, assign_request_id, request_id_of
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
 from services.gateway.replies.sse_body import ClientGone
@@ -34,6 +35,7 @@ class Access:
     """Which clients may send what."""
 
     keys: ApiKeys
+    limits: RateLimits
     operators: OperatorAccess
     cors: Cors
     browsers: BrowserGuard
@@ -59,6 +61,7 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app = web.Application(middlewares=[_outermost(access)], client_max_size=access.max_body_bytes)
     app.on_response_prepare.append(_name_request)
     app.on_response_prepare.append(access.cors.mark)
+    app.on_response_prepare.append(access.limits.mark)
     generation, tokenizer, control = endpoints.generation, endpoints.tokenizer, endpoints.control
     app.router.add_post("/v1/chat/completions", generation.chat)
     app.router.add_post("/v1/completions", generation.completions)

@@ -17,6 +17,7 @@ from halfmoon.rpc.telemetry.spans import span_scope
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.error_responses import error_response, kind_of
+from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.openai.endpoint_bodies import (
     AnyBody,
@@ -62,6 +63,7 @@ class GenerationEndpoints:
         drain_gate: DrainGate,
         check_constraint: CheckConstraint,
         threads: TokenizerThreads,
+        limits: RateLimits,
         *,
         is_cache_shared: bool,
     ) -> None:
@@ -73,6 +75,7 @@ class GenerationEndpoints:
         self._drain_gate = drain_gate
         self._check_constraint = check_constraint
         self._threads = threads
+        self._limits = limits
         self._is_cache_shared = is_cache_shared  # among tenants
 
     async def chat(self, http_request: web.Request) -> web.StreamResponse:
@@ -108,6 +111,7 @@ class GenerationEndpoints:
             raise
 
     async def _serve(self, http_request: web.Request, request: GatewayRequest) -> web.StreamResponse:
+        self._limits.take_request(request.tenant)
         raw = await receive_body(http_request)
         context_tokens = self._membership.context_tokens(self._model.context_tokens)
         body = await self._parse(request, raw, context_tokens)
@@ -118,6 +122,9 @@ class GenerationEndpoints:
         if generation.constraint is not None:
             await check_requested(generation.constraint, self._check_constraint)
         request.begin_outputs(generation, self._model)
+        num_expected_tokens = self._early_rejection.expected_tokens(request)
+        self._limits.take_tokens(request.tenant, num_expected_tokens)
+        request.num_expected_tokens = num_expected_tokens
         reply_format = self._reply_format(request)
         if request.generation.stream:
             return await self._stream(request, StreamReply(http_request, reply_format, request.usage))

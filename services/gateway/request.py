@@ -58,6 +58,8 @@ class GatewayRequest:
     generation: GenerationRequest = NOT_TOKENIZED
     by_prompt: Sequence[Sequence[RequestOutput]] = ()
 
+    num_expected_tokens: float = 0.0  # taken from the tenant's rate
+
     # known once admission has refused it
     refusal: Refused | None = None
 

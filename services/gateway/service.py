@@ -51,6 +51,7 @@ from services.gateway.http.connection_guard import ConnectionGuard, guard_connec
 from services.gateway.http.cors import Cors
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.operator_access import OperatorAccess
+from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.sibling_backlog import SiblingBacklog
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
@@ -103,12 +104,12 @@ async def running_gateway(
         routing = _routing(settings, cluster, credential)
         telemetry = routing.telemetry
         metrics = GatewayMetrics(membership, ledger, telemetry, routing.copies, model.name)
-        recorder = RequestRecorder(model.name, ledger, metrics, telemetry, tracer)
         relay = _relay(settings, cluster, routing)
         stores = StoreView(settings.kv_store, lambda: membership.stores, credential)
         known_classes = KnownRows(settings.state_dir, "classes", settings.ledger)
         known_tenants = KnownRows(settings.state_dir, "tenants", settings.ledger)
-        keys = ApiKeys()
+        keys, limits = ApiKeys(), RateLimits(settings.num_gateways)
+        recorder = RequestRecorder(model.name, ledger, metrics, telemetry, tracer, limits)
         tenants = ActiveTenants(ledger.tenants, keys, known_tenants, declared_tenants(settings))
         classes = ActiveClasses(ledger.classes, routing.admission, known_classes, declarations_of(settings))
         admission = ActiveAdmission(ledger.admission, routing.admission, settings.admission)
@@ -124,9 +125,10 @@ async def running_gateway(
                 drain_gate,
                 constraints.check,
                 threads,
+                limits,
                 is_cache_shared=settings.shared_cache,
             ),
-            TokenizerEndpoints(model, membership, threads, is_cache_shared=settings.shared_cache),
+            TokenizerEndpoints(model, membership, threads, limits, is_cache_shared=settings.shared_cache),
             ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
             ClassEndpoints(classes),
             TenantEndpoints(ledger, tenants, stores),
@@ -150,7 +152,7 @@ async def running_gateway(
                 access=CallAccess(credential),
             ) as server,
         ):
-            runner = await _runner(endpoints, keys, settings, metrics)
+            runner = await _runner(endpoints, keys, limits, settings, metrics)
             siblings = SiblingBacklog(runner, settings.sibling_descriptors, tls)
             try:
                 port = await _listen(runner, settings, tls)
@@ -177,11 +179,12 @@ def _relay(settings: GatewaySettings, cluster: Cluster, routing: RoutingContext)
 
 
 async def _runner(
-    endpoints: Endpoints, keys: ApiKeys, settings: GatewaySettings, metrics: GatewayMetrics
+    endpoints: Endpoints, keys: ApiKeys, limits: RateLimits, settings: GatewaySettings, metrics: GatewayMetrics
 ) -> web.AppRunner:
     """The application, set up and not listening yet."""
     access = Access(
         keys,
+        limits,
         OperatorAccess(settings.operator_secret(), settings.host),
         Cors(settings.allowed_origins),
         BrowserGuard(settings.host, settings.allowed_hosts, settings.allowed_origins),

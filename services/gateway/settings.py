@@ -36,6 +36,9 @@ class GatewaySettings(
     sibling_descriptors: tuple[int, ...] = Field(
         (), description="inherited listening sockets of other gateways: what they leave waiting is accepted here"
     )
+    num_gateways: int = Field(
+        1, ge=1, description="gateways that share the ledger; each allows an even share of every tenant's rates"
+    )
     cluster_listen: str = Field("127.0.0.1:0", description="host:port where workers register (gRPC)")
     advertise_cluster: str | None = Field(None, description="host:port that workers dial, if not cluster_listen")
     model: str = Field("demo", description="model whose tokenizer and chat template are used")

@@ -22,6 +22,7 @@ from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.http.api_keys import WrongKey
 from services.gateway.http.browser_guard import ForeignHost, ForeignOrigin, NotJson
+from services.gateway.http.rate_limits import RateLimited
 
 _MAX_CHARS = 200
 
@@ -65,6 +66,8 @@ _HTTP_CODES = {
 
 def kind_of(error: HalfmoonError) -> HttpKind:
     """Status, type and code of an error: those of its nearest ancestor in the table."""
+    if isinstance(error, RateLimited):
+        return HttpKind(429, error.limit, "rate_limit_exceeded")
     return next(_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS)
 
 

@@ -14,6 +14,7 @@ from halfmoon.policy.admission.tenants import kv_salt
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.api_keys import tenant_of
+from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.openai.generation_request import max_values
 from services.gateway.openai.messages import Message, TemplateKwargs
@@ -58,11 +59,18 @@ class TokenizerEndpoints:
     """Serves the tokenizer. Owns nothing."""
 
     def __init__(
-        self, model: ServedModel, membership: Membership, threads: TokenizerThreads, *, is_cache_shared: bool
+        self,
+        model: ServedModel,
+        membership: Membership,
+        threads: TokenizerThreads,
+        limits: RateLimits,
+        *,
+        is_cache_shared: bool,
     ) -> None:
         self._model = model
         self._membership = membership
         self._threads = threads
+        self._limits = limits
         self._is_cache_shared = is_cache_shared  # among tenants
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -77,6 +85,7 @@ class TokenizerEndpoints:
     async def _respond(
         self, request: web.Request, handle: Callable[[bytes, ServedModel], dict[str, Any]]
     ) -> web.Response:
+        self._limits.take_request(tenant_of(request))
         raw = await receive_body(request)
         if len(raw) <= _SLOW_BODY_BYTES:
             return web.json_response(handle(raw, self._model))

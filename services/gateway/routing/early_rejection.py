@@ -28,6 +28,13 @@ class EarlyRejection:
         """The class of a tenant's request with these headers for the model of this name."""
         return self._context.admission.classes.of(_caller(headers, model, tenant))
 
+    def expected_tokens(self, request: GatewayRequest) -> float:
+        """How many tokens a tokenized request will cost: its prompts, and outputs as long as others of its class."""
+        generation, lengths = request.generation, self._context.admission.lengths
+        max_tokens, qos_class = generation.sampling.max_tokens, request.qos.name
+        num_outputs = (lengths.predict(qos_class, len(prompt), max_tokens) for prompt in generation.prompts)
+        return sum(map(len, generation.prompts)) + generation.best_of * sum(num_outputs)
+
     def reject_early(self, request: GatewayRequest) -> None:
         """Raises Refused if no prompt at all could be admitted now."""
         context, qos, now_s = self._context, request.qos, self._context.clock()

@@ -15,6 +15,7 @@ from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
+from services.gateway.telemetry.tenant_metrics import TenantMetrics
 from services.gateway.telemetry.vllm_metrics import VllmMetrics
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -80,6 +81,7 @@ class GatewayMetrics:
             ["qos_class", "reason"],
             registry=registry,
         )
+        self.tenants = TenantMetrics(registry)
         self.connections = Gauge("halfmoon_gateway_connections", "HTTP connections open", registry=registry)
         self._connections_full = Counter(
             "halfmoon_gateway_connections_full",

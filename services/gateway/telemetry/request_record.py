@@ -18,6 +18,7 @@ from halfmoon.policy.admission.refusal import Refused
 from halfmoon.rpc.telemetry.spans import Tracer
 from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.error_responses import kind_of, shortened
+from services.gateway.http.rate_limits import RateLimited, RateLimits
 from services.gateway.http.request_ids import request_id_of
 from services.gateway.request import GatewayRequest
 from services.gateway.telemetry.metrics import GatewayMetrics
@@ -40,6 +41,7 @@ class RequestRecorder:
         metrics: GatewayMetrics,
         telemetry: RecentTelemetry,
         tracer: Tracer,
+        limits: RateLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_name = model_name
@@ -47,6 +49,7 @@ class RequestRecorder:
         self._metrics = metrics
         self._telemetry = telemetry
         self._tracer = tracer
+        self._limits = limits
         self._clock = clock
 
     def begin(self, http_request: web.Request, endpoint: str) -> GatewayRequest:
@@ -64,6 +67,8 @@ class RequestRecorder:
         if isinstance(error, Refused):
             request.refusal = error
             self._metrics.refusals.labels(error.qos_class, error.reason).inc()
+        if isinstance(error, RateLimited):
+            self._metrics.tenants.count_limited(request.tenant.name, error.limit)
         is_rejected = isinstance(error, _REJECTIONS) and request.ttft_s is None
         status: RequestStatus = "rejected" if is_rejected else "error"
         self.end(request, status, kind_of(error).status, error.message, reason=_reason(error))
@@ -82,6 +87,8 @@ class RequestRecorder:
         error = None if error is None else shortened(error, _MAX_ERROR_CHARS)
         row = request_row(request, self._model_name, status, http_status, error, gaps_s, now_s)
         end_span(request.span, row, reason)
+        num_used = 0 if status == "rejected" else row.prompt_tokens + row.output_tokens
+        self._limits.correct_tokens(request.tenant, num_used - request.num_expected_tokens)
         self._ledger.record(row)
         self._count(row, gaps_s)
         self._telemetry.note_ended(request, row, gaps_s, reason, now_s)
@@ -91,6 +98,7 @@ class RequestRecorder:
     def _count(self, row: RequestRow, gaps_s: Sequence[float]) -> None:
         metrics = self._metrics
         metrics.requests.labels(row.endpoint, row.status, str(row.http_status)).inc()
+        metrics.tenants.count(row)
         metrics.retries.inc(row.num_retries)
         metrics.output_tokens.inc(row.output_tokens)
         if row.ttft_s is not None:
@@ -162,6 +170,8 @@ def _reason(error: HalfmoonError) -> str:
     """Why a request was rejected, in a word."""
     if isinstance(error, Refused):
         return error.reason
+    if isinstance(error, RateLimited):
+        return "rate limit"
     if isinstance(error, NoCapacity):
         return "no room"
     return "no worker" if isinstance(error, Unavailable) else "bad request"
