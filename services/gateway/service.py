@@ -60,6 +60,7 @@ from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.relay import Relay
 from services.gateway.routing.routing_context import RoutingContext
 from services.gateway.settings import GatewaySettings
+from services.gateway.telemetry.label_digests import LabelDigests, label_key
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.gateway.telemetry.request_record import RequestRecorder
@@ -109,7 +110,8 @@ async def running_gateway(
         known_classes = KnownRows(settings.state_dir, "classes", settings.ledger)
         known_tenants = KnownRows(settings.state_dir, "tenants", settings.ledger)
         keys, limits = ApiKeys(), RateLimits(settings.num_gateways)
-        recorder = RequestRecorder(model.name, ledger, metrics, telemetry, tracer, limits)
+        labels = LabelDigests(label_key(settings.state_dir))
+        recorder = RequestRecorder(model.name, ledger, metrics, telemetry, tracer, limits, labels)
         tenants = ActiveTenants(ledger.tenants, keys, known_tenants, declared_tenants(settings))
         classes = ActiveClasses(ledger.classes, routing.admission, known_classes, declarations_of(settings))
         admission = ActiveAdmission(ledger.admission, routing.admission, settings.admission)

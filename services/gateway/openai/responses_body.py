@@ -89,7 +89,7 @@ class ResponsesBody(Part):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
     user: str | None = Field(None, description="a label for the log")
     metadata: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_LABELS))] | None = Field(
-        None, description="labels for the log"
+        None, description="labels for the log, which has keyed digests of them"
     )
     safety_identifier: str | None = Field(None, description="a label for the log")
     prompt_cache_key: str | None = Field(None, description="a label for the log; prefixes are found by their tokens")

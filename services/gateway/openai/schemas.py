@@ -78,7 +78,7 @@ class GenerationBody(Part):
     return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens `token_id:5`")
     user: str | None = Field(None, description="a label for the log")
     metadata: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_LABELS))] | None = Field(
-        None, description="labels for the log"
+        None, description="labels for the log, which has keyed digests of them"
     )
     safety_identifier: str | None = Field(None, description="a label for the log")
     prompt_cache_key: str | None = Field(None, description="a label for the log; prefixes are found by their tokens")

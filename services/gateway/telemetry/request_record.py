@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from services.gateway.http.error_responses import kind_of, shortened
 from services.gateway.http.rate_limits import RateLimited, RateLimits
 from services.gateway.http.request_ids import request_id_of
 from services.gateway.request import GatewayRequest
+from services.gateway.telemetry.label_digests import LabelDigests
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.gateway.telemetry.request_span import begin_span, end_span
@@ -42,6 +42,7 @@ class RequestRecorder:
         telemetry: RecentTelemetry,
         tracer: Tracer,
         limits: RateLimits,
+        labels: LabelDigests,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_name = model_name
@@ -50,6 +51,7 @@ class RequestRecorder:
         self._telemetry = telemetry
         self._tracer = tracer
         self._limits = limits
+        self._labels = labels
         self._clock = clock
 
     def begin(self, http_request: web.Request, endpoint: str) -> GatewayRequest:
@@ -93,7 +95,7 @@ class RequestRecorder:
         self._count(row, gaps_s)
         self._telemetry.note_ended(request, row, gaps_s, reason, now_s)
         fields = {**row.as_dict(), "created_at": request.created_at.isoformat()}
-        log.info("request.ended", extra={**fields, "labels": shortened(json.dumps(request.generation.labels))})
+        log.info("request.ended", extra={**fields, "labels": self._labels.of(request.generation.labels)})
 
     def _count(self, row: RequestRow, gaps_s: Sequence[float]) -> None:
         metrics = self._metrics
