@@ -1,0 +1,133 @@
+"""Faults under load, one after another: what is lost, what changes, how long the pauses are, and when all is back.
+
+    python -m benchmarks.chaos                         every fault that this machine allows
+    python -m benchmarks.chaos --list                  their names
+    python -m benchmarks.chaos --only 'kill -9' disk   those whose names contain one of these
+    python -m benchmarks.chaos --overload 5            ten times the load that fits, for five minutes (simulator)
+    python -m benchmarks.chaos --soak 30               mixed traffic, aborts and a kill a minute, for thirty minutes
+
+Each system is a `halfmoon up` of its own in a temporary state directory. Texts are compared with those of an
+undisturbed run. --markdown and --json write the table; rows of faults not run now stay as the JSON file has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from benchmarks.chaos_parts.disk_faults import disk_faults
+from benchmarks.chaos_parts.fault import Fault
+from benchmarks.chaos_parts.load import Load
+from benchmarks.chaos_parts.network_faults import network_faults
+from benchmarks.chaos_parts.outage_faults import outage_faults
+from benchmarks.chaos_parts.process_faults import process_faults
+from benchmarks.chaos_parts.system import System, running_system
+from benchmarks.chaos_parts.table import markdown, merged, read_json, write_json
+from benchmarks.chaos_parts.trial import Outcome, reference_texts, try_fault
+
+_UNDISTURBED = "none"
+
+
+async def _nothing(system: System, here: object) -> str:
+    return ""
+
+
+def all_faults() -> list[Fault]:
+    """Every fault, those first that share one system."""
+    none = Fault(name=_UNDISTURBED, act=_nothing)
+    return [none, *process_faults(), *outage_faults(), *disk_faults(), *network_faults()]
+
+
+async def run_faults(faults: Sequence[Fault], load: Load, folder: Path) -> list[Outcome]:
+    """Runs the faults in order; those with equal surroundings share a system until one ends it."""
+    outcomes: list[Outcome] = []
+    texts: list[str] = []
+    system: System | None = None
+    async with AsyncExitStack() as stack:
+        for number, fault in enumerate(faults):
+            problem = fault.missing()
+            if problem is not None:
+                outcomes.append(Outcome(fault.name, note=f"not tried: {problem}"))
+                continue
+            earlier = faults[number - 1] if number else None
+            if system is None or earlier is None or not _shares(earlier, fault):
+                await stack.aclose()
+                state_dir = folder / f"state-{number}"
+                surroundings = await stack.enter_async_context(fault.around(state_dir))
+                arguments = (*fault.arguments, *surroundings.arguments)
+                running = running_system(arguments, state_dir, fault.num_workers, surroundings.environment)
+                system = await stack.enter_async_context(running)
+            texts = texts or await reference_texts(system, load)
+            print(f"{fault.name} …", end=" ", flush=True, file=sys.stderr)
+            outcome = await try_fault(system, fault, load, surroundings.here, texts)
+            print(f"lost {outcome.lost}, changed {outcome.changed}. {outcome.note}", file=sys.stderr)
+            outcomes.append(outcome)
+            if fault.ends_system or outcome.leaked_blocks is None:
+                system = None
+    return outcomes
+
+
+def _shares(earlier: Fault, fault: Fault) -> bool:
+    same = earlier.arguments == fault.arguments and earlier.around is fault.around
+    return same and not earlier.ends_system
+
+
+def run_in_namespace(faults: Sequence[Fault], options: argparse.Namespace, folder: Path) -> list[Outcome]:
+    """Runs this program in a network namespace of its own for these faults."""
+    out = folder / "namespace.json"
+    names = [part for fault in faults for part in ("--exactly", fault.name)]
+    command = [sys.executable, "-m", "benchmarks.chaos", "--here", "--json", str(out), *names]
+    command += ["--unsalted"] if options.unsalted else []
+    inside = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    subprocess.run([*inside, *command], check=True, stdout=sys.stderr)
+    return read_json(out)
+
+
+def _chosen(options: argparse.Namespace) -> list[Fault]:
+    names = options.exactly or []
+    return [
+        fault
+        for fault in all_faults()
+        if (fault.name in names if names else not options.only or any(part in fault.name for part in options.only))
+    ]
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the names of the faults")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="faults whose names contain a part")
+    parser.add_argument("--exactly", action="append", metavar="NAME", help="the fault of this name; repeat it for more")
+    parser.add_argument("--unsalted", action="store_true", help="let prompts be found in caches")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser.add_argument("--json", type=Path, help="write the outcomes here")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # already in a namespace
+    options = parser.parse_args()
+    faults = _chosen(options)
+    if options.list:
+        print("\n".join(fault.name for fault in faults))
+        return
+    load = Load(salt="" if options.unsalted else "new")
+    with tempfile.TemporaryDirectory(prefix="halfmoon-chaos-") as name:
+        inside = [fault for fault in faults if fault.is_inside_namespace and not options.here and not fault.missing()]
+        plain = [fault for fault in faults if fault not in inside]
+        outcomes = asyncio.run(run_faults(plain, load, Path(name))) if plain else []
+        outcomes += run_in_namespace(inside, options, Path(name)) if inside else []
+    if options.json and options.json.exists():
+        outcomes = merged(read_json(options.json), outcomes, [fault.name for fault in all_faults()])
+    table = markdown(outcomes)
+    print(table)
+    if options.markdown:
+        options.markdown.write_text(table)
+    if options.json:
+        write_json(options.json, outcomes)
+
+
+if __name__ == "__main__":
+    main()
