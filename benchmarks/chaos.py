@@ -26,7 +26,11 @@ from benchmarks.chaos_parts.fault import Fault
 from benchmarks.chaos_parts.load import Load
 from benchmarks.chaos_parts.network_faults import network_faults
 from benchmarks.chaos_parts.outage_faults import outage_faults
+from benchmarks.chaos_parts.overload import overload, report
 from benchmarks.chaos_parts.process_faults import process_faults
+from benchmarks.chaos_parts.samples import trend_table, trends, write_csv
+from benchmarks.chaos_parts.soak import soak
+from benchmarks.chaos_parts.soak_plot import write_soak_plot
 from benchmarks.chaos_parts.system import System, running_system
 from benchmarks.chaos_parts.table import markdown, merged, read_json, write_json
 from benchmarks.chaos_parts.trial import Outcome, reference_texts, try_fault
@@ -108,17 +112,40 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--json", type=Path, help="write the outcomes here")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # already in a namespace
+    parser.add_argument("--overload", type=float, metavar="MINUTES", help="minutes of overload, instead of faults")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="minutes of a soak, instead of faults")
+    parser.add_argument("--csv", type=Path, help="write the soak's samples here")
+    parser.add_argument("--png", type=Path, help="draw the soak's curves here")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="halfmoon-chaos-") as name:
+        if options.overload:
+            print(report(asyncio.run(overload(options.overload, Path(name)))))
+        elif options.soak:
+            _soak(options, Path(name))
+        else:
+            _run(options, Path(name))
+
+
+def _soak(options: argparse.Namespace, folder: Path) -> None:
+    result = asyncio.run(soak(options.soak, folder))
+    if options.csv:
+        write_csv(options.csv, result.samples)
+    if options.png:
+        write_soak_plot(options.png, result.samples, f"{options.soak:g} minutes, {result.kills.total()} kills")
+    print("".join(f"{count:6} {what}\n" for what, count in sorted(result.ended.items())))
+    print(f"kills: {dict(result.kills)}\n\n{trend_table(trends(result.samples))}")
+
+
+def _run(options: argparse.Namespace, folder: Path) -> None:
     faults = _chosen(options)
     if options.list:
         print("\n".join(fault.name for fault in faults))
         return
     load = Load(salt="" if options.unsalted else "new")
-    with tempfile.TemporaryDirectory(prefix="halfmoon-chaos-") as name:
-        inside = [fault for fault in faults if fault.is_inside_namespace and not options.here and not fault.missing()]
-        plain = [fault for fault in faults if fault not in inside]
-        outcomes = asyncio.run(run_faults(plain, load, Path(name))) if plain else []
-        outcomes += run_in_namespace(inside, options, Path(name)) if inside else []
+    inside = [fault for fault in faults if fault.is_inside_namespace and not options.here and not fault.missing()]
+    plain = [fault for fault in faults if fault not in inside]
+    outcomes = asyncio.run(run_faults(plain, load, folder)) if plain else []
+    outcomes += run_in_namespace(inside, options, folder) if inside else []
     if options.json and options.json.exists():
         outcomes = merged(read_json(options.json), outcomes, [fault.name for fault in all_faults()])
     table = markdown(outcomes)
