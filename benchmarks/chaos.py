@@ -59,17 +59,21 @@ async def run_faults(faults: Sequence[Fault], load: Load, folder: Path) -> list[
             if problem is not None:
                 outcomes.append(Outcome(fault.name, note=f"not tried: {problem}"))
                 continue
-            earlier = faults[number - 1] if number else None
-            if system is None or earlier is None or not _shares(earlier, fault):
-                await stack.aclose()
-                state_dir = folder / f"state-{number}"
-                surroundings = await stack.enter_async_context(fault.around(state_dir))
-                arguments = (*fault.arguments, *surroundings.arguments)
-                running = running_system(arguments, state_dir, fault.num_workers, surroundings.environment)
-                system = await stack.enter_async_context(running)
-            texts = texts or await reference_texts(system, load)
-            print(f"{fault.name} …", end=" ", flush=True, file=sys.stderr)
-            outcome = await try_fault(system, fault, load, surroundings.here, texts)
+            try:
+                earlier = faults[number - 1] if number else None
+                if system is None or earlier is None or not _shares(earlier, fault):
+                    system = None
+                    await stack.aclose()
+                    state_dir = folder / f"state-{number}"
+                    surroundings = await stack.enter_async_context(fault.around(state_dir))
+                    arguments = (*fault.arguments, *surroundings.arguments)
+                    running = running_system(arguments, state_dir, fault.num_workers, surroundings.environment)
+                    system = await stack.enter_async_context(running)
+                texts = texts or await reference_texts(system, load)
+                print(f"{fault.name} …", end=" ", flush=True, file=sys.stderr)
+                outcome = await try_fault(system, fault, load, surroundings.here, texts)
+            except RuntimeError as error:
+                outcome = Outcome(fault.name, note=f"not tried: {error}")
             print(f"lost {outcome.lost}, changed {outcome.changed}. {outcome.note}", file=sys.stderr)
             outcomes.append(outcome)
             if fault.ends_system or outcome.leaked_blocks is None:

@@ -123,7 +123,8 @@ async def running_system(
     system = System(process, f"http://127.0.0.1:{port}", state_dir, num_workers)
     try:
         if not await system.until_whole(_START_S):
-            raise RuntimeError(f"halfmoon up did not start: see {state_dir.parent / (state_dir.name + '.up.log')}")
+            said = (state_dir.parent / f"{state_dir.name}.up.log").read_text().strip()
+            raise RuntimeError(f"halfmoon up did not start: {said[-200:]}")
         yield system
     finally:
         await system.close()
