@@ -83,6 +83,7 @@ PANELS: Mapping[str, Sequence[Flag]] = {
         Flag("--api-keys-file", "security.api_keys_file", "HALFMOON_API_KEYS_FILE"),
         Flag("--operator-token", "security.operator_token", "HALFMOON_OPERATOR_TOKEN"),
         Flag("--operator-token-file", "security.operator_token_file", "HALFMOON_OPERATOR_TOKEN_FILE"),
+        Flag("--tls-dir", "security.tls_dir"),
         Flag("--cluster-secret-file", "security.cluster_secret_file", "HALFMOON_CLUSTER_SECRET_FILE"),
     ),
     "Observability": (

@@ -36,7 +36,7 @@ def issue(
 
 @app.command("issue-all")
 def issue_all_to(directory: Annotated[Path, typer.Argument(help="Directory with a directory for each role.")]) -> None:
-    """Makes `root/cluster_secret` at the first call, and `ROLE/credential` in each role's directory, for containers."""
+    """Makes secret and authority in `root` at the first call, then each role's credential and certificate in ROLE."""
     _ran(lambda: issue_all(directory))
 
 

@@ -1,4 +1,4 @@
-"""Settings of access: API keys, the operator token and the cluster secret."""
+"""Settings of access: API keys, the operator token, the cluster secret and certificates."""
 
 from __future__ import annotations
 
@@ -63,4 +63,21 @@ class ClusterSecretConfig(Section):
     )
     cluster_secret_file: Path | None = Field(
         None, description="file that holds the cluster secret (HALFMOON_CLUSTER_SECRET_FILE)"
+    )
+
+
+class MutualTlsConfig(Section):
+    """Certificates by which the services of a cluster know each other. Services read them from their environment."""
+
+    tls_cert: Path | None = Field(
+        None,
+        description="a service's certificate for mutual TLS with other services, with its role in it "
+        "(HALFMOON_TLS_CERT); see `halfmoon certs`",
+    )
+    tls_key: Path | None = Field(None, description="private key of tls_cert (HALFMOON_TLS_KEY)")
+    tls_ca: Path | None = Field(None, description="authorities whose certificates a service trusts (HALFMOON_TLS_CA)")
+    tls_dir: Path | None = Field(
+        None,
+        description="directory of `halfmoon certs init`: `halfmoon up` issues its services certificates from there, "
+        "and they use mutual TLS; none: plain text on loopback, with the cluster secret",
     )

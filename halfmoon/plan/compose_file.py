@@ -65,6 +65,9 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
         "environment": {
             "HALFMOON_CONFIG": "/etc/halfmoon.yaml",
             "HALFMOON_CLUSTER_SECRET_FILE": "/run/halfmoon/credential",
+            "HALFMOON_TLS_CERT": "/run/halfmoon/tls.crt",
+            "HALFMOON_TLS_KEY": "/run/halfmoon/tls.key",
+            "HALFMOON_TLS_CA": "/run/halfmoon/ca.crt",
             f"HALFMOON_{image.upper()}_DEVICE": "${HALFMOON_DEVICE:-}",
         },
         "volumes": [

@@ -1,7 +1,7 @@
 """`halfmoon up`: starts, changes and stops the processes of the whole system on one host.
 
-Read in this order: run, service_specs, child, supervisor, restarts, log_files, reserved_ports, gpus, from_plan, fleet,
-stores, simulated, metrics_targets, service.
+Read in this order: run, service_specs, certificates, child, supervisor, restarts, log_files, reserved_ports, gpus,
+from_plan, fleet, stores, simulated, service.
 
 `config/` has an order of its own.
 """

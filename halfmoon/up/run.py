@@ -34,6 +34,7 @@ from halfmoon.rpc.credentials.sources import (
 from halfmoon.rpc.descriptors import raise_descriptor_limit
 from halfmoon.rpc.loopback import is_loopback
 from halfmoon.rpc.private_state import PRIVATE_UMASK, make_private
+from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.child import Child, ServiceSpec, children_ready
 from halfmoon.up.fleet import WorkerFleet
 from halfmoon.up.fleet_diff import WorkerChange
@@ -113,6 +114,7 @@ class _Started(NamedTuple):
     options: UpOptions
     model: PreparedModel
     secret: str
+    certificates: RoleCertificates
     cluster: str  # host:port of the gateways, separated by commas
     stores: Sequence[str]
     specs: Sequence[ServiceSpec]  # all but the gateways
@@ -126,6 +128,7 @@ async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, ba
             starting = group.create_task(_start(options, supervisor, terminal, bars, ports, fleet))
             group.create_task(supervisor.until_one_ends())
             started = await starting
+            group.create_task(started.certificates.renew(partial(_print_trouble, terminal)))
             if options.simulation is None:
                 group.create_task(_change_workers(started, fleet, supervisor, terminal))
 
@@ -141,17 +144,19 @@ async def _start(
     stores, planner = [ports.address() for _ in range(options.store.num_stores)], ports.address()
     is_generated = options.operator_token is None
     options = replace(options, operator_token=_operator_token(options))
-    secret = cluster_secret(options)
+    secret, certificates = cluster_secret(options), RoleCertificates(options.tls_dir, options.state_dir)
+    certificates.issue()
     options = replace(options, port=options.port or ports.port(options.host))
     numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
     listeners = ports.listening(options.host, options.port, options.num_gateways)
     specs = [gateway_spec(options, model, number, stores[0], ports.address(), listeners) for number in numbers]
-    ready = await children_ready([await supervisor.start(trusted(traced(spec, options), secret)) for spec in specs])
+    specs = [trusted(traced(spec, options), secret, certificates) for spec in specs]
+    ready = await children_ready([await supervisor.start(spec) for spec in specs])
     cluster = ",".join(event["address"] for event in ready)
     on_trouble = partial(_print_trouble, terminal)
     metrics = MetricsTargets(options.state_dir, options.metrics_port, ports, on_trouble)
     wanted = other_specs(options, model, cluster, stores, planner, fleet)
-    specs = [metrics.opened(trusted(traced(spec, options), secret)) for spec in wanted]
+    specs = [metrics.opened(trusted(traced(spec, options), secret, certificates)) for spec in wanted]
     others = [await supervisor.start(spec) for spec in specs]
     await children_ready([child for child in others if child.spec.announces])
     remember_stores(options.state_dir, stores, on_trouble)
@@ -164,16 +169,16 @@ async def _start(
     metrics.write(url, specs)
     bars.stop()
     _print_ready(options, terminal, url, model.name, others, is_generated)
-    return _Started(options, model, secret, cluster, stores, specs, metrics, url)
+    return _Started(options, model, secret, certificates, cluster, stores, specs, metrics, url)
 
 
 async def _change_workers(started: _Started, address: str, supervisor: Supervisor, terminal: Console) -> None:
     """Serves the planner's requests to change workers."""
-    options, model, secret, cluster, stores, specs, metrics, url = started
+    options, model, secret, certificates, cluster, stores, specs, metrics, url = started
 
     def made(planned: UpOptions, role: Role, index: int, start: WorkerStart, visible: Mapping[str, str]) -> WorkerSpec:
         spec = worker_spec(planned, model, cluster, stores, role, index, start, visible)
-        return metrics.opened(trusted(traced(spec, options), secret))
+        return metrics.opened(trusted(traced(spec, options), secret, certificates))
 
     def changed(change: asyncio.Task[WorkerChange]) -> None:
         metrics.write(url, (*others, *fleet.workers))

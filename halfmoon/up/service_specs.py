@@ -18,6 +18,7 @@ from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.credentials.sources import NO_SECRET, environment_of
 from halfmoon.rpc.telemetry.tracing import check_endpoint
+from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.child import ServiceSpec
 from halfmoon.up.gpus import VISIBLE_GPUS, GPUShares, visible_gpus, whole_gpus
 from halfmoon.up.log_files import LogLimits
@@ -82,6 +83,7 @@ class UpOptions:
     http_tls_key: Path | None = None
     operator_token: str | None = None  # None: generated if the host is not loopback
     cluster_secret: str | None = field(default=None, repr=False)
+    tls_dir: Path | None = None  # of an authority; None: no mutual TLS
     cluster_secret_file: Path | None = None  # with neither, the state directory has the secret
     api_keys: tuple[str, ...] = ()  # of gateways
     api_keys_file: Path | None = None
@@ -253,12 +255,13 @@ def traced(spec: Spec, options: UpOptions) -> Spec:
     return replace(spec, environment={**spec.environment, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": options.otlp_endpoint})
 
 
-def trusted(spec: Spec, secret: str) -> Spec:
-    """Returns the spec with the credential of its role, in place of whatever secret it would inherit."""
-    if spec.cluster_role is None:
-        return replace(spec, environment={**spec.environment, **NO_SECRET})
-    credential = credential_from(secret, spec.cluster_role)
-    return replace(spec, environment={**spec.environment, **environment_of(credential)})
+def trusted(spec: Spec, secret: str, certificates: RoleCertificates) -> Spec:
+    """Returns the spec with credential and certificate of its role, in place of what it would inherit."""
+    environment = {**spec.environment, **NO_SECRET}
+    if spec.cluster_role is not None:
+        environment |= environment_of(credential_from(secret, spec.cluster_role))
+        environment |= certificates.environment(spec.cluster_role)
+    return replace(spec, environment=environment)
 
 
 def variables(service: str, settings: ServiceSettings) -> dict[str, str]:

@@ -23,6 +23,8 @@ from halfmoon.up.restarts import DELAYS_S, RestartPolicy
 
 STOP_GRACE_S = 3.5  # from SIGTERM, or the end of the drain, to SIGKILL
 
+_DEFAULTS = {"GRPC_VERBOSITY": "ERROR"}  # gRPC writes a line for each failed handshake, and so for each stranger
+
 OnRestart = Callable[[str, float], None]
 
 
@@ -60,7 +62,7 @@ class Supervisor:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
             pass_fds=spec.descriptors,
-            env={**os.environ, SUPERVISED_ENV: "1", "PYTHONUNBUFFERED": "1", **spec.environment},
+            env={**_DEFAULTS, **os.environ, SUPERVISED_ENV: "1", "PYTHONUNBUFFERED": "1", **spec.environment},
         )
         child = Child(spec, process, self._logs.file(spec.name), self._on_event, is_expendable)
         self._children[asyncio.create_task(child.watch())] = child

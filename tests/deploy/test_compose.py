@@ -11,6 +11,7 @@ import yaml
 
 from halfmoon.rpc.credentials.issue import CREDENTIAL_FILE
 from halfmoon.rpc.credentials.sources import FILE_VARIABLE
+from halfmoon.rpc.tls.identity_files import TLS_VARIABLES, paths_in
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.metrics_targets import TARGETS_FILE
 from halfmoon.up.service import CONFIG_VARIABLE, SERVICES
@@ -21,6 +22,7 @@ from services.planner.settings import PlannerSettings
 from services.prefill.settings import PrefillSettings
 
 ROOT = Path(__file__).parents[2]
+MOUNTED = Path("/run/halfmoon")
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 SETTINGS: dict[str, Any] = {
     "gateway": GatewaySettings,
@@ -78,6 +80,7 @@ def test_compose_says_settings_that_there_are(name: str) -> None:
     variables = {one for one in service["environment"] if one.startswith("HALFMOON_")} - {
         CONFIG_VARIABLE,
         FILE_VARIABLE,
+        *TLS_VARIABLES,
     }
     assert {one.removeprefix(prefix).lower() for one in variables} <= fields.keys()
 
@@ -106,6 +109,7 @@ def test_each_role_gets_its_own_credential_and_no_other() -> None:
         mounted = [one for one in service["volumes"] if one.startswith("secret-")]
         assert mounted == [f"{made[f'/secrets/{ROLES[name]}']}:/run/halfmoon:ro"]
         assert service["environment"][FILE_VARIABLE] == f"/run/halfmoon/{CREDENTIAL_FILE}"
+        assert [service["environment"][variable] for variable in TLS_VARIABLES] == [*map(str, paths_in(MOUNTED))]
         assert service["depends_on"]["secret"] == {"condition": "service_completed_successfully"}
         assert f"/secrets/{ROLES[name]}" in _dockerfile()
 

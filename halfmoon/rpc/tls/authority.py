@@ -73,6 +73,11 @@ class Authority:
         return authority
 
     @classmethod
+    def kept(cls, directory: Path) -> Self:
+        """Reads the directory's authority, which is made at the first call. Raises InvalidRequest."""
+        return cls.open(directory) if (directory / CA_KEY).exists() else cls.create(directory)
+
+    @classmethod
     def open(cls, directory: Path) -> Self:
         """Reads an authority. Raises NotFound without one, InvalidRequest for files that cannot be used."""
         try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.config.section import Section
+from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape
 from halfmoon.up.config.system_config import SystemConfig, WorkerGroup
@@ -59,6 +60,7 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
         operator_token=config.security.operator_secret(),
         cluster_secret=config.security.cluster_secret,
         cluster_secret_file=config.security.cluster_secret_file,
+        tls_dir=_tls_dir(config),
         api_keys=config.security.api_key,
         api_keys_file=config.security.api_keys_file and config.security.api_keys_file.absolute(),
         console_key=config.security.console_key(),
@@ -151,6 +153,17 @@ def _simulation(config: SystemConfig, profile: str | None) -> SimulatedWorkers:
         simulated.median_tokens,
         simulated.processes,
     )
+
+
+def _tls_dir(config: SystemConfig) -> Path | None:
+    security = config.security
+    if security.tls_cert or security.tls_key or security.tls_ca:
+        raise InvalidRequest(
+            "tls_cert, tls_key and tls_ca are for services that are started one by one: `halfmoon up` issues "
+            "certificates itself: give it tls_dir, a directory of `halfmoon certs init`",
+            param="tls_cert",
+        )
+    return _absolute(security.tls_dir)
 
 
 def _absolute(path: Path | None) -> Path | None:

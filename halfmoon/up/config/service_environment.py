@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import ROLES, Role
-from halfmoon.rpc.credentials.sources import FILE_VARIABLE, SECRET_VARIABLE
 from halfmoon.up.config.options import service_settings, texts
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.service_specs import variables
 
 _PLACES = frozenset({"host", "port", "replicas"})  # the container sets them, not the file
 _CONSOLE = "HALFMOON_CONSOLE_"
-_SECRET = ("cluster_secret", "cluster_secret_file")  # variables without a service's name: all services have them
+# Variables without a service's name: all services have them. The container's own replace all of a group.
+_SECRET = ("cluster_secret", "cluster_secret_file")
+_TLS = ("tls_cert", "tls_key", "tls_ca")
+_OF_UP = ("tls_dir",)
 
 
 def service_environment(
@@ -33,7 +35,7 @@ def service_environment(
     if service == "gateway" and not environment.get(f"{prefix}MODEL_ALIAS"):
         model = environment.get(f"{prefix}MODEL") or config.model.path
         added[f"{prefix}MODEL_ALIAS"] = json.dumps([model, *config.model.alias])
-    return {name: text for name, text in added.items() if not environment.get(name)} | _secret(config, environment)
+    return {name: text for name, text in added.items() if not environment.get(name)} | _common(config, environment)
 
 
 def _settings(config: SystemConfig, service: str, arguments: Sequence[str]) -> dict[str, str]:
@@ -44,7 +46,7 @@ def _settings(config: SystemConfig, service: str, arguments: Sequence[str]) -> d
         config.observability, frozenset({"metrics_port", "log_bytes", "log_files"})
     )
     if service == "gateway":
-        keys = texts(config.security, frozenset(_SECRET))
+        keys = texts(config.security, frozenset({*_SECRET, *_TLS, *_OF_UP}))
         return (
             common | texts(config.gateway, _PLACES) | model | keys | ledger | {"handover_codec": config.handover_codec}
         )
@@ -80,8 +82,11 @@ def _console(config: SystemConfig) -> dict[str, str]:
     return {_CONSOLE + name: secret for name, secret in secrets.items()}
 
 
-def _secret(config: SystemConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    if environment.get(SECRET_VARIABLE) or environment.get(FILE_VARIABLE):
-        return {}
+def _common(config: SystemConfig, environment: Mapping[str, str]) -> dict[str, str]:
     written = texts(config.security)
-    return {f"HALFMOON_{name.upper()}": written[name] for name in _SECRET if name in written}
+    added: dict[str, str] = {}
+    for group in (_SECRET, _TLS):
+        variables = {f"HALFMOON_{name.upper()}": name for name in group}
+        if not any(environment.get(variable) for variable in variables):
+            added |= {variable: written[name] for variable, name in variables.items() if name in written}
+    return added

@@ -11,7 +11,7 @@ from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.planner import PlannerConfig
 from halfmoon.config.qos_classes import ClassConfig, ClassesConfig, check_classes
 from halfmoon.config.section import Section, Texts
-from halfmoon.config.security import ClusterSecretConfig, SecurityConfig
+from halfmoon.config.security import ClusterSecretConfig, MutualTlsConfig, SecurityConfig
 from halfmoon.config.simulation import SimulationConfig
 from halfmoon.config.state import StateConfig
 from halfmoon.config.stores import StoreConfig
@@ -112,7 +112,7 @@ class UpSimulationConfig(SimulationConfig):
     processes: int = Field(1, ge=1, le=256, description="processes that share the simulated workers")
 
 
-class UpSecurityConfig(SecurityConfig, ClusterSecretConfig):
+class UpSecurityConfig(SecurityConfig, ClusterSecretConfig, MutualTlsConfig):
     """Secrets of clients, operators and services."""
 
 

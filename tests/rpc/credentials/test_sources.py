@@ -18,6 +18,7 @@ from halfmoon.rpc.credentials.sources import (
     state_secret,
     write_secret,
 )
+from halfmoon.rpc.tls.identity_files import paths_in, read_identity
 
 SECRET = new_secret()
 
@@ -89,9 +90,12 @@ def test_each_role_with_a_directory_gets_its_credential(tmp_path: Path) -> None:
     issue_all(tmp_path)  # at the next start of the containers
     secret = (tmp_path / "root" / "cluster_secret").read_text()
     files = sorted(str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file())
-    assert files == ["root/cluster_secret", "store/credential", "worker/credential"]
+    certificate = ("ca.crt", "credential", "tls.crt", "tls.key")
+    of_roles = [f"{role}/{name}" for role in ("store", "worker") for name in certificate]
+    assert files == ["root/ca.crt", "root/ca.key", "root/cluster_secret", *of_roles]
     file = tmp_path / "worker" / "credential"
     assert file.stat().st_mode & 0o777 == 0o600
     assert own_credential("worker", {"HALFMOON_CLUSTER_SECRET_FILE": str(file)}) == credential_from(secret, "worker")
     with pytest.raises(InvalidRequest, match="that of a worker, and this is a store"):
         own_credential("store", {"HALFMOON_CLUSTER_SECRET_FILE": str(file)})
+    assert read_identity(paths_in(tmp_path / "store"), "store").ca == (tmp_path / "root/ca.crt").read_bytes()
