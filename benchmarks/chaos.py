@@ -51,7 +51,7 @@ def all_faults() -> list[Fault]:
 async def run_faults(faults: Sequence[Fault], load: Load, folder: Path) -> list[Outcome]:
     """Runs the faults in order; those with equal surroundings share a system until one ends it."""
     outcomes: list[Outcome] = []
-    texts: list[str] = []
+    texts: dict[bool, list[str]] = {}  # by whether workers are simulated
     system: System | None = None
     async with AsyncExitStack() as stack:
         for number, fault in enumerate(faults):
@@ -69,9 +69,11 @@ async def run_faults(faults: Sequence[Fault], load: Load, folder: Path) -> list[
                     arguments = (*fault.arguments, *surroundings.arguments)
                     running = running_system(arguments, state_dir, fault.num_workers, surroundings.environment)
                     system = await stack.enter_async_context(running)
-                texts = texts or await reference_texts(system, load)
+                is_simulated = "sim" in fault.arguments
+                if is_simulated not in texts:
+                    texts[is_simulated] = await reference_texts(system, load)
                 print(f"{fault.name} …", end=" ", flush=True, file=sys.stderr)
-                outcome = await try_fault(system, fault, load, surroundings.here, texts)
+                outcome = await try_fault(system, fault, load, surroundings.here, texts[is_simulated])
             except RuntimeError as error:
                 outcome = Outcome(fault.name, note=f"not tried: {error}")
             print(f"lost {outcome.lost}, changed {outcome.changed}. {outcome.note}", file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.chaos_parts.system import System
 
 WORKERS = ("--prefill", "2", "--decode", "2", "--dtype", "float32")
+SIMULATED = ("--engine", "sim", "--sim-profile", "llama2-70b-8xa800")
 
 
 @dataclass(slots=True)

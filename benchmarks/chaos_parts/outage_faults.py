@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_parts.fault import WORKERS, Fault, Surroundings
+from benchmarks.chaos_parts.fault import SIMULATED, WORKERS, Fault, Surroundings
 from benchmarks.chaos_parts.system import System
 from benchmarks.disconnects import disconnect, random_case
 
@@ -120,6 +120,7 @@ def outage_faults() -> list[Fault]:
             name="the wall clock steps by an hour, both ways",
             act=step_clock,
             around=fake_clock,
+            arguments=(*SIMULATED, "--prefill", "2", "--decode", "2"),  # libfaketime slows real engines tenfold
             missing=lambda: None if _FAKETIME else "libfaketime is not installed",
         ),
     ]
