@@ -92,23 +92,22 @@ def refuse_hopeless(text: str, encode: Callable[[str], Sized], context_tokens: i
     """Raises ContextLengthExceeded for a text that is far too long. One that passes may still be somewhat too long.
 
     A tokenizer works in one go, whether or not anybody still waits for it. So a text is counted in slices first, and
-    tokenized as a whole only if it may fit. Raises InvalidRequest for one that holds a run which takes too long.
+    tokenized as a whole only if it may fit, and has no run that takes too long.
     """
-    if len(text) <= max(context_tokens, _SLICE_CHARS):
-        _refuse_runs(text, param)
-        return
     if len(text) > context_tokens * _MAX_CHARS_PER_TOKEN:
         raise _exceeded(context_tokens, f"{len(text)} characters", param)
+    _refuse_runs(text, context_tokens, param)
+    if len(text) <= max(context_tokens, _SLICE_CHARS):
+        return
     num_tokens = 0
     for start in range(0, len(text), _SLICE_CHARS):
         num_tokens += len(encode(text[start : start + _SLICE_CHARS]))
         if num_tokens > context_tokens * _CLEARLY_TOO_MANY:
             raise _exceeded(context_tokens, f"more than {num_tokens // _CLEARLY_TOO_MANY}", param)
-    _refuse_runs(text, param)
 
 
-def _refuse_runs(text: str, param: str) -> None:
-    """Raises InvalidRequest for a very long run of letters, of white space or of signs.
+def _refuse_runs(text: str, context_tokens: int, param: str) -> None:
+    """Raises ContextLengthExceeded for a very long run of letters, of white space or of signs.
 
     Tokenizers take it for one word, whose tokens cost a microsecond and a hundred bytes a character, in one go.
     """
@@ -119,11 +118,8 @@ def _refuse_runs(text: str, param: str) -> None:
     ends = np.flatnonzero(kinds[1:] != kinds[:-1])
     longest = int(np.diff(ends, prepend=-1, append=len(kinds) - 1).max())
     if longest > _MAX_RUN_CHARS:
-        raise InvalidRequest(
-            f"{param}: a run of {longest} letters, spaces or signs is too long to be tokenized; at most "
-            f"{_MAX_RUN_CHARS} may follow each other",
-            param=param,
-        )
+        size = f"a run of {longest} letters, spaces or signs, of which at most {_MAX_RUN_CHARS} can be tokenized"
+        raise _exceeded(context_tokens, size, param)
 
 
 def _byte_kind(code: int) -> int:

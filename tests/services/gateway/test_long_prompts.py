@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.errors import InvalidRequest
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.openai.endpoint_bodies import generation_request_of, read_body
 from services.gateway.openai.prompts import refuse_hopeless
@@ -113,7 +112,7 @@ async def test_the_gateway_answers_while_a_long_prompt_is_tokenized(
 @pytest.mark.parametrize("text", [" " * 600_000, "a" * 600_000, "x " + "?" * 600_000, "\u00e4" * 600_000])
 def test_a_run_that_is_one_word_to_a_tokenizer_is_refused(text: str) -> None:
     tokenizer = CountingTokenizer()
-    with pytest.raises(InvalidRequest, match=r"prompt: a run of \d+ letters, spaces or signs is too long"):
+    with pytest.raises(ContextLengthExceeded, match=r"the prompt has a run of \d+ letters, spaces or signs"):
         refuse_hopeless(text, tokenizer.encode, 1_000_000_000, "prompt")
     assert tokenizer.lengths == []
 
