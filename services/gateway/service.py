@@ -228,6 +228,8 @@ async def _listen(runner: web.AppRunner, settings: GatewaySettings, tls: ssl.SSL
     sites: list[web.BaseSite]
     if settings.http_descriptors:
         inherited = [socket.socket(fileno=descriptor) for descriptor in settings.http_descriptors]
+        for listener in inherited:
+            listener.set_inheritable(False)  # to the processes that check constraints
         sites = [web.SockSite(runner, listener, backlog=_BACKLOG, ssl_context=tls) for listener in inherited]
     else:
         shares, host, port = settings.reuse_port, settings.host, settings.port

@@ -29,6 +29,7 @@ class SiblingBacklog:
         self._listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         for listener in self._listeners:
             listener.setblocking(False)
+            listener.set_inheritable(False)
 
     async def accept(self) -> None:
         """Accepts as long as it runs."""
