@@ -23,7 +23,8 @@ from halfmoon.up.stores import known_stores
 app = typer.Typer(no_args_is_help=True, help="Inspects a running KV store, and changes what it holds.")
 
 _ID_BYTES = 24  # 8 of the tenant's tag, 16 of the key
-_COLUMNS = 120
+_COLUMNS = 140
+_MOST_TENANTS = 50
 _DEADLINE_S = 30.0
 _VERIFY_DEADLINE_S = 24 * 3600.0  # verify reads every block
 
@@ -75,6 +76,14 @@ def stats(address: Address = None, state_dir: StateDir = _STATE_DIR) -> None:
         f"expired {response.num_expired_total}, arriving {_size(response.reserved_bytes)}"
     )
 
+    if any(account.tenant for account in response.tenants):
+        tenants = Table("tenant", "blocks", "used", "quota", "evicted by quota", box=None)
+        for account in response.tenants[:_MOST_TENANTS]:
+            quota = _size(account.quota_bytes) if account.quota_bytes else ""
+            held = (str(account.num_blocks), _size(account.used_bytes), quota, str(account.num_evicted_total))
+            tenants.add_row(account.tenant or "(shared)", *held)
+        console.print(tenants)
+
 
 @app.command()
 def ls(
@@ -82,17 +91,22 @@ def ls(
     state_dir: StateDir = _STATE_DIR,
     tier: Tiers = None,
     limit: Annotated[int, typer.Option(min=1, help="Most blocks to list.", rich_help_panel="Blocks")] = 50,
+    tenant: Annotated[
+        str | None, typer.Option(help="Only this tenant's blocks; '' is what is shared.", rich_help_panel="Blocks")
+    ] = None,
     after: Annotated[str, typer.Option(help="Lists the blocks after this id.", rich_help_panel="Blocks")] = "",
 ) -> None:
     """Lists blocks by id: the tenant's tag, then the key."""
-    request = kvstore_pb2.ListRequest(limit=limit, after=_id(after) if after else b"", tiers=_tiers(tier))
-    table = Table("id", "depth", "tiers", "bytes", "uses", "pinned", "expires", box=None)
+    request = kvstore_pb2.ListRequest(
+        limit=limit, after=_id(after) if after else b"", tiers=_tiers(tier), tenant=tenant
+    )
+    table = Table("id", "depth", "tiers", "bytes", "uses", "pinned", "expires", "tenant", box=None)
     for block in _ask(_store(address, state_dir), _admin("List"), request).blocks:
         expires = datetime.fromtimestamp(block.expires_at_s).isoformat(" ", "seconds") if block.expires_at_s else ""
         where = " ".join(_name(place) for place in block.tiers)
         table.add_row(
             block.id.hex(), str(block.depth), where, _size(block.used_bytes), str(block.num_uses),
-            "yes" if block.pinned else "", expires,
+            "yes" if block.pinned else "", expires, block.tenant,
         )  # fmt: skip
     _console().print(table)
 

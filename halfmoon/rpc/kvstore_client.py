@@ -19,6 +19,7 @@ from halfmoon.errors import DataLoss, InvalidRequest, Unavailable
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
+from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from halfmoon.rpc.block_streams import get_blocks, put_blocks, whole_blocks
 from halfmoon.rpc.chain import Chain, Stored
@@ -99,14 +100,17 @@ class KVStoreClient:
         request = kvstore_pb2.PrefetchRequest(keys=keys, tenant_salt=self._salt)
         return int((await self._peer.call(self._stub.Prefetch, request, deadline_s=deadline_s)).num_coming)
 
-    async def replicate(self, source: str, keys: Sequence[bytes], layout: KVLayout, *, deadline_s: float) -> int:
+    async def replicate(
+        self, source: str, keys: Sequence[bytes], layout: KVLayout, owner: KVOwner = SHARED, *, deadline_s: float
+    ) -> int:
         """Makes this store copy a prompt's blocks from `source` in the background; returns how many it lacks.
 
         Raises NoCapacity if it already has enough to copy.
         """
         request = kvstore_pb2.ReplicateRequest(
-            source=source, keys=keys, tenant_salt=self._salt, layout=layout_message(layout)
-        )
+            source=source, keys=keys, tenant_salt=self._salt, layout=layout_message(layout),
+            tenant=owner.tenant, tenant_quota_bytes=owner.quota_bytes,
+        )  # fmt: skip
         return int((await self._peer.call(self._stub.Replicate, request, deadline_s=deadline_s)).num_coming)
 
     async def stats(self, *, deadline_s: float) -> kvstore_pb2.StatsResponse:

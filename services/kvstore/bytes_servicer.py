@@ -18,6 +18,7 @@ from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
 from halfmoon.kv.kv_layout import KVLayout, Shard
 from halfmoon.kv.negotiation import decode_open
+from halfmoon.kv.owner import KVOwner
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.transfer import KVIntake, next_message, parse_body, raw_service
@@ -124,11 +125,12 @@ class _Reception:
         self._token_start = effect.range.token_start
         if effect.range != _whole_blocks(self._layout, self._token_start, len(opened.keys)):
             raise InvalidRequest(f"stored blocks are whole: all layers, heads and tokens, not {effect.range}")
+        owner = KVOwner(opened.tenant, opened.tenant_quota_bytes)
         metas = run_metas(
             opened.keys, opened.parent, self._token_start // block_tokens, opened.tenant_salt, self._layout,
-            opened.recompute_s,
+            opened.recompute_s, owner,
         )  # fmt: skip
-        run = Run(metas, opened.ttl_s)
+        run = Run(metas, opened.ttl_s, owner)
         arrival = await self._stack.enter_async_context(self._arrivals.expecting(run))
         arrival.check_whole()
         self._drafts = arrival.drafts

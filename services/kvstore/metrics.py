@@ -14,6 +14,8 @@ from services.kvstore.pool import Pool
 from services.kvstore.servicer import stats_message
 
 _PREFIX = "halfmoon_kvstore_"
+_NUM_TENANTS = 20  # with series of their own
+_OTHER_TENANTS = "(others)"  # not an id of a tenant
 _COUNTERS = {
     "misses": "Reads that no tier could serve",
     "stored": "Blocks stored",
@@ -61,6 +63,7 @@ class KVStoreMetrics(Collector):
             for tier in stats.tiers:
                 gauge.add_metric([_name(tier)], getattr(tier, name))
             yield gauge
+        yield from _tenants(stats)
         works = GaugeMetricFamily(
             f"{_PREFIX}works", "1 while the tier is used and written, 0 in trouble", labels=["tier"]
         )
@@ -72,6 +75,19 @@ class KVStoreMetrics(Collector):
             for tier in stats.tiers:
                 counter.add_metric([_name(tier)], getattr(tier, f"num_{name}_total"))
             yield counter
+
+
+def _tenants(stats: kvstore_pb2.StatsResponse) -> Iterator[Metric]:
+    """What the largest tenants hold; the others are one series, so that keys can come and go."""
+    held = GaugeMetricFamily(f"{_PREFIX}tenant_bytes", "Bytes of a tenant's blocks, each once", labels=["tenant"])
+    quota = GaugeMetricFamily(f"{_PREFIX}tenant_quota_bytes", "Most of them; 0 without a limit", labels=["tenant"])
+    for account in stats.tenants[:_NUM_TENANTS]:
+        held.add_metric([account.tenant], account.used_bytes)
+        quota.add_metric([account.tenant], account.quota_bytes)
+    if rest := stats.tenants[_NUM_TENANTS:]:
+        held.add_metric([_OTHER_TENANTS], sum(account.used_bytes for account in rest))
+    yield held
+    yield quota
 
 
 def _name(tier: kvstore_pb2.TierStats) -> str:

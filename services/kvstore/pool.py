@@ -11,10 +11,11 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NotFound
+from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NoCapacity, NotFound
+from halfmoon.kv.owner import KVOwner
 from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.catalog.catalog import Catalog
@@ -144,15 +145,22 @@ class Pool:
             self._write_behind.enqueue(meta)
         return True
 
+    def set_quota(self, owner: KVOwner) -> None:
+        """Learns the quota of a tenant whose blocks are offered; what is above it goes, as far as nobody uses it."""
+        self.catalog.tenants.set_quota(owner)
+        while self.catalog.tenants.is_over(owner.tenant) and self.catalog.evict_of_tenant(owner.tenant):
+            continue
+
     def reserve(self, meta: BlockMeta, ttl_s: float = 0.0, after: Draft | None = None) -> Draft:
         """Reserves room for an arriving block that follows the draft `after`, if any. `ttl_s` 0 means the store's own.
 
-        Raises Incompatible if the block is here in another layout, and whatever `DramTier.reserve` raises.
+        Raises Incompatible if the block is here in another layout, NoCapacity if its tenant has reached its quota with
+        blocks that are in use, and whatever `DramTier.reserve` raises.
         """
         self._check_layout(meta)
+        self._make_room_of(meta)
         expires_at_s = self._now_s() + (ttl_s or self.options.ttl_s)
-        known = BlockMeta(meta.id, meta.parent, meta.depth, meta.layout, meta.recompute_s, expires_at_s)
-        return self.dram.reserve(known, after)
+        return self.dram.reserve(replace(meta, expires_at_s=expires_at_s), after)
 
     async def commit(self, draft: Draft, known_digest: int | None = None) -> None:
         """Makes a fully written block visible and queues its copies to slower tiers.
@@ -230,6 +238,22 @@ class Pool:
     def num_waiting(self, tier: Tier) -> int:
         """Number of blocks waiting to be copied to the tier."""
         return self._write_behind.num_waiting(tier)
+
+    def _make_room_of(self, meta: BlockMeta) -> None:
+        """Lets blocks of the same tenant go until one more is within its quota. Raises NoCapacity."""
+        assert meta.layout is not None
+        tenant = meta.tenant
+        num_bytes = self.dram.reserved_bytes_of(tenant) + meta.layout.block_bytes
+        before = meta.parent if meta.parent is not None and meta.parent in self.catalog else None
+        if before is not None:
+            self.catalog.hold(before)
+        try:
+            while self.catalog.tenants.excess_bytes(tenant, num_bytes):
+                if not self.catalog.evict_of_tenant(tenant):
+                    raise NoCapacity(f"the tenant {tenant!r} has reached its quota of KV with blocks that are in use")
+        finally:
+            if before is not None:
+                self.catalog.release(before)
 
     def _check_layout(self, meta: BlockMeta) -> None:
         entry = self.catalog.get(meta.id)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import islice
 from typing import TypeVar
 
 import grpc
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.kv.owner import KVOwner
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.catalog.entry import Tier
@@ -20,6 +22,7 @@ from services.kvstore.wire import TIERS, checked_ids, info_message, named_layout
 
 _PART = 4096  # blocks or events in one message, about 200 KB
 _DEFAULT_LIMIT = 1000
+_MAX_TENANTS = 1000  # in a message of statistics
 
 _KINDS: dict[EventKind, kvstore_pb2.BlockEvent.Kind.ValueType] = {
     "stored": kvstore_pb2.BlockEvent.STORED,
@@ -63,7 +66,8 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
         if not request.source:
             raise InvalidRequest("the source is missing: host:port of a store", param="source")
         layout = named_layout(request.layout)
-        num_coming = self._replicator.request(request.source, request.keys, request.tenant_salt, layout)
+        owner = KVOwner(request.tenant, request.tenant_quota_bytes)
+        num_coming = self._replicator.request(request.source, request.keys, request.tenant_salt, layout, owner)
         return kvstore_pb2.ReplicateResponse(num_coming=num_coming)
 
     async def Borrow(
@@ -111,6 +115,8 @@ class KVStoreAdminServicer(kvstore_pb2_grpc.KVStoreAdminServicer):
         """See kvstore.proto."""
         tiers = tiers_from(request.tiers) or set(Tier)
         entries = [entry for entry in self._pool.catalog if entry.meta.id > request.after and tiers & set(entry.tiers)]
+        if request.HasField("tenant"):
+            entries = [entry for entry in entries if entry.meta.tenant == request.tenant]
         entries.sort(key=lambda entry: entry.meta.id)
         limit = request.limit or _DEFAULT_LIMIT
         return kvstore_pb2.ListResponse(blocks=[info_message(entry) for entry in entries[:limit]])
@@ -177,6 +183,16 @@ def stats_message(pool: Pool) -> kvstore_pb2.StatsResponse:
         num_expired_total=counts.num_expired,
         sequence=pool.events.sequence,
         tiers=tiers,
+        tenants=[
+            kvstore_pb2.TenantStats(
+                tenant=account.tenant,
+                num_blocks=account.num_blocks,
+                used_bytes=account.used_bytes,
+                quota_bytes=account.quota_bytes,
+                num_evicted_total=account.num_evicted,
+            )
+            for account in islice(catalog.tenants, _MAX_TENANTS)
+        ],
     )
 
 

@@ -59,5 +59,6 @@ def info_message(entry: Entry) -> kvstore_pb2.BlockInfo:
         pinned=entry.pinned,
         expires_at_s=0.0 if meta.expires_at_s == math.inf else meta.expires_at_s,
         num_uses=entry.usage.num_uses,
+        tenant=meta.tenant,
         layout=None if meta.layout is None else layout_message(meta.layout),
     )

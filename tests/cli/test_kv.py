@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from halfmoon.cli.app import app
+from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.up.stores import remember_stores
@@ -42,7 +43,8 @@ def fill(address: str) -> None:
     async def filling() -> None:
         it = KVStoreClient(address)
         for depth in range(3):
-            chain = Chain(key(depth - 1) if depth else b"", depth)
+            owner = KVOwner("acme", 1 << 20) if depth == 2 else SHARED
+            chain = Chain(key(depth - 1) if depth else b"", depth, owner=owner)
             await it.put(key(depth), LAYOUT, content(key(depth)), chain, deadline_s=20)
         await it.close()
 
@@ -59,6 +61,13 @@ def test_an_operators_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert stats.exit_code == 0
         assert "dram" in stats.output
         assert "stored 3, missed 0" in stats.output
+        assert [line.split() for line in stats.output.splitlines() if "acme" in line] == [
+            ["acme", "1", "2.2", "KiB", "1.0", "MiB", "0"]
+        ]
+        acmes = run.invoke(app, ["kv", "ls", "--tenant", "acme"]).output
+        assert [block.hex() in acmes for block in IDS] == [False, False, True]
+        shared = run.invoke(app, ["kv", "ls", "--tenant", ""]).output
+        assert [block.hex() in shared for block in IDS] == [True, True, False]
         listed = run.invoke(app, ["kv", "ls", "--limit", "2", "--tier", "dram"])
         assert [block.hex() in listed.output for block in IDS] == [True, True, False]
         assert IDS[2].hex() in run.invoke(app, ["kv", "ls", "--after", IDS[1].hex()]).output

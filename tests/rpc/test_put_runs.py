@@ -9,6 +9,7 @@ import pytest
 
 from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, InvalidRequest, NoCapacity, NotFound
 from halfmoon.kv.kv_layout import KVBytes
+from halfmoon.kv.owner import KVOwner
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from halfmoon.rpc import outbox
 from halfmoon.rpc.block_streams import whole_blocks
@@ -172,3 +173,34 @@ async def test_what_cannot_be_taken_is_refused(
             await peer.call(stub.Take, request, deadline_s=LIMIT_S)
         assert type(caught.value) is error
         assert store.pool.dram.reserved_bytes == 0
+
+
+@either_way
+async def test_a_run_is_charged_to_its_tenant_and_ends_at_its_quota(settings: LinkSettings) -> None:
+    owner = KVOwner("acme", 4 * LAYOUT.block_bytes)
+    async with served() as (store, address), client(address, settings=settings) as it:
+        cells = [content(one) for one in KEYS]
+        stored = await it.put_run(KEYS, LAYOUT, cells, Chain(owner=owner), deadline_s=LIMIT_S)
+        assert stored.num_held == stored.num_new >= 2
+        if stored.num_held < 4:  # a stream that was refused was repeated with half of it
+            more = Chain(KEYS[stored.num_held - 1], stored.num_held, owner=owner)
+            rest = slice(stored.num_held, 4)
+            await it.put_run(KEYS[rest], LAYOUT, cells[rest], more, deadline_s=LIMIT_S)
+        with pytest.raises(NoCapacity, match="quota"):
+            await it.put_run(KEYS[4:], LAYOUT, cells[4:], Chain(KEYS[3], 4, owner=owner), deadline_s=LIMIT_S)
+        stats = await it.stats(deadline_s=LIMIT_S)
+        [account] = stats.tenants
+        assert (account.tenant, account.num_blocks, account.quota_bytes) == ("acme", 4, owner.quota_bytes)
+        assert len(store.pool.match(IDS)) == 4
+
+
+@either_way
+async def test_bytes_that_are_here_are_not_replaced(settings: LinkSettings) -> None:
+    async with served() as (store, address), client(address, settings=settings) as it:
+        await put(it, KEYS[:3])
+        forged = [bytes(LAYOUT.block_bytes)] * 3
+        stored = await it.put_run(KEYS[:3], LAYOUT, forged, Chain(owner=KVOwner("mallory")), deadline_s=LIMIT_S)
+        assert stored.num_new == 0
+        got = [bytes(cells) async for cells in it.get_run(KEYS[:3], LAYOUT, deadline_s=LIMIT_S)]
+        assert got == [content(one) for one in KEYS[:3]]
+        assert {entry.meta.tenant for entry in store.pool.catalog} == {""}

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.policy.view.worker_view import WorkerView
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.kvstore_client import KVStoreClient
@@ -39,6 +40,7 @@ class PromptBlocks:
     keys: Sequence[bytes]
     layout: KVLayout
     tenant_salt: bytes = b""
+    owner: KVOwner = SHARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,9 @@ class StoreCopies:
             blocks = copy.blocks
             client = KVStoreClient(copy.target, blocks.tenant_salt, credential=self._credential)
             try:
-                num_coming = await client.replicate(copy.source, blocks.keys, blocks.layout, deadline_s=_DEADLINE_S)
+                num_coming = await client.replicate(
+                    copy.source, blocks.keys, blocks.layout, blocks.owner, deadline_s=_DEADLINE_S
+                )
             except HalfmoonError as error:
                 self.num_copies["failed"] += 1
                 log.info("store_copy.failed", extra={"target": copy.target, "reason": error.message})

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.owner import KVOwner
 from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec
 from halfmoon.policy.admission.degradation import Admitted
 from halfmoon.policy.admission.qos_classes import QosClass
@@ -173,7 +174,9 @@ class RequestRouting:
         self._admit(admitted)
         self._admission.enter(self._name, self._membership.view(), admitted, request.num_prompt_tokens, now_s)
         if self._keys is not None:
-            blocks = PromptBlocks(self._block_keys, self._keys[0], self.output.tenant_salt)
+            tenant = self.output.tenant
+            owner = KVOwner(tenant.name, tenant.kv_bytes or 0)
+            blocks = PromptBlocks(self._block_keys, self._keys[0], self.output.tenant_salt, owner)
             self._context.copies.consider(placement.prefill, request.cached_blocks, blocks, now_s)
         return placement
 

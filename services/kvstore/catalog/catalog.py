@@ -15,8 +15,10 @@ from dataclasses import replace
 from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.catalog.entry import Change, Entry, Holding, Tier
 from services.kvstore.catalog.eviction import EvictionPolicy, Usage
-from services.kvstore.catalog.eviction_queue import Evaluation, EvictionQueue
+from services.kvstore.catalog.eviction_queue import Evaluation
+from services.kvstore.catalog.fair_queue import FairQueue
 from services.kvstore.catalog.known_costs import KnownCosts
+from services.kvstore.catalog.tenant_accounts import TenantAccounts
 
 _RETRY_S = 1.0  # delay until an expired block that others need is checked again
 
@@ -28,7 +30,8 @@ class Catalog:
         self, policies: Mapping[Tier, EvictionPolicy], on_change: Callable[[Change], None] = lambda change: None
     ) -> None:
         self._policies = policies
-        self._queues = {tier: EvictionQueue() for tier in policies}
+        self._queues = {tier: FairQueue() for tier in policies}
+        self.tenants = TenantAccounts()
         self._entries: dict[bytes, Entry] = {}
         self._used_bytes = dict.fromkeys(policies, 0)
         self._num_held = dict.fromkeys(policies, 0)
@@ -110,12 +113,13 @@ class Catalog:
                 self._entries[meta.parent].children.add(meta.id)
         self._learn(entry, meta, first)
         if tier in entry.tiers:
-            self._used_bytes[tier] -= entry.tiers[tier].num_bytes
+            self._charge(entry, tier, -entry.tiers[tier].num_bytes)
         else:
             self._num_held[tier] += 1
             self._count_child(entry, tier, 1)
-        self._used_bytes[tier] += num_bytes
+        self._charge(entry, tier, num_bytes)
         entry.tiers[tier] = Holding(num_bytes, ())
+        self.tenants.charge(entry)
         self._touch(entry)
         self._offer(entry, tier)
         self._on_change(Change(entry.meta, tier, True, tuple(entry.tiers), first=first))
@@ -133,15 +137,32 @@ class Catalog:
             self._touch(entry)
 
     def pop_victim(self, tier: Tier) -> bytes | None:
-        """Removes and returns the block that the tier's policy ranks lowest; None if none may be evicted."""
+        """Removes and returns the block that the tier's policy ranks lowest; None if none may be evicted.
+
+        Of several tenants' blocks see `fair_queue`.
+        """
         queue = self._queues[tier]
-        block = queue.pop(lambda candidate: self._evaluate(candidate, tier))
+        block = queue.pop(
+            lambda tenant, candidate: self._evaluate(candidate, tier, tenant),
+            lambda candidate: self._num_uses - self._entries[candidate].usage.last_used,
+            self.tenants.is_over,
+        )
         if block is not None:
             entry = self._entries[block]
             self._policies[tier].evicted(entry.tiers[tier].rank)
             self._leave(entry, tier, evicted=True)
         queue.prune(lambda candidate: self.is_in(candidate, tier), self._num_held[tier])
         return block
+
+    def evict_of_tenant(self, tenant: str) -> bool:
+        """Drops the tenant's longest unused block that no other follows, from every tier; False if there is none."""
+        block = self.tenants.pop_oldest(tenant, lambda candidate: self._evaluate_own(candidate, tenant))
+        if block is not None:
+            entry = self._entries[block]
+            for tier in sorted(entry.tiers):
+                self._leave(entry, tier, evicted=True)
+        self.tenants.prune(tenant, lambda candidate: candidate in self._entries)
+        return block is not None
 
     def lose(self, block: bytes, tier: Tier) -> None:
         """Removes the tier's copy, which is damaged or missing, and the blocks that depended on it alone."""
@@ -205,23 +226,50 @@ class Catalog:
         """Merges what a later copy of a block knows better than an earlier one."""
         if first or not entry.meta.recompute_s:
             self._costs.note(meta)
+        tenant = entry.meta.tenant
         entry.meta = replace(
             meta,
             parent=entry.meta.parent,
             layout=meta.layout or entry.meta.layout,
             recompute_s=meta.recompute_s or entry.meta.recompute_s,
+            tenant=tenant or meta.tenant,
         )
+        if entry.meta.tenant != tenant:
+            self._reassign(entry, tenant)
         entry.usage.recompute_s, entry.usage.num_tokens = self._costs.recompute_s(entry.meta), entry.meta.num_tokens
         if meta.expires_at_s < math.inf:
             heapq.heappush(self._expiries, (meta.expires_at_s, meta.id))
 
+    def _reassign(self, entry: Entry, tenant: str) -> None:
+        """Moves a block from `tenant` to its own, which a listing of the cold tier could not tell."""
+        for tier, holding in entry.tiers.items():
+            self._queues[tier].charge(tenant, -holding.num_bytes)
+            self._queues[tier].charge(entry.meta.tenant, holding.num_bytes)
+        self.tenants.move(entry, tenant)
+        self.tenants.charge(entry)
+        for tier in entry.tiers:
+            self._offer(entry, tier)
+
+    def _charge(self, entry: Entry, tier: Tier, num_bytes: int) -> None:
+        self._used_bytes[tier] += num_bytes
+        self._queues[tier].charge(entry.meta.tenant, num_bytes)
+
     def _offer(self, entry: Entry, tier: Tier) -> None:
         if not entry.num_children_in[tier] and not entry.pinned:
-            self._queues[tier].offer(entry.meta.id, entry.tiers[tier].rank)
+            self._queues[tier].offer(entry.meta.tenant, entry.meta.id, entry.tiers[tier].rank)
+            self.tenants.offer(entry)
 
-    def _evaluate(self, block: bytes, tier: Tier) -> Evaluation:
+    def _evaluate_own(self, block: bytes, tenant: str) -> Evaluation:
+        entry = self._entries.get(block)
+        if entry is None or entry.meta.tenant != tenant or entry.children or entry.pinned:
+            return "kept"
+        return "blocked" if entry.num_holds else (entry.usage.last_used,)
+
+    def _evaluate(self, block: bytes, tier: Tier, tenant: str) -> Evaluation:
         entry = self._entries.get(block)
         if entry is None or tier not in entry.tiers or entry.num_children_in[tier] or entry.pinned:
+            return "kept"
+        if entry.meta.tenant != tenant:
             return "kept"
         return "blocked" if entry.num_holds or self._supports_alone(entry, tier) else entry.tiers[tier].rank
 
@@ -237,14 +285,17 @@ class Catalog:
 
     def _leave(self, entry: Entry, tier: Tier, evicted: bool = False) -> None:
         holding = entry.tiers.pop(tier)
-        self._used_bytes[tier] -= holding.num_bytes
+        self._charge(entry, tier, -holding.num_bytes)
+        self.tenants.charge(entry)
         self._num_held[tier] -= 1
         self._count_child(entry, tier, -1)
         if not entry.tiers:
             assert not entry.children, "a block without its predecessor"
             del self._entries[entry.meta.id]
             if entry.meta.parent is not None:
-                self._entries[entry.meta.parent].children.discard(entry.meta.id)
+                parent = self._entries[entry.meta.parent]
+                parent.children.discard(entry.meta.id)
+                self.tenants.offer(parent)
         self._on_change(Change(entry.meta, tier, False, tuple(entry.tiers), evicted=evicted))
 
     def _count_child(self, entry: Entry, tier: Tier, by: int) -> None:
@@ -270,6 +321,12 @@ class Catalog:
             held = [entry for entry in self._entries.values() if tier in entry.tiers]
             assert self._num_held[tier] == len(held)
             assert self._used_bytes[tier] == sum(entry.tiers[tier].num_bytes for entry in held)
+            for tenant in {entry.meta.tenant for entry in held}:
+                own = [entry.tiers[tier].num_bytes for entry in held if entry.meta.tenant == tenant]
+                assert self._queues[tier].used_bytes(tenant) == sum(own)
+        for account in self.tenants:
+            own = [_largest(entry) for entry in self._entries.values() if entry.meta.tenant == account.tenant]
+            assert (account.num_blocks, account.used_bytes) == (len(own), sum(own))
         for block, entry in self._entries.items():
             assert entry.tiers
             assert all(self._entries[child].meta.parent == block for child in entry.children)
@@ -282,3 +339,7 @@ class Catalog:
 
 def _count(entries: Mapping[bytes, Entry], children: Iterable[bytes], tier: Tier) -> int:
     return sum(tier in entries[child].tiers for child in children)
+
+
+def _largest(entry: Entry) -> int:
+    return max(holding.num_bytes for holding in entry.tiers.values())

@@ -59,6 +59,7 @@ class Entry:
     num_children_in: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     pinned: bool = False
     num_holds: int = 0
+    charged_bytes: int = 0  # to its tenant: its largest copy
 
     @property
     def fastest(self) -> Tier:

@@ -48,6 +48,15 @@ class EvictionQueue:
             heapq.heappush(self._heap, entry)
         return victim
 
+    def lowest(self, evaluate: Callable[[bytes], Evaluation]) -> bytes | None:
+        """The block that `pop` would return; it stays."""
+        block = self.pop(evaluate)
+        if block is not None:
+            rank = evaluate(block)
+            assert isinstance(rank, tuple)
+            self.offer(block, rank)
+        return block
+
     def prune(self, is_held: Callable[[bytes], bool], num_held: int) -> None:
         """Forgets entries of blocks that left in another way, once they are most of the heap."""
         if len(self._heap) > 2 * num_held + 64:

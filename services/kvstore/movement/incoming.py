@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from halfmoon.errors import AlreadyHere, HalfmoonError, InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.owner import SHARED, KVOwner
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.dram import Draft
@@ -22,6 +23,7 @@ class Run:
 
     metas: Sequence[BlockMeta]
     ttl_s: float  # 0 means the store's own
+    owner: KVOwner = SHARED
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.metas) <= MAX_BLOCKS:
@@ -33,13 +35,19 @@ class Run:
 
 
 def run_metas(
-    keys: Sequence[bytes], parent: bytes, depth: int, salt: bytes, layout: KVLayout, recompute_s: float
+    keys: Sequence[bytes],
+    parent: bytes,
+    depth: int,
+    salt: bytes,
+    layout: KVLayout,
+    recompute_s: float,
+    owner: KVOwner = SHARED,
 ) -> list[BlockMeta]:
     """Metadata of blocks that follow `parent` (a key, empty for none). Raises InvalidRequest for an invalid key."""
     before = block_id(parent, salt) if parent else None
     metas = []
     for index, key in enumerate(keys):
-        metas.append(BlockMeta(block_id(key, salt), before, depth + index, layout, recompute_s))
+        metas.append(BlockMeta(block_id(key, salt), before, depth + index, layout, recompute_s, tenant=owner.tenant))
         before = metas[-1].id
     return metas
 
@@ -97,6 +105,7 @@ class Arrivals:
 
     def _reserve(self, run: Run) -> Arrival:
         metas = list(run.metas)
+        self._pool.set_quota(run.owner)
         num_here = next((n for n, meta in enumerate(metas) if not self._pool.take_over(meta)), len(metas))
         drafts: list[Draft] = []
         for meta in metas[num_here:]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from halfmoon.errors import HalfmoonError, NoCapacity
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
+from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
@@ -33,6 +34,7 @@ class _Replication:
     keys: Sequence[bytes]
     salt: bytes
     layout: KVLayout
+    owner: KVOwner
 
 
 class Replicator:
@@ -43,9 +45,11 @@ class Replicator:
         self._credential = credential
         self._waiting: asyncio.Queue[_Replication] = asyncio.Queue(MAX_WAITING)
 
-    def request(self, source: str, keys: Sequence[bytes], salt: bytes, layout: KVLayout) -> int:
+    def request(
+        self, source: str, keys: Sequence[bytes], salt: bytes, layout: KVLayout, owner: KVOwner = SHARED
+    ) -> int:
         """Queues a prompt's blocks for copying; returns how many are missing. Raises NoCapacity."""
-        wanted = _Replication(source, keys, salt, layout)
+        wanted = _Replication(source, keys, salt, layout, owner)
         num_missing = self._num_missing(wanted)
         if num_missing:
             try:
@@ -84,6 +88,7 @@ class Replicator:
         missing = wanted.keys[first:]
         if not missing:
             return
+        self._pool.set_quota(wanted.owner)
         deadline_s = len(missing) * _BLOCK_DEADLINE_S
         async with aclosing(client.get_run(missing, wanted.layout, deadline_s=deadline_s)) as blocks:
             depth = first
@@ -94,7 +99,7 @@ class Replicator:
     async def _enter(self, wanted: _Replication, depth: int, cells: KVBytes) -> None:
         layout = wanted.layout
         parent = block_id(wanted.keys[depth - 1], wanted.salt) if depth else None
-        meta = BlockMeta(block_id(wanted.keys[depth], wanted.salt), parent, depth, layout)
+        meta = BlockMeta(block_id(wanted.keys[depth], wanted.salt), parent, depth, layout, tenant=wanted.owner.tenant)
         if meta.id in self._pool.catalog:  # a worker brought it in the meantime
             return
         draft = self._pool.reserve(meta)

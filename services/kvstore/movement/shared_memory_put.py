@@ -9,6 +9,7 @@ from contextlib import suppress
 import numpy as np
 
 from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, InvalidRequest
+from halfmoon.kv.owner import KVOwner
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.transport.mapped import MappedSegments
 from services.kvstore.movement.incoming import Arrival, Arrivals, Run, run_metas
@@ -34,8 +35,11 @@ class SharedMemoryPut:
         layout = named_layout(request.layout)
         blocks = request.blocks
         keys = [block.key for block in blocks]
-        metas = run_metas(keys, request.parent, request.depth, request.tenant_salt, layout, request.recompute_s)
-        run = Run(metas, request.ttl_s)
+        owner = KVOwner(request.tenant, request.tenant_quota_bytes)
+        metas = run_metas(
+            keys, request.parent, request.depth, request.tenant_salt, layout, request.recompute_s, owner
+        )  # fmt: skip
+        run = Run(metas, request.ttl_s, owner)
         memory = await self._memory(request.segment)
         if any(block.offset + layout.block_bytes > memory.nbytes for block in blocks):
             raise InvalidRequest("a block lies outside its writer's memory", param="blocks")

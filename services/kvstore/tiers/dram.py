@@ -68,6 +68,10 @@ class DramTier:
         """Size of the whole arena."""
         return self._arena.capacity_bytes
 
+    def reserved_bytes_of(self, tenant: str) -> int:
+        """Bytes of the tenant's arriving blocks."""
+        return sum(draft.room.view.nbytes for draft in self._drafts.values() if draft.meta.tenant == tenant)
+
     def reserve(self, meta: BlockMeta, after: Draft | None = None) -> Draft:
         """Reserves room for one block, evicting others if needed; holds its predecessor until the draft ends.
 

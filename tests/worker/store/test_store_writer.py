@@ -78,6 +78,15 @@ async def test_tenants_share_neither_caches_nor_blocks(start_worker: Start, tiny
             assert not store.pool.match([block_id(key) for key in keys])
 
 
+async def test_a_tenant_is_charged_for_what_its_prompts_leave(start_worker: Start, tiny: Checkpoint) -> None:
+    async with served() as (store, address):
+        worker = await start_worker("prefill", store=address)
+        await prefilled(worker, single(tiny, PROMPT, tenant="acme", tenant_kv_quota_bytes=1 << 20))
+        await worker.state.chains.settled()
+        [account] = store.pool.catalog.tenants
+        assert (account.tenant, account.num_blocks, account.quota_bytes) == ("acme", 5, 1 << 20)
+
+
 async def test_a_store_that_lost_its_blocks_gets_them_again(start_worker: Start, tiny: Checkpoint) -> None:
     async with served() as (store, address):
         worker = await start_worker("prefill", store=address)

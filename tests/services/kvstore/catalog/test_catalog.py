@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from benchmarks.kv_index import Prompt, read_trace, replay
 from halfmoon.config.stores import PolicyName
+from halfmoon.kv.owner import KVOwner
 from services.kvstore.catalog.block_identity import BlockMeta, block_id, key_of, tag_of, tenant_tag
 from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Change, Tier
@@ -21,6 +23,7 @@ PARENTS = [None, 0, 1, 1, 3, None, 5, 3, 4]  # two trees: 0-1-{2, 3-{4-8, 7}} an
 IDS = [block_id(bytes([n]) * 16) for n in range(len(PARENTS))]
 TIERS = st.sampled_from(list(Tier))
 BLOCKS = st.sampled_from(range(len(PARENTS)))
+TENANTS = st.sampled_from(["", "a", "b"])
 POLICIES: list[PolicyName] = ["lru", "lfu", "length-aware", "cost-aware"]
 
 
@@ -56,12 +59,29 @@ class CatalogMachine(RuleBasedStateMachine):
             self.told.remove(pair)
             assert change.gone == (not any(block == change.block for block, _ in self.told))
 
-    @rule(block=BLOCKS, tier=TIERS, num_bytes=st.integers(1, 9), ttl_s=st.sampled_from([math.inf, 3.0]))
-    def add(self, block: int, tier: Tier, num_bytes: int, ttl_s: float) -> None:
-        wanted = meta(block, self.now_s + ttl_s)
+    @rule(block=BLOCKS, tier=TIERS, num_bytes=st.integers(1, 9), ttl_s=st.sampled_from([math.inf, 3.0]), tenant=TENANTS)
+    def add(self, block: int, tier: Tier, num_bytes: int, ttl_s: float, tenant: str) -> None:
+        wanted = replace(meta(block, self.now_s + ttl_s), tenant=tenant)
         if self.catalog.can_add(wanted.parent, tier):
+            before = self.catalog.get(wanted.id)
+            first = before.meta.tenant if before is not None else ""
             self.catalog.add(wanted, tier, num_bytes)
             assert self.catalog.is_in(wanted.id, tier)
+            entry = self.catalog.get(wanted.id)
+            assert entry is not None
+            assert entry.meta.tenant == (first or tenant), "whoever brought it first, once that is known"
+
+    @rule(tenant=TENANTS, quota_bytes=st.integers(0, 20))
+    def give_a_quota(self, tenant: str, quota_bytes: int) -> None:
+        self.catalog.tenants.set_quota(KVOwner(tenant, quota_bytes))
+
+    @rule(tenant=TENANTS)
+    def evict_of_a_tenant(self, tenant: str) -> None:
+        own = [entry for entry in self.catalog if entry.meta.tenant == tenant]
+        free = [entry for entry in own if not (entry.children or entry.pinned or entry.num_holds)]
+        oldest = min(free, key=lambda entry: entry.usage.last_used, default=None)
+        assert self.catalog.evict_of_tenant(tenant) == (oldest is not None)
+        assert oldest is None or oldest.meta.id not in self.catalog
 
     @rule(tier=TIERS)
     def evict(self, tier: Tier) -> None:

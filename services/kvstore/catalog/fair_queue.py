@@ -1,0 +1,68 @@
+"""Eviction candidates of one tier by tenant, so that a tenant that brings much pushes out its own blocks first.
+
+Each tenant's blocks are ranked by the tier's policy. Which tenant gives one up: one above its quota, else the one whose
+lowest-ranked block has the greatest (uses of the store since it was used) x (bytes that the tenant has in the tier). So
+with ten times the bytes, a block goes ten times as early; and what nobody uses goes in the end, however small. One
+tenant alone gets the policy itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.kvstore.catalog.eviction import Rank
+from services.kvstore.catalog.eviction_queue import Evaluation, EvictionQueue
+
+
+class FairQueue:
+    """Owns the candidates, and how many bytes each tenant has in the tier."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, EvictionQueue] = {}
+        self._used_bytes: dict[str, int] = {}
+
+    def charge(self, tenant: str, num_bytes: int) -> None:
+        """Adds bytes that the tenant has here; negative ones are those that left."""
+        used_bytes = self._used_bytes.get(tenant, 0) + num_bytes
+        if used_bytes:
+            self._used_bytes[tenant] = used_bytes
+        else:
+            self._used_bytes.pop(tenant, None)
+            self._queues.pop(tenant, None)
+
+    def used_bytes(self, tenant: str) -> int:
+        """Bytes that the tenant has here."""
+        return self._used_bytes.get(tenant, 0)
+
+    def offer(self, tenant: str, block: bytes, rank: Rank) -> None:
+        """Adds a block that may be evicted now, as far as the caller can see."""
+        self._queues.setdefault(tenant, EvictionQueue()).offer(block, rank)
+
+    def pop(
+        self,
+        evaluate: Callable[[str, bytes], Evaluation],
+        age: Callable[[bytes], int],
+        is_over: Callable[[str], bool],
+    ) -> bytes | None:
+        """Removes and returns the block to evict; None if none may be.
+
+        evaluate: of a tenant's block; a block that is another's by now is `kept`. age: uses of the store since the
+        block was used. is_over: whether a tenant is above its quota.
+        """
+        victim: tuple[bool, int, str] | None = None
+        for tenant, queue in self._queues.items():
+            if len(self._queues) == 1:
+                victim = (True, 0, tenant)
+                break
+            block = queue.lowest(lambda block: evaluate(tenant, block))  # noqa: B023 - called at once
+            if block is not None:
+                pressure = (is_over(tenant), self.used_bytes(tenant) * age(block), tenant)
+                victim = pressure if victim is None else max(victim, pressure)
+        if victim is None:
+            return None
+        return self._queues[victim[2]].pop(lambda block: evaluate(victim[2], block))
+
+    def prune(self, is_held: Callable[[bytes], bool], num_held: int) -> None:
+        """Forgets entries of blocks that left in another way, once they are most of a queue."""
+        for queue in self._queues.values():
+            queue.prune(is_held, num_held)
