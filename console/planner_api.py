@@ -57,7 +57,7 @@ class PlannerApi:
         self._tls = None if credential is None else credential.tls
         self._stub = planner_pb2_grpc.PlannerStub(self._channel())
         token = ((AUTHORIZATION_KEY, f"Bearer {operator_token}"),) if operator_token else ()
-        self._metadata = (*token, *(credential.metadata if credential else ()))
+        self._metadata = (*token, *(credential.metadata("planner") if credential else ()))
 
     def _channel(self) -> grpc.Channel:
         if self._tls is None:

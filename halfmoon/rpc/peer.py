@@ -41,15 +41,15 @@ CHANNEL_OPTIONS = (
 class Peer:
     """Owns one channel to one address. Use as an async context manager, or `close` it.
 
-    Each call carries the `credential`, so the address must be that of a service of the cluster. On mutual TLS the
-    service must have a certificate of `server_role`; None: of any role.
+    Each call carries the token of the `credential` for services of `server_role`; None: no token. On mutual TLS the
+    service must have a certificate of that role; None: of any role.
     """
 
     def __init__(
         self, address: str, credential: Credential | None = None, server_role: ClusterRole | None = None
     ) -> None:
         self.address = address
-        self._credential = () if credential is None else credential.metadata
+        self._token = credential.metadata(server_role) if credential and server_role else ()
         tls = None if credential is None or address.startswith("unix:") else credential.tls
         self.channel: Any = (
             grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -93,7 +93,7 @@ class Peer:
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         named = ((REQUEST_ID_KEY, request_id()),) if request_id() else ()
-        return (*self._credential, *named, *current_span().headers)
+        return (*self._token, *named, *current_span().headers)
 
     async def _responses(self, call: Any) -> AsyncIterator[Any]:
         with in_our_tree(self.address):

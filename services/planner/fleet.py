@@ -54,5 +54,5 @@ class Fleet:
                 "are not simulated. Download plan.yaml and start `halfmoon up --plan plan.yaml --model MODEL`, or "
                 "write its numbers of workers into docker-compose.yml"
             )
-        async with Peer(self._address, self._credential) as peer:
+        async with Peer(self._address, self._credential, "operator") as peer:  # `halfmoon up` is that to its services
             yield peer

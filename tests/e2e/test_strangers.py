@@ -16,8 +16,9 @@ import pytest
 import pytest_asyncio
 
 from halfmoon.errors import AlreadyHere, Forbidden, HalfmoonError, Incompatible, Unauthenticated, Unavailable
-from halfmoon.pb import decode_pb2, gateway_pb2, gateway_pb2_grpc, kvstore_pb2, prefill_pb2, types_pb2
+from halfmoon.pb import decode_pb2, gateway_pb2, kvstore_pb2, prefill_pb2, types_pb2
 from halfmoon.pb.decode_pb2_grpc import DecodeStub
+from halfmoon.pb.gateway_pb2_grpc import ClusterStub
 from halfmoon.pb.kvstore_pb2_grpc import KVStoreAdminStub, KVStoreStub
 from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.rpc.credentials.credential import Credential, credential_from, new_secret
@@ -28,6 +29,13 @@ from halfmoon.up.stores import known_stores
 from tests.e2e.system import System, running_system
 
 DEADLINE_S = 30.0
+SERVERS: dict[Any, ClusterRole] = {
+    ClusterStub: "gateway",
+    PrefillStub: "worker",
+    DecodeStub: "worker",
+    KVStoreStub: "store",
+    KVStoreAdminStub: "store",
+}
 KEY = {"Authorization": "Bearer K"}
 
 
@@ -93,13 +101,13 @@ async def _error_of(work: Coroutine[Any, Any, Any]) -> HalfmoonError:
 
 
 async def _unary(address: str, credential: Credential | None, stub: Any, name: str, request: Any) -> Any:
-    async with Peer(address, credential) as peer:
+    async with Peer(address, credential, SERVERS[stub]) as peer:
         return await peer.call(getattr(stub(peer.channel), name), request, deadline_s=DEADLINE_S)
 
 
 async def _first(address: str, credential: Credential | None, stub: Any, name: str, request: Any) -> Any:
     async with (
-        Peer(address, credential) as peer,
+        Peer(address, credential, SERVERS[stub]) as peer,
         peer.stream(getattr(stub(peer.channel), name), request, deadline_s=DEADLINE_S) as messages,
     ):
         async for message in messages:
@@ -114,17 +122,17 @@ async def _registered(victim: Victim, credential: Credential | None, **changes: 
         yield message
         await asyncio.sleep(DEADLINE_S)
 
-    return await _first(victim.gateway, credential, gateway_pb2_grpc.ClusterStub, "Register", messages())
+    return await _first(victim.gateway, credential, ClusterStub, "Register", messages())
 
 
 @pytest.mark.parametrize("credential", [None, credential_from(new_secret(), "worker")], ids=["none", "foreign"])
 async def test_no_method_of_any_service_is_open(victim: Victim, credential: Credential | None) -> None:
     """Whatever is sent, to whatever port: also to the raw data channels, and to services that do not listen there."""
     ports = {victim.gateway, victim.planner, victim.store, *(one["address"] for one in victim.workers)}
-    metadata = credential.metadata if credential else ()
     for address in ports:
         async with grpc.aio.insecure_channel(address) as channel:
             for method in CALLERS:
+                metadata = credential.metadata("gateway") if credential else ()
                 call = channel.unary_unary(method)(b"\xff", metadata=metadata, timeout=DEADLINE_S)
                 assert (await call.code(), await call.details()) == (grpc.StatusCode.UNAUTHENTICATED, NEEDS_CREDENTIAL)
 
@@ -229,7 +237,7 @@ async def test_no_process_shows_the_secret_and_only_up_has_it(victim: Victim) ->
         assert secret not in " ".join((*child.cmdline(), *child.environ().values()))
         assert "halfmoon-credential" not in " ".join(child.cmdline())
     assert _found(secret, (victim.state_dir / "logs").iterdir()) == []
-    tokens = [victim.credential(role).token for role in CLUSTER_ROLES]
+    tokens = [token for role in CLUSTER_ROLES for token in victim.credential(role).tokens.values()]
     assert [token for token in tokens if _found(token, (victim.state_dir / "logs").iterdir())] == []
 
 

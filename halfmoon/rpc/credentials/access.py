@@ -54,12 +54,13 @@ class CallAccess:
 
     @property
     def _knows_by_certificate_only(self) -> bool:
-        return self.credential is not None and not self.credential.token
+        return self.credential is not None and not self.credential.tokens
 
     def _role(self, metadata: Metadata) -> ClusterRole | None:
         """The role that the metadata proves."""
         given = {key: value for key, value in metadata if isinstance(value, str)}
-        role = self.credential.role_of(given.get(CREDENTIAL_KEY, "")) if self.credential else None
+        token = given.get(CREDENTIAL_KEY)
+        role = self.credential.role_of(token) if self.credential and token is not None else None
         if role is None and self._operators is not None and self._operators.is_in(given.get(AUTHORIZATION_KEY, "")):
             return "operator"
         return role

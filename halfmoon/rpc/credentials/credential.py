@@ -1,9 +1,10 @@
-"""The cluster secret, and what one process gets of it: the token of its role, and digests to know the others by.
+"""The cluster secret, and what one process gets of it: tokens to call the others with, and digests to know them by.
 
-    secret ── HMAC-SHA256(secret, role) ──> token of a role ── SHA-256 ──> digest
+    secret ── HMAC-SHA256(secret, "worker>gateway") ──> token of a worker at a gateway ── SHA-256 ──> digest
            └─ HMAC-SHA256(secret, "blocks") ──> block key
 
-A role's credential holds neither the secret nor another role's token, so a process cannot act in another role.
+A role's credential holds neither the secret nor another role's tokens, so a process cannot act in another role. Who is
+called sees the caller's token; it is good for services of that one role alone.
 """
 
 from __future__ import annotations
@@ -32,22 +33,21 @@ _BLOCKS = "blocks"
 class Credential:
     """What one process knows of the cluster secret, and its certificate on mutual TLS; at least one of the two.
 
-    Without a secret, `token`, `digests` and `block_key` are empty; `block_key` also is for all but stores.
+    Without a secret, `tokens`, `digests` and `block_key` are empty; `block_key` also is for all but stores.
     """
 
     role: ClusterRole
-    token: str = field(repr=False)
-    digests: Mapping[ClusterRole, bytes] = field(repr=False)  # SHA-256 of every role's token
+    tokens: Mapping[ClusterRole, str] = field(repr=False)  # by the role that is called
+    digests: Mapping[ClusterRole, bytes] = field(repr=False)  # by the role that calls: SHA-256 of its token for us
     block_key: bytes = field(repr=False)
     tls: IdentityFiles | None = field(default=None, repr=False, compare=False)
 
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call carries."""
-        return ((CREDENTIAL_KEY, self.token),) if self.token else ()
+    def metadata(self, server_role: ClusterRole) -> tuple[tuple[str, str], ...]:
+        """What a call of a service of that role carries."""
+        return ((CREDENTIAL_KEY, self.tokens[server_role]),) if self.tokens else ()
 
     def role_of(self, token: str) -> ClusterRole | None:
-        """The role whose token this is; None for a stranger's. Its duration reveals nothing about the tokens."""
+        """The role of the caller with this token; None for a stranger's. Its duration reveals nothing of the tokens."""
         given, role = _digest(token), None
         for name, digest in self.digests.items():
             if hmac.compare_digest(given, digest):
@@ -58,7 +58,7 @@ class Credential:
         """The credential as the setting takes it. `credential_from` reads it."""
         body = {
             "role": self.role,
-            "token": self.token,
+            "tokens": dict(self.tokens),
             "digests": {role: digest.hex() for role, digest in self.digests.items()},
             "blocks": self.block_key.hex(),
         }
@@ -68,7 +68,7 @@ class Credential:
 def credential_of_certificate(tls: IdentityFiles) -> Credential:
     """The credential of a process that is known by its certificate alone, in the certificate's role."""
     role: Any = tls.current.role
-    return Credential(role, "", {}, b"", tls)
+    return Credential(role, {}, {}, b"", tls)
 
 
 def new_secret() -> str:
@@ -107,22 +107,27 @@ def checked_secret(text: str) -> str:
 
 
 def _derived(secret: str, role: ClusterRole) -> Credential:
-    tokens = {name: _hmac(secret, name).hex() for name in CLUSTER_ROLES}
-    digests = {name: _digest(token) for name, token in tokens.items()}
-    return Credential(role, tokens[role], digests, _hmac(secret, _BLOCKS) if role == "store" else b"")
+    tokens = {other: _token(secret, role, other) for other in CLUSTER_ROLES}
+    digests = {other: _digest(_token(secret, other, role)) for other in CLUSTER_ROLES}
+    return Credential(role, tokens, digests, _hmac(secret, _BLOCKS) if role == "store" else b"")
 
 
 def _parsed(text: str) -> Credential:
     try:
         body = json.loads(base64.urlsafe_b64decode(text.removeprefix(_PREFIX)))
+        tokens = {name: bytes.fromhex(body["tokens"][name]).hex() for name in CLUSTER_ROLES}
         digests = {name: bytes.fromhex(body["digests"][name]) for name in CLUSTER_ROLES}
-        credential = Credential(body["role"], body["token"], digests, bytes.fromhex(body["blocks"]))
-        is_whole = credential.role_of(credential.token) == credential.role
+        credential = Credential(body["role"], tokens, digests, bytes.fromhex(body["blocks"]))
+        is_whole = credential.role_of(tokens[credential.role]) == credential.role  # it is a caller of its own kind, too
     except (ValueError, KeyError, TypeError, AttributeError):
         is_whole = False
     if not is_whole:
         raise InvalidRequest("the cluster credential is damaged: copy it whole, or make it anew")
     return credential
+
+
+def _token(secret: str, caller: ClusterRole, called: ClusterRole) -> str:
+    return _hmac(secret, f"{caller}>{called}").hex()
 
 
 def _hmac(secret: str, name: str) -> bytes:

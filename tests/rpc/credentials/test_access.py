@@ -112,7 +112,7 @@ class Served:
 
     async def errors(self, credential: Credential | None) -> list[HalfmoonError | None]:
         """How a unary call, a stream and a raw stream end for this caller."""
-        async with Peer(self.address, credential) as peer:
+        async with Peer(self.address, credential, "worker") as peer:
             return [await _error_of(work) for work in (_unary(peer), _stream(peer), _raw(peer))]
 
 
@@ -195,7 +195,7 @@ def test_the_operator_token_is_as_good_as_the_role() -> None:
     access = CallAccess(credential_from(SECRET, "planner"), OperatorToken("token", "10.0.0.1"))
     bearer = (("authorization", "Bearer token"),)
     assert access.refusal("/halfmoon.Planner/Plan", bearer) is None
-    assert access.refusal("/halfmoon.Planner/Plan", credential_from(SECRET, "operator").metadata) is None
+    assert access.refusal("/halfmoon.Planner/Plan", credential_from(SECRET, "operator").metadata("planner")) is None
     assert isinstance(access.refusal("/halfmoon.Fleet/Change", bearer), Forbidden)
     assert isinstance(access.refusal("/halfmoon.Planner/Plan", (("authorization", "Bearer wrong"),)), Unauthenticated)
     assert isinstance(access.refusal("/halfmoon.Planner/Plan", (("halfmoon-credential", "token"),)), Unauthenticated)

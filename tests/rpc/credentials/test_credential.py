@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 
 import pytest
@@ -18,11 +19,20 @@ SECRET = "a secret of the tests must be long enough".replace(" ", "-")
 def test_secret_and_credential_give_a_process_the_same(role: ClusterRole) -> None:
     derived = credential_from(SECRET, role)
     assert credential_from(f" {derived.text()}\n", role) == derived
-    assert [derived.role_of(credential_from(SECRET, other).token) for other in CLUSTER_ROLES] == list(CLUSTER_ROLES)
+    tokens = [credential_from(SECRET, other).tokens[role] for other in CLUSTER_ROLES]
+    assert [derived.role_of(token) for token in tokens] == list(CLUSTER_ROLES)
 
 
-def test_every_role_and_every_secret_has_a_token_of_its_own() -> None:
-    tokens = [credential_from(secret, role).token for role in CLUSTER_ROLES for secret in (SECRET, new_secret())]
+def test_what_a_service_is_shown_is_worthless_elsewhere() -> None:
+    """A store sees the tokens of operators and workers, and can use them neither at the planner nor at a gateway."""
+    seen = [credential_from(SECRET, caller).tokens["store"] for caller in CLUSTER_ROLES]
+    others = [credential_from(SECRET, role) for role in CLUSTER_ROLES if role != "store"]
+    assert {other.role_of(token) for other in others for token in seen} == {None}
+
+
+def test_every_pair_of_roles_and_every_secret_has_a_token_of_its_own() -> None:
+    credentials = [credential_from(secret, role) for role in CLUSTER_ROLES for secret in (SECRET, new_secret())]
+    tokens = [token for credential in credentials for token in credential.tokens.values()]
     assert len({SECRET, *tokens}) == len(tokens) + 1
     assert len({new_secret() for _ in range(100)}) == 100
 
@@ -30,8 +40,8 @@ def test_every_role_and_every_secret_has_a_token_of_its_own() -> None:
 def test_a_credential_holds_neither_the_secret_nor_another_token() -> None:
     text = credential_from(SECRET, "worker").text()
     body = base64.urlsafe_b64decode(text.partition(":")[2]).decode()
-    others = [credential_from(SECRET, role).token for role in CLUSTER_ROLES if role != "worker"]
-    assert not [secret for secret in (SECRET, *others) if secret in body]
+    others = [credential_from(SECRET, role).tokens.values() for role in CLUSTER_ROLES if role != "worker"]
+    assert not [secret for secret in (SECRET, *itertools.chain(*others)) if secret in body]
 
 
 def test_only_stores_have_the_key_of_blocks() -> None:
@@ -65,7 +75,7 @@ def _credential(**changes: object) -> str:
         ("halfmoon-credential:", "damaged"),
         ("halfmoon-credential:!!!", "damaged"),
         (credential_from(SECRET, "worker").text()[:-9], "damaged"),
-        (_credential(token="0" * 64), "damaged"),
+        (_credential(tokens={}), "damaged"),
         (_credential(role="emperor"), "damaged"),
         (_credential(digests=[]), "damaged"),
         (_credential(blocks=7), "damaged"),

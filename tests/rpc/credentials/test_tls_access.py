@@ -134,10 +134,10 @@ def test_the_environment_names_secret_and_certificate(certificates: Certificates
     alone = own_credential("store", files)
     assert both is not None
     assert both.tls is not None
-    assert both.metadata
+    assert both.metadata("gateway")
     assert alone is not None
     assert alone.tls is not None
-    assert not alone.metadata
+    assert not alone.metadata("gateway")
     with pytest.raises(InvalidRequest, match="is for the role store, and this is a worker"):
         own_credential("worker", files)
     with pytest.raises(InvalidRequest, match="needs three files"):

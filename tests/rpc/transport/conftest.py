@@ -109,7 +109,7 @@ async def ends(
     metrics, access = RpcMetrics(CollectorRegistry()), CallAccess(credential)
     async with running_server(f"{host}:0", [add], metrics, grace_s=0, access=access) as server:
         declined: list[str] = []
-        link = KVLink(Peer(f"{host}:{server.port}", credential), settings, declined.append, device)
+        link = KVLink(Peer(f"{host}:{server.port}", credential, "worker"), settings, declined.append, device)
         try:
             yield Ends(sink, link, declined)
         finally:

@@ -35,7 +35,7 @@ from halfmoon.rpc.transport.link import KVLink
 async def main():
     declined = []
     layout = KVLayout(int(sys.argv[2]), 1, 64, "float32", 64)
-    link = KVLink(Peer(sys.argv[1], own_credential("worker")), None, declined.append)
+    link = KVLink(Peer(sys.argv[1], own_credential("worker"), "worker"), None, declined.append)
     async with transfer_to(link, layout, deadline_s=60) as transfer:
         await transfer.open(KVRange(0, layout.num_layers, 0, 1, 0, 2048), b"across")
         for layer in range(layout.num_layers):
