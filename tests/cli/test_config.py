@@ -61,6 +61,7 @@ def test_secrets_are_not_shown() -> None:
     flags += ["--otlp-endpoint", "http://me:hush@host:4317"]
     rules = "{kind: api_key, value: hush}, {kind: header, header: x-team, value: hush}, {kind: model, value: demo}"
     flags += ["--set", f"classes={{gold: {{rules: [{rules}]}}}}"]
+    flags += ["--set", f"security.cluster_secret={'hush' * 10}"]
     code, text, _ = run("config", "show", *flags, HALFMOON_OPERATOR_TOKEN="hush")
     assert code == 0
     assert "hush" not in text

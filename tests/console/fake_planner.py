@@ -66,6 +66,7 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
         self.plans = [plan(1)]
         self.asked: list[planner_pb2.PlanRequest] = []
         self.tokens: list[Any] = []
+        self.credentials: list[Any] = []
         self.updates = [planner_pb2.PlanUpdate(progress=planner_pb2.Progress(what="workers alone", done=1, total=4))]
         self.found: planner_pb2.StoredPlan | None = plan(2)
         self.is_ledger_away = False
@@ -81,6 +82,7 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
 
     def Catalogue(self, request: planner_pb2.CatalogueRequest, context: Any) -> planner_pb2.CatalogueResponse:
         self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
+        self.credentials.append(dict(context.invocation_metadata()).get("halfmoon-credential"))
         models = ("opt-13b", "llama-3-8b")
         return planner_pb2.CatalogueResponse(
             gpus=["h200", "l40s"], models=models, workloads=["chat", "code"], can_apply=self.can_apply

@@ -9,9 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, NoCapacity, ServiceFailed
+from halfmoon.errors import (
+    Forbidden,
+    HalfmoonError,
+    Incompatible,
+    InvalidRequest,
+    NoCapacity,
+    ServiceFailed,
+    Unauthenticated,
+)
 from halfmoon.pb import planner_pb2
 from halfmoon.policy.view.worker_view import Role
+from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from halfmoon.up.fleet import WorkerFleet
 from halfmoon.up.fleet_servicer import fleet_address, fleet_server
 from halfmoon.up.from_plan import applied_options
@@ -121,10 +131,15 @@ async def test_the_planner_asks_for_it_over_its_socket(tmp_path: Path) -> None:
     ended: list[HalfmoonError | None] = []
     async with host(tmp_path) as it:
         with fleet_address() as address:
-            there = Fleet(address)
+            secret = new_secret()
+            there = Fleet(address, credential_from(secret, "planner"))
+            access = CallAccess(credential_from(secret, "operator"))
             reads = {"two": wanting(2), "bad": wanting(1, "fails")}
             note = lambda change: ended.append(change.exception())  # noqa: E731
-            async with fleet_server(address, it.fleet, reads.__getitem__, note):
+            async with fleet_server(address, it.fleet, reads.__getitem__, note, access):
+                for other, refused in ((None, Unauthenticated), (credential_from(secret, "operator"), Forbidden)):
+                    with pytest.raises(refused):
+                        await Fleet(address, other).preview("two")
                 told = await there.preview("two")
                 assert [(one.role, one.count) for one in told.now] == [("decode", 1), ("prefill", 1)]
                 assert [(one.role, one.count) for one in told.then] == [("both", 2)]

@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
-from halfmoon.up.run import _operator_token, _print_ready
-from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs
+from halfmoon.up.run import _operator_token, _print_ready, cluster_secret
+from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs, trusted
 from halfmoon.up.simulated import SimulatedWorkers, simulated_model
 from halfmoon.up.stores import StoreOptions, known_stores, remember_stores
 
@@ -87,6 +88,39 @@ def test_keys_are_not_in_the_command_line() -> None:
     spec = gateway_spec(UpOptions(api_keys=("secret",)), MODEL)
     assert "secret" not in " ".join(spec.arguments)
     assert spec.environment["HALFMOON_GATEWAY_API_KEY"] == '["secret"]'
+
+
+def test_each_process_gets_the_credential_of_its_role_alone() -> None:
+    secret = new_secret()
+    options = UpOptions(num_both=1)
+    specs = [gateway_spec(options, MODEL), *other_specs(options, MODEL, "x:1", ["x:2"], "x:3")]
+    roles = {}
+    for spec in (trusted(spec, secret) for spec in specs):
+        given = spec.environment["HALFMOON_CLUSTER_SECRET"]
+        assert given == credential_from(secret, spec.cluster_role or "gateway").text()
+        assert spec.environment["HALFMOON_CLUSTER_SECRET_FILE"] == ""  # what `up` has itself is not inherited
+        assert secret not in " ".join((*spec.arguments, *spec.environment.values()))
+        roles[spec.name.partition("-")[0]] = spec.cluster_role
+    del roles["gateway"]
+    roles.pop("console", None)
+    assert roles == dict.fromkeys(("prefill", "decode", "both"), "worker") | {
+        "kvstore": "store",
+        "planner": "planner",
+    }
+
+
+def test_the_secret_is_the_configured_one_or_the_state_directorys(tmp_path: Path) -> None:
+    file, secret = tmp_path / "mine", new_secret()
+    file.write_text(secret)
+    assert cluster_secret(UpOptions(cluster_secret=secret), {}) == secret
+    assert cluster_secret(UpOptions(cluster_secret_file=file), {}) == secret
+    assert cluster_secret(UpOptions(state_dir=tmp_path), {"HALFMOON_CLUSTER_SECRET": secret}) == secret
+    assert not (tmp_path / "cluster_secret").exists()
+    made = cluster_secret(UpOptions(state_dir=tmp_path), {})
+    assert made == cluster_secret(UpOptions(state_dir=tmp_path), {}) != secret
+    assert secret not in repr(UpOptions(cluster_secret=secret))
+    with pytest.raises(InvalidRequest, match="the cluster secret itself is needed"):
+        cluster_secret(UpOptions(cluster_secret=credential_from(secret, "worker").text()), {})
 
 
 @pytest.mark.parametrize("counts", [(-1, 1, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)])

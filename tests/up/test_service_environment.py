@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.up.service import service_start
+from halfmoon.up.service import SERVICES, service_start
 
 CONFIG = """
 model: {path: ./llama, alias: [best]}
@@ -47,6 +47,18 @@ def test_each_service_takes_its_part(tmp_path: Path) -> None:
     assert not {"COUNT", "DISK_DIR"} & store.keys()
     assert told(tmp_path, "planner")["PROCESSES"] == "3"
     assert told(tmp_path, "console") == {"OPERATOR_TOKEN": "o", "API_KEY": "k"}
+
+
+def test_every_service_takes_the_cluster_secret(tmp_path: Path) -> None:
+    file = tmp_path / "halfmoon.yaml"
+    file.write_text("security: {cluster_secret_file: /run/secret}")
+    for service in SERVICES:
+        environment = {"HALFMOON_CONFIG": str(file)}
+        given = service_start([service], environment).environment
+        assert given["HALFMOON_CLUSTER_SECRET_FILE"] == "/run/secret"
+        assert not [name for name in given if "CLUSTER" in name and name != "HALFMOON_CLUSTER_SECRET_FILE"]
+        given = service_start([service], {**environment, "HALFMOON_CLUSTER_SECRET": "own"}).environment
+        assert "HALFMOON_CLUSTER_SECRET_FILE" not in given
 
 
 def test_variables_win_over_the_file_and_empty_ones_say_nothing(tmp_path: Path) -> None:

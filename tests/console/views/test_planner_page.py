@@ -21,6 +21,7 @@ from console.views.planner_page import STAGES  # noqa: E402
 from halfmoon.pb import planner_pb2  # noqa: E402
 from halfmoon.plan.planning import make_plan  # noqa: E402
 from halfmoon.plan.request import PlanRequest  # noqa: E402
+from halfmoon.rpc.credentials.credential import credential_from  # noqa: E402
 from tests.console.fake_gateway import CACHE, CLUSTER, FakeGateway, running_fake_gateway  # noqa: E402
 from tests.console.fake_planner import APART, SUMMARY, FakePlanner, plan, running_fake_planner  # noqa: E402
 
@@ -224,6 +225,12 @@ def test_the_operator_token_is_sent(planner: FakePlanner) -> None:
     PlannerApi(planner.address, "secret").catalogue()
     PlannerApi(planner.address).catalogue()
     assert planner.tokens == ["Bearer secret", None]
+
+
+def test_the_credential_is_sent(planner: FakePlanner) -> None:
+    credential = credential_from("s" * 40, "operator")
+    PlannerApi(planner.address, credential=credential).catalogue()
+    assert planner.credentials == [credential.tokens["planner"]]
 
 
 def test_measured_workers_become_coefficients() -> None:
