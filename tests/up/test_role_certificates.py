@@ -35,7 +35,7 @@ def test_each_child_gets_the_certificate_of_its_role(certificates: RoleCertifica
         credential = own_credential(role, spec.environment)
         assert credential is not None
         assert credential.tls is not None
-        assert (credential.tls.current.role, credential.role_of(credential.token)) == (role, role)
+        assert (credential.tls.current.role, credential.role_of(credential.tokens[role])) == (role, role)
 
 
 @pytest.mark.parametrize("role", ["worker", None])

@@ -11,6 +11,7 @@ from rich.console import Console
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
+from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.run import _operator_token, _print_ready, cluster_secret
 from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs, trusted
 from halfmoon.up.simulated import SimulatedWorkers, simulated_model
@@ -90,12 +91,12 @@ def test_keys_are_not_in_the_command_line() -> None:
     assert spec.environment["HALFMOON_GATEWAY_API_KEY"] == '["secret"]'
 
 
-def test_each_process_gets_the_credential_of_its_role_alone() -> None:
-    secret = new_secret()
+def test_each_process_gets_the_credential_of_its_role_alone(tmp_path: Path) -> None:
+    secret, certificates = new_secret(), RoleCertificates(None, tmp_path)
     options = UpOptions(num_both=1)
     specs = [gateway_spec(options, MODEL), *other_specs(options, MODEL, "x:1", ["x:2"], "x:3")]
     roles = {}
-    for spec in (trusted(spec, secret) for spec in specs):
+    for spec in (trusted(spec, secret, certificates) for spec in specs):
         given = spec.environment["HALFMOON_CLUSTER_SECRET"]
         assert given == credential_from(secret, spec.cluster_role or "gateway").text()
         assert spec.environment["HALFMOON_CLUSTER_SECRET_FILE"] == ""  # what `up` has itself is not inherited
