@@ -102,7 +102,7 @@ class InstantWorker(PrefillServicer, DecodeServicer):
 async def serve(gateway: str, step_s: float, checkpoint: Checkpoint) -> None:
     """Serves until told to stop."""
     stop = asyncio.ensure_future(until_told_to_stop())
-    worker = InstantWorker(Tokenizer(checkpoint).encode(TEXT), step_s)
+    worker = InstantWorker(Tokenizer(checkpoint).encode(TEXT), step_s)  # type: ignore[abstract] # keeps no answers
     add = [
         partial(add_service, worker) for add_service in (add_PrefillServicer_to_server, add_DecodeServicer_to_server)
     ]

@@ -65,6 +65,18 @@ class GatewayConfig(Section):
     return_wait_s: float = Field(
         WaitLimits().return_s, ge=0, description="how long a new request waits for a worker to come back"
     )
+    disconnect_grace_s: float = Field(
+        10.0,
+        ge=0,
+        description="how long an answer that has begun goes on after its client left, if the request has an id of its "
+        "client; the client may come back for it, through any gateway",
+    )
+    join_wait_s: float = Field(
+        1.5,
+        ge=0,
+        description="a gateway that has just started looks for the answer of a request with a client's id once no "
+        "worker has joined for this long",
+    )
     heartbeat_interval_s: float = Field(
         1.0, gt=0, description="workers report at least this often; a worker that misses 3 reports counts as dead"
     )

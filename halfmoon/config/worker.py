@@ -80,4 +80,13 @@ class WorkerConfig(Section):
         "first request on. auto: use an earlier start's measurements (in the state directory); never: join at once",
     )
     calibrate_s: float = Field(3.0, gt=0, description="how long calibration may take, roughly")
+    keep_answers_s: float = Field(
+        60.0,
+        ge=0,
+        description="how long the answer to a request with a client's id is kept after its end, and goes on after its "
+        "gateway has died, for a repeat of the request",
+    )
+    keep_answers_bytes: ByteSize = Field(
+        ByteSize(64 << 20), ge=0, description="most memory for kept answers; those that ended first are dropped first"
+    )
     drain_s: float = Field(2.0, ge=0, description="how long running requests may take to finish after SIGTERM")

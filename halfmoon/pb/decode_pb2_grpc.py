@@ -45,6 +45,21 @@ class DecodeStub:
                 request_serializer=halfmoon_dot_pb_dot_decode__pb2.CancelRequest.SerializeToString,
                 response_deserializer=halfmoon_dot_pb_dot_decode__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Settle = channel.unary_unary(
+                '/halfmoon.Decode/Settle',
+                request_serializer=halfmoon_dot_pb_dot_decode__pb2.SettleRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_decode__pb2.SettleResponse.FromString,
+                _registered_method=True)
+        self.Find = channel.unary_unary(
+                '/halfmoon.Decode/Find',
+                request_serializer=halfmoon_dot_pb_dot_decode__pb2.FindRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_decode__pb2.FindResponse.FromString,
+                _registered_method=True)
+        self.Adopt = channel.unary_stream(
+                '/halfmoon.Decode/Adopt',
+                request_serializer=halfmoon_dot_pb_dot_decode__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_decode__pb2.AdoptedTokens.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -61,7 +76,29 @@ class DecodeServicer:
 
     def Cancel(self, request, context):
         """Forgets requests and frees their blocks, including those whose KV is still on its way. Unknown ids are not an
-        error.
+        error. A kept answer is cancelled only by the gateway that has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Settle(self, request, context):
+        """Ends answers that have given enough and are in the ledger. Their tokens stay for repeats alone, for a while.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Find(self, request, context):
+        """Lists the answers that are kept here for repeats of a request, running or ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Adopt(self, request, context):
+        """Takes a kept answer over. Further tokens come on the caller's Tokens stream, which it must be reading; the gateway
+        that had the answer gets a token with TAKEN_OVER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +116,21 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=halfmoon_dot_pb_dot_decode__pb2.CancelRequest.FromString,
                     response_serializer=halfmoon_dot_pb_dot_decode__pb2.CancelResponse.SerializeToString,
+            ),
+            'Settle': grpc.unary_unary_rpc_method_handler(
+                    servicer.Settle,
+                    request_deserializer=halfmoon_dot_pb_dot_decode__pb2.SettleRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_decode__pb2.SettleResponse.SerializeToString,
+            ),
+            'Find': grpc.unary_unary_rpc_method_handler(
+                    servicer.Find,
+                    request_deserializer=halfmoon_dot_pb_dot_decode__pb2.FindRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_decode__pb2.FindResponse.SerializeToString,
+            ),
+            'Adopt': grpc.unary_stream_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=halfmoon_dot_pb_dot_decode__pb2.AdoptRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_decode__pb2.AdoptedTokens.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +188,87 @@ class Decode:
             '/halfmoon.Decode/Cancel',
             halfmoon_dot_pb_dot_decode__pb2.CancelRequest.SerializeToString,
             halfmoon_dot_pb_dot_decode__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Settle(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.Decode/Settle',
+            halfmoon_dot_pb_dot_decode__pb2.SettleRequest.SerializeToString,
+            halfmoon_dot_pb_dot_decode__pb2.SettleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Find(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.Decode/Find',
+            halfmoon_dot_pb_dot_decode__pb2.FindRequest.SerializeToString,
+            halfmoon_dot_pb_dot_decode__pb2.FindResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/halfmoon.Decode/Adopt',
+            halfmoon_dot_pb_dot_decode__pb2.AdoptRequest.SerializeToString,
+            halfmoon_dot_pb_dot_decode__pb2.AdoptedTokens.FromString,
             options,
             channel_credentials,
             insecure,

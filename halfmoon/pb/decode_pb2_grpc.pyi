@@ -39,7 +39,15 @@ class DecodeStub:
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]
     """Forgets requests and frees their blocks, including those whose KV is still on its way. Unknown ids are not an
-    error.
+    error. A kept answer is cancelled only by the gateway that has it.
+    """
+    Settle: _grpc.UnaryUnaryMultiCallable[_decode_pb2.SettleRequest, _decode_pb2.SettleResponse]
+    """Ends answers that have given enough and are in the ledger. Their tokens stay for repeats alone, for a while."""
+    Find: _grpc.UnaryUnaryMultiCallable[_decode_pb2.FindRequest, _decode_pb2.FindResponse]
+    """Lists the answers that are kept here for repeats of a request, running or ended."""
+    Adopt: _grpc.UnaryStreamMultiCallable[_decode_pb2.AdoptRequest, _decode_pb2.AdoptedTokens]
+    """Takes a kept answer over. Further tokens come on the caller's Tokens stream, which it must be reading; the gateway
+    that had the answer gets a token with TAKEN_OVER.
     """
 
 @_typing.type_check_only
@@ -53,7 +61,15 @@ class DecodeAsyncStub(DecodeStub):
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]  # type: ignore[assignment]
     """Forgets requests and frees their blocks, including those whose KV is still on its way. Unknown ids are not an
-    error.
+    error. A kept answer is cancelled only by the gateway that has it.
+    """
+    Settle: _aio.UnaryUnaryMultiCallable[_decode_pb2.SettleRequest, _decode_pb2.SettleResponse]  # type: ignore[assignment]
+    """Ends answers that have given enough and are in the ledger. Their tokens stay for repeats alone, for a while."""
+    Find: _aio.UnaryUnaryMultiCallable[_decode_pb2.FindRequest, _decode_pb2.FindResponse]  # type: ignore[assignment]
+    """Lists the answers that are kept here for repeats of a request, running or ended."""
+    Adopt: _aio.UnaryStreamMultiCallable[_decode_pb2.AdoptRequest, _decode_pb2.AdoptedTokens]  # type: ignore[assignment]
+    """Takes a kept answer over. Further tokens come on the caller's Tokens stream, which it must be reading; the gateway
+    that had the answer gets a token with TAKEN_OVER.
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
@@ -76,7 +92,33 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.CancelResponse, _abc.Awaitable[_decode_pb2.CancelResponse]]:
         """Forgets requests and frees their blocks, including those whose KV is still on its way. Unknown ids are not an
-        error.
+        error. A kept answer is cancelled only by the gateway that has it.
+        """
+
+    @_abc_1.abstractmethod
+    def Settle(
+        self,
+        request: _decode_pb2.SettleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.SettleResponse, _abc.Awaitable[_decode_pb2.SettleResponse]]:
+        """Ends answers that have given enough and are in the ledger. Their tokens stay for repeats alone, for a while."""
+
+    @_abc_1.abstractmethod
+    def Find(
+        self,
+        request: _decode_pb2.FindRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.FindResponse, _abc.Awaitable[_decode_pb2.FindResponse]]:
+        """Lists the answers that are kept here for repeats of a request, running or ended."""
+
+    @_abc_1.abstractmethod
+    def Adopt(
+        self,
+        request: _decode_pb2.AdoptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.AdoptedTokens], _abc.AsyncIterator[_decode_pb2.AdoptedTokens]]:
+        """Takes a kept answer over. Further tokens come on the caller's Tokens stream, which it must be reading; the gateway
+        that had the answer gets a token with TAKEN_OVER.
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -57,6 +57,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """the worker failed while computing it"""
     CONSTRAINT_FAILED: _FinishReason.ValueType  # 5
     """the constraint allows no token, or finding one exceeds its limits"""
+    TAKEN_OVER: _FinishReason.ValueType  # 8
+    """no token: another gateway has adopted the answer"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -70,6 +72,8 @@ ERROR: FinishReason.ValueType  # 4
 """the worker failed while computing it"""
 CONSTRAINT_FAILED: FinishReason.ValueType  # 5
 """the constraint allows no token, or finding one exceeds its limits"""
+TAKEN_OVER: FinishReason.ValueType  # 8
+"""no token: another gateway has adopted the answer"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -237,6 +241,56 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class Repeatable(_message.Message):
+    """Marks an output whose request has an id of its client. The worker keeps its tokens for a repeat of the request, which
+    may come to any gateway.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    BODY_DIGEST_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CREATED_AT_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """digest of the client's id and API key"""
+    body_digest: _builtins.bytes
+    """of the request"""
+    index: _builtins.int
+    """among the outputs of the request"""
+    attempt: _builtins.int
+    """the newest one counts"""
+    created_at: _builtins.int
+    """Unix seconds, as the response says it"""
+    cached_tokens: _builtins.int
+    """of the first attempt, if this is a later one"""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
+        """of earlier attempts: as many as output_token_ids"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        body_digest: _builtins.bytes = ...,
+        index: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        created_at: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        tokens: _abc.Iterable[Global___Token] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "body_digest", b"body_digest", "cached_tokens", b"cached_tokens", "created_at", b"created_at", "index", b"index", "key", b"key", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Repeatable: _TypeAlias = Repeatable  # noqa: Y015
+
+@_typing.final
 class Generation(_message.Message):
     """One request as every worker sees it."""
 
@@ -252,6 +306,7 @@ class Generation(_message.Message):
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_KV_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    REPEATABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     """rejected with FAILED_PRECONDITION if another model is served"""
@@ -273,6 +328,10 @@ class Generation(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def repeatable(self) -> Global___Repeatable:
+        """absent: the answer is not kept"""
+
     def __init__(
         self,
         *,
@@ -286,10 +345,11 @@ class Generation(_message.Message):
         tenant_salt: _builtins.bytes = ...,
         tenant: _builtins.str = ...,
         tenant_kv_quota_bytes: _builtins.int = ...,
+        repeatable: Global___Repeatable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["repeatable", b"repeatable", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "model_fingerprint", b"model_fingerprint", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "tenant_kv_quota_bytes", b"tenant_kv_quota_bytes", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "model_fingerprint", b"model_fingerprint", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "repeatable", b"repeatable", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "tenant_kv_quota_bytes", b"tenant_kv_quota_bytes", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

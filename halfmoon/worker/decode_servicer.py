@@ -26,6 +26,7 @@ from halfmoon.worker.wire import request_from
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0  # a reservation ends when its sender has been silent for this long
+_MAX_TOKENS = 1_024  # in a message
 RENEW_S = LEASE_S / 4  # how often a sender renews; receivers with another lease must allow for it
 
 
@@ -66,10 +67,39 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """See decode.proto."""
         cancelled = 0
         for request_id in request.request_ids:
+            if self._state.router.belongs_to_another(request_id, request.gateway_id):
+                continue
             self._state.remember_cancelled(request_id)
             self._state.router.forget(request_id)
             cancelled += await self._engine.cancel(request_id)
         return decode_pb2.CancelResponse(num_cancelled=cancelled)
+
+    async def Settle(
+        self, request: decode_pb2.SettleRequest, context: grpc.aio.ServicerContext
+    ) -> decode_pb2.SettleResponse:
+        """See decode.proto."""
+        router = self._state.router
+        for request_id in request.request_ids:
+            if not router.belongs_to_another(request_id, request.gateway_id):
+                router.kept.settle(request_id, now_s())
+                if router.forget(request_id):
+                    await self._engine.cancel(request_id)
+        return decode_pb2.SettleResponse()
+
+    async def Find(self, request: decode_pb2.FindRequest, context: grpc.aio.ServicerContext) -> decode_pb2.FindResponse:
+        """See decode.proto."""
+        return decode_pb2.FindResponse(answers=self._state.router.kept.find(request.key))
+
+    async def Adopt(
+        self, request: decode_pb2.AdoptRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[decode_pb2.AdoptedTokens]:
+        """See decode.proto."""
+        kept = self._state.router.adopt(request.request_id, request.gateway_id)
+        log.info("request.adopted", extra={"request_id": request.request_id, "num_tokens": len(kept.tokens)})
+        tokens, has_ended = list(kept.tokens), kept.ended_s is not None
+        yield decode_pb2.AdoptedTokens(first=kept.first, has_ended=has_ended)
+        for start in range(0, len(tokens), _MAX_TOKENS):
+            yield decode_pb2.AdoptedTokens(tokens=tokens[start : start + _MAX_TOKENS])
 
     async def push(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Receives one KV transfer: reserve, write, start. Whatever ends it before the start frees the reservation."""
@@ -129,7 +159,7 @@ class _Reception:
                 await self._engine.kv_write(self._generation.request_id, *where, source, dtype=dtype)
                 self.num_bytes += source.num_bytes
             case Commit(body):
-                await self._start(parse_body(decode_pb2.HandoverCommit, body).first_token_id)
+                await self._start(parse_body(decode_pb2.HandoverCommit, body))
 
     async def close(self) -> None:
         """Frees the reservation if the request never started."""
@@ -149,13 +179,15 @@ class _Reception:
         self._generation, self._reserved = generation, True
         self._state.check_can_serve(generation, types_pb2.DECODE)  # it may have been cancelled in the meantime
 
-    async def _start(self, first_token_id: int) -> None:
+    async def _start(self, commit: decode_pb2.HandoverCommit) -> None:
         request_id = self._generation.request_id
         self._state.check_can_serve(self._generation, types_pb2.DECODE)
         self._state.router.route_to_gateway(request_id, self._generation.gateway_id)
         self._state.router.trace_decoding(request_id, self._transfer)
+        if commit.HasField("first"):
+            self._state.router.keep(self._generation, commit.first)
         try:
-            await self._engine.start(request_id, first_token_id)
+            await self._engine.start(request_id, commit.first_token_id)
         except BaseException:
             self._state.router.forget(request_id)
             raise

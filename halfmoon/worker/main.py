@@ -34,6 +34,7 @@ from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.kept_answers import KeptAnswers
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.loading_progress import loading_progress
 from halfmoon.worker.membership.calibration import Profile, calibrated
@@ -69,7 +70,9 @@ async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity()
     chains = ChainQueue(MAX_WAITING if settings.kv_store else 0, metrics.store.put_chains_dropped.inc)
-    state = WorkerState(identity, engine.layout, metrics, chains, DecodePeers(is_open=credential is None))
+    kept = KeptAnswers(settings.keep_answers_s, int(settings.keep_answers_bytes))
+    decode_peers = DecodePeers(is_open=credential is None)
+    state = WorkerState(identity, engine.layout, metrics, chains, decode_peers, kept)
     if profile is not None and profile.prefills:
         state.compute_rate.begin_with(profile.prefills)
     elif settings.kv_store is not None and settings.role != "decode":

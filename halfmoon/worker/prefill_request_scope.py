@@ -39,6 +39,7 @@ class PrefillRequestScope:
         """
         self._engine = engine
         self._state = state
+        self._generation = generation
         self._arrival_s = now_s()
         self._called_s = self._arrival_s if called_s is None else called_s
         self._request = request_from(generation, prefill_only=prefill_only, arrival_s=self._arrival_s)
@@ -112,7 +113,7 @@ class PrefillRequestScope:
             for phase in (queue, *first.chunks):
                 phase.record(self._span)
         restored = () if self._restorer is None else (restore,)
-        return prefill_pb2.PrefillEvent(
+        event = prefill_pb2.PrefillEvent(
             first_token=prefill_pb2.FirstToken(
                 token=token_message(first.output),
                 num_cached_tokens=first.num_cached_tokens + num_loaded,
@@ -122,6 +123,8 @@ class PrefillRequestScope:
                 phases=[phase.message(self._called_s) for phase in (queue, *restored, *first.chunks)],
             )
         )
+        self._state.router.note_first(self._generation, event.first_token)
+        return event
 
     def _restored(self) -> Phase:
         """The restore phase, from asking the store to the last load, or to the decision to load nothing."""

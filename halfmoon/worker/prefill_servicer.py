@@ -113,12 +113,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     sender.running() as sending,
                 ):
                     first = await first_result(scope.first, sending, lease, sender.dropped.event)
-                    yield scope.event(first)
+                    event = scope.event(first)
+                    yield event
                     if first.output.finish_reason is not None:
                         return
                     await first_result(sending, lease, sender.dropped.event)
                     await cancelled(lease)
-                    commit = decode_pb2.HandoverCommit(first_token_id=first.output.token_id)
+                    is_kept = generation.HasField("repeatable")
+                    commit = decode_pb2.HandoverCommit(
+                        first_token_id=first.output.token_id, first=event.first_token if is_kept else None
+                    )
                     async with running(transfer.commit(commit.SerializeToString())) as done:
                         await first_result(done, sender.dropped.event)
                     done_s = now_s()
@@ -148,6 +152,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         async with PrefillRequestScope(
             self._engine, self._state, generation, prefill_only=False, restorer=self._restorer
         ) as scope:
+            self._state.router.keep(generation)
             first = await scope.first
             yield scope.event(first)
             scope.detach()

@@ -11,6 +11,7 @@ from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.rpc.transport.estimate import LinkEstimate
+from halfmoon.worker.kept_answers import KeptAnswers
 from halfmoon.worker.membership.block_feed import CachedBlocks
 from halfmoon.worker.membership.compute_rate import ComputeRate
 from halfmoon.worker.membership.decode_peers import DecodePeers
@@ -33,6 +34,7 @@ class WorkerState:
         metrics: WorkerMetrics,
         chains: ChainQueue | None = None,
         decode_peers: DecodePeers | None = None,
+        kept: KeptAnswers | None = None,
     ) -> None:
         """chains: receives prompts whose blocks the store may lack; None without a store.
 
@@ -40,7 +42,7 @@ class WorkerState:
         """
         self.identity = identity
         self.layout = layout
-        self.router = TokenStreams()
+        self.router = TokenStreams(kept=kept)
         self.draining = False
         self.cached_blocks = CachedBlocks()
         self.chains = chains or ChainQueue(0)

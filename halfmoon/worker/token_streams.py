@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Cancelled, InvalidRequest, Unavailable
-from halfmoon.pb import decode_pb2, types_pb2
+from halfmoon.pb import decode_pb2, prefill_pb2, types_pb2
 from halfmoon.rpc.telemetry.spans import Span
+from halfmoon.worker.kept_answers import Kept, KeptAnswers
 from halfmoon.worker.request_phases import DecodeSpan, Phase
 from halfmoon.worker.wire import token_message
 
@@ -35,6 +36,7 @@ class _Route:
     chunks: list[Phase] = field(default_factory=list)
     decoding: DecodeSpan | None = None  # the span of its decoding
     awaits_next: bool = True  # whether `first` or `decoding` waits for the next token
+    is_repeatable: bool = False  # its tokens are kept
 
 
 @dataclass(slots=True)
@@ -46,10 +48,14 @@ class _Outbox:
 
 
 class TokenStreams:
-    """Owns each request's route and each gateway's outbox. Knows nothing of the engine. Event-loop thread only."""
+    """Owns each request's route, each gateway's outbox, and the kept answers. Knows nothing of the engine.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Event-loop thread only.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, kept: KeptAnswers | None = None) -> None:
         self._clock = clock
+        self.kept = KeptAnswers() if kept is None else kept
         self._routes: dict[str, _Route] = {}
         self._outboxes: dict[str, _Outbox] = {}
         self._num_readers = 0
@@ -66,6 +72,43 @@ class TokenStreams:
         self.check_listening(gateway_id)
         self._check_new(request_id)
         self._routes[request_id] = _Route(None, gateway_id, awaits_next=False)
+
+    def keep(self, generation: types_pb2.Generation, first: prefill_pb2.FirstToken | None = None) -> None:
+        """Keeps the tokens of a routed request from now on, if it is repeatable."""
+        if generation.HasField("repeatable"):
+            self._routes[generation.request_id].is_repeatable = True
+            self.kept.begin(generation.request_id, generation.gateway_id, generation.repeatable, first)
+            if first is not None:
+                self.kept.add(first.token, self._clock())
+
+    def note_first(self, generation: types_pb2.Generation, first: prefill_pb2.FirstToken) -> None:
+        """Notes the first token of a request that is kept here, or that ended with this token."""
+        if not generation.HasField("repeatable"):
+            return
+        if generation.request_id in self.kept:
+            self.kept.note_first(generation.request_id, first)
+        elif first.token.finish_reason != types_pb2.NOT_FINISHED:
+            self.kept.begin(generation.request_id, generation.gateway_id, generation.repeatable, first)
+            self.kept.add(first.token, self._clock())
+
+    def adopt(self, request_id: str, gateway_id: str) -> Kept:
+        """Routes a kept answer's further tokens to this gateway, and notifies the one that had it.
+
+        Raises NotFound, and Unavailable if there are further tokens and the gateway is not reading.
+        """
+        route, before = self._routes.get(request_id), self.kept.owner(request_id)
+        if route is None or before is None:
+            return self.kept.adopt(request_id, gateway_id)
+        self.check_listening(gateway_id)
+        route.gateway_id, outbox = gateway_id, self._outboxes.get(before)
+        if outbox is not None and before != gateway_id:
+            outbox.pending.append(types_pb2.Token(request_id=request_id, finish_reason=types_pb2.TAKEN_OVER))
+            outbox.changed.set()
+        return self.kept.adopt(request_id, gateway_id)
+
+    def belongs_to_another(self, request_id: str, gateway_id: str) -> bool:
+        """Whether another gateway has adopted the request."""
+        return self.kept.owner(request_id) not in (None, gateway_id)
 
     def trace_decoding(self, request_id: str, parent: Span) -> None:
         """Traces the request's decoding from now on as a child of `parent`."""
@@ -86,6 +129,7 @@ class TokenStreams:
     def forget(self, request_id: str) -> bool:
         """Drops the route. Tokens still to come are discarded; a caller waiting for the first one gets Cancelled."""
         route = self._routes.pop(request_id, None)
+        self.kept.drop(request_id)
         if route is not None and route.first is not None and not route.first.done():
             route.first.set_exception(Cancelled("the request was cancelled"))
         if route is not None and route.decoding is not None:
@@ -126,6 +170,8 @@ class TokenStreams:
                 del self._routes[output.request_id]
                 if route.decoding is not None:
                     route.decoding.end(output, self._clock())
+            if route.is_repeatable:
+                self._keep_token(output)
             if route.awaits_next:
                 route.awaits_next = False
                 if self._deliver_first(route, output):
@@ -136,6 +182,12 @@ class TokenStreams:
                 touched.add(route.gateway_id)
         for gateway_id in touched:
             self._outboxes[gateway_id].changed.set()
+
+    def _keep_token(self, output: TokenOutput) -> None:
+        if output.finish_reason in (None, "stop", "length"):
+            self.kept.add(token_message(output), self._clock())
+        else:
+            self.kept.drop(output.request_id)
 
     def _deliver_first(self, route: _Route, output: TokenOutput) -> bool:
         """Notifies whoever awaits the route's next token; True if the token goes no further."""
@@ -172,7 +224,10 @@ class TokenStreams:
                 outbox.left_at_s = self._clock()
 
     def abandoned(self, patience_s: float) -> list[str]:
-        """Requests whose gateway has not read for `patience_s`; drops its outbox and their routes."""
+        """Requests whose gateway has not read for `patience_s`; drops its outbox and their routes.
+
+        Kept ones are among them only once their time is over, or there was no more room.
+        """
         now_s = self._clock()
         gone = {
             gateway_id
@@ -181,7 +236,14 @@ class TokenStreams:
         }
         for gateway_id in gone:
             del self._outboxes[gateway_id]
-        requests = [request_id for request_id, route in self._routes.items() if route.gateway_id in gone]
+            self.kept.leave(gateway_id, now_s)
+        self.kept.expire(now_s)
+        requests = [
+            request_id
+            for request_id, route in self._routes.items()
+            if request_id not in self.kept
+            and (route.gateway_id in gone or (route.is_repeatable and route.gateway_id not in self._outboxes))
+        ]
         for request_id in requests:
             self.forget(request_id)
         return requests

@@ -12,6 +12,6 @@ Reading order:
 8. `service.py`: how a gateway is put together, started and stopped.
 
 Shelves import one way: each may import those before it in the order `cluster`, `http`, `constraints`, `replies`,
-`openai`, `progress.py` and `request.py`, `telemetry`, `routing`, `control`. All may import `settings.py`; the other
-files of this folder import them all.
+`openai`, `progress.py`, `repeatable.py` and `request.py`, `telemetry`, `routing`, `control`. All may import
+`settings.py`; the other files of this folder import them all.
 """

@@ -14,13 +14,17 @@ from aiohttp import web
 from halfmoon.errors import HalfmoonError
 from halfmoon.policy.admission.tenants import kv_salt
 from halfmoon.rpc.telemetry.spans import span_scope
+from services.gateway.cluster.held_answers import HeldAnswers
 from services.gateway.cluster.membership import Membership
+from services.gateway.cluster.token_router import GatewayStopping, TakenOver
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.error_responses import error_response, kind_of
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
+from services.gateway.http.request_ids import is_repeatable, repeat_key
 from services.gateway.openai.endpoint_bodies import (
     AnyBody,
+    body_digest,
     generation_request_of,
     is_quickly_parsed,
     max_tokens_of,
@@ -30,17 +34,20 @@ from services.gateway.openai.generation_request import GenerationRequest
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import CheckConstraint, check_requested
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
+from services.gateway.repeatable import RepeatableRequest
 from services.gateway.replies.chat_format import ChatFormat
 from services.gateway.replies.completion_format import CompletionFormat
+from services.gateway.replies.event_ids import MAX_OUTPUTS, EventIds
 from services.gateway.replies.replies import OutputSink, Reply, StreamReply, WholeReply
 from services.gateway.replies.reply_format import ReplyFormat
 from services.gateway.replies.responses_format import ResponsesFormat
-from services.gateway.replies.sse_body import ClientGone
+from services.gateway.replies.sse_body import ClientGone, SSEBody
 from services.gateway.replies.text_stream import TextPiece
 from services.gateway.request import GatewayRequest
 from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.prompt_prefix import prompt_prefix_of
 from services.gateway.routing.relay import Relay
+from services.gateway.running_repeats import RunningRepeats
 from services.gateway.telemetry.request_record import RequestRecorder
 
 log = logging.getLogger(__name__)
@@ -64,6 +71,8 @@ class GenerationEndpoints:
         check_constraint: CheckConstraint,
         threads: TokenizerThreads,
         limits: RateLimits,
+        held_answers: HeldAnswers,
+        repeats: RunningRepeats,
         *,
         is_cache_shared: bool,
     ) -> None:
@@ -76,6 +85,8 @@ class GenerationEndpoints:
         self._check_constraint = check_constraint
         self._threads = threads
         self._limits = limits
+        self._held_answers = held_answers
+        self._repeats = repeats
         self._is_cache_shared = is_cache_shared  # among tenants
 
     async def chat(self, http_request: web.Request) -> web.StreamResponse:
@@ -98,6 +109,9 @@ class GenerationEndpoints:
             with self._drain_gate.inside(), recorder.in_flight(), span_scope(request.span):
                 return await self._serve(http_request, request)
         except HalfmoonError as error:
+            if _is_left(request, error):
+                recorder.leave(request)
+                return _given_up(http_request, error)
             recorder.fail(request, error)
             return error_response(error)
         except (asyncio.CancelledError, ClientGone):
@@ -117,17 +131,44 @@ class GenerationEndpoints:
         body = await self._parse(request, raw, context_tokens)
         request.qos = self._early_rejection.class_of(http_request.headers, body.model, request.tenant)
         request.tenant_salt = kv_salt(request.tenant, body.cache_salt, is_shared=self._is_cache_shared)
-        self._reject_early(request, body, len(raw), context_tokens)
-        generation = await self._tokenize(request, body, len(raw), context_tokens)
+        answer = partial(self._answer, http_request, request, body, len(raw), context_tokens)
+        if not is_repeatable(http_request):
+            return await answer()
+        request.repeat = await self._repeatable(http_request, request, body, raw)
+        return await self._repeats.run(request.repeat, answer, lambda: request.ttft_s is not None)
+
+    async def _repeatable(
+        self, http_request: web.Request, request: GatewayRequest, body: AnyBody, raw: bytes
+    ) -> RepeatableRequest:
+        digest_of = partial(body_digest, request.endpoint, body)
+        digest = digest_of() if is_quickly_parsed(raw) else await asyncio.to_thread(digest_of)
+        return RepeatableRequest(
+            repeat_key(http_request, digest),
+            digest,
+            int(request.created_at.timestamp()),
+            http_request.headers.get("Last-Event-ID"),
+        )
+
+    async def _answer(
+        self, http_request: web.Request, request: GatewayRequest, body: AnyBody, num_bytes: int, context_tokens: int
+    ) -> web.StreamResponse:
+        repeat = request.repeat
+        if repeat is not None:
+            repeat.hold(await self._held_answers.find(repeat.key))
+            body = body if body.seed is not None else body.model_copy(update={"seed": repeat.seed})
+        self._reject_early(request, body, num_bytes, context_tokens)
+        generation = await self._tokenize(request, body, num_bytes, context_tokens)
         if generation.constraint is not None:
             await check_requested(generation.constraint, self._check_constraint)
         request.begin_outputs(generation, self._model)
-        num_expected_tokens = self._early_rejection.expected_tokens(request)
-        self._limits.take_tokens(request.tenant, num_expected_tokens)
-        request.num_expected_tokens = num_expected_tokens
+        if repeat is None or not repeat.held:
+            num_expected_tokens = self._early_rejection.expected_tokens(request)
+            self._limits.take_tokens(request.tenant, num_expected_tokens)
+            request.num_expected_tokens = num_expected_tokens
         reply_format = self._reply_format(request)
         if request.generation.stream:
-            return await self._stream(request, StreamReply(http_request, reply_format, request.usage))
+            sse_body = SSEBody(http_request, outlives_client=repeat is not None)
+            return await self._stream(request, StreamReply(sse_body, reply_format, request.usage, _event_ids(request)))
         return await self._whole(request, WholeReply(reply_format, len(request.outputs), request.usage))
 
     async def _parse(self, request: GatewayRequest, raw: bytes, context_tokens: int) -> AnyBody:
@@ -157,6 +198,8 @@ class GenerationEndpoints:
         request.needs_workers = True
         request.priority = body.priority or 0
         request.has_gaps = 2 * num_bytes < context_tokens if max_tokens is None else max_tokens > 1
+        if request.repeat is not None and request.repeat.held:
+            return  # it was admitted
         self._early_rejection.reject_early(request)
         if num_bytes > _MOST_PREFIX_BYTES:
             return
@@ -164,12 +207,14 @@ class GenerationEndpoints:
         self._early_rejection.reject_by_prefix(request, read_prefix)
 
     def _reply_format(self, request: GatewayRequest) -> ReplyFormat:
-        generation, created = request.generation, int(request.created_at.timestamp())
+        generation, repeat = request.generation, request.repeat
+        created = int(request.created_at.timestamp()) if repeat is None else repeat.created_at
         head = (request.request_id, self._model.name, created, self._model.tokenizer, generation.reply_options)
         if request.endpoint == "responses":
             return ResponsesFormat(*head, generation.echoed)
         if request.endpoint == "chat.completions":
-            return ChatFormat(*head, generation.prompts[0], generation.new_tool_parser)
+            call_ids = None if repeat is None else repeat.call_id
+            return ChatFormat(*head, generation.prompts[0], generation.new_tool_parser, call_ids)
         return CompletionFormat(*head, generation.prompts, generation.prompt_texts, generation.num_choices)
 
     async def _whole(self, request: GatewayRequest, reply: WholeReply) -> web.StreamResponse:
@@ -188,7 +233,10 @@ class GenerationEndpoints:
                 raise
             error = _client_error(failure)
             response = await reply.fail(error)
-            self._recorder.end(request, "error", kind_of(error).status, error.message)
+            if _is_left(request, error):
+                self._recorder.leave(request)
+            else:
+                self._recorder.end(request, "error", kind_of(error).status, error.message)
             return response
         response = await reply.finish()
         self._recorder.end(request)
@@ -200,7 +248,29 @@ class GenerationEndpoints:
             for output in request.outputs:
                 reply.put(output.index, TextPiece("", (), (), "length"))
             return
-        await self._relay.run(request.by_prompt, lambda output: OutputSink(output.index, output.text, reply))
+        singly = request.repeat is not None
+        await self._relay.run(
+            request.by_prompt, lambda output: OutputSink(output.index, output.text, reply, singly=singly)
+        )
+
+
+def _event_ids(request: GatewayRequest) -> EventIds | None:
+    repeat, num_outputs = request.repeat, len(request.outputs)
+    return None if repeat is None or num_outputs > MAX_OUTPUTS else EventIds(num_outputs, repeat.last_event_id)
+
+
+def _is_left(request: GatewayRequest, error: HalfmoonError) -> bool:
+    """Whether the answer goes on without this connection. It is recorded where it ends."""
+    has_stopped = isinstance(error, GatewayStopping) and request.repeat is not None and request.ttft_s is not None
+    return has_stopped or isinstance(error, TakenOver)
+
+
+def _given_up(http_request: web.Request, error: HalfmoonError) -> web.StreamResponse:
+    """The response to a request that is left to a repeat. Cuts a stream that has begun: nothing may follow it."""
+    if http_request.writer.output_size and http_request.transport is not None:
+        http_request.transport.abort()
+        raise ClientGone
+    return error_response(error)
 
 
 def _client_error(failure: Exception) -> HalfmoonError:

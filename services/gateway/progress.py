@@ -21,6 +21,7 @@ class Progress:
         self.prefill_worker: str | None = None
         self.decode_worker: str | None = None
         self.num_retries = 0
+        self.is_resumed = False  # begun by an earlier request, of which this is a repeat
         self.is_complete = False  # ended by itself, or at one of the client's stop strings
         self.qos_class: str | None = None  # None until it is admitted or refused
         self.predicted_ttft_s: float | None = None  # at admission
@@ -54,6 +55,14 @@ class Progress:
                 self.gaps_s.append(max(0.0, at_s - self._last_token_s))
             self._last_token_s = at_s
             self.output_token_ids.append(token_id)
+
+    def note_resumed(self, first: FirstToken, cached_tokens: int, token_ids: Sequence[int], at_s: float) -> None:
+        """Takes what an earlier request computed. Its first token came when the worker says, its gaps are unknown."""
+        self.note_prefill(first)
+        self.is_resumed, self.cached_tokens = True, cached_tokens
+        self.ttft_s = first.queue_s + first.compute_s
+        self.output_token_ids += token_ids
+        self._last_token_s = at_s
 
     @property
     def mean_tbt_s(self) -> float | None:

@@ -15,6 +15,7 @@ from services.gateway.openai.generation_request import NOT_TOKENIZED, Generation
 from services.gateway.openai.sampling import with_seed
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.progress import Progress
+from services.gateway.repeatable import RepeatableOutput, RepeatableRequest
 from services.gateway.replies.reply_format import Usage
 from services.gateway.replies.text_stream import TextStream
 
@@ -33,6 +34,7 @@ class RequestOutput:
     qos: QosClass = NO_PROMISES
     tenant_salt: bytes = b""  # KV is shared among requests of one salt
     tenant: Tenant = ANYONE
+    repeat: RepeatableOutput | None = None  # None: nobody can go on with it
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class GatewayRequest:
     priority: int = 0  # the client's, within its class
     has_gaps: bool = False  # asks for more than one token, without doubt
     tenant_salt: bytes = b""  # KV is shared among requests of one salt
+    repeat: RepeatableRequest | None = None  # None: its client gave it no id
 
     # known once its prompts are tokenized
     generation: GenerationRequest = NOT_TOKENIZED
@@ -86,6 +89,11 @@ class GatewayRequest:
         )
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether it repeats a request that is in the ledger."""
+        return self.repeat is not None and self.repeat.is_recorded(len(self.outputs))
+
+    @property
     def ttft_s(self) -> float | None:
         """Seconds until the first token of any output."""
         first_s = (output.progress.ttft_s for output in self.outputs)
@@ -117,4 +125,5 @@ class GatewayRequest:
             qos=self.qos,
             tenant_salt=self.tenant_salt,
             tenant=self.tenant,
+            repeat=None if self.repeat is None else RepeatableOutput(self.repeat, index),
         )

@@ -29,6 +29,7 @@ from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from halfmoon.rpc.tls.http_context import server_context
 from services.gateway.app import Access, Endpoints, make_app
 from services.gateway.cluster.cluster import Cluster, running_cluster
+from services.gateway.cluster.held_answers import HeldAnswers
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
 from services.gateway.cluster.store_watch import StoreWatch
@@ -59,6 +60,7 @@ from services.gateway.openai.tokenizer_threads import TokenizerThreads
 from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.relay import Relay
 from services.gateway.routing.routing_context import RoutingContext
+from services.gateway.running_repeats import RunningRepeats
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.label_digests import LabelDigests, label_key
 from services.gateway.telemetry.metrics import GatewayMetrics
@@ -128,6 +130,8 @@ async def running_gateway(
                 constraints.check,
                 threads,
                 limits,
+                HeldAnswers(cluster, settings.join_wait_s),
+                RunningRepeats(settings.disconnect_grace_s),
                 is_cache_shared=settings.shared_cache,
             ),
             TokenizerEndpoints(model, membership, threads, limits, is_cache_shared=settings.shared_cache),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import pytest
 
 from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Cancelled, InvalidRequest, Unavailable
-from halfmoon.pb import types_pb2
+from halfmoon.pb import decode_pb2, prefill_pb2, types_pb2
+from halfmoon.worker.kept_answers import KeptAnswers
 from halfmoon.worker.token_streams import TokenStreams
 
 
@@ -136,3 +138,99 @@ async def test_a_gateway_that_comes_back_in_time_finds_its_tokens() -> None:
     clock.now_s = 60.0
     assert router.abandoned(5.0) == []
     assert [t.position for t in (await anext(back)).tokens] == [0]
+
+
+def generation(request_id: str, gateway_id: str = "a") -> types_pb2.Generation:
+    repeatable = types_pb2.Repeatable(key=b"k")
+    return types_pb2.Generation(request_id=request_id, gateway_id=gateway_id, repeatable=repeatable)
+
+
+def first_of(request_id: str) -> prefill_pb2.FirstToken:
+    return prefill_pb2.FirstToken(token=types_pb2.Token(request_id=request_id))
+
+
+async def reading(router: TokenStreams, *gateway_ids: str) -> dict[str, AsyncGenerator[decode_pb2.StepTokens, None]]:
+    readers = {gateway_id: router.read(gateway_id) for gateway_id in gateway_ids}
+    for reader in readers.values():
+        await anext(reader)
+    return readers
+
+
+async def test_an_adopted_answer_goes_on_to_the_gateway_that_adopted_it() -> None:
+    router = TokenStreams()
+    readers = await reading(router, "a", "b")
+    router.route_to_gateway("r", "a")
+    router.keep(generation("r"), first_of("r"))
+    router.deliver([token("r", 1)])
+    assert [old.position for old in router.adopt("r", "b").tokens] == [0, 1]
+    router.deliver([token("r", 2, last=True)])
+    of_a, of_b = await anext(readers["a"]), await anext(readers["b"])
+    assert [(one.position, one.finish_reason) for one in of_a.tokens] == [(1, 0), (0, types_pb2.TAKEN_OVER)]
+    assert [one.position for one in of_b.tokens] == [2]
+    assert router.belongs_to_another("r", "a")
+    assert not router.belongs_to_another("r", "b")
+
+
+async def test_only_a_gateway_that_reads_may_adopt() -> None:
+    router = TokenStreams()
+    await reading(router, "a")
+    router.route_to_gateway("r", "a")
+    router.keep(generation("r"), first_of("r"))
+    with pytest.raises(Unavailable):
+        router.adopt("r", "b")
+    assert not router.belongs_to_another("r", "a")
+
+
+async def test_a_kept_request_outlives_its_gateway_and_is_given_up_in_the_end() -> None:
+    clock = Clock()
+    router = TokenStreams(clock, KeptAnswers(keep_s=60))
+    readers = await reading(router, "a")
+    for request_id in ("kept", "plain"):
+        router.route_to_gateway(request_id, "a")
+    router.keep(generation("kept"), first_of("kept"))
+    router.keep(types_pb2.Generation(request_id="plain"), first_of("plain"))
+    await readers["a"].aclose()
+    clock.now_s = 6.0
+    assert router.abandoned(5.0) == ["plain"]
+    router.deliver([token("kept", 1)])
+    clock.now_s = 66.0
+    assert router.abandoned(5.0) == []
+    clock.now_s = 66.1
+    assert router.abandoned(5.0) == ["kept"]
+    assert (len(router.kept), router.kept.num_bytes) == (0, 0)
+
+
+async def test_a_request_that_is_kept_no_longer_for_want_of_room_is_given_up_with_its_gateway() -> None:
+    clock = Clock()
+    router = TokenStreams(clock, KeptAnswers(max_bytes=1_000))
+    readers = await reading(router, "a")
+    router.route_to_gateway("r", "a")
+    router.keep(generation("r"), first_of("r"))
+    for position in range(1, 20):
+        router.deliver([token("r", position)])
+    assert "r" not in router.kept
+    assert len((await anext(readers["a"])).tokens) == 19, "its client notices nothing"
+    await readers["a"].aclose()
+    clock.now_s = 6.0
+    assert router.abandoned(5.0) == ["r"]
+
+
+async def test_what_a_worker_gives_up_is_not_kept() -> None:
+    router = TokenStreams()
+    await reading(router, "a")
+    for request_id in ("cancelled", "failed"):
+        router.route_to_gateway(request_id, "a")
+        router.keep(generation(request_id), first_of(request_id))
+    router.forget("cancelled")
+    router.deliver([TokenOutput("failed", 1, 1, "error")])
+    assert len(router.kept) == 0
+
+
+def test_an_answer_of_one_token_is_kept_where_its_prompt_was_computed() -> None:
+    router = TokenStreams()
+    first = first_of("r")
+    router.note_first(generation("r"), first)
+    assert len(router.kept) == 0, "it is handed over"
+    first.token.finish_reason = types_pb2.LENGTH
+    router.note_first(generation("r"), first)
+    assert router.kept.find(b"k")[0].num_tokens == 1

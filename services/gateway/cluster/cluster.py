@@ -11,10 +11,11 @@ from itertools import chain, repeat
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from halfmoon.background import logged, running
 from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
-from halfmoon.pb.decode_pb2 import CancelRequest, TokensRequest
+from halfmoon.pb.decode_pb2 import CancelRequest, SettleRequest, TokensRequest
 from halfmoon.pb.decode_pb2_grpc import DecodeStub
 from halfmoon.pb.gateway_pb2 import DecodeMembers, GatewayMessage, ResendBlocks, Welcome, WorkerIdentity, WorkerMessage
 from halfmoon.pb.gateway_pb2_grpc import ClusterServicer
@@ -70,8 +71,9 @@ class Cluster(ClusterServicer):
         self._tasks = tasks
         self._workers: dict[str, Worker] = {}
         self._readers: dict[Worker, asyncio.Task[None]] = {}
-        self._cancels: set[asyncio.Task[None]] = set()
+        self._ends: set[asyncio.Task[None]] = set()  # that workers have yet to be told of
         self._changed = asyncio.Event()
+        self.started_s = self.changed_s = clock()
         self._closing = asyncio.Event()
 
     def worker(self, worker_id: str) -> Worker:
@@ -80,6 +82,10 @@ class Cluster(ClusterServicer):
         if worker is None:
             raise Unavailable(f"worker {worker_id} has left the cluster")
         return worker
+
+    def workers(self) -> list[Worker]:
+        """The connected workers."""
+        return list(self._workers.values())
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` in a task of its own and logs its error. Raises GatewayStopping at the very end."""
@@ -93,10 +99,13 @@ class Cluster(ClusterServicer):
 
     def cancel_request(self, worker: Worker, wire_id: str) -> None:
         """Sends Decode.Cancel, even past the end of the request and its deadline."""
-        with suppress(GatewayStopping):  # the workers notice that this gateway has ended
-            task = self.spawn(self._cancel_request(worker, wire_id))
-            self._cancels.add(task)
-            task.add_done_callback(self._cancels.discard)
+        request = CancelRequest(request_ids=[wire_id], gateway_id=self.gateway_id)
+        self._send_end(worker, wire_id, worker.decode.Cancel, request)
+
+    def settle_request(self, worker: Worker, wire_id: str) -> None:
+        """Sends Decode.Settle, likewise."""
+        request = SettleRequest(request_ids=[wire_id], gateway_id=self.gateway_id)
+        self._send_end(worker, wire_id, worker.decode.Settle, request)
 
     def until_changed(self) -> Coroutine[Any, Any, Any]:
         """An awaitable that is done once a worker has joined, left, or become reachable after this call."""
@@ -154,9 +163,9 @@ class Cluster(ClusterServicer):
 
     async def close(self, grace_s: float) -> None:
         """Ends every membership. Pending cancellations have `grace_s` to reach their workers."""
-        if self._cancels:
-            await asyncio.wait(set(self._cancels), timeout=grace_s)
-        for task in self._cancels:
+        if self._ends:
+            await asyncio.wait(set(self._ends), timeout=grace_s)
+        for task in self._ends:
             task.cancel()
         for worker in list(self._workers.values()):
             self.remove(worker, Unavailable("the gateway is stopping"))
@@ -202,6 +211,7 @@ class Cluster(ClusterServicer):
         self._notify()
 
     def _notify(self) -> None:
+        self.changed_s = self.clock()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -274,13 +284,18 @@ class Cluster(ClusterServicer):
                     self._notify()
                 self.router.deliver(step, self.clock())
 
-    async def _cancel_request(self, worker: Worker, wire_id: str) -> None:
+    def _send_end(self, worker: Worker, wire_id: str, method: Callable[..., Any], request: Message) -> None:
+        with suppress(GatewayStopping):  # the workers notice that this gateway has ended
+            task = self.spawn(self._deliver_end(worker, wire_id, method, request))
+            self._ends.add(task)
+            task.add_done_callback(self._ends.discard)
+
+    async def _deliver_end(self, worker: Worker, wire_id: str, method: Callable[..., Any], request: Message) -> None:
         """Tries until the worker has received it or has left: otherwise it would compute the request to its end."""
-        request = CancelRequest(request_ids=[wire_id])
         with request_scope(request_id()):  # the request's own deadline may be over
             for pause_s in chain(_RETRY_S, repeat(_RETRY_S[-1])):
                 try:
-                    await worker.peer.call(worker.decode.Cancel, request, deadline_s=CANCEL_DEADLINE_S)
+                    await worker.peer.call(method, request, deadline_s=CANCEL_DEADLINE_S)
                     return
                 except HalfmoonError as error:
                     fields = {"worker_id": worker.member.worker_id, "wire_id": wire_id, "reason": error.message}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from halfmoon.errors import HalfmoonError, Unavailable
-from halfmoon.pb.decode_pb2 import StepTokens
+from halfmoon.pb.decode_pb2 import AdoptedTokens, StepTokens
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver
 from halfmoon.pb.types_pb2 import Token
 
@@ -26,6 +26,15 @@ class FirstTokenArrived:
     """The prefill worker's token."""
 
     first: FirstToken
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A worker's answer to an adoption, with all tokens so far."""
+
+    answer: AdoptedTokens  # its first message
+    tokens: Sequence[Token]
     at_s: float
 
 
@@ -48,14 +57,21 @@ class GatewayStopping(Unavailable):
     """The gateway stops; another attempt cannot help."""
 
 
+class TakenOver(HalfmoonError):
+    """A repeat of the request goes on with its answer."""
+
+    def __init__(self) -> None:
+        super().__init__("this request was repeated: its answer goes on there")
+
+
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The gateway stops."""
+    """The gateway stops, or a repeat takes the answer over."""
 
-    error: GatewayStopping
+    error: GatewayStopping | TakenOver
 
 
-Event = TokenArrived | FirstTokenArrived | HandedOver | PrefillEnded | WorkerLost | Stopping
+Event = TokenArrived | FirstTokenArrived | HandedOver | PrefillEnded | Adopted | WorkerLost | Stopping
 
 
 class Route(NamedTuple):
@@ -74,6 +90,11 @@ class TokenRouter:
 
     def __len__(self) -> int:
         return len(self._routes)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping.is_set()
 
     @contextmanager
     def route(self, request_id: str, route: Route) -> Iterator[None]:

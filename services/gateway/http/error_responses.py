@@ -20,9 +20,11 @@ from halfmoon.errors import (
 from halfmoon.ledger.stored_classes import VersionConflict
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.place import ContextLengthExceeded
+from services.gateway.cluster.token_router import TakenOver
 from services.gateway.http.api_keys import WrongKey
 from services.gateway.http.browser_guard import ForeignHost, ForeignOrigin, NotJson
 from services.gateway.http.rate_limits import RateLimited
+from services.gateway.http.request_ids import ReusedKey
 
 _MAX_CHARS = 200
 
@@ -41,6 +43,8 @@ _KINDS: dict[type[HalfmoonError], HttpKind] = {
     ForeignHost: HttpKind(421, "invalid_request_error", "host_not_allowed"),
     ForeignOrigin: HttpKind(403, "invalid_request_error", "origin_not_allowed"),
     NotJson: HttpKind(415, "invalid_request_error", "unsupported_media_type"),
+    ReusedKey: HttpKind(422, "invalid_request_error", "idempotency_key_reused"),
+    TakenOver: HttpKind(409, "invalid_request_error", "repeated_elsewhere"),
     InvalidRequest: HttpKind(400, "invalid_request_error", None),
     UnknownModel: HttpKind(404, "invalid_request_error", "model_not_found"),
     NotFound: HttpKind(404, "invalid_request_error", "not_found"),
@@ -95,6 +99,8 @@ def _figures(refusal: Refused) -> dict[str, float | None]:
 def error_response(error: HalfmoonError) -> web.Response:
     """The response for an error, with Retry-After in whole seconds if the error says when to come back."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, WrongKey) else {}
+    if isinstance(error, TakenOver):
+        headers["X-Should-Retry"] = "false"  # to OpenAI's clients, which would take the answer back
     if error.retry_after_ms is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     return web.json_response(error_body(error), status=kind_of(error).status, headers=headers)

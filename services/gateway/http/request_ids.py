@@ -1,17 +1,32 @@
-"""The request id: the client may choose it, and it travels to every worker and log line."""
+"""The ids that a client may give its request: for the log, and so that a repeat of it goes on where it was."""
 
 from __future__ import annotations
 
 import re
 import secrets
+from hashlib import blake2b
 
-from aiohttp import web
+from aiohttp import hdrs, web
+
+from halfmoon.errors import InvalidRequest
 
 HEADER = "X-Request-Id"
+IDEMPOTENCY_HEADER = "Idempotency-Key"
 
 _REQUEST_ID = web.RequestKey("request_id", str)
 _OUTSIDE = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_CHARS = 64
+_DIGEST_BYTES = 16
+
+
+class ReusedKey(InvalidRequest):
+    """The idempotency key came with another body a moment ago."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"this {IDEMPOTENCY_HEADER} came with another body a moment ago; choose a new key for a new request",
+            param=IDEMPOTENCY_HEADER,
+        )
 
 
 def request_id_of(request: web.Request) -> str:
@@ -21,6 +36,30 @@ def request_id_of(request: web.Request) -> str:
 
 def assign_request_id(request: web.Request) -> str:
     """Assigns the client's id, reduced to safe characters, or a random one."""
-    given = _OUTSIDE.sub("", request.headers.get(HEADER, ""))[:_MAX_CHARS]
-    request[_REQUEST_ID] = given or secrets.token_hex(12)
+    given = request.headers.get(HEADER) or request.headers.get(IDEMPOTENCY_HEADER) or ""
+    request[_REQUEST_ID] = _OUTSIDE.sub("", given)[:_MAX_CHARS] or secrets.token_hex(12)
     return request[_REQUEST_ID]
+
+
+def is_repeatable(request: web.Request) -> bool:
+    """Whether the client gave an id."""
+    return bool(request.headers.get(IDEMPOTENCY_HEADER) or request.headers.get(HEADER))
+
+
+def repeat_key(request: web.Request, body_digest: bytes) -> bytes:
+    """The digest by which a repeat of this request is recognized: of the client's id and its API key.
+
+    `X-Request-Id` often names a whole trace, so with that alone the body is a part of the key.
+    """
+    idempotency_key = request.headers.get(IDEMPOTENCY_HEADER)
+    own = ("key", idempotency_key) if idempotency_key else (body_digest.hex(), request.headers.get(HEADER, ""))
+    return digest(request.headers.get(hdrs.AUTHORIZATION, ""), *own)
+
+
+def digest(*texts: str) -> bytes:
+    """A short digest of several texts."""
+    state = blake2b(digest_size=_DIGEST_BYTES)
+    for text in texts:
+        encoded = text.encode(errors="surrogateescape")
+        state.update(len(encoded).to_bytes(8, "little") + encoded)
+    return state.digest()

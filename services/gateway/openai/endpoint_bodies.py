@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from services.gateway.http.request_ids import digest
 from services.gateway.openai.generation_request import GenerationRequest, chat_request, completion_request, max_values
 from services.gateway.openai.parse_body import num_separators, parse_body
 from services.gateway.openai.responses_body import ResponsesBody
@@ -28,6 +30,12 @@ def read_body(endpoint: str, raw: bytes, model: ServedModel, context_tokens: int
     body = parse_body(_SCHEMAS[endpoint], raw, max_values(context_tokens))
     model.check_name(body.model)
     return body
+
+
+def body_digest(endpoint: str, body: AnyBody) -> bytes:
+    """A digest of what a body says, however its JSON is written."""
+    said = body.model_dump(mode="json", exclude_unset=True)
+    return digest(endpoint, json.dumps(said, sort_keys=True))
 
 
 def is_quickly_parsed(raw: bytes) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from services.gateway.replies.logprob_entries import logprob_entries
@@ -20,6 +22,9 @@ from services.gateway.replies.reply_format import (
 from services.gateway.replies.text_stream import Decodes, TextPiece
 from services.gateway.replies.tool_parsers import CallPart, NamedCall, NewToolParser, ParsedPart, ToolParser
 
+CallIds = Callable[[int, int], str]
+"""The id of a tool call, by its choice and its place among the calls of that."""
+
 
 class ChatFormat:
     """Owns the tool calls found so far in each choice. One object a request."""
@@ -35,12 +40,15 @@ class ChatFormat:
         options: ReplyOptions,
         prompt: Sequence[int],
         new_tool_parser: NewToolParser | None = None,
+        call_ids: CallIds | None = None,
     ) -> None:
+        """`call_ids`: ids of tool calls that a repeat has, too; None: those of the parser, which are random."""
         self._head = {"id": f"chatcmpl-{request_id}", "created": created, "model": model}
         self._tokenizer = tokenizer
         self._options = options
         self._prompt_ids = prompt_token_ids(prompt, options)
         self._new_tool_parser = new_tool_parser
+        self._call_ids = call_ids
         self._turns: dict[int, ToolTurn] = {}  # by choice
 
     @property
@@ -98,7 +106,8 @@ class ChatFormat:
         if self._new_tool_parser is None:
             return None
         if index not in self._turns:
-            self._turns[index] = ToolTurn(self._new_tool_parser())
+            call_id = None if self._call_ids is None else partial(self._call_ids, index)
+            self._turns[index] = ToolTurn(self._new_tool_parser(), call_id)
         return self._turns[index]
 
     def _ending(self, piece: TextPiece, turn: ToolTurn | None) -> dict[str, Any]:
@@ -118,8 +127,9 @@ class ChatFormat:
 class ToolTurn:
     """Owns one choice's parser, and whether it has found calls."""
 
-    def __init__(self, parser: ToolParser) -> None:
+    def __init__(self, parser: ToolParser, call_id: Callable[[int], str] | None = None) -> None:
         self._parser = parser
+        self._call_id = call_id
         self._has_calls = False
 
     @property
@@ -143,7 +153,12 @@ class ToolTurn:
         if piece.finish_reason is not None:
             parts += self._parser.flush()
         self._has_calls |= any(isinstance(part, CallPart) for part in parts)
-        return parts
+        return [part if isinstance(part, str) else self._named(part) for part in parts]
+
+    def _named(self, part: CallPart) -> CallPart:
+        if part.id is None or self._call_id is None:
+            return part
+        return replace(part, id=self._call_id(part.index))
 
 
 def _delta(part: ParsedPart) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
-from typing import Any, Protocol
+from typing import Protocol
 
 from aiohttp import web
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb.types_pb2 import Token
 from services.gateway.http.error_responses import error_body
+from services.gateway.replies.event_ids import EventIds
 from services.gateway.replies.reply_format import Output, ReplyFormat, Usage, UsageNow
 from services.gateway.replies.sse_body import SSEBody, sse
 from services.gateway.replies.text_stream import TextPiece, TextStream, joined
@@ -35,7 +36,9 @@ class Reply(Protocol):
 class OutputSink:
     """A `TokenSink`: turns one output's tokens into text and puts that into the reply."""
 
-    def __init__(self, index: int, text: TextStream, reply: Reply) -> None:
+    def __init__(self, index: int, text: TextStream, reply: Reply, *, singly: bool = False) -> None:
+        """`singly`: the pieces do not depend on which tokens came together."""
+        self._singly = singly
         self._index = index
         self._text = text
         self._reply = reply
@@ -46,6 +49,8 @@ class OutputSink:
 
     def push(self, tokens: Sequence[Token]) -> bool:
         """Takes tokens; True when the output is whole."""
+        if self._singly and len(tokens) > 1:
+            return any(self.push([token]) for token in tokens)
         piece = self._text.push(tokens)
         self._reply.put(self._index, piece)
         return piece.finish_reason is not None
@@ -73,13 +78,17 @@ class WholeReply:
 
 
 class StreamReply:
-    """Owns an event stream. It begins with the first token: an error before that is an ordinary response."""
+    """Owns an event stream. It begins with the first token: an error before that is an ordinary response.
 
-    def __init__(self, http_request: web.Request, reply_format: ReplyFormat, usage: UsageNow) -> None:
+    With `ids`, its events have ids, and those that the client has are left out.
+    """
+
+    def __init__(self, body: SSEBody, reply_format: ReplyFormat, usage: UsageNow, ids: EventIds | None = None) -> None:
         self._format = reply_format
         self._usage = usage
         self._opened: set[int] = set()
-        self._body = SSEBody(http_request)
+        self._body = body
+        self._ids = ids
         self._texts = TextEvents(reply_format)
 
     @property
@@ -94,25 +103,27 @@ class StreamReply:
     def put(self, index: int, piece: TextPiece) -> None:
         """Sends what became certain. Raises ClientGone."""
         if index in self._opened and self._format.repeats and piece.text and piece.finish_reason is None:
-            self._body.write(self._texts.of(index, piece.text))
+            self._write(index, [self._texts.of(index, piece.text)])
             return
         opening = [] if index in self._opened else self._format.opening(index)
         self._opened.add(index)
         chunks = [*opening, *self._format.chunks(index, piece)]
-        self._write([self._format.frame(chunk, self._usage) for chunk in chunks])
+        self._write(index, [sse(self._format.frame(chunk, self._usage)) for chunk in chunks])
 
     async def finish(self) -> web.StreamResponse:
         """Sends the usage, if requested, and the end. Raises ClientGone."""
-        self._write(self._format.closing(self._usage()), self._format.end)
+        self._write(0, [sse(chunk) for chunk in self._format.closing(self._usage())])
+        if self._format.end:
+            self._body.write(self._format.end)
         return await self._body.end()
 
     async def fail(self, error: HalfmoonError) -> web.StreamResponse:
         """Ends a stream that has begun with an error event. Raises ClientGone."""
-        self._write([self._format.failed(error_body(error))])
+        self._body.write(sse(self._format.failed(error_body(error))))
         return await self._body.end()
 
-    def _write(self, events: Sequence[dict[str, Any]], end: bytes = b"") -> None:
-        data = b"".join(map(sse, events)) + end
+    def _write(self, index: int, events: Sequence[bytes]) -> None:
+        data = b"".join(events if self._ids is None else self._ids.new(index, events))
         if data:
             self._body.write(data)
 

@@ -30,8 +30,10 @@ class SSEBody:
     coroutines, more than everything else that is done for a token.
     """
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, *, outlives_client: bool = False) -> None:
+        """`outlives_client`: what is written after the client has gone is dropped, and only `end` notices."""
         self._request = request
+        self._outlives_client = outlives_client
         self._response = web.StreamResponse(headers=_HEADERS)
         self._is_chunked = request.version >= HttpVersion11
         if self._is_chunked:
@@ -58,12 +60,14 @@ class SSEBody:
     def write(self, data: bytes) -> None:
         """Sends data that is not empty, as fast as the client reads, and buffers the rest. Raises ClientGone."""
         transport = self._request.transport
-        if transport is None or transport.is_closing():
-            raise ClientGone
-        if transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
+        is_gone = transport is None or transport.is_closing()
+        if transport is not None and not is_gone and transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
             transport.abort()
+            is_gone = True
+        if transport is not None and not is_gone:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        elif not self._outlives_client:
             raise ClientGone
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
     async def end(self) -> web.StreamResponse:
         """Waits until the client has read nearly everything. Raises ClientGone."""

@@ -5,10 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 from halfmoon.errors import Cancelled, ConstraintFailed, DeadlineExceeded, HalfmoonError, Unavailable
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, PrefillRequest
-from halfmoon.pb.types_pb2 import CANCELLED, CONSTRAINT_FAILED, ERROR, Generation, Token
+from halfmoon.pb.types_pb2 import (
+    CANCELLED,
+    CONSTRAINT_FAILED,
+    ERROR,
+    NOT_FINISHED,
+    TAKEN_OVER,
+    Generation,
+    Token,
+)
 from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.values import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
@@ -20,6 +30,7 @@ from services.gateway.cluster.token_router import (
     PrefillEnded,
     Route,
     Stopping,
+    TakenOver,
     TokenArrived,
     WorkerLost,
 )
@@ -42,9 +53,10 @@ class Attempt:
         kv_codec: KVCodec.ValueType,
     ) -> None:
         self._cluster = cluster
+        self._output = output
         self._progress = progress = output.progress
         self._prefill = cluster.worker(placement.prefill.worker_id)
-        self._decode = cluster.worker(placement.decode.worker_id)
+        self._decode = self._holder = cluster.worker(placement.decode.worker_id)
         self._wire_id = f"{output.request_id}.{secrets.token_hex(4)}"  # two attempts never share an id on a worker
         self._message = PrefillRequest(
             generation=Generation(
@@ -58,6 +70,7 @@ class Attempt:
                 tenant_salt=output.tenant_salt,
                 tenant=output.tenant.name,
                 tenant_kv_quota_bytes=output.tenant.kv_bytes or 0,
+                repeatable=output.repeat.next_attempt(progress.cached_tokens) if output.repeat else None,
             ),
             decode_address=placement.decode_address,
             kv_codec=kv_codec,
@@ -83,35 +96,45 @@ class Attempt:
         with (
             operation(current_span().child("attempt", attributes=workers)) as self._span,
             self._cluster.router.route(self._wire_id, route),
+            nullcontext() if self._output.repeat is None else self._output.repeat.request.routed(flow.put),
         ):
             now_s = self._cluster.clock()
             membership.note_placed(self._wire_id, prefill, decode, num_prompt, now_s)
             call = self._cluster.spawn(_call_prefill(self._prefill, self._message, route, self._cluster))
-            complete = False
+            complete: bool | None = None
             try:
                 complete = await flow.run(sink)
             finally:
                 membership.note_ended(self._wire_id, prefill, decode, self._cluster.clock())
                 self._end(call, complete)
 
-    def _end(self, call: asyncio.Task[None], complete: bool) -> None:
-        """Cancels the request on its workers, unless it is complete and has left them by itself."""
+    def _end(self, call: asyncio.Task[None], complete: bool | None) -> None:
+        """Cancels the request on its workers, unless it is complete and has left them by itself.
+
+        A repeatable one that has given enough is kept there, and so is one that is left to a repeat.
+        """
         if complete:
             asyncio.get_running_loop().call_later(_PREFILL_LINGER_S, call.cancel)
         else:
             call.cancel()
+        repeat = self._output.repeat
+        if repeat is not None and complete is not None:
+            self._cluster.settle_request(self._holder, self._wire_id)
+        elif not complete and (repeat is None or not repeat.is_left(self._cluster.router)):
             self._cluster.cancel_request(self._decode, self._wire_id)
 
     def _handle(self, event: Event) -> list[Token]:
         match event:
             case TokenArrived(token, at_s):
                 self._handed_over = True
-                return self._accept(token, at_s)
+                return accepted(self._order, self._output, token, at_s)
             case FirstTokenArrived(first, at_s):
                 self._note_prefilled(first, at_s)
                 self._span.event("first token", at_s)
                 self._progress.note_prefill(first)
-                return self._accept(first.token, at_s)
+                if first.token.finish_reason != NOT_FINISHED:
+                    self._holder = self._prefill
+                return accepted(self._order, self._output, first.token, at_s)
             case HandedOver() as handed_over:
                 self._handed_over = True
                 self._progress.note_handed_over(handed_over)
@@ -140,17 +163,6 @@ class Attempt:
             self._wire_id, self._prefill.member, sample, at_s, was_restored=first.num_loaded_tokens > 0
         )
 
-    def _accept(self, token: Token, at_s: float) -> list[Token]:
-        if token.finish_reason == CANCELLED:
-            raise Unavailable("a worker gave the request up")
-        if token.finish_reason == CONSTRAINT_FAILED:
-            raise ConstraintFailed
-        if token.finish_reason == ERROR:
-            raise HalfmoonError("a worker failed while computing the request")
-        due = self._order.push(token)
-        self._progress.note_tokens([token.token_id for token in due], at_s)
-        return due
-
 
 class TokenOrder:
     """Orders the tokens of one output, which come on two streams: from the prefill and from the decode worker.
@@ -177,9 +189,13 @@ class TokenOrder:
         if token.position == self._next and not self._early:  # the usual case
             self._next += 1
             return [token]
-        if token.position < self._next:
-            return []
-        self._early.setdefault(token.position, token)
+        return self.push_together([token])
+
+    def push_together(self, tokens: Sequence[Token]) -> list[Token]:
+        """Likewise, of tokens that come at once: a position that is skipped may be among those that came early."""
+        for token in tokens:
+            if token.position >= self._next:
+                self._early.setdefault(token.position, token)
         due = []
         while self._next in self._early:
             due.append(self._early.pop(self._next))
@@ -187,6 +203,25 @@ class TokenOrder:
         if self._early and self.has_begun:
             raise HalfmoonError(f"output token {self._next} was lost: position {min(self._early)} came after it")
         return due
+
+
+def accepted(order: TokenOrder, output: RequestOutput, token: Token, at_s: float) -> list[Token]:
+    """The tokens that are due with this one, noted. Raises what ends the attempt instead."""
+    if token.finish_reason == CANCELLED:
+        raise Unavailable("a worker gave the request up")
+    if token.finish_reason == CONSTRAINT_FAILED:
+        raise ConstraintFailed
+    if token.finish_reason == ERROR:
+        raise HalfmoonError("a worker failed while computing the request")
+    if token.finish_reason == TAKEN_OVER:
+        if output.repeat is not None:
+            output.repeat.request.is_taken_over = True
+        raise TakenOver
+    due = order.push(token)
+    output.progress.note_tokens([token.token_id for token in due], at_s)
+    if output.repeat is not None:
+        output.repeat.tokens.extend(due)
+    return due
 
 
 async def _call_prefill(worker: Worker, message: PrefillRequest, route: Route, cluster: Cluster) -> None:

@@ -21,8 +21,10 @@ from halfmoon.policy.values import Placement
 from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.context import request_scope
 from services.gateway.cluster.cluster import Cluster
+from services.gateway.cluster.held_answers import HeldAnswer
 from services.gateway.cluster.token_router import GatewayStopping
 from services.gateway.request import RequestOutput
+from services.gateway.routing.adoption import Adoption
 from services.gateway.routing.attempt import Attempt
 from services.gateway.routing.request_routing import RequestRouting, reserve_together
 from services.gateway.routing.routing_context import RoutingContext
@@ -83,7 +85,8 @@ class Relay:
             for other in others:
                 other.share_blocks(leader)
         routings = [routing for of_prompt in by_prompt for routing in of_prompt]
-        await self._within(partial(reserve_together, self._context, routings), self._wait_s(is_inside=False))
+        new = [routing for routing in routings if _held(routing.output) is None]
+        await self._within(partial(reserve_together, self._context, new), self._wait_s(is_inside=False))
 
     async def _run_prompt(self, routings: Sequence[RequestRouting], sink_of: SinkOf) -> None:
         """Runs one output of the prompt first; the others then find its prefix cached."""
@@ -101,11 +104,29 @@ class Relay:
         try:
             with request_scope(routing.output.request_id, self._deadline_s):
                 async with asyncio.timeout(self._deadline_s):
-                    await self._run_attempts(routing, routing.observing(sink))
+                    if not await self._adopts(routing.output, sink):
+                        await self._run_attempts(routing, routing.observing(sink))
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not done within {self._deadline_s:g} s") from error
         finally:
             routing.close()
+
+    async def _adopts(self, output: RequestOutput, sink: TokenSink) -> bool:
+        """Goes on with an output that a worker holds, to its end. False if none holds it, or no longer."""
+        held, progress = _held(output), output.progress
+        if held is None:
+            return False
+        try:
+            await Adoption(self._cluster, output, held).run(sink)
+        except GatewayStopping:
+            raise
+        except Unavailable as error:
+            progress.num_retries += 1
+            fields = {"reason": error.message, "num_output_tokens": len(progress.output_token_ids)}
+            log.warning("request.not_adopted", extra=fields)
+            return False
+        progress.is_complete = True
+        return True
 
     async def _run_attempts(self, routing: RequestRouting, sink: TokenSink) -> None:
         """Attempts the output until its last token, or until the sink has enough."""
@@ -159,6 +180,10 @@ class Relay:
                 if left_s <= 0:
                     raise
             await self._cluster.router.pause(left_s, until=self._cluster.until_changed())
+
+
+def _held(output: RequestOutput) -> HeldAnswer | None:
+    return None if output.repeat is None else output.repeat.held
 
 
 def _failed(error: NoCapacity | Unavailable, placement: Placement, gave_tokens: bool) -> FailedAttempt:

@@ -80,7 +80,8 @@ class RequestRouting:
         """Chooses the workers of the next attempt. Raises what placement raises, and the first time Refused."""
         request, view, now_s = self._placement_request(exclude), self._membership.view(), self._context.clock()
         if self._admitted is None:
-            return self._begin(request, self._decide(request, self.output.qos, now_s), now_s)
+            qos = replace(self.output.qos, ttft_s=None, tbt_s=None) if self._progress.is_resumed else self.output.qos
+            return self._begin(request, self._decide(request, qos, now_s), now_s)
         if self._is_reserved:
             self._admission.activate(self._name, now_s)
         placement = self._admission.place_again(view, request, self._admitted.qos, now_s)
@@ -110,7 +111,7 @@ class RequestRouting:
             self._name,
             self._context.clock(),
             num_output=len(progress.output_token_ids),
-            ttft_s=progress.ttft_s if progress.is_complete else None,
+            ttft_s=progress.ttft_s if progress.is_complete and not progress.is_resumed else None,
             tbt_s=progress.mean_tbt_s,
         )
         self._admitted = None

@@ -84,7 +84,13 @@ class RequestRecorder:
         *,
         reason: str = "bad request",
     ) -> None:
-        """Records a request that ended; `reason` says in a word why it was rejected, if it was."""
+        """Records a request that ended; `reason` says in a word why it was rejected, if it was.
+
+        A repeat of a request that is in the ledger only gets a line in the log: it has cost nothing.
+        """
+        if request.is_recorded:
+            self.leave(request, "request.replayed")
+            return
         gaps_s, now_s = request.gaps_s, self._clock()
         error = None if error is None else shortened(error, _MAX_ERROR_CHARS)
         row = request_row(request, self._model_name, status, http_status, error, gaps_s, now_s)
@@ -96,6 +102,11 @@ class RequestRecorder:
         self._telemetry.note_ended(request, row, gaps_s, reason, now_s)
         fields = {**row.as_dict(), "created_at": request.created_at.isoformat()}
         log.info("request.ended", extra={**fields, "labels": self._labels.of(request.generation.labels)})
+
+    def leave(self, request: GatewayRequest, event: str = "request.left") -> None:
+        """Notes a request that another connection will record, or has recorded."""
+        request.span.end(self._clock())
+        log.info(event, extra={"request_id": request.request_id})
 
     def _count(self, row: RequestRow, gaps_s: Sequence[float]) -> None:
         metrics = self._metrics

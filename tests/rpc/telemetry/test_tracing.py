@@ -41,6 +41,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 class Refusing(decode_pb2_grpc.DecodeServicer):
     """Refuses, and does a part of it as a span of its own."""
 
+    Settle = Find = Adopt = None  # type: ignore[assignment]
+
     async def Tokens(
         self, request: decode_pb2.TokensRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[decode_pb2.StepTokens]:

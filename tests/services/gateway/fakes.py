@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,18 @@ from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 
 from halfmoon.errors import HalfmoonError
-from halfmoon.pb.decode_pb2 import CancelRequest, CancelResponse, StepTokens, TokensRequest
+from halfmoon.pb.decode_pb2 import (
+    AdoptedTokens,
+    AdoptRequest,
+    CancelRequest,
+    CancelResponse,
+    FindRequest,
+    FindResponse,
+    SettleRequest,
+    SettleResponse,
+    StepTokens,
+    TokensRequest,
+)
 from halfmoon.pb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 from halfmoon.pb.gateway_pb2 import BlockEvents, GatewayMessage, WorkerIdentity, WorkerLoad, WorkerMessage
 from halfmoon.pb.gateway_pb2_grpc import ClusterStub
@@ -30,6 +42,7 @@ from halfmoon.pb.types_pb2 import (
     NOT_FINISHED,
     PREFILL,
     STOP,
+    TAKEN_OVER,
     FinishReason,
     Generation,
     KVLayout,
@@ -40,6 +53,7 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
+from halfmoon.worker.kept_answers import KeptAnswers
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.routing.prompt_prefix import KnownTokens
 from services.gateway.service import RunningGateway, running_gateway
@@ -159,6 +173,7 @@ class Calls:
 
     prefills: list[PrefillRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    settled: list[str] = field(default_factory=list)
     cancel_came: asyncio.Event = field(default_factory=asyncio.Event)
     prefill_came: asyncio.Event = field(default_factory=asyncio.Event)
     prefill_ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -183,6 +198,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.on_prefill: OnPrefill | None = None
         self.address = ""
         self.changes: Mapping[str, Any] = {}  # of its identity
+        self.kept = KeptAnswers()
         self.steps: dict[str, asyncio.Queue[StepTokens | HalfmoonError]] = {}
         self.decoding: list[asyncio.Task[None]] = []
         self.end_registration = asyncio.Event()
@@ -207,17 +223,23 @@ class FakeWorker(PrefillServicer, DecodeServicer):
     async def usual_prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
         generation = request.generation
         first = self.script.token(generation, len(generation.output_token_ids))
-        yield PrefillEvent(
-            first_token=FirstToken(
-                token=first, num_cached_tokens=self.script.cached_tokens, queue_s=0.25, compute_s=0.5
-            )
-        )
+        event = FirstToken(token=first, num_cached_tokens=self.script.cached_tokens, queue_s=0.25, compute_s=0.5)
+        yield PrefillEvent(first_token=event)
         if first.finish_reason == NOT_FINISHED:
-            self.hand_over(request)
+            self.hand_over(request, event)
             yield PrefillEvent(handed_over=HandedOver(kv_bytes=1))
+        else:
+            self.keep(generation, event)
 
-    def hand_over(self, request: PrefillRequest) -> None:
+    def keep(self, generation: Generation, first: FirstToken) -> None:
+        if generation.HasField("repeatable"):
+            self.kept.begin(generation.request_id, generation.gateway_id, generation.repeatable, first)
+            self.kept.add(first.token, 0.0)
+
+    def hand_over(self, request: PrefillRequest, first: FirstToken | None = None) -> None:
         decode = self.fleet.by_address[request.decode_address] if request.decode_address else self
+        if first is not None:
+            decode.keep(request.generation, first)
         task = asyncio.ensure_future(decode.decode(request.generation))
         decode.decoding.append(task)
 
@@ -234,7 +256,10 @@ class FakeWorker(PrefillServicer, DecodeServicer):
             await asyncio.sleep(0)
 
     def send(self, gateway_id: str, *tokens: Token) -> None:
-        self.steps[gateway_id].put_nowait(StepTokens(tokens=tokens))
+        for token in tokens:
+            self.kept.add(token, 0.0)
+        owner = self.kept.owner(tokens[0].request_id) if tokens else None
+        self.steps[owner or gateway_id].put_nowait(StepTokens(tokens=tokens))
 
     async def Tokens(self, request: TokensRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[StepTokens]:
         queue = self.steps[request.gateway_id] = asyncio.Queue()
@@ -249,9 +274,28 @@ class FakeWorker(PrefillServicer, DecodeServicer):
     async def Cancel(self, request: CancelRequest, context: grpc.aio.ServicerContext) -> CancelResponse:
         if self.refuse_cancels:
             raise self.refuse_cancels.pop(0)
+        for request_id in request.request_ids:
+            self.kept.drop(request_id)
         self.calls.cancelled += request.request_ids
         self.calls.cancel_came.set()
         return CancelResponse(num_cancelled=len(request.request_ids))
+
+    async def Settle(self, request: SettleRequest, context: grpc.aio.ServicerContext) -> SettleResponse:
+        for request_id in request.request_ids:
+            self.kept.settle(request_id, 0.0)
+        self.calls.settled += request.request_ids
+        return SettleResponse()
+
+    async def Find(self, request: FindRequest, context: grpc.aio.ServicerContext) -> FindResponse:
+        return FindResponse(answers=self.kept.find(request.key))
+
+    async def Adopt(self, request: AdoptRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[AdoptedTokens]:
+        before, kept = self.kept.owner(request.request_id), self.kept.adopt(request.request_id, request.gateway_id)
+        if before != request.gateway_id and before in self.steps and kept.ended_s is None:
+            over = Token(request_id=request.request_id, finish_reason=TAKEN_OVER)
+            self.steps[before].put_nowait(StepTokens(tokens=[over]))
+        yield AdoptedTokens(first=kept.first, has_ended=kept.ended_s is not None)
+        yield AdoptedTokens(tokens=kept.tokens)
 
     def identity(self) -> WorkerIdentity:
         fields: dict[str, Any] = {
@@ -368,6 +412,17 @@ class Fleet:
         await self.until(lambda: worker_id in self.placeable())
         return worker
 
+    async def join(self, *workers: FakeWorker) -> None:
+        """Registers workers of another gateway's fleet here, too."""
+        for worker in workers:
+            self.by_address[worker.address] = worker
+            registration = asyncio.ensure_future(worker.register(self.gateway.address))
+            self._stack.push_async_callback(_cancelled, registration)
+            await self.until(partial(self._is_placeable, worker.worker_id))
+
+    def _is_placeable(self, worker_id: str) -> bool:
+        return worker_id in self.placeable()
+
     async def pair(self, script: Script | None = None) -> tuple[FakeWorker, FakeWorker]:
         """One prefill and one decode worker."""
         script = script or Script()
@@ -406,6 +461,7 @@ async def running_fleet(tmp_path: Path, tracer: Tracer = NO_TRACER, **settings: 
     calm = {
         "heartbeat_interval_s": 1000.0,
         "drain_s": 0.0,
+        "join_wait_s": 0.0,
         "slo": "off",
     }
     chosen = GatewaySettings(port=0, state_dir=tmp_path, **{**calm, **settings})

@@ -17,6 +17,7 @@ ORDER = (
     "replies",
     "openai",
     "progress",
+    "repeatable",
     "request",
     "telemetry",
     "routing",

@@ -47,3 +47,14 @@ def test_tokens_before_the_first_come_out_in_order(start: int, early: list[int],
     for offset in [*early, 0, *late]:
         out += [one.position - start for one in order.push(token(start + offset))]
     assert out == list(range(len(early) + 1 + num_late))
+
+
+@given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(0, n))))
+def test_tokens_that_overtake_an_adoption_wait_for_it(case: tuple[int, int, int]) -> None:
+    """The worker's answer has the tokens before `held`; those from `live` on came on the stream before it."""
+    num_tokens, held, live = case
+    tokens = [Token(position=position) for position in range(num_tokens)]
+    order = TokenOrder(0)
+    due = [token for one in tokens[min(live, held) :] for token in order.push(one)]
+    due += order.push_together(tokens[:held])
+    assert [token.position for token in due] == list(range(num_tokens))
