@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -117,7 +119,7 @@ def main() -> None:
     parser.add_argument("--unsalted", action="store_true", help="let prompts be found in caches")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--json", type=Path, help="write the outcomes here")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # already in a namespace
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # already in namespaces of its own
     parser.add_argument("--overload", type=float, metavar="MINUTES", help="minutes of overload, instead of faults")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="minutes of a soak, instead of faults")
     parser.add_argument("--csv", type=Path, help="write the soak's samples here")
@@ -126,10 +128,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="halfmoon-chaos-") as name:
         if options.overload:
             print(report(asyncio.run(overload(options.overload, Path(name)))))
+        elif options.soak and not options.here and os.geteuid() == 0 and shutil.which("unshare"):
+            _with_own_shared_memory()
         elif options.soak:
             _soak(options, Path(name))
         else:
             _run(options, Path(name))
+
+
+def _with_own_shared_memory() -> None:
+    """Runs this command line again with a /dev/shm of its own, so that what others keep there does not count."""
+    own = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+    subprocess.run([*own, sys.executable, "-m", "benchmarks.chaos", "--here", *sys.argv[1:]], check=True)
 
 
 def _soak(options: argparse.Namespace, folder: Path) -> None:

@@ -23,10 +23,11 @@ UNITS = {"rss": "MiB", "descriptors": "", "threads": "", "blocks": "", "shm": "M
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One figure of one service. A service's place is its role and its rank by age: the oldest of a role is 0."""
+    """One figure of one service, named by its role and its rank by age: the oldest of a role is 0."""
 
     t_s: float
     service: str
+    pid: int
     quantity: str
     value: float
 
@@ -48,10 +49,13 @@ async def follow(system: System, every_s: float, samples: list[Sample]) -> None:
     began_s = time.monotonic()
     while True:
         now_s = time.monotonic() - began_s
-        samples += await asyncio.to_thread(_of_processes, system, now_s)
+        found = await asyncio.to_thread(_of_processes, system, now_s)
+        services = {sample.pid: sample.service for sample in found}
+        samples += found
         for worker in await system.workers():
-            used = worker["total_blocks"] - worker["load"]["free_blocks"]
-            samples.append(Sample(now_s, f"{worker['role']}:{worker['pid']}", "blocks", used))
+            pid, used = worker["pid"], worker["total_blocks"] - worker["load"]["free_blocks"]
+            if pid in services:
+                samples.append(Sample(now_s, services[pid], pid, "blocks", used))
         await asyncio.sleep(every_s)
 
 
@@ -60,17 +64,17 @@ def _of_processes(system: System, now_s: float) -> list[Sample]:
     ranked = [(f"{role}-{rank}", one) for role, ones in system.processes().items() for rank, one in enumerate(ones)]
     for service, process in [*ranked, ("up", psutil.Process(system.process.pid))]:
         with suppress(psutil.NoSuchProcess), process.oneshot():
-            found.append(Sample(now_s, service, "rss", process.memory_info().rss / _MIB))
-            found.append(Sample(now_s, service, "descriptors", process.num_fds()))
-            found.append(Sample(now_s, service, "threads", process.num_threads()))
+            found.append(Sample(now_s, service, process.pid, "rss", process.memory_info().rss / _MIB))
+            found.append(Sample(now_s, service, process.pid, "descriptors", process.num_fds()))
+            found.append(Sample(now_s, service, process.pid, "threads", process.num_threads()))
     files = [os.stat(entry.path).st_size for entry in os.scandir("/dev/shm")]
-    found.append(Sample(now_s, "files", "shm", len(files)))
-    found.append(Sample(now_s, "size", "shm", sum(files) / _MIB))
+    found.append(Sample(now_s, "files", 0, "shm", len(files)))
+    found.append(Sample(now_s, "size", 0, "shm", sum(files) / _MIB))
     return found
 
 
 def trends(samples: Sequence[Sample]) -> list[Trend]:
-    """A line through each series after the warm-up. Series of processes that were killed are left out: they restart."""
+    """A line through each series after the warm-up. Places whose process was killed are left out: they begin again."""
     end_s = max(sample.t_s for sample in samples)
     series: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
@@ -78,7 +82,7 @@ def trends(samples: Sequence[Sample]) -> list[Trend]:
             series.setdefault((sample.quantity, sample.service), []).append(sample)
     found = []
     for (quantity, service), ones in sorted(series.items()):
-        if len(ones) < 3 or ones[-1].t_s - ones[0].t_s < (1 - _WARM) * end_s * 0.9:
+        if len(ones) < 3 or len({one.pid for one in ones}) > 1:
             continue
         values = [one.value for one in ones]
         slope = float(np.polyfit([one.t_s / 3600 for one in ones], values, 1)[0])

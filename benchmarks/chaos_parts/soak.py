@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections import Counter
@@ -53,8 +54,8 @@ async def soak(minutes: float, folder: Path) -> Soak:
         await asyncio.sleep(2 * _SAMPLE_EVERY_S)
         result.ended["blocks used at the end"] = await system.used_blocks()
         sampling.cancel()
-        lines = system.count_lines({})
-        result.ended.update({f"{name} lines": count for name, count in lines.items()})
+        result.ended.update({f"{name} lines": count for name, count in system.count_lines({}).items()})
+        result.ended.update(_errors(system))
     return result
 
 
@@ -104,3 +105,13 @@ async def _kill(system: System, end_s: float, result: Soak) -> None:
         if len(ones) > 1:
             ones[-1].kill()
             result.kills[role] += 1
+
+
+def _errors(system: System) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for line in system.log_lines({}):
+        if '"level": "ERROR"' in line:
+            with suppress(ValueError):
+                event = json.loads(line)
+                found[f"ERROR {event.get('service')}: {event.get('event')}"[:90]] += 1
+    return found

@@ -9,18 +9,27 @@ from typing import Any
 
 from benchmarks.chaos_parts.samples import Sample
 
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#999999", "#F0E442")
+_COLOURS = ("#0072B2", "#009E73", "#D55E00", "#000000", "#CC79A7", "#E69F00")  # by Okabe and Ito
+_KILLED_COLOUR = "#BBBBBB"
 _PANELS = (("rss", "RSS, MiB"), ("descriptors", "descriptors"), ("threads", "threads"))
 _WIDTH_PX, _HEIGHT_PX = 330, 220
 
 
 def write_soak_plot(path: Path, samples: Sequence[Sample], title: str) -> None:
-    """Draws a panel for each quantity, a line for each service. `path` ends in .png."""
+    """Draws a panel for each quantity, a line for each service; places whose process was killed are grey.
+
+    `path` ends in .png.
+    """
     import vl_convert
 
-    names = sorted({one.service for one in samples if one.quantity == "rss"})
-    blocks = _panel("blocks", "used KV blocks of all workers", _sums(samples, "blocks"), ["workers"])
-    panels = [_panel(quantity, label, _rows(samples, quantity), names) for quantity, label in _PANELS]
+    pids: dict[str, set[int]] = {}
+    for one in samples:
+        if one.quantity == "rss":
+            pids.setdefault(one.service, set()).add(one.pid)
+    names = sorted(pids, key=lambda name: (len(pids[name]) == 1, name))  # the grey ones lie under the others
+    killed = {name for name in names if len(pids[name]) > 1}
+    blocks = _panel("blocks", "used KV blocks of all workers", _sums(samples, "blocks"), ["workers"], set())
+    panels = [_panel(quantity, label, _rows(samples, quantity), names, killed) for quantity, label in _PANELS]
     spec = {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
         "title": title,
@@ -48,8 +57,10 @@ def _sums(samples: Sequence[Sample], quantity: str) -> list[dict[str, Any]]:
     return [{"minute": t_s / 60, "service": "workers", "value": value} for t_s, value in totals.items()]
 
 
-def _panel(name: str, label: str, rows: list[dict[str, Any]], services: list[str]) -> dict[str, Any]:
-    colours = [_COLOURS[index % len(_COLOURS)] for index in range(len(services))]
+def _panel(name: str, label: str, rows: list[dict[str, Any]], services: list[str], killed: set[str]) -> dict[str, Any]:
+    others = [service for service in services if service not in killed]
+    colour_of = {service: _COLOURS[index % len(_COLOURS)] for index, service in enumerate(others)}
+    colours = [colour_of.get(service, _KILLED_COLOUR) for service in services]
     return {
         "name": name,
         "width": _WIDTH_PX,
