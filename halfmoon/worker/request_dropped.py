@@ -30,8 +30,8 @@ class RequestDropped:
         """Reports that the engine has dropped the request. Does nothing after `close`."""
         if not self.event.done():
             self.event.set_exception(self.error())
+            self.event.exception()  # marks it as retrieved: the call may be over before it waits for the event
 
     def close(self) -> None:
         """Stops listening."""
-        if not self.event.cancel() and not self.event.cancelled():
-            self.event.exception()  # another error ended the call: mark this one as retrieved
+        self.event.cancel()

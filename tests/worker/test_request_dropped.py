@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,3 +24,15 @@ async def test_a_drop_is_reported_once_and_not_after_close(start_worker: Callabl
     late.notify()
     late.close()
     assert late.event.cancelled()
+
+
+async def test_a_drop_that_nobody_waits_for_is_no_error_in_the_log(
+    start_worker: Callable[..., Awaitable[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client that leaves while its request enters the engine ends the call before it listens."""
+    engine = (await start_worker("prefill")).async_engine
+    dropped = RequestDropped(engine)
+    dropped.notify()
+    del dropped
+    gc.collect()
+    assert "never retrieved" not in caplog.text
