@@ -27,7 +27,7 @@ class File(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """letters, digits, ._-, ending in .json, .jsonl, .csv or .yaml"""
+    """letters, digits, ._-, ending in .json (at most 8 MiB), .jsonl or .csv"""
     content: _builtins.bytes
     def __init__(
         self,

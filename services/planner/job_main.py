@@ -52,6 +52,8 @@ def main() -> None:
         updates.send({"result": {"summary": summary_of(result), "plan_yaml": result.file_text}})
     except InvalidRequest as error:
         updates.send({"error": {"message": error.message, "param": error.param}})
+    except RecursionError:
+        updates.send({"error": {"message": "a file of the request is nested too deeply", "param": "files"}})
 
 
 def _end_with_stdin() -> None:

@@ -17,7 +17,8 @@ from halfmoon.pb import planner_pb2
 from halfmoon.plan.request import PlanRequest
 
 MOST_REQUESTS = 20_000  # of one simulated pass
-_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}\.(json|jsonl|csv|yaml)")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}\.(json|jsonl|csv)")
+_MOST_JSON_BYTES = 8 << 20  # read as a whole, at up to thirty times its size
 _FILE_OPTIONS = ("model", "workload", "latency")  # options that may name a file
 
 
@@ -30,11 +31,20 @@ def plan_request(message: planner_pb2.PlanRequest) -> PlanRequest:
 
 
 def files_of(messages: Sequence[planner_pb2.File]) -> dict[str, bytes]:
-    """Maps the names of the files sent with a request to their contents. Raises InvalidRequest for an unsafe name."""
+    """Maps the names of the files sent with a request to their contents.
+
+    Raises InvalidRequest for an unsafe name, and for a JSON file that is too large to be read as a whole.
+    """
     for file in messages:
         if not _FILE_NAME.fullmatch(file.name):
             raise InvalidRequest(
-                f"a file's name has letters, digits, ._- and ends in .json, .jsonl, .csv or .yaml, not {file.name!r}",
+                f"a file's name has letters, digits, ._- and ends in .json, .jsonl or .csv, not {file.name!r}",
+                param="files",
+            )
+        if file.name.endswith(".json") and len(file.content) > _MOST_JSON_BYTES:
+            raise InvalidRequest(
+                f"{file.name} has {len(file.content)} bytes, over the {_MOST_JSON_BYTES} that a JSON file may have: "
+                "send a trace as .jsonl or .csv",
                 param="files",
             )
     return {file.name: file.content for file in messages}
@@ -64,7 +74,7 @@ def plan_yaml(stored: StoredPlan) -> str:
 
 
 def _check_no_path(name: str, value: object) -> None:
-    if re.search(r"[/\\~]", str(value)):
+    if re.search(r"[/\\~]|(^|[:=,])\.\.", str(value)):
         raise InvalidRequest(
             f"{name} {value!r} is a path, and the planner reads no files of its host: send the file along", param=name
         )

@@ -253,7 +253,12 @@ def test_a_plan_is_thorough_where_that_is_asked_for() -> None:
         ({"workload": "/etc/passwd"}, "workload", "send the file along"),
         ({"latency": "roofline:../x.json"}, "latency", "send the file along"),
         ({"model": "~/model"}, "model", "send the file along"),
+        ({"model": ".."}, "model", "send the file along"),
+        ({"model": "some/model"}, "model", "send the file along"),
+        ({"latency": "roofline:.."}, "latency", "send the file along"),
         ({"files": [planner_pb2.File(name="../w.json")]}, "files", "a file's name has letters"),
+        ({"files": [planner_pb2.File(name="c.yaml")]}, "files", "a file's name has letters"),
+        ({"files": [planner_pb2.File(name="c.json", content=b"[" * (8 << 20 | 1))]}, "files", "as .jsonl or .csv"),
         ({"files": [planner_pb2.File(name="numpy.py")]}, "files", "a file's name has letters"),
     ],
 )
@@ -268,6 +273,20 @@ async def test_a_bad_plan_request_is_refused_before_its_turn(changed: dict[str, 
             await all_of(stub.Plan(request, timeout=60))
     assert caught.value.param == param
     assert not bench.jobs
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("m.json", {"model": "m.json", "latency": "roofline:m.json"}), ("w.jsonl", {"workload": "w.jsonl"})],
+)
+async def test_a_file_that_is_nested_too_deeply_is_the_callers_mistake(name: str, options: dict[str, str]) -> None:
+    request = planner_pb2.PlanRequest()
+    request.CopyFrom(ASKED)
+    request.MergeFrom(planner_pb2.PlanRequest(**options))  # type: ignore[arg-type]
+    request.files.append(planner_pb2.File(name=name, content=b"[" * 100_000 + b"\n"))
+    async with planner(run_job) as stub:
+        with pytest.raises(InvalidRequest):
+            await all_of(stub.Plan(request, timeout=120))
 
 
 async def test_what_the_job_refuses_is_told() -> None:
