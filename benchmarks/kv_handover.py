@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import psutil
 
+from benchmarks.tls_certificates import BenchmarkCertificates
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, gateway_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.link import LinkSettings
@@ -33,10 +37,13 @@ _VOCABULARY = range(1000, 30000)
 
 
 @asynccontextmanager
-async def process(*arguments: str) -> AsyncIterator[tuple[psutil.Process, str]]:
-    """Runs kv_transfer as another process and reads its first line. It ends when its stdin closes."""
+async def process(*arguments: str, tls: Mapping[str, str] | None = None) -> AsyncIterator[tuple[psutil.Process, str]]:
+    """Runs kv_transfer as another process and reads its first line. It ends when its stdin closes.
+
+    `tls`: variables that name its certificate, if it uses mutual TLS.
+    """
     command = (sys.executable, "-m", "benchmarks.kv_transfer", *arguments)
-    child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+    child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env={**os.environ, **(tls or {})})
     assert child.stdout is not None
     try:
         yield psutil.Process(child.pid), (await child.stdout.readline()).decode().strip()
@@ -54,11 +61,13 @@ async def work(role: str, settings: LinkSettings) -> None:
         worker_id=role, role=types_pb2.Role.Value(role.upper()), model_fingerprint=checkpoint.fingerprint
     )
     state = WorkerState(identity, engine.layout, metrics)
+    credential = own_credential("worker")
     async with AsyncEngine(engine, state.on_step) as async_engine:
-        prefill = PrefillServicer(async_engine, state, metrics, KVChannels(settings))
+        prefill = PrefillServicer(async_engine, state, metrics, KVChannels(settings, credential=credential))
         decode = DecodeServicer(async_engine, state, metrics)
         services = worker_services(prefill, decode)
-        async with running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server:
+        access = CallAccess(credential)
+        async with running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0, access=access) as server:
             print(f"127.0.0.1:{server.port} {checkpoint.fingerprint}", flush=True)
             await asyncio.to_thread(sys.stdin.read)
         await prefill.close()
@@ -66,21 +75,32 @@ async def work(role: str, settings: LinkSettings) -> None:
 
 
 async def hand_over(
-    transports: Sequence[str], num_tokens: int, repeat: int, codecs: Sequence[str], limit: tuple[float, float]
+    transports: Sequence[str],
+    num_tokens: int,
+    repeat: int,
+    codecs: Sequence[str],
+    limit: tuple[float, float],
+    tls: BenchmarkCertificates | None = None,
 ) -> None:
     """Prints the table of hand-overs: medians over the repeats after a first one that does not count.
 
-    limit: the link's MB/s (0: unlimited) and its delay in ms.
+    limit: the link's MB/s (0: unlimited) and its delay in ms. tls: certificates, for mutual TLS.
     """
     mbps, delay_ms = limit
     link = f", link of {mbps:g} MB/s and {delay_ms:g} ms" if mbps or delay_ms else ""
+    link += ", mutual TLS" if tls else ""
     print(f"\nhand-over of {num_tokens} tokens, one thread a worker{link}, median of {repeat}")
     print(f"{'transport':10}{'codec':>7}{'prefill s':>11}{'exposed ms':>12}{'share':>8}")
     for transport in transports:
         how = transport, str(mbps), str(delay_ms)
-        async with process(WORKER, "decode", *how) as (_, d), process(WORKER, "prefill", *how) as (_, p):
+        worker = tls.worker if tls else None
+        caller = tls.credential("profiler") if tls else None
+        async with (
+            process(WORKER, "decode", *how, tls=worker) as (_, d),
+            process(WORKER, "prefill", *how, tls=worker) as (_, p),
+        ):
             (prefill, fingerprint), decode = p.split(), d.split()[0]
-            async with Peer(prefill) as to_prefill, Peer(decode) as to_decode:
+            async with Peer(prefill, caller) as to_prefill, Peer(decode, caller) as to_decode:
                 tokens = decode_pb2_grpc.DecodeStub(to_decode.channel).Tokens
                 listen = decode_pb2.TokensRequest(gateway_id=_GATEWAY)
                 async with to_decode.stream(tokens, listen, deadline_s=3600) as steps:

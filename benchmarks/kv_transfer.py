@@ -3,6 +3,7 @@
     python -m benchmarks.kv_transfer                  # transports x chunk sizes x codecs, then a real hand-over
     python -m benchmarks.kv_transfer --no-handover --transports grpc shm --chunks 1024 --repeat 9
     python -m benchmarks.kv_transfer --mbps 50 --delay-ms 5 --transports grpc
+    python -m benchmarks.kv_transfer --tls --chunks 2048   # each table again, over mutual TLS
 
 One transfer is the KV of `--tokens` tokens of the demo model (30 layers, 3 KV heads of 64, bfloat16). It is gathered
 layer by layer into staging buffers and written to other memory by the receiver, a separate process. GB/s count KV as it
@@ -29,10 +30,13 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from benchmarks.kv_handover import WORKER, hand_over, process, work
+from benchmarks.tls_certificates import BenchmarkCertificates, benchmark_certificates
 from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.frame import KVRange, plan_frames
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.receiver import Effect, Write
+from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import run_service, running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
@@ -69,8 +73,11 @@ async def receive() -> None:
             async for answer in answers:
                 yield answer
 
+    access = CallAccess(own_credential("worker"))
     add = raw_service(KV_TRANSFER, {PUSH: push})
-    async with running_server("127.0.0.1:0", [add], RpcMetrics(CollectorRegistry()), grace_s=0) as server:
+    async with running_server(
+        "127.0.0.1:0", [add], RpcMetrics(CollectorRegistry()), grace_s=0, access=access
+    ) as server:
         print(f"127.0.0.1:{server.port}", flush=True)
         await asyncio.to_thread(sys.stdin.read)
     intake.close()
@@ -124,27 +131,32 @@ def _cpu_s(other: psutil.Process) -> float:
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Prints both tables."""
-    if not options.no_transports:
-        await transports(options)
-    if not options.no_handover:
-        limit = options.mbps, options.delay_ms
-        await hand_over(options.transports, options.tokens, options.repeat, options.codecs, limit)
+    """Prints both tables, and again over mutual TLS if that is wanted."""
+    with benchmark_certificates() as certificates:
+        for tls in (None, certificates) if options.tls else (None,):
+            if not options.no_transports:
+                await transports(options, tls)
+            if not options.no_handover:
+                limit = options.mbps, options.delay_ms
+                await hand_over(options.transports, options.tokens, options.repeat, options.codecs, limit, tls)
 
 
-async def transports(options: argparse.Namespace) -> None:
+async def transports(options: argparse.Namespace, tls: BenchmarkCertificates | None) -> None:
     """Prints the table of transports."""
     shape = (LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, options.tokens, LAYOUT.head_dim)
     normal = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     kv = (normal.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16
-    print(f"{kv.nbytes / 2**20:.0f} MiB a transfer, median of {options.repeat}")
+    print(f"{kv.nbytes / 2**20:.0f} MiB a transfer{', mutual TLS' if tls else ''}, median of {options.repeat}")
     print(f"{'transport':10}{'chunk KiB':>10}{'codec':>7}{'GB/s':>8}{'CPU s/GB':>10}{'x memcpy time':>15}")
     plain = memcpy(kv, options.repeat)
     _row("memcpy", "-", "-", plain, kv.nbytes, plain)
-    async with process(_RECEIVER) as (other, address):
+    credential = tls.credential("worker") if tls else None
+    async with process(_RECEIVER, tls=tls.worker if tls else None) as (other, address):
         for name in options.transports:
             settings = _settings(name, options.mbps, options.delay_ms)
-            link = KVLink(Peer(address), settings, lambda declined: print(f"{declined} could not be used"))
+            link = KVLink(
+                Peer(address, credential, "worker"), settings, lambda declined: print(f"{declined} could not be used")
+            )
             for codec, chunk_kib in itertools.product(options.codecs, options.chunks):
                 figures = await measure(link, other, kv, chunk_kib << 10, Codec[codec.upper()], options.repeat)
                 _row(name, str(chunk_kib), codec, figures, kv.nbytes, plain)
@@ -181,6 +193,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--mbps", type=float, default=0.0, help="limit of the link in MB/s")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one-way delay of the link")
+    parser.add_argument("--tls", action="store_true", help="measures over mutual TLS, too")
     parser.add_argument("--no-transports", action="store_true", help="only the hand-over")
     parser.add_argument("--no-handover", action="store_true", help="only the transports")
     options = parser.parse_args(arguments)
