@@ -16,7 +16,7 @@ from tests.e2e.test_several_gateways import gateways, until
 
 pytestmark = pytest.mark.e2e
 
-NUM_TOKENS = 1_500  # long enough to be there when a gateway dies
+NUM_TOKENS = 1_200  # long enough to be there when a gateway dies
 PATIENCE_S = 90
 BODY: dict[str, Any] = {
     "model": "demo",
