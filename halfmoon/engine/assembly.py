@@ -51,10 +51,12 @@ def assemble(
     checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, on_progress: Progress | None = None
 ) -> Assembled:
     """Loads the weights, reporting to `on_progress`. Raises Incompatible and ServiceFailed."""
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    num_threads = config.num_threads or torch.get_num_threads()
+    torch.set_num_threads(config.load_threads or num_threads)
     if config.num_ranks == 1:
-        return _on_one_device(checkpoint, config, layout, on_progress)
+        assembled = _on_one_device(checkpoint, config, layout, on_progress)
+        torch.set_num_threads(num_threads)
+        return assembled
     parallel = ParallelRunner(checkpoint, config, layout, on_progress)
     return Assembled(parallel, parallel)
 

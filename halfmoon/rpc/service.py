@@ -32,6 +32,7 @@ from halfmoon.rpc.server import (
 from halfmoon.rpc.telemetry.logs import configure_logs
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.telemetry.tracing import tracing
+from halfmoon.rpc.template_process import fork_service, is_template
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +92,16 @@ def read_settings(settings_class: type[Settings], arguments: Sequence[str]) -> S
 
 
 def service_main(
-    service: str, settings_class: type[Settings], serve: Callable[[Settings], Coroutine[Any, Any, None]]
+    service: str,
+    settings_class: type[Settings],
+    serve: Callable[..., Coroutine[Any, Any, None]],
+    load: Callable[[Settings], Any] | None = None,
 ) -> None:
-    """Runs `serve(settings)` to its end. On a HalfmoonError, logs one line and exits with 1."""
+    """Runs `serve(settings)` to its end. On a HalfmoonError, logs one line and exits with 1.
+
+    Under a supervisor it runs in a child of this process (`template_process`). `load`, which must leave no thread
+    behind, makes what a killed child's successor need not load again: the second argument of `serve`, else None.
+    """
     os.umask(PRIVATE_UMASK)
     configure_logs(service)
     raise_descriptor_limit()
@@ -102,7 +110,11 @@ def service_main(
         configure_logs(service, getattr(settings, "log_level", "INFO"))
         log.info("service.settings", extra={"settings": _as_logged(settings)})
         _make_private(getattr(settings, "state_dir", None))
-        run_service(lambda: serve(settings))
+        loaded = None
+        if is_template():
+            loaded = None if load is None else load(settings)
+            fork_service()
+        run_service(lambda: serve(settings) if load is None else serve(settings, loaded))
     except (HalfmoonError, BaseExceptionGroup) as err:
         leaves = leaf_errors(err)
         if not all(isinstance(leaf, HalfmoonError) for leaf in leaves):

@@ -106,6 +106,8 @@ class Child:
         if event.get("event") == "service.ready" and not self.ready.done():
             self.ready.set_result(event)
             self._ready_s = asyncio.get_running_loop().time()
+        if event.get("event") == "service.killed" and self.served_s() is None:
+            self.process.kill()  # it would be started again and again
         if event.get("event") == "registration.welcome":
             self._welcome(event)
         if event.get("level") in ("ERROR", "CRITICAL"):

@@ -74,7 +74,7 @@ async def up(options: UpOptions, terminal: Console) -> None:
     with _bars(terminal) as bars:
         supervisor = Supervisor(
             options.state_dir / "logs",
-            _Display(bars).on_event,
+            partial(_on_event, terminal, _Display(bars)),
             partial(_print_restart, terminal),
             partial(_print_trouble, terminal),
             options.log_limits,
@@ -275,6 +275,12 @@ def _print_restart(terminal: Console, why: str, wait_s: float) -> None:
     terminal.print(
         f"halfmoon: {why}\nStarting it again{when}.", style="yellow", markup=False, highlight=False, soft_wrap=True
     )
+
+
+def _on_event(terminal: Console, display: _Display, service: str, event: dict[str, Any]) -> None:
+    if event.get("event") == "service.killed":
+        _print_restart(terminal, f"{service} {event['reason']}", 0.0)
+    display.on_event(service, event)
 
 
 def _print_trouble(terminal: Console, sentence: str) -> None:

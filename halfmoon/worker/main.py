@@ -52,17 +52,27 @@ from halfmoon.worker.store.store_writer import StoreWriter
 log = logging.getLogger(__name__)
 
 
-async def serve(settings: WorkerSettings) -> None:
+def load_shared(settings: WorkerSettings) -> Engine | None:
+    """Loads an engine whose weights forked workers share; None where a fork is not possible once it has loaded."""
+    may_be_cuda = settings.device != "cpu" and torch.version.cuda is not None  # asking for devices would begin CUDA
+    is_plain = settings.tensor_parallel == settings.pipeline_parallel == 1 and settings.offload_kv == "none"
+    if may_be_cuda or not is_plain:
+        return None
+    keep_freed_memory()
+    return _load_engine(settings, load_threads=1)
+
+
+async def serve(settings: WorkerSettings, loaded: Engine | None) -> None:
     """Runs one worker until told to stop."""
     with tracing(settings.role, settings.otlp_endpoint) as tracer:
-        await _serve(settings, tracer)
+        await _serve(settings, loaded, tracer)
 
 
-async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
+async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer) -> None:
     kv_links, credential = link_settings(settings), own_credential("worker")
     keep_freed_memory()
     stopping, retiring = asyncio.create_task(until_told_to_stop()), asyncio.create_task(until_told_to_drain())
-    loading = asyncio.create_task(asyncio.to_thread(_load_engine, settings))
+    loading = asyncio.create_task(asyncio.to_thread(_loaded_engine, settings, loaded))
     await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         os._exit(0)  # a thread that is reading weights cannot be stopped in any other way
@@ -131,7 +141,12 @@ def store_writer(engine: AsyncEngine, state: WorkerState, link: StoreLink, metri
     return StoreWriter(engine, link, state.chains, metrics.store, lambda: state.compute_rate.model)
 
 
-def _load_engine(settings: WorkerSettings) -> tuple[Engine, Profile | None]:
+def _loaded_engine(settings: WorkerSettings, loaded: Engine | None) -> tuple[Engine, Profile | None]:
+    engine = loaded or _load_engine(settings)
+    return engine, calibrated(engine, settings.role, settings.calibrate, settings.calibrate_s, settings.state_dir)
+
+
+def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> Engine:
     checkpoint = prepare_checkpoint(settings.model)
     config = EngineConfig(
         device=_device(settings.device),
@@ -148,12 +163,12 @@ def _load_engine(settings: WorkerSettings) -> tuple[Engine, Profile | None]:
         offload=_offload(settings),
         cuda_graphs=settings.cuda_graphs,
         num_threads=settings.num_threads,
+        load_threads=load_threads,
         tensor_parallel=settings.tensor_parallel,
         pipeline_parallel=settings.pipeline_parallel,
     )
     with loading_progress(f"{settings.role}: weights") as on_progress:
-        engine = Engine(checkpoint, config, on_progress)
-    return engine, calibrated(engine, settings.role, settings.calibrate, settings.calibrate_s, settings.state_dir)
+        return Engine(checkpoint, config, on_progress)
 
 
 def _offload(settings: WorkerSettings) -> OffloadConfig | None:

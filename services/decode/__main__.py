@@ -1,8 +1,8 @@
 """`python -m services.decode`: a worker whose default role is decode."""
 
 from halfmoon.rpc.service import service_main
-from halfmoon.worker.main import serve
+from halfmoon.worker.main import load_shared, serve
 from services.decode.settings import DecodeSettings
 
 if __name__ == "__main__":
-    service_main("decode", DecodeSettings, serve)
+    service_main("decode", DecodeSettings, serve, load_shared)

@@ -42,12 +42,12 @@ def load_model(settings: GatewaySettings) -> ServedModel:
     )
 
 
-async def serve(settings: GatewaySettings) -> None:
+async def serve(settings: GatewaySettings, loaded: ServedModel | None) -> None:
     """Serves until SIGTERM or SIGINT."""
     credential = own_credential("gateway")
     stop = asyncio.ensure_future(until_told_to_stop())
     with tracing("gateway", settings.otlp_endpoint) as tracer:
-        model = await asyncio.to_thread(load_model, settings)
+        model = await asyncio.to_thread(load_model, settings) if loaded is None else loaded
         async with running_gateway(settings, model, tracer, credential) as gateway:
             log.info("service.ready", extra={"address": gateway.address, "http": gateway.http})
             if await stop == "orphaned":  # the workers end now, too
@@ -56,4 +56,4 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 if __name__ == "__main__":
-    service_main("gateway", GatewaySettings, serve)
+    service_main("gateway", GatewaySettings, serve, load_model)
