@@ -33,14 +33,15 @@ class System:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2))
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """The services' processes by role, oldest first."""
+        """The processes that serve, by role, oldest first. The templates that fork them are left out."""
         found: dict[str, list[psutil.Process]] = {}
         with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children():
                 with suppress(psutil.NoSuchProcess):
                     role = next((part[9:] for part in child.cmdline() if part.startswith("services.")), None)
                     if role is not None:
-                        found.setdefault(role, []).append(child)
+                        forked = (one for one in child.children() if one.cmdline() == child.cmdline())
+                        found.setdefault(role, []).append(next(forked, child))
         return {role: sorted(ones, key=psutil.Process.create_time) for role, ones in found.items()}
 
     async def workers(self) -> list[dict[str, Any]]:

@@ -273,7 +273,7 @@ async def the_edit_is_undone(page: Any, system: System) -> None:
 async def a_dead_worker_is_red(page: Any, system: System) -> None:
     await open_page(page, "Overview")
     await page.locator('[data-standing="serving"]').nth(3).wait_for()
-    simulations = [one for one in system.descendants() if "services.simulation" in one.cmdline()]
+    simulations = system.serving("simulation")
     simulations[0].kill()
     await page.locator('[data-standing="gone"]').first.wait_for()
     assert await page.locator('[data-standing="gone"]').first.locator("rect").first.get_attribute("fill") == "#D55E00"
@@ -281,7 +281,7 @@ async def a_dead_worker_is_red(page: Any, system: System) -> None:
 
 async def a_dead_gateway_is_told_and_comes_back(page: Any, system: System) -> None:
     """It hangs, is shown to be away, dies, and is started again."""
-    gateway = next(one for one in system.descendants() if "services.gateway" in one.cmdline())
+    gateway = system.serving("gateway")[0]
     gateway.suspend()
     await page.get_by_text("This page retries by itself.").wait_for()
     assert await page.locator("[data-worker]").count() >= 4  # what was known stays; those that died may be among them

@@ -32,6 +32,11 @@ class System:
         """Every process that the command started."""
         return list(psutil.Process(self.process.pid).children(recursive=True))
 
+    def serving(self, service: str) -> list[psutil.Process]:
+        """The processes of a service that serve: the templates that forked them are left out."""
+        alike = [process for process in self.descendants() if f"services.{service}" in process.cmdline()]
+        return [process for process in alike if process.ppid() in {other.pid for other in alike}] or alike
+
     async def cluster(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         """The workers as the gateway sees them."""
         async with session.get(f"{self.url}/halfmoon/v1/cluster") as response:

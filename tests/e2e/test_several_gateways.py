@@ -66,7 +66,7 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 def gateways(system: System) -> list[psutil.Process]:
-    return [one for one in system.descendants() if "services.gateway" in one.cmdline()]
+    return system.serving("gateway")
 
 
 async def test_a_killed_gateway_takes_only_its_own_streams_along(tmp_path: Path) -> None:
