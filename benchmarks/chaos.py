@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -50,8 +50,13 @@ def all_faults() -> list[Fault]:
     return [none, *process_faults(), *outage_faults(), *disk_faults(), *network_faults()]
 
 
-async def run_faults(faults: Sequence[Fault], load: Load, folder: Path) -> list[Outcome]:
-    """Runs the faults in order; those with equal surroundings share a system until one ends it."""
+async def run_faults(
+    faults: Sequence[Fault], load: Load, folder: Path, keep: Callable[[Sequence[Outcome]], None]
+) -> list[Outcome]:
+    """Runs the faults in order; those with equal surroundings share a system until one ends it.
+
+    `keep` is called with all outcomes so far after each of them.
+    """
     outcomes: list[Outcome] = []
     texts: dict[bool, list[str]] = {}  # by whether workers are simulated
     system: System | None = None
@@ -80,6 +85,7 @@ async def run_faults(faults: Sequence[Fault], load: Load, folder: Path) -> list[
                 outcome = Outcome(fault.name, note=f"not tried: {error}")
             print(f"lost {outcome.lost}, changed {outcome.changed}. {outcome.note}", file=sys.stderr)
             outcomes.append(outcome)
+            keep(outcomes)
             if fault.ends_system or outcome.leaked_blocks is None:
                 system = None
     return outcomes
@@ -160,16 +166,19 @@ def _run(options: argparse.Namespace, folder: Path) -> None:
     load = Load(salt="" if options.unsalted else "new")
     inside = [fault for fault in faults if fault.is_inside_namespace and not options.here and not fault.missing()]
     plain = [fault for fault in faults if fault not in inside]
-    outcomes = asyncio.run(run_faults(plain, load, folder)) if plain else []
+    earlier = read_json(options.json) if options.json and options.json.exists() else []
+
+    def keep(outcomes: Sequence[Outcome]) -> None:
+        rows = merged(earlier, outcomes, [fault.name for fault in all_faults()])
+        if options.markdown:
+            options.markdown.write_text(markdown(rows))
+        if options.json:
+            write_json(options.json, rows)
+
+    outcomes = asyncio.run(run_faults(plain, load, folder, keep)) if plain else []
     outcomes += run_in_namespace(inside, options, folder) if inside else []
-    if options.json and options.json.exists():
-        outcomes = merged(read_json(options.json), outcomes, [fault.name for fault in all_faults()])
-    table = markdown(outcomes)
-    print(table)
-    if options.markdown:
-        options.markdown.write_text(table)
-    if options.json:
-        write_json(options.json, outcomes)
+    keep(outcomes)
+    print(markdown(outcomes))
 
 
 if __name__ == "__main__":

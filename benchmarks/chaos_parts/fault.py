@@ -10,7 +10,10 @@ from typing import Any
 
 from benchmarks.chaos_parts.system import System
 
-WORKERS = ("--prefill", "2", "--decode", "2", "--dtype", "float32")
+WORKERS = (
+    *("--prefill", "2", "--decode", "2", "--dtype", "float32"),
+    *("--kv-memory", "256MiB", "--dram-bytes", "128MiB"),  # enough for the load
+)
 SIMULATED = ("--engine", "sim", "--sim-profile", "llama2-70b-8xa800")
 
 

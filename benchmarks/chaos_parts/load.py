@@ -69,6 +69,11 @@ class Stream:
         return "".join(self.pieces)
 
     @property
+    def is_refused(self) -> bool:
+        """Whether it was told to come back later, before its first token."""
+        return not self.pieces and self.error is not None and "status 503" in self.error
+
+    @property
     def ttft_s(self) -> float:
         """Time to the first token; 0 without one."""
         return self.arrivals_s[0] - self.started_s if self.arrivals_s else 0.0

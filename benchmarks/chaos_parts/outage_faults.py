@@ -111,7 +111,7 @@ def outage_faults() -> list[Fault]:
             name="the cold tier's Redis killed",
             act=kill_redis,
             around=redis,
-            arguments=(*WORKERS, "--dram-bytes", "32MiB"),
+            arguments=(*WORKERS[:-1], "32MiB"),
             missing=lambda: None if _REDIS else "Redis is not installed",
             ends_system=True,
         ),

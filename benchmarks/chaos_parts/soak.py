@@ -19,7 +19,7 @@ from benchmarks.chaos_parts.system import System, running_system
 from benchmarks.disconnects import disconnect, random_case
 
 _ARGUMENTS = (
-    *("--prefill", "2", "--decode", "2", "--gateways", "2", "--stores", "2", "--dtype", "float32"),
+    *("--prefill", "2", "--decode", "2", "--gateways", "2", "--stores", "2"),
     *("--kv-memory", "192MiB", "--dram-bytes", "96MiB", "--disk-bytes", "256MiB"),
 )
 _NUM_WORKERS = 4

@@ -10,8 +10,8 @@ from pathlib import Path
 from benchmarks.chaos_parts.trial import Outcome
 
 _HEAD = (
-    "fault", "lost", "changed", "repeated", "longest pause s", "worst TTFT s", "missed after s", "back after s",
-    "blocks leaked", "WARNING / ERROR / tracebacks", "note",
+    "fault", "lost", "refused", "changed", "repeated", "longest pause s", "worst TTFT s", "missed after s",
+    "back after s", "blocks leaked", "WARNING / ERROR / tracebacks", "note",
 )  # fmt: skip
 
 
@@ -43,6 +43,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     return (
         outcome.fault,
         f"{outcome.lost}/{outcome.num_streams}",
+        str(outcome.refused),
         str(outcome.changed),
         str(outcome.repeated or ""),
         f"{outcome.longest_pause_s:.1f}",

@@ -25,6 +25,7 @@ class Outcome:
     fault: str
     num_streams: int = 0
     lost: int = 0
+    refused: int = 0
     changed: int = 0
     repeated: int = 0
     longest_pause_s: float = 0.0
@@ -106,7 +107,8 @@ def _outcome(
     return Outcome(
         fault.name,
         len(streams),
-        len(streams) - len(whole),
+        sum(stream.error is not None and not stream.is_refused for stream in streams),
+        sum(stream.is_refused for stream in streams),
         sum(stream.text != text for stream, text in whole),
         sum(stream.num_repeats > 0 for stream in streams),
         max(stream.longest_pause_s for stream in streams),
