@@ -16,10 +16,13 @@ import aiohttp
 from benchmarks.chaos_parts.samples import Sample, Trend, follow, trends
 from benchmarks.chaos_parts.system import System, running_system
 
-_ARGUMENTS = ("--engine", "sim", "--prefill", "1", "--decode", "1", "--slo", "default", "--sim-text", "random")
-_TTFT_S, _TBT_S = 4.0, 0.2
-_RATES_PER_S = (4.0, 6.0, 8.0, 12.0, 16.0)
-_RATE_S = 40.0
+_ARGUMENTS = (
+    *("--engine", "sim", "--prefill", "1", "--decode", "1", "--slo", "default"),
+    *("--sim-profile", "llama2-70b-8xa800", "--sim-time-scale", "0.2"),  # slow workers: it is they who are overloaded
+)
+_TTFT_S, _TBT_S = 8.0, 0.5
+_RATES_PER_S = (1.0, 1.5, 2.0, 3.0)
+_RATE_S = 60.0
 _WINDOW_S = 30.0
 _PROMPT_TOKENS, _OUTPUT_TOKENS = range(400, 1_600), range(20, 120)
 _SETTLE_S = 10.0
