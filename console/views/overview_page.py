@@ -18,8 +18,8 @@ from console.quantities import NOTHING, count, seconds, share
 
 MINUTES = (5, 10, 30)
 _REASONS = {
-    "ttft": BLUE, "tbt": ORANGE, "reservation": PURPLE, "shed": SKY, "no room": GREEN, "no worker": RED,
-    "bad request": GREY,
+    "ttft": BLUE, "tbt": ORANGE, "reservation": PURPLE, "fair share": PURPLE, "shed": SKY,
+    "no room": GREEN, "no worker": RED, "bad request": GREY,
 }  # fmt: skip
 _MS = 1000
 

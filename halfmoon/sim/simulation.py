@@ -84,7 +84,7 @@ class _Run:
         self._workers = idle_workers(spec, self._prefix_block_tokens, keeps_times=self._keeps_times)
         self._by_name = {worker.name: worker for worker in self._workers}
         longest = int(workload.output_tokens.max(initial=1))
-        self._policy_router = PolicyRouter(spec, self._workers, prefixes, longest, seed)
+        self._policy_router = PolicyRouter(spec, self._workers, prefixes, longest, seed, workload.tenants)
         self._router = choose_router(spec, self._workers, longest, policies, self._policy_router, tracker)
         self._events = EventQueue()
         reader = self._policy_router if self._router.wants_reports else None

@@ -114,7 +114,9 @@ async def running_gateway(
         keys, limits = ApiKeys(), RateLimits(settings.num_gateways)
         labels = LabelDigests(label_key(settings.state_dir))
         recorder = RequestRecorder(model.name, ledger, metrics, telemetry, tracer, limits, labels)
-        tenants = ActiveTenants(ledger.tenants, keys, known_tenants, declared_tenants(settings))
+        tenants = ActiveTenants(
+            ledger.tenants, keys, routing.admission.shares, known_tenants, declared_tenants(settings)
+        )
         classes = ActiveClasses(ledger.classes, routing.admission, known_classes, declarations_of(settings))
         admission = ActiveAdmission(ledger.admission, routing.admission, settings.admission)
         sync = LedgerSync(ledger, classes, tenants, admission, routing.admission.lengths, membership, gateway_id)

@@ -13,6 +13,7 @@ from halfmoon.policy.admission.degradation import (
     degraded_requests,
     may_place_elsewhere,
 )
+from halfmoon.policy.admission.fair_shares import FairShares, token_cost
 from halfmoon.policy.admission.feedback import Feedback, TargetKind, Tightening
 from halfmoon.policy.admission.idle_probe import IdleProbe
 from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound, latency_lower_bound
@@ -27,6 +28,7 @@ from halfmoon.policy.admission.refusal import (
 )
 from halfmoon.policy.admission.reservations import Reservations
 from halfmoon.policy.admission.shedding import Shedding
+from halfmoon.policy.admission.tenants import ANYONE, Tenant
 from halfmoon.policy.forecast.request_forecast import RequestForecast, RunningRequest
 from halfmoon.policy.models.output_lengths import OutputLengths
 from halfmoon.policy.placement.place import PlacementRules, place
@@ -66,6 +68,7 @@ class AdmissionController:
     def __init__(self, mode: AdmissionMode, rules: PlacementRules, rng: random.Random) -> None:
         self.classes = ClassTable()
         self.lengths = OutputLengths()
+        self.shares = FairShares()
         self.mode = mode
         self._rules = rules
         self._rng = rng
@@ -78,7 +81,9 @@ class AdmissionController:
         self._reserved: set[str] = set()  # requests inside whose turn has not come; no refusal waits for their end
         self._probe = IdleProbe()
 
-    def decide(self, view: ClusterView, request: PlacementRequest, qos: QosClass, now_s: float) -> Admitted:
+    def decide(
+        self, view: ClusterView, request: PlacementRequest, qos: QosClass, now_s: float, tenant: Tenant = ANYONE
+    ) -> Admitted:
         """Places a request and judges what is predicted; degrades it step by step while that misses its targets.
 
         Raises Refused if even the last step misses, and what `place` raises.
@@ -86,6 +91,7 @@ class AdmissionController:
         request = replace(request, targets=self.applied(qos))
         placement = place(view, request, self._rules, self._forecast, now_s, self._rng)
         undegraded = admitted = self._as_admitted(view, request, qos, placement, now_s)
+        self._check_fair_share(tenant, request, admitted, now_s)
         if self.mode == "off":
             return undegraded
         targets = self._feedback.targets(qos, now_s)
@@ -199,17 +205,29 @@ class AdmissionController:
         return self._feedback.tightenings(qos)
 
     def enter(
-        self, request_id: str, view: ClusterView, admitted: Admitted, num_prompt_tokens: int, now_s: float
+        self,
+        request_id: str,
+        view: ClusterView,
+        admitted: Admitted,
+        num_prompt_tokens: int,
+        now_s: float,
+        tenant: Tenant = ANYONE,
     ) -> None:
         """Sends a request, reserved or not, to its workers."""
-        self._let_in(request_id, admitted, num_prompt_tokens, now_s)
+        self._let_in(request_id, admitted, num_prompt_tokens, now_s, tenant)
         self.move(request_id, view, admitted.placement, now_s)
 
     def reserve(
-        self, request_id: str, view: ClusterView, admitted: Admitted, num_prompt_tokens: int, now_s: float
+        self,
+        request_id: str,
+        view: ClusterView,
+        admitted: Admitted,
+        num_prompt_tokens: int,
+        now_s: float,
+        tenant: Tenant = ANYONE,
     ) -> None:
         """Counts an admitted request before its turn comes, so that others of the same client are judged with it."""
-        work = self._let_in(request_id, admitted, num_prompt_tokens, now_s)
+        work = self._let_in(request_id, admitted, num_prompt_tokens, now_s, tenant)
         self._reserved.add(request_id)
         self._forecast.reserve(request_id, view, work, admitted.placement, now_s)
 
@@ -220,8 +238,14 @@ class AdmissionController:
     def release(self, request_id: str, now_s: float) -> None:
         """Drops a reserved request without a trace."""
         self._let_out(request_id, now_s)
+        self.shares.leave(request_id, 0.0)
 
-    def _let_in(self, request_id: str, admitted: Admitted, num_prompt_tokens: int, now_s: float) -> RunningRequest:
+    def _let_in(
+        self, request_id: str, admitted: Admitted, num_prompt_tokens: int, now_s: float, tenant: Tenant
+    ) -> RunningRequest:
+        cost = token_cost(num_prompt_tokens, admitted.num_output)
+        num_kv_tokens = num_prompt_tokens + round(admitted.num_output)
+        self.shares.enter(request_id, admitted.qos.priority, tenant, cost, num_kv_tokens)
         before = self._inside.get(request_id)
         self._reserved.discard(request_id)
         if before is not None:
@@ -247,6 +271,7 @@ class AdmissionController:
 
     def begin_decode(self, request_id: str, now_s: float) -> None:
         """Notes the first token of a request."""
+        self.shares.begin(request_id)
         self._forecast.begin_decode(request_id, now_s)
 
     def note_overheads(self, before_token_s: float, handover_s: float | None) -> None:
@@ -258,6 +283,7 @@ class AdmissionController:
     ) -> None:
         """Removes a request that has ended. Learns from it, unless `ttft_s` is None, which marks an aborted one."""
         inside = self._let_out(request_id, now_s)
+        self.shares.leave(request_id, token_cost(inside.work.num_prompt_tokens, num_output))
         self._probe.reset()
         if ttft_s is not None:
             self.lengths.add(inside.qos.name, inside.work.num_prompt_tokens, num_output)
@@ -311,6 +337,17 @@ class AdmissionController:
     def is_probe(self, now_s: float) -> bool:
         """Whether to admit a refused request because nothing has run for long: `IdleProbe`."""
         return not self._inside and self._probe.is_due(now_s)
+
+    def note_no_room(self, request_id: str, now_s: float) -> None:
+        """Notes that an admitted request found no room on its workers."""
+        self.shares.note_full(request_id, now_s)
+
+    def _check_fair_share(self, tenant: Tenant, request: PlacementRequest, admitted: Admitted, now_s: float) -> None:
+        qos, num_tokens = admitted.qos, request.num_prompt_tokens + round(admitted.num_output)
+        if not self.shares.may_enter(qos.priority, tenant, num_tokens, now_s):
+            message = f"tenant {tenant.name} has its fair share of the cluster, and others wait for theirs"
+            latency = admitted.latency(admitted.placement.tbt_s)
+            raise Refused(qos, "fair share", message, latency, self.applied(qos), 0.0)
 
     def _check_not_shed(
         self, qos: QosClass, latency: PredictedLatency, targets: AdmissionTargets, now_s: float

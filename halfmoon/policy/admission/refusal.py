@@ -15,7 +15,7 @@ from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.values import AdmissionTargets, TtftPrediction, UnloadedLatency
 
 AdmissionMode = Literal["off", "load", "predicted"]
-RefusalReason = Literal["ttft", "tbt", "reservation", "shed"]
+RefusalReason = Literal["ttft", "tbt", "reservation", "fair share", "shed"]
 
 _SHORT_WAIT_S = 1.0
 _LONG_WAIT_S = 60.0

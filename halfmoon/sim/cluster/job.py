@@ -9,6 +9,8 @@ from halfmoon.policy.retries import Retries
 from halfmoon.sim.workloads.workload import Floats
 
 JobState = Literal["placed", "waiting", "prefilling", "held", "arrived", "decoding", "ended"]
+_INDEX_BITS = 40
+
 Outcome = Literal["completed", "refused", "failed"]
 
 
@@ -47,7 +49,9 @@ class Job:
         "output",
         "prefill",
         "prefix_blocks",
+        "priority",
         "prompt",
+        "rank",
         "reserved_blocks",
         "retries",
         "start_s",
@@ -57,7 +61,8 @@ class Job:
     )
 
     def __init__(self, index: int, start_s: float, prompt: int, output: int, prefix_blocks: list[int]) -> None:
-        self.index = index  # also its rank: earlier requests go first
+        self.index = index
+        self.rank_by(0)
         self.start_s = start_s
         self.prompt = prompt
         self.output = output
@@ -96,6 +101,11 @@ class Job:
         self.is_prefilled = False
         self.join_step = 0
         self.join_length = 0
+
+    def rank_by(self, priority: int) -> None:
+        """Ranks it by priority, smaller first, then by arrival."""
+        self.priority = priority
+        self.rank = (priority << _INDEX_BITS) + self.index
 
     @property
     def uncomputed(self) -> int:

@@ -84,7 +84,7 @@ class PromptQueue:
                 continue
             room = budget
             if ready > budget:
-                shorter = self._shorter(ready, queue)
+                shorter = self._shorter(job.priority, ready, queue)
                 if shorter:
                     room -= min(sum(map(_ready, shorter)), budget // 2)
                     overtaking = {shorter_job.index for shorter_job in shorter}
@@ -98,13 +98,13 @@ class PromptQueue:
         """Jobs that a step can reach. None is admitted once memory or slots run out."""
         blocks, places = self._memory.room()
         waiting = self.waiting[: max(min(blocks, places), 0) + 1]
-        if waiting and self.prefilling and waiting[0].index < self.prefilling[-1].index:
+        if waiting and self.prefilling and waiting[0].rank < self.prefilling[-1].rank:
             return deque(sorted([*self.prefilling, *waiting], key=_rank))
         return deque([*self.prefilling, *waiting])
 
-    def _shorter(self, ready: int, later: deque[Job]) -> list[Job]:
-        """Shorter jobs that share the step with a prompt of `ready` tokens that does not fit, as far as there is room
-        for them.
+    def _shorter(self, priority: int, ready: int, later: deque[Job]) -> list[Job]:
+        """Shorter jobs of that priority that share the step with a prompt of `ready` tokens that does not fit, as far
+        as there is room for them.
         """
         blocks, places = self._memory.room()
         shorter = []
@@ -114,7 +114,7 @@ class PromptQueue:
                 places -= 1
                 if self.is_short or blocks < 0 or places < 0:
                     break
-            if 0 < _ready(job) < ready:
+            if 0 < _ready(job) < ready and job.priority == priority:
                 shorter.append(job)
         return sorted(shorter, key=_ready)
 
@@ -146,17 +146,17 @@ def _ready(job: Job) -> int:
 
 
 def _rank(job: Job) -> int:
-    return job.index
+    return job.rank
 
 
 def _insert(jobs: list[Job], job: Job) -> None:
-    if not jobs or jobs[-1].index < job.index:
+    if not jobs or jobs[-1].rank < job.rank:
         jobs.append(job)
     else:
-        jobs.insert(bisect_left(jobs, job.index, key=_rank), job)
+        jobs.insert(bisect_left(jobs, job.rank, key=_rank), job)
 
 
 def _take_out(jobs: list[Job], job: Job) -> None:
-    at = bisect_left(jobs, job.index, key=_rank)
+    at = bisect_left(jobs, job.rank, key=_rank)
     assert jobs[at] is job, "the job is not here"
     del jobs[at]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.degradation import LIKELY, Admitted
 from halfmoon.policy.admission.qos_classes import ClassTable, QosClass
+from halfmoon.policy.admission.tenants import ANYONE, Tenant
 from halfmoon.policy.models.overheads import handover_s
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.placement.restore_plan import RestoreCosts, RestorePlan, plan_restore
@@ -68,8 +69,15 @@ class PolicyRouter:
     wants_reports = True
 
     def __init__(
-        self, spec: ClusterSpec, workers: list[SimWorker], prefixes: Prefixes | None, longest_output: int, seed: int
+        self,
+        spec: ClusterSpec,
+        workers: list[SimWorker],
+        prefixes: Prefixes | None,
+        longest_output: int,
+        seed: int,
+        tenants: Ints | None = None,
     ) -> None:
+        """`tenants` has the number of each request's tenant."""
         self._spec = spec
         self._workers = workers
         self._holders: dict[int, SimWorker] = {}
@@ -87,6 +95,8 @@ class PolicyRouter:
         rules = PlacementRules(spec.placement, spec.balancing_threshold)
         self._admission = AdmissionController(spec.admission, rules, random.Random(seed))
         self._admission.classes = ClassTable((self._qos,))
+        self._tenants = [] if tenants is None else [Tenant(str(number)) for number in tenants]
+        self._admission.shares.is_on = len({tenant.name for tenant in self._tenants}) > 1
         self._longest = longest_output  # what clients send as `max_tokens`
         for worker in workers:
             self.join(worker, 0.0)
@@ -184,13 +194,21 @@ class PolicyRouter:
         cached_blocks = self._cached_blocks(job)
         if job.index not in self._admitted:
             max_tokens = max(min(self._longest, self._max_output(job.target)), job.output)
-            request = PlacementRequest(job.target, max_tokens, exclude, cached_blocks=cached_blocks)
-            admitted = self._admission.decide(self.view, request, self._qos, now_s)
+            tenant = self._tenants[job.index] if self._tenants else ANYONE
+            job.rank_by(self._admission.shares.priority(self._qos.priority, tenant, 0))
+            request = PlacementRequest(
+                job.target, max_tokens, exclude, priority=job.priority, cached_blocks=cached_blocks
+            )
+            admitted = self._admission.decide(self.view, request, self._qos, now_s, tenant)
             self._admitted.add(job.index)
-            self._admission.enter(name, self.view, admitted, job.target, now_s)
+            self._admission.enter(name, self.view, admitted, job.target, now_s, tenant)
             placement = admitted.placement
         else:
-            request = PlacementRequest(job.target, job.num_left, exclude, cached_blocks=cached_blocks)
+            request = PlacementRequest(
+                job.target, job.num_left, exclude, priority=job.priority, cached_blocks=cached_blocks
+            )
+            if job.retries is not None and job.retries.last_reason == "no room":
+                self._admission.note_no_room(name, now_s)
             placement = self._admission.place_again(self.view, request, self._qos, now_s)
             self._admission.move(name, self.view, placement, now_s)
         self._note_placed(job, placement)
@@ -263,6 +281,8 @@ class PolicyRouter:
             return
         self._admitted.remove(job.index)
         ttft_s = tpot_s = None
+        if job.outcome == "refused":
+            self._admission.note_no_room(str(job.index), now_s)
         if job.outcome == "completed":
             self._note_overheads(job)
             ttft_s = job.first_s + self._spec.answer_s - job.start_s

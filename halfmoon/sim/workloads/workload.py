@@ -60,6 +60,7 @@ class Workload:
     prefixes: Prefixes | None = None
     name: str = field(default="workload")
     file_rows: Ints | None = None  # [num_requests]: position of each in its file; None: the same order
+    tenants: Ints | None = None  # [num_requests]: number of each one's tenant; None: all are of one
 
     def __post_init__(self) -> None:
         num = len(self.start_s)
@@ -71,6 +72,8 @@ class Workload:
         for name in ("prompt_tokens", "output_tokens"):
             too_small = np.flatnonzero(columns[name] < 1)
             _check(not len(too_small), name, f"must be at least 1, and is not in request {too_small[:1]}")
+        if self.tenants is not None:
+            _check(self.tenants.shape == (num,), "tenants", f"has {len(self.tenants)} rows, start_s has {num}")
         if self.prefixes is not None:
             _check(len(self.prefixes.offsets) == num + 1, "prefixes", f"are of another number of requests than {num}")
 
@@ -112,6 +115,7 @@ class Workload:
             output_tokens=np.tile(self.output_tokens, times),
             prefixes=None if self.prefixes is None else self.prefixes.repeated(times),
             file_rows=None,
+            tenants=None if self.tenants is None else np.tile(self.tenants, times),
         )
 
     def arriving(self, start_s: Floats) -> Workload:
@@ -130,7 +134,8 @@ class Workload:
         prefixes = None if self.prefixes is None else self.prefixes.taken(rows)
         file_rows = None if self.file_rows is None else self.file_rows[rows]
         lengths = self.prompt_tokens[rows], self.output_tokens[rows]
-        return Workload(self.start_s[rows], *lengths, prefixes, self.name, file_rows)
+        tenants = None if self.tenants is None else self.tenants[rows]
+        return Workload(self.start_s[rows], *lengths, prefixes, self.name, file_rows, tenants)
 
     def first(self, num_requests: int) -> Workload:
         """The earliest `num_requests`, or all of them."""

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from halfmoon.config.tenants import TenantConfig, check_tenants
 from halfmoon.errors import Incompatible
 from halfmoon.ledger.stored_tenants import StoredKey, StoredTenant, StoredTenants, TenantsAt
+from halfmoon.policy.admission.fair_shares import FairShares
 from halfmoon.policy.admission.tenants import Tenant
 from halfmoon.rpc.api_keys import DeclaredKey, declared_key
 from halfmoon.rpc.loopback import is_loopback
@@ -33,8 +34,11 @@ class Declared(NamedTuple):
 class ActiveTenants:
     """Owns which keys and tenants of the ledger are in force. Reads of the ledger take turns."""
 
-    def __init__(self, stored: StoredTenants, keys: ApiKeys, known: KnownRows, declared: Declared) -> None:
+    def __init__(
+        self, stored: StoredTenants, keys: ApiKeys, shares: FairShares, known: KnownRows, declared: Declared
+    ) -> None:
         """`declared` are those of the settings, which win over the ledger."""
+        self._shares = shares
         self._stored = stored
         self._keys = keys
         self._known = known
@@ -53,7 +57,7 @@ class ActiveTenants:
             if await self._stored.revision() == self._revision:
                 return
             read = await self._stored.all()
-            self._keys.table = _merged(self.declared.table, read.tenants, read.keys)
+            self._apply(_merged(self.declared.table, read.tenants, read.keys))
             self._known.write([*map(_as_json, read.tenants), *map(_as_json, read.keys)])
             log.info("tenants.changed", extra={"revision": read.revision, "num_keys": len(self._keys.table.keys)})
             self._revision = read.revision
@@ -69,8 +73,12 @@ class ActiveTenants:
         table = _merged(self.declared.table, known.tenants, known.keys)
         if rows is None and not table.is_needed and not is_loopback(host):
             table = KeyTable(is_known=False)
-        self._keys.table = table
+        self._apply(table)
         log.warning("tenants.known", extra={"num_keys": len(table.keys), "is_known": table.is_known})
+
+    def _apply(self, table: KeyTable) -> None:
+        self._keys.table = table
+        self._shares.is_on = table.num_tenants > 1
 
 
 def declared_tenants(settings: GatewaySettings) -> Declared:

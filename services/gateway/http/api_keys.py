@@ -40,6 +40,11 @@ class KeyTable:
     is_needed: bool = False  # also where all keys were revoked
     is_known: bool = True  # False: the ledger, which may hold keys, was not read yet
 
+    @property
+    def num_tenants(self) -> int:
+        """How many tenants have a key."""
+        return len({key.tenant for key in self.keys.values()})
+
     def tenant(self, name: str) -> Tenant:
         """The tenant of this name."""
         return self.tenants.get(name) or Tenant(name)

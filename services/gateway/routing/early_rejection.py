@@ -14,7 +14,7 @@ from halfmoon.rpc.api_keys import bearer, sent_value
 from services.gateway.openai.served_model import PromptPrefix
 from services.gateway.request import GatewayRequest
 from services.gateway.routing.prompt_prefix import held_blocks
-from services.gateway.routing.routing_context import RoutingContext, class_priority, trace_admission
+from services.gateway.routing.routing_context import RoutingContext, trace_admission
 from services.gateway.telemetry.decisions import Decision
 
 
@@ -38,7 +38,7 @@ class EarlyRejection:
     def reject_early(self, request: GatewayRequest) -> None:
         """Raises Refused if no prompt at all could be admitted now."""
         context, qos, now_s = self._context, request.qos, self._context.clock()
-        priority, view = class_priority(qos, request.priority), context.membership.view()
+        priority, view = self._priority(request), context.membership.view()
         with self._recording(request, ANY_PROMPT, now_s):
             context.admission.reject_early(view, priority, has_gaps=request.has_gaps, qos=qos, now_s=now_s)
 
@@ -57,7 +57,7 @@ class EarlyRejection:
         refusal_of = partial(
             admission.early_refusal,
             membership.view(),
-            priority=class_priority(qos, request.priority),
+            priority=self._priority(request),
             has_gaps=request.has_gaps,
             qos=qos,
             now_s=now_s,
@@ -73,6 +73,9 @@ class EarlyRejection:
         if refusal is not None:
             with self._recording(request, prompt, now_s):
                 admission.reject(refusal, qos, now_s)
+
+    def _priority(self, request: GatewayRequest) -> int:
+        return self._context.admission.shares.priority(request.qos.priority, request.tenant, request.priority)
 
     @contextmanager
     def _recording(self, request: GatewayRequest, prompt: PromptLowerBound, now_s: float) -> Iterator[None]:

@@ -142,6 +142,8 @@ class Relay:
             except GatewayStopping:
                 raise
             except (NoCapacity, Unavailable) as error:
+                if isinstance(error, NoCapacity):
+                    routing.note_no_room()
                 if not retries.add(_failed(error, placement, len(progress.output_token_ids) > num_before)):
                     raise
                 progress.num_retries += 1

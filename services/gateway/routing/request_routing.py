@@ -21,7 +21,7 @@ from halfmoon.policy.view.block_index import short_keys
 from halfmoon.policy.view.key_table import Keys
 from services.gateway.cluster.prefix_replication import PromptBlocks
 from services.gateway.request import RequestOutput
-from services.gateway.routing.routing_context import RoutingContext, class_priority, trace_admission
+from services.gateway.routing.routing_context import RoutingContext, trace_admission
 from services.gateway.routing.token_flow import NotifyingSink, TokenSink
 from services.gateway.telemetry.decisions import Decision, Move
 
@@ -68,7 +68,8 @@ class RequestRouting:
         admitted = self._decide(request, applied_qos, now_s)
         self._admit(admitted)
         self._is_reserved = True
-        self._admission.reserve(self._name, self._membership.view(), admitted, request.num_prompt_tokens, now_s)
+        view, tenant = self._membership.view(), self.output.tenant
+        self._admission.reserve(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
 
     def release(self) -> None:
         """Undoes `reserve`, if it was called."""
@@ -100,6 +101,10 @@ class RequestRouting:
     def observing(self, sink: TokenSink) -> TokenSink:
         """`sink`, which reports the first token of each attempt to the admission controller."""
         return NotifyingSink(sink, lambda: self._admission.begin_decode(self._name, self._context.clock()))
+
+    def note_no_room(self) -> None:
+        """Reports that no worker had room for the output."""
+        self._admission.note_no_room(self._name, self._context.clock())
 
     def close(self) -> None:
         """Ends the output's standing, however it ended. Idempotent."""
@@ -144,14 +149,15 @@ class RequestRouting:
     def _priority(self) -> int:
         if self._admitted is not None:
             return self._admitted.priority
-        return class_priority(self.output.qos, self.output.priority)
+        output = self.output
+        return self._admission.shares.priority(output.qos.priority, output.tenant, output.priority)
 
     def _decide(self, request: PlacementRequest, applied_qos: QosClass, now_s: float) -> Admitted:
         """Admits by `applied_qos`: its class, with the targets that count. Raises Refused."""
         qos = self.output.qos
         self._progress.qos_class = qos.name
         try:
-            admitted = self._admission.decide(self._membership.view(), request, applied_qos, now_s)
+            admitted = self._admission.decide(self._membership.view(), request, applied_qos, now_s, self.output.tenant)
             return replace(admitted, qos=qos)
         except Refused as refusal:
             self._note_decision(request, now_s, refusal)
@@ -173,7 +179,8 @@ class RequestRouting:
         progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
         self._note_decision(request, now_s, placement)
         self._admit(admitted)
-        self._admission.enter(self._name, self._membership.view(), admitted, request.num_prompt_tokens, now_s)
+        view, tenant = self._membership.view(), self.output.tenant
+        self._admission.enter(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
         if self._keys is not None:
             tenant = self.output.tenant
             owner = KVOwner(tenant.name, tenant.kv_bytes or 0)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from halfmoon.policy.admission.admission_controller import AdmissionController
-from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.candidates import Candidate, ranked_candidates
 from halfmoon.policy.values import Placement, TtftPrediction
@@ -17,7 +16,6 @@ from services.gateway.cluster.prefix_replication import StoreCopies
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 
 _SHOWN_CANDIDATES = 6  # of the prefill workers that a prompt could have gone to
-_PRIORITIES_PER_CLASS = 1_000  # that a client may choose from; a class goes before the whole next class
 
 
 def _names() -> Iterator[str]:
@@ -52,9 +50,3 @@ def trace_admission(arrived_s: float, now_s: float, refusal: Refused | None = No
     """Records a span from the request's arrival to the decision."""
     span = current_span().child("admission", arrived_s)
     span.end(now_s, error=None if refusal is None else refusal.message)
-
-
-def class_priority(qos: QosClass, requested: int) -> int:
-    """The priority at the workers: by class first, then what the client requested."""
-    half = _PRIORITIES_PER_CLASS // 2
-    return qos.priority * _PRIORITIES_PER_CLASS + max(-half, min(requested, half - 1))

@@ -13,6 +13,7 @@ import pytest
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.ledger.stored_tenants import StoredKey
+from halfmoon.policy.admission.fair_shares import FairShares
 from halfmoon.policy.admission.tenants import Tenant, kv_salt
 from halfmoon.rpc.api_keys import key_digest, key_id, rule_value
 from services.gateway.control.active_tenants import ActiveTenants, declared_tenants
@@ -129,7 +130,7 @@ async def test_a_start_without_the_ledger_opens_nothing(
     if seen:
         known.write([[key_digest("one"), "acme", "", NOW.isoformat(), None, None], ["acme", 1, {"weight": 2}]])
     chosen = GatewaySettings(state_dir=tmp_path, **settings)
-    active = ActiveTenants(AwayTenants(), keys, known, declared_tenants(chosen))  # type: ignore[arg-type]
+    active = ActiveTenants(AwayTenants(), keys, FairShares(), known, declared_tenants(chosen))  # type: ignore[arg-type]
     active.use_known(host)
     table = keys.table
     assert (table.is_known, table.is_needed) == (is_known, is_needed)

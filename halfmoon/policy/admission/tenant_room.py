@@ -1,0 +1,72 @@
+"""Whom a full cluster refuses: room that tenants wanted in vain is kept for them, up to their fair share. Pure.
+
+A full cluster refuses whoever comes while no place is free, so that who comes ten times as often gets ten times as
+much. Here a tenant above its share waits for those below it, as far as they want more, and only while room is short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfmoon.policy.admission.tenants import Tenant
+
+_MEMORY_S = 30.0  # how long a demand, or want of room, counts after it was last seen
+
+
+@dataclass(slots=True)
+class _Use:
+    """What one tenant has and wanted, in tokens."""
+
+    weight: float
+    used: int = 0
+    wanted: int = 0  # most that it had or asked for lately
+    wanted_s: float = 0.0  # when
+
+
+class TenantRoom:
+    """Owns what each tenant holds and lately wanted, and how much room there was when it ran out."""
+
+    def __init__(self) -> None:
+        self._uses: dict[str, _Use] = {}
+        self._total = 0
+        self._capacity = 0  # least that was inside when a request found no room lately
+        self._measured_s = self._full_s = float("-inf")
+
+    def note_full(self, num_tokens: int, now_s: float) -> None:
+        """Notes that a request of `num_tokens`, which it holds already, found no room on any worker."""
+        held, self._full_s = self._total - num_tokens, now_s
+        if held < self._capacity or now_s - self._measured_s > _MEMORY_S:
+            self._capacity, self._measured_s = held, now_s
+
+    def may_use(self, tenant: Tenant, num_tokens: int, now_s: float) -> bool:
+        """Whether the tenant may have `num_tokens` more. Counts as its demand in either case."""
+        use = self._uses.setdefault(tenant.name, _Use(tenant.weight))
+        use.weight = tenant.weight
+        if use.used + num_tokens >= use.wanted or now_s - use.wanted_s > _MEMORY_S:
+            use.wanted, use.wanted_s = use.used + num_tokens, now_s
+        if now_s - self._full_s > _MEMORY_S:
+            return True
+        self._forget(now_s)
+        total_weight = sum(one.weight for one in self._uses.values())
+        if use.used + num_tokens <= self._capacity * use.weight / total_weight:
+            return True
+        kept = 0.0
+        for other in self._uses.values():
+            if other is not use:
+                share = self._capacity * other.weight / total_weight
+                kept += max(0.0, min(other.wanted, share) - other.used)
+        return self._total + num_tokens + kept <= self._capacity or not kept
+
+    def take(self, tenant: Tenant, num_tokens: int) -> None:
+        """Adds the tokens of a request that was admitted."""
+        self._uses.setdefault(tenant.name, _Use(tenant.weight)).used += num_tokens
+        self._total += num_tokens
+
+    def give_back(self, tenant: Tenant, num_tokens: int) -> None:
+        """Returns the tokens of a request that has ended."""
+        self._uses[tenant.name].used -= num_tokens
+        self._total -= num_tokens
+
+    def _forget(self, now_s: float) -> None:
+        """Drops tenants that have nothing and wanted nothing lately."""
+        self._uses = {name: use for name, use in self._uses.items() if use.used or now_s - use.wanted_s <= _MEMORY_S}
