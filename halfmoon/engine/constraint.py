@@ -25,7 +25,7 @@ from halfmoon.errors import ConstraintFailed, InvalidRequest
 _MOST_OUTPUTS = 1_024  # outputs whose automata are kept; the least recently used are dropped
 _MOST_GRAMMARS = 64
 _LEXER_FUEL, _STEP_FUEL = 200_000, 100_000  # to begin an automaton and per mask: hostile ones stop within 0.1 s
-_TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex")
+_VIOLATIONS = "doesn't satisfy the grammar", "parser stopped"  # of the library: a token is not allowed
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -112,9 +112,9 @@ class TokenMasks:
         if matcher is None:
             matcher, rest = self._new(constraint), output
         if rest and not matcher.consume_tokens(list(rest)):
-            problem = _first_line(matcher.get_error()) or "the output is against the constraint"
-            is_too_complex = matcher.stop_reason() in _TOO_COMPLEX or problem.startswith("lexer error")
-            raise (ConstraintFailed if is_too_complex else ValueError)(f"structured output: {problem}")
+            problem = _first_line(matcher.get_error())
+            is_violation = not problem or any(text in problem for text in _VIOLATIONS)
+            raise (ValueError if is_violation else ConstraintFailed)(f"structured output: {problem}")
         return matcher
 
     def _take(self, constraint: Constraint, output: tuple[int, ...]) -> Any:

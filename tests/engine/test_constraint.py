@@ -145,11 +145,17 @@ def test_a_constraint_that_fails_fails_its_row_alone(demo: Checkpoint) -> None:
     assert {(one.request_id, one.finish_reason) for one in outputs} == {("bad", "constraint"), ("good", None)}
 
 
+@pytest.mark.parametrize(
+    "costly",
+    [
+        Constraint("choice", json.dumps(["a" * 200 + str(number) for number in range(1_000)])),
+        Constraint("grammar", "start: " + "|".join(f'"a{number}"' for number in range(3_000))),
+    ],
+)
 def test_a_constraint_that_needs_too_much_work_ends_its_output_by_name(
-    demo: Checkpoint, caplog: pytest.LogCaptureFixture
+    demo: Checkpoint, costly: Constraint, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It passes the check over bytes; the vocabulary's long tokens take more work."""
-    costly = Constraint("choice", json.dumps(["a" * 200 + str(number) for number in range(1_000)]))
     check_constraint(costly)
     speaker = Speaker(demo)
     speaker.engine.add(EngineRequest("bad", (5, 6), SamplingParams(max_tokens=40, constraint=costly)))
