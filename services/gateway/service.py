@@ -7,7 +7,7 @@ import random
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +51,7 @@ from services.gateway.http.browser_guard import BrowserGuard
 from services.gateway.http.connection_guard import ConnectionGuard, guard_connections
 from services.gateway.http.cors import Cors
 from services.gateway.http.drain_gate import DrainGate
+from services.gateway.http.https_site import HttpsSite, listening_sockets
 from services.gateway.http.operator_access import OperatorAccess
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.sibling_backlog import SiblingBacklog
@@ -161,7 +162,7 @@ async def running_gateway(
             ) as server,
         ):
             runner = await _runner(endpoints, keys, limits, settings, metrics)
-            siblings = SiblingBacklog(runner, settings.sibling_descriptors, tls)
+            siblings = SiblingBacklog(runner, settings.sibling_descriptors, tls, settings.header_timeout_s)
             try:
                 port = await _listen(runner, settings, tls)
                 await server.set_serving()
@@ -229,19 +230,23 @@ def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
     return None if cert is None or key is None else server_context(cert, key)
 
 
+def _sites(runner: web.AppRunner, settings: GatewaySettings, tls: ssl.SSLContext | None) -> Sequence[web.BaseSite]:
+    shares, host, port = settings.reuse_port, settings.host, settings.port
+    listeners = [socket.socket(fileno=descriptor) for descriptor in settings.http_descriptors]
+    for listener in listeners:
+        listener.set_inheritable(False)  # to the processes that check constraints
+    if tls is not None:
+        listeners = listeners or listening_sockets(host, port, reuse_port=shares)
+        return [HttpsSite(runner, listener, tls, settings.header_timeout_s, _BACKLOG) for listener in listeners]
+    if listeners:
+        return [web.SockSite(runner, listener, backlog=_BACKLOG) for listener in listeners]
+    return [web.TCPSite(runner, host, port, backlog=_BACKLOG, reuse_port=shares)]
+
+
 async def _listen(runner: web.AppRunner, settings: GatewaySettings, tls: ssl.SSLContext | None) -> int:
     """Listens, and returns the port."""
-    sites: list[web.BaseSite]
-    if settings.http_descriptors:
-        inherited = [socket.socket(fileno=descriptor) for descriptor in settings.http_descriptors]
-        for listener in inherited:
-            listener.set_inheritable(False)  # to the processes that check constraints
-        sites = [web.SockSite(runner, listener, backlog=_BACKLOG, ssl_context=tls) for listener in inherited]
-    else:
-        shares, host, port = settings.reuse_port, settings.host, settings.port
-        sites = [web.TCPSite(runner, host, port, backlog=_BACKLOG, reuse_port=shares, ssl_context=tls)]
     try:
-        for site in sites:
+        for site in _sites(runner, settings, tls):
             await site.start()
     except OSError as error:
         raise InvalidRequest(

@@ -23,9 +23,16 @@ class SiblingBacklog:
     first to wake would get a whole burst.
     """
 
-    def __init__(self, runner: web.AppRunner, descriptors: Sequence[int], tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        descriptors: Sequence[int],
+        tls: ssl.SSLContext | None = None,
+        handshake_s: float | None = None,
+    ) -> None:
         self._runner = runner
         self._tls = tls
+        self._handshake_s = None if tls is None else handshake_s
         self._listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         for listener in self._listeners:
             listener.setblocking(False)
@@ -48,7 +55,9 @@ class SiblingBacklog:
         """Hands a connection to the application. A TLS handshake takes its time, and may fail."""
         assert self._runner.server is not None
         with suppress(OSError):
-            await asyncio.get_running_loop().connect_accepted_socket(self._runner.server, connection, ssl=self._tls)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._runner.server, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
+            )
 
     def _waiting(self) -> Iterator[socket.socket]:
         for listener in self._listeners:

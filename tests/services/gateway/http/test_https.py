@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,12 @@ async def test_one_file_without_the_other(tmp_path: Path, certificate: dict[str,
     with pytest.raises(InvalidRequest, match="both --http-tls-cert and --http-tls-key"):
         async with running_fleet(tmp_path / "state", **{name: certificate[name]}):
             pass
+
+
+async def test_a_silent_stranger_has_no_more_time_than_for_a_head(tmp_path: Path, certificate: dict[str, Any]) -> None:
+    async with running_fleet(tmp_path / "state", header_timeout_s=0.3, **certificate) as fleet:
+        host, _, port = fleet.http.removeprefix("https://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(20):
+            assert await reader.read() == b""
+        writer.close()
