@@ -1,4 +1,5 @@
-"""The store's paths side by side, each against a plain copy: into DRAM, out by RPC or in place, from the disk.
+"""The store's paths side by side, each against a plain copy: into DRAM, out by RPC or in place, from the disk; and
+digests of a block that could seal it.
 
     python -m benchmarks.kv_store --blocks 64 --repeat 5
 
@@ -10,14 +11,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
+import hmac
 import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from halfmoon.kv.kv_layout import KVLayout
@@ -30,10 +36,18 @@ from services.kvstore.assembly import Store, running_store
 from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.catalog.entry import Tier
 from services.kvstore.settings import KVStoreSettings
+from services.kvstore.tiers.seal import Seal
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16", 64)
 RUN = 11  # blocks per call, as many as fit into a worker's 16 MiB
 LIMIT_S = 60.0
+KEY = bytes(range(32))
+DIGESTS: dict[str, Callable[[memoryview], object]] = {
+    "xxh3, without a key": xxhash.xxh3_64_intdigest,
+    "BLAKE3, keyed": partial(Seal(KEY).digest, b""),
+    "HMAC-SHA256": lambda block: hmac.digest(KEY, block, "sha256"),
+    "BLAKE2b, keyed": lambda block: hashlib.blake2b(block, key=KEY, digest_size=32).digest(),
+}
 
 
 async def measure(num_blocks: int, num_rounds: int, directory: Path) -> dict[str, list[float]]:
@@ -93,6 +107,7 @@ async def measure(num_blocks: int, num_rounds: int, directory: Path) -> dict[str
             "get, gRPC": get,
             "borrow, checked, copied out": borrow,
             "disk to DRAM (page cache)": from_disk,
+            **{f"digest, {name}": partial(_digests, digest, data) for name, digest in DIGESTS.items()},
         }
         for _ in range(num_rounds + 1):  # the first round warms up
             for name, path in paths.items():
@@ -102,10 +117,15 @@ async def measure(num_blocks: int, num_rounds: int, directory: Path) -> dict[str
                 started_s = time.perf_counter()
                 await path()
                 took.setdefault(name, []).append(time.perf_counter() - started_s)
-                assert name.startswith(("put", "disk")) or np.array_equal(out, data)
+                assert name.startswith(("put", "disk", "digest")) or np.array_equal(out, data)
         await client.close()
         await elsewhere.close()
     return {name: times[1:] for name, times in took.items()}
+
+
+async def _digests(digest: Callable[[memoryview], object], data: NDArray[np.uint8]) -> None:
+    for block in data:
+        digest(block.data)
 
 
 async def only_on_disk(store: Store, keys: Sequence[bytes]) -> None:

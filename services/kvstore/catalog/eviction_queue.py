@@ -50,6 +50,23 @@ class EvictionQueue:
 
     def lowest(self, evaluate: Callable[[bytes], Evaluation]) -> bytes | None:
         """The block that `pop` would return; it stays."""
+        while self._heap:
+            rank, block = self._heap[0]
+            evaluation = evaluate(block)
+            if evaluation == rank:
+                return block
+            if evaluation == "blocked":
+                return self._lowest_behind(evaluate)
+            heapq.heappop(self._heap)
+            if evaluation == "kept":
+                self._queued.discard(block)
+            else:
+                assert isinstance(evaluation, tuple)
+                heapq.heappush(self._heap, (evaluation, block))
+        return None
+
+    def _lowest_behind(self, evaluate: Callable[[bytes], Evaluation]) -> bytes | None:
+        """The lowest block when others are in its way that may not be evicted now."""
         block = self.pop(evaluate)
         if block is not None:
             rank = evaluate(block)

@@ -3,15 +3,18 @@
 Each tenant's blocks are ranked by the tier's policy. Which tenant gives one up: one above its quota, else the one whose
 lowest-ranked block has the greatest (uses of the store since it was used) x (bytes that the tenant has in the tier). So
 with ten times the bytes, a block goes ten times as early; and what nobody uses goes in the end, however small. One
-tenant alone gets the policy itself.
+tenant alone gets the policy itself. Of very many tenants a few at a time are compared, in turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from services.kvstore.catalog.eviction import Rank
 from services.kvstore.catalog.eviction_queue import Evaluation, EvictionQueue
+
+_COMPARED = 32  # tenants
 
 
 class FairQueue:
@@ -20,6 +23,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._queues: dict[str, EvictionQueue] = {}
         self._used_bytes: dict[str, int] = {}
+        self._turn = 0
 
     def charge(self, tenant: str, num_bytes: int) -> None:
         """Adds bytes that the tenant has here; negative ones are those that left."""
@@ -49,18 +53,19 @@ class FairQueue:
         evaluate: of a tenant's block; a block that is another's by now is `kept`. age: uses of the store since the
         block was used. is_over: whether a tenant is above its quota.
         """
-        victim: tuple[bool, int, str] | None = None
-        for tenant, queue in self._queues.items():
-            if len(self._queues) == 1:
-                victim = (True, 0, tenant)
-                break
-            block = queue.lowest(lambda block: evaluate(tenant, block))  # noqa: B023 - called at once
-            if block is not None:
-                pressure = (is_over(tenant), self.used_bytes(tenant) * age(block), tenant)
-                victim = pressure if victim is None else max(victim, pressure)
-        if victim is None:
-            return None
-        return self._queues[victim[2]].pop(lambda block: evaluate(victim[2], block))
+        tenants = list(self._queues)
+        for start in range(0, len(tenants), _COMPARED):
+            victims = []
+            for number in range(start, min(start + _COMPARED, len(tenants))):
+                tenant = tenants[(self._turn + number) % len(tenants)]
+                block = self._queues[tenant].lowest(partial(evaluate, tenant))
+                if block is not None:
+                    victims.append((is_over(tenant), self.used_bytes(tenant) * age(block), tenant))
+            if victims:
+                _, _, tenant = max(victims)
+                self._turn += _COMPARED if len(tenants) > _COMPARED else 0
+                return self._queues[tenant].pop(partial(evaluate, tenant))
+        return None
 
     def prune(self, is_held: Callable[[bytes], bool], num_held: int) -> None:
         """Forgets entries of blocks that left in another way, once they are most of a queue."""
