@@ -44,8 +44,9 @@ class RunningRepeats:
         try:
             await self._until_done(task, has_begun)
         finally:
-            task.cancel()
-            await asyncio.wait({task})
+            if not task.done():  # a client that leaves as its answer ends has had it
+                task.cancel()
+                await asyncio.wait({task})
             self._remove(running)
         if not task.cancelled():
             return task.result()
@@ -55,7 +56,7 @@ class RunningRepeats:
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:  # the client has left
-            if has_begun():
+            if has_begun() and not task.done():
                 await asyncio.wait({task}, timeout=self._grace_s)
 
     async def _take_over(self, request: RepeatableRequest) -> None:
