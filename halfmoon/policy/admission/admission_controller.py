@@ -65,10 +65,13 @@ class AdmissionController:
     `mode` applies from the next `decide` on.
     """
 
-    def __init__(self, mode: AdmissionMode, rules: PlacementRules, rng: random.Random) -> None:
+    def __init__(
+        self, mode: AdmissionMode, rules: PlacementRules, rng: random.Random, *, is_alone: bool = True
+    ) -> None:
+        """`is_alone`: no other gateway sends requests to the same workers."""
         self.classes = ClassTable()
         self.lengths = OutputLengths()
-        self.shares = FairShares()
+        self.shares = FairShares(has_tags=is_alone)
         self.mode = mode
         self._rules = rules
         self._rng = rng

@@ -62,10 +62,12 @@ class _Queue:
 class FairShares:
     """Owns the counters of all tenants, by class priority: classes of one priority share. Owns their room, too.
 
-    Off, every request has tag 0, and nothing is counted. Shares are in proportion to the tenants' weights.
+    Off, every request has tag 0, and nothing is counted. Shares are in proportion to the tenants' weights. Tags of
+    several gateways cannot be compared: where there are several, only room is shared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_tags: bool = True) -> None:
+        self._has_tags = has_tags
         self.is_on = False  # where there are several tenants
         self._queues: dict[int, _Queue] = {}
         self._rooms: dict[int, TenantRoom] = {}
@@ -74,7 +76,7 @@ class FairShares:
 
     def priority(self, class_priority: int, tenant: Tenant, requested: int) -> int:
         """The priority of a request if it came now."""
-        queue = self._queues.get(class_priority) if self.is_on else None
+        queue = self._queues.get(class_priority) if self.is_on and self._has_tags else None
         return queue_priority(class_priority, queue.tag(tenant.name) if queue else 0.0, requested)
 
     def may_enter(self, class_priority: int, tenant: Tenant, num_tokens: int, now_s: float) -> bool:

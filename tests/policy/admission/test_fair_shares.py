@@ -143,6 +143,14 @@ def test_off_nothing_is_counted() -> None:
     assert shares._charges == {}
 
 
+def test_requests_of_several_gateways_are_not_ordered_by_tags() -> None:
+    shares = FairShares(has_tags=False)
+    shares.is_on = True
+    shares.enter("r", 0, A, 1e9, 5)
+    shares.begin("r")
+    assert shares.priority(0, A, 0) == queue_priority(0, 0, 0)
+
+
 def test_a_request_is_charged_once_and_a_dropped_one_costs_nothing() -> None:
     shares = FairShares()
     shares.is_on = True
