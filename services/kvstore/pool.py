@@ -85,9 +85,7 @@ class Pool:
             else DiskUpkeep(self.catalog, disk, self.counts, lambda: self._write_behind.enqueue_all())
         )
         self._write_behind = WriteBehind(self.options, self.catalog, self.dram, disk, upkeep, cold, self.counts)
-        self._maintenance = Maintenance(
-            self.options, self.catalog, self.replicas, disk, upkeep, cold, self.counts, now_s
-        )
+        self._maintenance = Maintenance(self.options, self.catalog, self.replicas, disk, cold, self.counts, now_s)
         if upkeep is not None:
             upkeep.recover()
 
@@ -99,6 +97,8 @@ class Pool:
             async with asyncio.TaskGroup() as tasks:
                 work += [tasks.create_task(coroutine) for coroutine in (*self._write_behind.work(), *background)]
                 work.append(tasks.create_task(self._maintenance.sweep()))
+                if self._upkeep is not None:
+                    work.append(tasks.create_task(self._maintenance.look_after_disk(self._upkeep)))
                 if self.cold is not None:
                     work.append(tasks.create_task(self._maintenance.list_cold(self.cold)))
                 yield self

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Maintenance:
-    """Owns nothing but what of it fails at present: two loops over the tiers."""
+    """Owns nothing but what of it fails at present: loops over the tiers."""
 
     def __init__(
         self,
@@ -32,7 +32,6 @@ class Maintenance:
         catalog: Catalog,
         replicas: ReplicaMarks,
         disk: DiskTier | None,
-        upkeep: DiskUpkeep | None,
         cold: ColdTier | None,
         counts: Counts,
         now_s: Callable[[], float],
@@ -41,7 +40,6 @@ class Maintenance:
         self._catalog = catalog
         self._replicas = replicas
         self._disk = disk
-        self._upkeep = upkeep
         self._cold = cold
         self._counts = counts
         self._now_s = now_s
@@ -54,12 +52,16 @@ class Maintenance:
             await asyncio.sleep(self._options.sweep_s)
             self._counts.num_expired += self._catalog.expire(self._now_s())
             self.drop_cooled()
-            if self._upkeep is not None:
-                await self._upkeep.check()
             await self.flush()
             if self._cold is not None:
                 with contextlib.suppress(Unavailable):
                     await self._cold.sweep()
+
+    async def look_after_disk(self, upkeep: DiskUpkeep) -> None:
+        """Follows what others do to the disk. A loop of its own: a file system may hang."""
+        while True:
+            await asyncio.sleep(self._options.sweep_s)
+            await upkeep.check()
 
     def drop_cooled(self) -> None:
         """Drops unused replicas from the ends of prompts, as far as possible."""

@@ -12,8 +12,11 @@ import pytest
 from halfmoon.errors import DataLoss, HalfmoonError
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.rpc.credentials.credential import credential_from, new_secret
+from services.kvstore.assembly import running_store
 from services.kvstore.catalog.entry import Tier
 from services.kvstore.pool import Pool
+from services.kvstore.settings import KVStoreSettings
 from services.kvstore.tiers.cold import PREFIX, object_name
 from services.kvstore.tiers.record import HEADER_BYTES, decode_record, encode_record
 from services.kvstore.tiers.seal import Seal
@@ -220,6 +223,21 @@ async def test_blocks_of_the_old_format_are_misses(tmp_path: Path) -> None:
     old = b"HMKB\x01" + forged(Seal(KEY), 0)[5:]
     with pytest.raises(DataLoss):
         decode_record(old, IDS[0], Seal(KEY))
+
+
+async def test_a_store_seals_with_the_key_of_its_cluster(tmp_path: Path) -> None:
+    settings = KVStoreSettings(dram_bytes=1 << 20, disk_dir=tmp_path)
+    ours, theirs = (credential_from(new_secret(), "store") for _ in range(2))
+    async with running_store(settings, ours) as store:
+        await put_chain(store.pool, KEYS[:3])
+        await store.pool.settled()
+    [file] = block_files(tmp_path)
+    assert len(decode_record(file.read_bytes()[:RECORD_BYTES], IDS[0], Seal(ours.block_key)).payload) > 0
+    async with running_store(settings, ours) as store:
+        assert await is_right(store.pool, IDS[2])
+    for stranger in (None, theirs):
+        async with running_store(settings, stranger) as store:
+            assert store.pool.match(IDS[:3]) == []
 
 
 def test_keys_have_names_that_do_not_tell_them() -> None:
