@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from aiohttp import hdrs, web
 
+from services.gateway.http.operator_access import CONTROL_PREFIX
 from services.gateway.http.request_ids import HEADER
 
 _METHODS = "GET, POST, OPTIONS"
@@ -13,7 +14,7 @@ _MAX_AGE_S = "600"
 
 
 class Cors:
-    """Owns the allowed origins; "*" allows all. Credentials (cookies) are never used."""
+    """Owns the allowed origins; "*" allows all, but not to the control API. Credentials (cookies) are never used."""
 
     def __init__(self, allowed_origins: Sequence[str]) -> None:
         self._origins = frozenset(allowed_origins)
@@ -43,6 +44,6 @@ class Cors:
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None:
             return None
-        if "*" in self._origins:
+        if "*" in self._origins and not request.path.startswith(CONTROL_PREFIX):
             return "*"
         return origin if origin in self._origins else None

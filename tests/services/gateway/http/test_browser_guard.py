@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.services.gateway.fakes import Fleet, running_fleet
@@ -116,6 +117,10 @@ async def test_pages_and_names_that_are_allowed(tmp_path: Path) -> None:
 
 async def test_all_origins_are_not_all_operators(tmp_path: Path) -> None:
     async with running_fleet(tmp_path, allowed_origins=("*",)) as fleet:
+        for path, told in (("/v1/models", "*"), ("/halfmoon/v1/requests", None)):
+            url = fleet.http + path
+            async with aiohttp.ClientSession() as session, session.get(url, headers={"Origin": EVIL}) as response:
+                assert response.headers.get("Access-Control-Allow-Origin") == told
         headers = ("Host: localhost", f"Origin: {EVIL}")
         assert (await raw(fleet, "POST", "/tokenize", *headers, "Content-Type: text/plain", body='{"prompt": ""}'))[
             0
