@@ -49,7 +49,7 @@ def tier_row(store: Mapping[str, Any], tier: Mapping[str, Any], block_bytes: int
     return {
         "store": store["address"],
         "tier": tier["tier"],
-        "full": tier["used_bytes"] / tier["budget_bytes"] if tier["budget_bytes"] else None,
+        "full": min(1.0, tier["used_bytes"] / tier["budget_bytes"]) if tier["budget_bytes"] else None,
         "used": size(tier["used_bytes"]),
         "budget": size(tier["budget_bytes"]),
         "blocks": tier["num_blocks"],
@@ -172,6 +172,10 @@ def _stores(stores: Sequence[Mapping[str, Any]], block_bytes: int | None) -> Non
     tiers = tiers_of(stores)
     if not tiers:
         return
+    for store, tier in tiers:
+        if tier.get("trouble"):
+            why = plain(f"The {tier['tier']} tier of the store at {store['address']} is in trouble: {tier['trouble']}")
+            st.warning(why, icon=":material/warning:")
     bar = st.column_config.ProgressColumn(format="percent", min_value=0, max_value=1)
     times = st.column_config.NumberColumn(format="%.2f×")
     rows = [tier_row(store, tier, block_bytes) for store, tier in tiers]

@@ -132,6 +132,16 @@ def test_the_cache_of_several_stores(gateway: FakeGateway) -> None:
     assert "gone" in shown.warning[0].value
 
 
+def test_a_tier_in_trouble_says_why(gateway: FakeGateway) -> None:
+    dram, disk = STORES[0]["tiers"]
+    tiers = [dram, disk | {"trouble": "No space left on device", "budget_bytes": 500}]
+    gateway.answers["/halfmoon/v1/stores"] = (200, [STORES[0] | {"tiers": tiers}])
+    shown = open_page("cache", gateway.url)
+    assert "disk tier" in shown.warning[0].value
+    assert "No space left on device" in shown.warning[0].value
+    assert list(shown.dataframe[0].value["full"]) == [0.25, 1.0], "more than it may hold, until it is given back"
+
+
 @pytest.mark.parametrize(
     ("stores", "said"),
     [
