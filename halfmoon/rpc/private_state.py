@@ -13,7 +13,16 @@ PRIVATE_UMASK = 0o077  # of every service: new files are 0600, new directories 0
 _OTHERS = 0o077
 # What services write there. A state directory may be any directory, so what else it holds is left alone.
 _OURS = (
-    *("logs", "profiles", "kvstore", "simulated-model", "stores", "prometheus-targets.json", "cluster_secret"),
+    *(
+        "logs",
+        "profiles",
+        "kvstore",
+        "simulated-model",
+        "stores",
+        "prometheus-targets.json",
+        "cluster_secret",
+        "label_key",
+    ),
     *("ledger.db*", "classes-*.json", "tenants-*.json"),
 )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -132,7 +134,7 @@ class LogFile:
         if written:
             self._is_torn = not whole[:written].endswith(b"\n")
         if written < len(whole):
-            raise OSError("no room for a whole line")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _rotate(path: Path, num_files: int) -> None:
