@@ -33,7 +33,11 @@ class CheckProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,  # tracebacks on demand
-            env=own | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=own
+            | {
+                "MALLOC_ARENA_MAX": "1",  # each arena would reserve 64 MiB of its memory
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
         )
         return cls(process)
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _SHORT_BYTES = 1 << 16  # tokenized in at most about 0.1 s, whatever they hold
 _NUM_SHORT, _NUM_LONG = 4, 2  # threads
-_MOST_LONG = 32  # bodies read or waiting, each of which is in memory
+_MOST_LONG_BYTES = 256 << 20  # of long bodies that are read or wait, all of which are in memory
 _TRIM_BYTES = 1 << 20  # bodies from here on leave much free memory behind
 _NICE = 10  # of threads for long bodies: below workers and the event loop
 
@@ -32,7 +32,7 @@ class TokenizerThreads:
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(_NUM_SHORT, thread_name_prefix="tokenize-short")
         self._long = ThreadPoolExecutor(_NUM_LONG, thread_name_prefix="tokenize-long", initializer=_be_nice)
-        self._num_long = 0
+        self._long_bytes = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -49,21 +49,25 @@ class TokenizerThreads:
         `num_bytes` is the size of the body. Raises NoCapacity if too many long ones are there already.
         """
         is_long = num_bytes > _SHORT_BYTES
-        if is_long and self._num_long >= _MOST_LONG:
-            raise NoCapacity(f"{_MOST_LONG} long prompts are being read already: come back later", retry_after_ms=1_000)
+        long_bytes = num_bytes if is_long else 0
+        if self._long_bytes + long_bytes > _MOST_LONG_BYTES:
+            raise NoCapacity(
+                f"{self._long_bytes >> 20} MiB of long prompts are being read already: come back later",
+                retry_after_ms=1_000,
+            )
         stop = threading.Event()
         stoppable = replace(model, tokenizer=_StoppableTokenizer(model.tokenizer, stop))
         call = partial(copy_context().run, _trimming if num_bytes >= _TRIM_BYTES else _calling, work, stoppable)
-        self._num_long += is_long
+        self._long_bytes += long_bytes
         future = asyncio.get_running_loop().run_in_executor(self._long if is_long else self._short, call)
-        future.add_done_callback(partial(self._end, is_long))
+        future.add_done_callback(partial(self._end, long_bytes))
         try:
             return await future
         finally:
             stop.set()
 
-    def _end(self, is_long: bool, ended: asyncio.Future[Any]) -> None:
-        self._num_long -= is_long
+    def _end(self, long_bytes: int, ended: asyncio.Future[Any]) -> None:
+        self._long_bytes -= long_bytes
 
 
 class _StoppableTokenizer:

@@ -13,7 +13,7 @@ from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
 from tests.services.gateway.fakes import PATIENCE_S, ByteTokenizer, served_model, soon
 
-LONG, SHORT = 15 << 20, 7 << 10  # bytes
+LONG, SHORT = 8 << 20, 7 << 10  # bytes
 
 
 class Gate:
@@ -50,6 +50,15 @@ async def test_no_more_long_bodies_wait_than_memory_allows() -> None:
         gate.open.set()
         await soon(asyncio.gather(*long))
         await soon(threads.run(gate.wait, served_model(), LONG))
+
+
+async def test_many_prompts_of_a_long_context_may_wait() -> None:
+    async with TokenizerThreads() as threads:
+        gate = Gate()
+        long = [asyncio.ensure_future(threads.run(gate.wait, served_model(), 200_000)) for _ in range(1_000)]
+        await soon(gate.begun.get())
+        gate.open.set()
+        await soon(asyncio.gather(*long))
 
 
 async def test_work_whose_client_left_ends_before_its_next_text() -> None:
