@@ -101,6 +101,26 @@ class GatewayApi:
         preview: dict[str, Any] = self._json(f"/halfmoon/v1/class_previews/{quote(name, safe='')}", "POST", body)
         return preview
 
+    def tenants(self) -> dict[str, Any]:
+        """The tenants with their limits, keys by id, and usage of the last 24 hours. For operators."""
+        return self._object("/halfmoon/v1/tenants", "tenants")
+
+    def put_tenant(self, name: str, body: Mapping[str, Any]) -> None:
+        """Saves a tenant's limits over the version in `body`."""
+        self._json(_tenant_path(name), "PUT", body)
+
+    def add_key(self, tenant: str, label: str, expires_days: float | None) -> dict[str, Any]:
+        """Makes a key, which is in this answer only."""
+        made: dict[str, Any] = self._json(
+            f"{_tenant_path(tenant)}/keys", "POST", {"label": label, "expires_days": expires_days}
+        )
+        return made
+
+    def revoke_key(self, tenant: str, key_id: str) -> None:
+        """Revokes a key."""
+        with self._open(f"{_tenant_path(tenant)}/keys/{quote(key_id, safe='')}", _LOOK_S, "DELETE"):
+            return
+
     def chat(
         self,
         model: str,
@@ -165,6 +185,10 @@ class GatewayApi:
 
 def _class_path(name: str) -> str:
     return f"/halfmoon/v1/classes/{quote(name, safe='')}"
+
+
+def _tenant_path(name: str) -> str:
+    return f"/halfmoon/v1/tenants/{quote(name, safe='')}"
 
 
 def _noun(path: str) -> str:

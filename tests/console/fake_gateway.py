@@ -110,6 +110,17 @@ PREVIEW = {
     "num_newly_admitted": 0,
     "num_undecided": 0,
 }  # fmt: skip
+_USAGE = {"num_requests": 12, "num_refused": 2, "prompt_tokens": 900, "cached_tokens": 300, "output_tokens": 80}
+_KEY = {
+    "key_id": "36047ea5510dfcd1", "label": "cron", "created_at": "2026-01-01T00:00:00+00:00", "expires_at": None,
+    "revoked_at": None, "is_declared": False,
+}  # fmt: skip
+TENANT: dict[str, Any] = {
+    "name": "acme", "version": 2, "is_declared": False, "requests_per_minute": 60.0, "tokens_per_minute": None,
+    "kv_bytes": 1 << 30, "classes": ["gold", "default"], "default_class": None, "weight": 2.0, "cache_pool": None,
+    "keys": [_KEY, _KEY | {"key_id": "00ff", "revoked_at": "2026-01-02T00:00:00+00:00"}], "usage": _USAGE,
+    "stored_kv_bytes": 1 << 20,
+}  # fmt: skip
 
 
 class FakeGateway:
@@ -125,6 +136,10 @@ class FakeGateway:
             "/halfmoon/v1/stores": (200, STORES),
             "/halfmoon/v1/classes": (200, {"classes": [GOLD]}),
             "/halfmoon/v1/classes/gold": (200, GOLD | {"version": 3}),
+            "/halfmoon/v1/tenants": (200, {"tenants": [TENANT], "is_key_needed": True}),
+            "/halfmoon/v1/tenants/acme": (200, TENANT),
+            "/halfmoon/v1/tenants/acme/keys": (201, _KEY | {"key": "hm-new"}),
+            "/halfmoon/v1/tenants/acme/keys/36047ea5510dfcd1": (204, None),
             "/halfmoon/v1/admission": (200, ADMISSION),
             "/halfmoon/v1/class_edits": (200, EDITS),
             "/halfmoon/v1/class_previews/gold": (200, PREVIEW),
