@@ -23,6 +23,7 @@ from halfmoon.kv import frame
 from halfmoon.pb import gateway_pb2
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.credentials.listeners import check_listener
 from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
@@ -70,6 +71,7 @@ async def serve(settings: WorkerSettings, loaded: Engine | None) -> None:
 
 async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer) -> None:
     kv_links, credential = link_settings(settings), own_credential("worker")
+    check_listener(settings.listen, credential)  # before the weights are loaded
     keep_freed_memory()
     stopping, retiring = asyncio.create_task(until_told_to_stop()), asyncio.create_task(until_told_to_drain())
     loading = asyncio.create_task(asyncio.to_thread(_loaded_engine, settings, loaded))

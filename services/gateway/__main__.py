@@ -9,6 +9,7 @@ import time
 
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.text.tokenizer import Detokenizer, Tokenizer
+from halfmoon.rpc.credentials.listeners import check_listener
 from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
@@ -45,6 +46,7 @@ def load_model(settings: GatewaySettings) -> ServedModel:
 async def serve(settings: GatewaySettings, loaded: ServedModel | None) -> None:
     """Serves until SIGTERM or SIGINT."""
     credential = own_credential("gateway")
+    check_listener(settings.cluster_listen, credential)  # before the model is prepared
     stop = asyncio.ensure_future(until_told_to_stop())
     with tracing("gateway", settings.otlp_endpoint) as tracer:
         model = await asyncio.to_thread(load_model, settings) if loaded is None else loaded
