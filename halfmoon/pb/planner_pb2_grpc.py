@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class PlannerStub:
-    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`.
+    """Which configuration to run. In a cluster with a secret every call needs an operator's credential, or the operator token:
+    metadata `authorization: Bearer …`.
     """
 
     def __init__(self, channel):
@@ -63,7 +64,8 @@ class PlannerStub:
 
 
 class PlannerServicer:
-    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`.
+    """Which configuration to run. In a cluster with a secret every call needs an operator's credential, or the operator token:
+    metadata `authorization: Bearer …`.
     """
 
     def Plan(self, request, context):
@@ -142,7 +144,8 @@ def add_PlannerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Planner:
-    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`.
+    """Which configuration to run. In a cluster with a secret every call needs an operator's credential, or the operator token:
+    metadata `authorization: Bearer …`.
     """
 
     @staticmethod

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PlannerStub:
-    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`."""
+    """Which configuration to run. In a cluster with a secret every call needs an operator's credential, or the operator token:
+    metadata `authorization: Bearer …`.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -53,7 +55,9 @@ class PlannerStub:
 
 @_typing.type_check_only
 class PlannerAsyncStub(PlannerStub):
-    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`."""
+    """Which configuration to run. In a cluster with a secret every call needs an operator's credential, or the operator token:
+    metadata `authorization: Bearer …`.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Plan: _aio.UnaryStreamMultiCallable[_planner_pb2.PlanRequest, _planner_pb2.PlanUpdate]  # type: ignore[assignment]
@@ -75,7 +79,9 @@ class PlannerAsyncStub(PlannerStub):
     """
 
 class PlannerServicer(metaclass=_abc_1.ABCMeta):
-    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`."""
+    """Which configuration to run. In a cluster with a secret every call needs an operator's credential, or the operator token:
+    metadata `authorization: Bearer …`.
+    """
 
     @_abc_1.abstractmethod
     def Plan(
