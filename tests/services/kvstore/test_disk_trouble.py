@@ -187,23 +187,47 @@ def modes_in(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mode & 0o777 for path in (directory, *directory.iterdir())}
 
 
+@pytest.fixture
+def bound_disk(small_disk: Path) -> Iterator[Path]:
+    """The same file system at a place where it can be unmounted and mounted again."""
+    directory = small_disk.with_name("bound")
+    directory.mkdir()
+    mount_again(directory)
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=False, capture_output=True)
+
+
+def mount_again(bound: Path) -> None:
+    subprocess.run(["mount", "--bind", str(bound.with_name("mounted")), str(bound)], check=True)
+
+
+def unmount(bound: Path) -> None:
+    subprocess.run(["umount", "-l", str(bound)], check=True)
+
+
 async def test_an_unmounted_disk_is_an_outage_and_comes_back(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
+    bound_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with on_disk(small_disk / "blocks") as it:
+    async with on_disk(bound_disk / "blocks") as it:
         it.catalog.lose(IDS[3], Tier.DRAM)
-        subprocess.run(["umount", "-l", str(small_disk)], check=True)  # noqa: ASYNC221
+        unmount(bound_disk)
         for _ in range(2):
             await it.look_after_disk()
         assert warnings(caplog) == ["disk.away"]
         assert "not mounted" in it.trouble(Tier.DISK)
-        assert os.listdir(small_disk) == [], "nothing is written beneath the mount point"
+        assert os.listdir(bound_disk) == [], "nothing is written beneath the mount point"
         with pytest.raises(Unavailable):
             await it.acquire(IDS[3])
         assert len(it.match(IDS[:4])) == 3
         assert await is_right(it, IDS[2])
         await put_chain(it, KEYS[8:9])
         assert await is_right(it, IDS[8])
+        mount_again(bound_disk)
+        await it.look_after_disk()
+        assert await is_right(it, IDS[3]), "an outage is no loss"
+        await it.settled()
+        assert tiers(it, IDS[8]) == [Tier.DRAM, Tier.DISK]
+        assert it.trouble(Tier.DISK) == ""
 
 
 async def test_a_disk_that_cannot_be_written_is_read_on(
