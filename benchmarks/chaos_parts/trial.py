@@ -80,7 +80,7 @@ async def try_fault(system: System, fault: Fault, load: Load, here: Any, texts: 
     try:
         note = await fault.act(system, here)
         streams = await run
-        is_whole = await system.until_whole(0.0 if fault.ends_system else _BACK_S)
+        is_whole = await system.until_whole(_BACK_S)
     finally:
         following.cancel()
         run.cancel()
