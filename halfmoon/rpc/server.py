@@ -79,7 +79,7 @@ async def running_server(
     for add in add_services:
         add(server)
     try:
-        port = _opened(server, listen, access)
+        port = _opened(server, listen, access, metrics)
     except RuntimeError as err:
         raise InvalidRequest(f"cannot listen on {listen}: is the port taken?", param="listen") from err
     await server.start()
@@ -90,11 +90,14 @@ async def running_server(
         await running.stop(grace_s)
 
 
-def _opened(server: grpc.aio.Server, listen: str, access: CallAccess) -> int:
+def _opened(server: grpc.aio.Server, listen: str, access: CallAccess, metrics: RpcMetrics) -> int:
+    port: int
     tls = None if access.credential is None or listen.startswith("unix:") else access.credential.tls
-    port: int = (
-        server.add_insecure_port(listen) if tls is None else server.add_secure_port(listen, server_credentials(tls))
-    )
+    if tls is None:
+        port = server.add_insecure_port(listen)
+    else:
+        port = server.add_secure_port(listen, server_credentials(tls))
+        metrics.certificate_expires.set_function(lambda: tls.current.expires_s)
     return port
 
 

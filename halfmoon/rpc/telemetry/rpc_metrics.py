@@ -21,3 +21,8 @@ class RpcMetrics:
         self.refused = Counter(
             "halfmoon_rpc_refused", "RPCs refused for want of a credential, by status", ["status"], registry=registry
         )
+        self.certificate_expires = Gauge(
+            "halfmoon_rpc_certificate_expires_seconds",
+            "Unix time at which the service's certificate expires; 0 without mutual TLS",
+            registry=registry,
+        )

@@ -50,6 +50,7 @@ class TlsIdentity:
     key: bytes = field(repr=False)
     ca: bytes
     role: str
+    expires_s: float  # Unix time
 
 
 IdentityFiles = WatchedFiles[TlsIdentity]
@@ -90,7 +91,7 @@ def read_identity(paths: TlsPaths, role: str | None) -> TlsIdentity:
         raise InvalidRequest(f"{paths.key} is not the key of {paths.cert}")
     if not certificates.chains_to(chain, authorities):
         raise InvalidRequest(f"{paths.cert} was not issued by an authority in {paths.ca}")
-    return TlsIdentity(cert, key, ca, summary.role)
+    return TlsIdentity(cert, key, ca, summary.role, summary.expires_at.timestamp())
 
 
 def _content(path: Path) -> bytes:

@@ -6,8 +6,11 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 testing = pytest.importorskip("streamlit.testing.v1")
@@ -18,10 +21,15 @@ from console.plan_view import compared_to_colocated  # noqa: E402
 from console.planner_api import PlannerApi, PlannerError, SearchState  # noqa: E402
 from console.settings import gateway_url, planner_address  # noqa: E402
 from console.views.planner_page import STAGES  # noqa: E402
-from halfmoon.pb import planner_pb2  # noqa: E402
+from halfmoon.pb import planner_pb2, planner_pb2_grpc  # noqa: E402
 from halfmoon.plan.planning import make_plan  # noqa: E402
 from halfmoon.plan.request import PlanRequest  # noqa: E402
 from halfmoon.rpc.credentials.credential import credential_from  # noqa: E402
+from halfmoon.rpc.credentials.sources import client_credential  # noqa: E402
+from halfmoon.rpc.tls.authority import Authority  # noqa: E402
+from halfmoon.rpc.tls.identity_files import identity_files, state_paths  # noqa: E402
+from halfmoon.rpc.tls.server_credentials import server_credentials  # noqa: E402
+from halfmoon.up.certificates import RoleCertificates  # noqa: E402
 from tests.console.fake_gateway import CACHE, CLUSTER, FakeGateway, running_fake_gateway  # noqa: E402
 from tests.console.fake_planner import APART, SUMMARY, FakePlanner, plan, running_fake_planner  # noqa: E402
 
@@ -289,3 +297,21 @@ def test_every_stage_of_a_search_has_a_name() -> None:
     request = PlanRequest("llama-3-8b", "h100", "chat", 0.5, 0.1, gpus_per_node=2, rate_per_s=2, num_requests=20)
     make_plan(request, 1, lambda what, done, total: said.add(what), with_curves=True)
     assert {"goodputs", "curves"} <= said <= STAGES.keys()
+
+
+def test_a_planner_on_mutual_tls(tmp_path: Path) -> None:
+    Authority.create(tmp_path / "authority")
+    issued = RoleCertificates(tmp_path / "authority", tmp_path)
+    issued.issue()
+    server = grpc.server(ThreadPoolExecutor(1))
+    planner_pb2_grpc.add_PlannerServicer_to_server(FakePlanner(), server)
+    own = identity_files(state_paths(tmp_path, "planner"), "planner")
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(own))
+    server.start()
+    try:
+        operator = client_credential("operator", "127.0.0.1:1", tmp_path, {})
+        assert PlannerApi(f"127.0.0.1:{port}", None, operator).catalogue().gpus == ("h200", "l40s")
+        with pytest.raises(PlannerError, match="no planner at"):
+            PlannerApi(f"127.0.0.1:{port}").catalogue()
+    finally:
+        server.stop(None).wait()

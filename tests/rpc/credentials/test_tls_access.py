@@ -111,6 +111,14 @@ async def test_with_a_secret_too_both_must_agree(certificates: Certificates) -> 
         await refusal(address, foreign, Unauthenticated)
 
 
+async def test_the_certificates_end_is_a_metric(certificates: Certificates) -> None:
+    registry, credential = CollectorRegistry(), certificates.credential("store")
+    assert credential.tls is not None
+    async with running_server("127.0.0.1:0", [], RpcMetrics(registry), grace_s=0, access=CallAccess(credential)):
+        shown = registry.get_sample_value("halfmoon_rpc_certificate_expires_seconds")
+    assert shown == credential.tls.current.expires_s > 0
+
+
 async def test_a_server_of_another_role_gets_no_call(certificates: Certificates) -> None:
     async with store(certificates.credential("worker")) as address:
         with pytest.raises(Unavailable):
