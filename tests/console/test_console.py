@@ -18,7 +18,7 @@ from halfmoon.rpc.tls.authority import Authority  # noqa: E402
 from halfmoon.rpc.tls.http_context import server_context  # noqa: E402
 from tests.console.fake_gateway import CLUSTER, EDITS, GOLD, SERIES, STORES, WORKER, FakeGateway, running_fake_gateway  # noqa: E402
 
-PAGES = ("overview", "placements", "cache", "slo", "try")
+PAGES = ("overview", "placements", "cache", "slo", "tenants", "try")
 
 
 def one_page(page: str, url: str) -> None:
