@@ -55,6 +55,8 @@ class PrefillRequestScope:
         self.first: asyncio.Future[FirstOutput] = state.router.expect_first(
             generation.request_id, generation.gateway_id
         )
+        if not prefill_only:
+            state.router.keep(generation)
 
     async def __aenter__(self) -> PrefillRequestScope:
         try:

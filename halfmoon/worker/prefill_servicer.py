@@ -152,7 +152,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         async with PrefillRequestScope(
             self._engine, self._state, generation, prefill_only=False, restorer=self._restorer
         ) as scope:
-            self._state.router.keep(generation)
             first = await scope.first
             yield scope.event(first)
             scope.detach()
