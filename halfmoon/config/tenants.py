@@ -13,7 +13,10 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.tenants import Tenant
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MIN_RATE = 1e-3  # what takes longer than days is no rate
 _MAX_RATE = 1e12
+_MAX_BYTES = (1 << 63) - 1
+_MIN_WEIGHT = 1e-3
 
 
 class TenantConfig(Section):
@@ -25,15 +28,20 @@ class TenantConfig(Section):
     default_class: str | None = Field(
         None, min_length=1, description="class of its requests that match no rule; none: the class called default"
     )
-    requests_per_minute: float | None = Field(None, gt=0, le=_MAX_RATE, description="limit on requests; none: no limit")
+    requests_per_minute: float | None = Field(
+        None, ge=_MIN_RATE, le=_MAX_RATE, description="limit on requests; none: no limit"
+    )
     tokens_per_minute: float | None = Field(
-        None, gt=0, le=_MAX_RATE, description="limit on tokens of prompts and outputs together; none: no limit"
+        None, ge=_MIN_RATE, le=_MAX_RATE, description="limit on tokens of prompts and outputs together; none: no limit"
     )
     kv_bytes: ByteSize | None = Field(
-        None, gt=0, description="KV kept for it in each store, such as 2GiB; none: no limit"
+        None, gt=0, le=_MAX_BYTES, description="KV kept for it in each store, such as 2GiB; none: no limit"
     )
     weight: float = Field(
-        1.0, gt=0, le=1_000, description="its share of a class, relative to other tenants that have requests waiting"
+        1.0,
+        ge=_MIN_WEIGHT,
+        le=1_000,
+        description="its share of a class, relative to other tenants that have requests waiting",
     )
     cache_pool: str | None = Field(
         None, min_length=1, max_length=64, description="tenants of one pool share cached KV; none: its cache is its own"

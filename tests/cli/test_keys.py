@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from halfmoon.cli.app import app
@@ -52,6 +53,20 @@ def test_limits_change_one_by_one_and_go(tmp_path: Path) -> None:
     keys(tmp_path, "set", "acme", "--requests-per-minute", "none", "--classes", "none")
     assert (stored(tmp_path).tenants[0].definition, stored(tmp_path).tenants[0].version) == ({"weight": 2.0}, 3)
     assert "no key" in keys(tmp_path, "list").stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--kv-bytes", str(1 << 64)),  # more than a message to a worker holds
+        ("--weight", "1e-308"),  # whose counter would be infinite
+        ("--requests-per-minute", "1e-300"),
+        ("--tokens-per-minute", "-1"),
+    ],
+)
+def test_a_limit_that_no_gateway_could_apply_is_refused(tmp_path: Path, option: str, value: str) -> None:
+    assert keys(tmp_path, "set", "acme", option, value).exit_code != 0
+    assert stored(tmp_path).tenants == []
 
 
 def test_revoked_keys_are_listed_on_demand(tmp_path: Path) -> None:
