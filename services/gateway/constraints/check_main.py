@@ -22,6 +22,7 @@ from halfmoon.errors import InvalidRequest
 _STACK_BYTES = 4 << 20  # a quarter of what an engine's thread has
 _MORE_MEMORY_BYTES = 192 << 20  # than at the start; workers keep dozens of compiled constraints
 _CPU_S = 1  # for one constraint; up to one more, as the limit is in whole seconds
+_MOST_PROBLEM_CHARS = 2_000  # a compiler's message may repeat the whole source
 _NICE = 5  # below the priority of workers on the same host
 
 
@@ -48,7 +49,7 @@ def _problem(fields: dict[str, str]) -> str | None:
     try:
         check_constraint(Constraint(fields["kind"], fields["source"]))  # type: ignore[arg-type]
     except InvalidRequest as error:
-        return error.message
+        return error.message[:_MOST_PROBLEM_CHARS]
     return None
 
 

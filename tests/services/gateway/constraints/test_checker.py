@@ -53,6 +53,13 @@ async def test_a_process_that_checked_others_before_does_not_count(caplog: pytes
         assert deaths(caplog) == 2
 
 
+async def test_a_reason_that_repeats_a_long_source_is_cut() -> None:
+    async with ConstraintChecker() as checker:
+        with pytest.raises(InvalidRequest, match="invalid regex") as refusal:
+            await checker.check(Constraint("regex", "(" * 50_000 + "a" + ")" * 50_000))
+        assert len(refusal.value.message) <= 2_000
+
+
 async def test_a_refusal_has_its_reason_and_is_no_death(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with ConstraintChecker() as checker:
