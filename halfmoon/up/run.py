@@ -48,6 +48,7 @@ from halfmoon.up.service_specs import (
     UpOptions,
     WorkerSpec,
     WorkerStart,
+    foreign_secrets,
     gateway_spec,
     http_url,
     other_specs,
@@ -196,7 +197,7 @@ async def _change_workers(started: _Started, address: str, supervisor: Superviso
 
 async def prepared_model(model: str, terminal: Console) -> PreparedModel:
     """Downloads or converts the model in a process that ends with this call. Raises UnknownModel."""
-    environment = {**os.environ, **NO_SECRET}
+    environment = {**os.environ, **foreign_secrets(os.environ), **NO_SECRET}
     command = (sys.executable, "-m", "halfmoon.engine.checkpoint.prepare", model)
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, start_new_session=True, env=environment

@@ -79,3 +79,20 @@ def test_settings_of_services_and_of_up_are_told_apart() -> None:
     with pytest.raises(InvalidRequest, match="tls_dir"):
         up_options(config)
     assert up_options(SystemConfig.model_validate({"security": {"tls_dir": "ca"}})).tls_dir == Path("ca").absolute()
+
+
+def test_children_inherit_no_keys_or_tokens_but_their_own(tmp_path: Path) -> None:
+    system = ("HALFMOON_OPERATOR_TOKEN", "HALFMOON_API_KEYS", "HALFMOON_LEDGER_URL", "HALFMOON_GATEWAY_OPERATOR_TOKEN")
+    inherited = {**dict.fromkeys(system, "secret"), "HALFMOON_DECODE_MAX_RUNNING": "8", "PATH": "/bin"}
+    plain = RoleCertificates(None, tmp_path)
+
+    worker = ServiceSpec("decode", ("-m", "services.decode"), {}, cluster_role="worker")
+    environment = {**inherited, **trusted(worker, SECRET, plain, inherited).environment}
+    assert "secret" not in environment.values()
+    assert (environment["HALFMOON_DECODE_MAX_RUNNING"], environment["PATH"]) == ("8", "/bin")
+
+    given = {"HALFMOON_GATEWAY_LEDGER_URL": "own"}
+    gateway = ServiceSpec("gateway", ("-m", "services.gateway"), given, cluster_role="gateway")
+    environment = {**inherited, **trusted(gateway, SECRET, plain, inherited).environment}
+    assert [environment[name] for name in system] == ["", "", "", "secret"]
+    assert environment["HALFMOON_GATEWAY_LEDGER_URL"] == "own"
