@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Self
 
 from halfmoon.engine.request import Constraint
-from halfmoon.errors import ServiceFailed
+from halfmoon.errors import ServiceFailed, Unavailable
 
 _MOST_S = 20.0  # of waiting for a busy host; the process limits its own CPU time
 _OURS = "HALFMOON_"  # settings, with secrets, that the process does not need
@@ -41,23 +41,25 @@ class CheckProcess:
         )
         return cls(process)
 
-    async def problem(self, constraint: Constraint) -> str | None:
-        """Why the constraint cannot be used; None if it can. Raises ServiceFailed if the process died of it.
+    async def problem(self, constraint: Constraint, most_s: float = _MOST_S) -> str | None:
+        """Why the constraint cannot be used; None if it can.
 
-        Whatever ends the wait early ends the process.
+        Raises ServiceFailed if the process died of it, and Unavailable if the host gave it no time. Whatever ends the
+        wait early ends the process.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.is_fresh = False
         line = json.dumps({"kind": constraint.kind, "source": constraint.source})
         try:
-            async with asyncio.timeout(_MOST_S):
+            async with asyncio.timeout(most_s):
                 with suppress(ConnectionError):
                     self._process.stdin.write(line.encode() + b"\n")
                     await self._process.stdin.drain()
                 answer = await self._process.stdout.readline()
         except TimeoutError:
-            answer = b""
+            await self.end()
+            raise Unavailable("this host is too busy to check a constraint: try again", retry_after_ms=1_000) from None
         except BaseException:
             await self.end()
             raise

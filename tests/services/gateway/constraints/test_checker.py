@@ -9,7 +9,8 @@ import logging
 import pytest
 
 from halfmoon.engine.request import Constraint
-from halfmoon.errors import InvalidRequest
+from halfmoon.errors import InvalidRequest, Unavailable
+from services.gateway.constraints.check_process import CheckProcess
 from services.gateway.constraints.checker import ConstraintChecker
 
 GOOD = Constraint("regex", "[a-z]+")
@@ -68,6 +69,13 @@ async def test_a_refusal_has_its_reason_and_is_no_death(caplog: pytest.LogCaptur
         with pytest.raises(InvalidRequest, match="1048576"):
             await checker.check(Constraint("regex", "a" * (1 << 20 | 1)))
     assert deaths(caplog) == 0
+
+
+async def test_a_process_that_gets_no_time_says_nothing_of_the_constraint() -> None:
+    process = await CheckProcess.start()
+    with pytest.raises(Unavailable, match="busy"):
+        await process.problem(GOOD, most_s=0.0)
+    assert await process.end() < 0
 
 
 async def test_equal_constraints_at_once_are_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
