@@ -64,6 +64,8 @@ class _Child:
             os.close(self._write_end)
             os.dup2(read_end, sys.stdin.fileno())
             self._restore_signals()
+            if self.is_told:  # since the fork, or a moment before it
+                os.kill(os.getpid(), signal.SIGTERM)
         elif self.is_told:
             os.kill(self.pid, signal.SIGTERM)
         os.close(read_end)
@@ -99,7 +101,8 @@ class _Child:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.is_told = True
         if self.pid > 0:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
 
 def _may_run_again(status: int) -> bool:

@@ -36,6 +36,7 @@ class KeptAnswers:
         self._keep_s = keep_s
         self._max_bytes = max_bytes
         self._kept: dict[str, Kept] = {}  # by request id, in order of arrival
+        self._by_key: dict[bytes, set[str]] = {}  # ids, by the key of their requests
         self._ended: dict[str, None] = {}  # ids, in order of their ends
         self.num_bytes = 0
 
@@ -48,6 +49,7 @@ class KeptAnswers:
     def begin(self, request_id: str, gateway_id: str, repeatable: Repeatable, first: FirstToken | None = None) -> None:
         """Keeps an output from now on, with the tokens of earlier attempts."""
         kept = self._kept[request_id] = Kept(request_id, gateway_id, Repeatable(), first)
+        self._by_key.setdefault(repeatable.key, set()).add(request_id)
         self.num_bytes += kept.num_bytes
         kept.repeatable.CopyFrom(repeatable)
         kept.repeatable.ClearField("tokens")
@@ -87,8 +89,8 @@ class KeptAnswers:
                 num_tokens=len(kept.tokens),
                 is_settled=kept.is_settled,
             )
-            for kept in self._kept.values()
-            if kept.repeatable.key == key and kept.first is not None
+            for kept in map(self._kept.__getitem__, self._by_key.get(key, ()))
+            if kept.first is not None
         ]
 
     def adopt(self, request_id: str, gateway_id: str) -> Kept:
@@ -140,3 +142,7 @@ class KeptAnswers:
         del self._kept[kept.request_id]
         self._ended.pop(kept.request_id, None)
         self.num_bytes -= kept.num_bytes
+        same_key = self._by_key[kept.repeatable.key]
+        same_key.remove(kept.request_id)
+        if not same_key:
+            del self._by_key[kept.repeatable.key]

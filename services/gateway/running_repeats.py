@@ -30,6 +30,9 @@ class RunningRepeats:
         self._grace_s = grace_s
         self._running: dict[bytes, _Running] = {}
 
+    def __len__(self) -> int:
+        return len(self._running)
+
     async def run(
         self, request: RepeatableRequest, answer: Answer, has_begun: Callable[[], bool]
     ) -> web.StreamResponse:
@@ -41,13 +44,13 @@ class RunningRepeats:
         await self._take_over(request)
         task = asyncio.create_task(answer())
         running = self._running[request.key] = _Running(request, task)
+        task.add_done_callback(lambda _: self._remove(running))
         try:
             await self._until_done(task, has_begun)
         finally:
             if not task.done():  # a client that leaves as its answer ends has had it
                 task.cancel()
                 await asyncio.wait({task})
-            self._remove(running)
         if not task.cancelled():
             return task.result()
         raise TakenOver if request.is_taken_over else asyncio.CancelledError

@@ -46,6 +46,22 @@ async def serve(settings, loaded):
 service_main("kvstore", Settings, serve, load)
 """
 
+TOLD_AT_ONCE = """
+import os, signal
+from halfmoon.rpc import template_process
+
+fork = os.fork
+
+def told_at_once():
+    pid = fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return pid
+
+os.fork = told_at_once
+template_process.fork_service()
+"""
+
 
 class Service:
     """A started service, and the events that it logs."""
@@ -135,6 +151,13 @@ async def test_a_service_that_fails_or_dies_at_once_is_its_supervisors_to_restar
     async with service("--settled-s", "3600") as it:
         os.kill((await it.event("up"))["pid"], signal.SIGKILL)
         assert await it.ended() == -signal.SIGKILL
+
+
+async def test_a_service_that_is_told_to_stop_as_it_is_forked_ends() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", TOLD_AT_ONCE, stdin=PIPE)
+    async with asyncio.timeout(60):
+        await process.communicate()
+    assert process.returncode == -signal.SIGTERM
 
 
 async def test_a_service_started_by_hand_is_one_process() -> None:

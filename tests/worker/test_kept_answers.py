@@ -33,6 +33,18 @@ def test_an_answer_is_found_by_its_key_alone() -> None:
     assert kept.find(b"three") == []
 
 
+def test_answers_of_other_keys_are_not_looked_at() -> None:
+    kept = KeptAnswers()
+    for number in range(100):
+        begun(kept, f"r{number}", b"%d" % number)
+    begun(kept, "again", b"7")
+    assert {found.request_id for found in kept.find(b"7")} == {"r7", "again"}
+    kept.drop("r7")
+    assert [found.request_id for found in kept.find(b"7")] == ["again"]
+    kept.drop("again")
+    assert kept.find(b"7") == []
+
+
 def test_an_answer_without_its_first_token_is_not_found_yet() -> None:
     kept = KeptAnswers()
     kept.begin("r", "a", Repeatable(key=b"k"))

@@ -64,8 +64,10 @@ class ActiveClasses:
     def use_known(self) -> None:
         """Applies the classes last in force on this host, or else the declared ones, until the ledger answers.
 
-        Raises Incompatible.
+        Does nothing if it has answered here. Raises Incompatible.
         """
+        if self._revision is not None:
+            return
         declared = [
             StoredClass(name, 0, declaration.definition) for name, declaration in (self._declarations or {}).items()
         ]

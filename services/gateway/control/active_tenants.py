@@ -63,11 +63,13 @@ class ActiveTenants:
             self._revision = read.revision
 
     def use_known(self, host: str) -> None:
-        """Applies what this host saw last, until the ledger answers.
+        """Applies what this host saw last, until the ledger answers; nothing if it has answered here.
 
         A host that never saw the ledger knows only the declared keys. Without any it refuses requests beyond loopback,
         because the ledger may hold keys.
         """
+        if self._revision is not None:
+            return
         rows = self._known.read()
         known = _of_json(rows or [])
         table = _merged(self.declared.table, known.tenants, known.keys)

@@ -79,3 +79,28 @@ async def test_a_newer_one_takes_over_from_one_that_waits_for_a_worker() -> None
     assert await soon(repeats.run(repeatable(), answers, lambda: False)) is response
     with pytest.raises(TakenOver):
         await soon(older)
+
+
+async def test_one_that_is_cancelled_twice_is_not_remembered() -> None:
+    repeats, begun, ending, may_end = RunningRepeats(600.0), asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def ends_slowly() -> web.StreamResponse:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await may_end.wait()
+        raise AssertionError
+
+    running = asyncio.create_task(repeats.run(repeatable(), ends_slowly, lambda: False))
+    await soon(begun.wait())
+    running.cancel()
+    await soon(ending.wait())
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await soon(running)
+    assert len(repeats) == 1
+    may_end.set()
+    while len(repeats):
+        await asyncio.sleep(0)

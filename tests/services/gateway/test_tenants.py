@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sqlite3
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,9 +14,12 @@ import pytest
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.ledger.stored_tenants import StoredKey
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.fair_shares import FairShares
 from halfmoon.policy.admission.tenants import Tenant, kv_salt
+from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.rpc.api_keys import key_digest, key_id, rule_value
+from services.gateway.control.active_classes import ActiveClasses, declarations_of
 from services.gateway.control.active_tenants import ActiveTenants, declared_tenants
 from services.gateway.control.known_rows import KnownRows
 from services.gateway.http.api_keys import ApiKeys
@@ -137,6 +141,23 @@ async def test_a_start_without_the_ledger_opens_nothing(
     if seen:
         assert table.keys[key_digest("one")].tenant == "acme"
         assert table.tenant("acme").weight == 2
+
+
+async def test_what_the_ledger_said_stays_in_force_when_it_falls_silent_during_the_start(tmp_path: Path) -> None:
+    known, keys = KnownRows(tmp_path / "a file, so no directory", "tenants", "postgresql://"), ApiKeys()
+    (tmp_path / "a file, so no directory").touch()
+    async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+        declared = declared_tenants(GatewaySettings(state_dir=tmp_path))
+        active = ActiveTenants(ledger.tenants, keys, FairShares(), known, declared)
+        await active.refresh()
+        active.use_known("0.0.0.0")
+        assert keys.table.is_known
+        admission = AdmissionController("off", PlacementRules(), random.Random(0))
+        written = declarations_of(GatewaySettings(state_dir=tmp_path))
+        classes = ActiveClasses(ledger.classes, admission, known, written)
+        await classes.refresh()
+        classes.use_known()
+        assert [qos.name for qos in admission.classes.classes] == list(written)
 
 
 async def test_what_is_not_known_yet_is_refused(tmp_path: Path) -> None:
