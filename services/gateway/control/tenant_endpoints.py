@@ -36,7 +36,7 @@ class TenantBody(TenantConfig):
 class KeyBody(Part):
     """A new key."""
 
-    label: str = Field("", max_length=128)
+    label: str = Field("", max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")  # terminals show it
     expires_days: float | None = Field(None, gt=0, le=_MAX_DAYS)
 
 

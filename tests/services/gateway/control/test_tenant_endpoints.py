@@ -101,7 +101,13 @@ async def test_wrong_bodies_and_names_are_refused(tmp_path: Path) -> None:
         for path, wrong in limits:
             assert (await control(fleet, "PUT", path, json=wrong))[0] == 400
         assert (await control(fleet, "PUT", "/acme", json={"version": 4}))[0] == 409
-        for body in ({"expires_days": 0}, {"label": "x" * 200}, {"key": "mine"}):
+        for body in (
+            {"expires_days": 0},
+            {"label": "x" * 200},
+            {"label": "a\0"},
+            {"label": "\x1b[2J"},
+            {"key": "mine"},
+        ):
             assert (await control(fleet, "POST", "/acme/keys", json=body))[0] == 400
         for path in ("/acme/keys/none", "/acme/keys/%25"):
             assert (await control(fleet, "DELETE", path))[0] == 404
