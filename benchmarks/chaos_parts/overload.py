@@ -18,6 +18,7 @@ from benchmarks.chaos_parts.system import System, running_system
 
 _ARGUMENTS = (
     *("--engine", "sim", "--prefill", "1", "--decode", "1", "--slo", "default"),
+    *("--set", "gateway.max_connections_per_client=0"),  # one client stands for many
     *("--sim-profile", "llama2-70b-8xa800", "--sim-time-scale", "0.2"),  # slow workers: it is they who are overloaded
 )
 _TTFT_S, _TBT_S = 8.0, 0.5
