@@ -54,6 +54,8 @@ def test_it_is_served(address: str) -> None:
     assert document["openapi"].startswith("3.1")
 
 
+# The gateway's thread may draw from `random` while a strategy draws a case: hypothesis takes that for the strategy's.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_nothing_that_it_allows_is_an_internal_error(name: str, address: str) -> None:
     @settings(max_examples=40, database=None, suppress_health_check=list(HealthCheck))
