@@ -60,10 +60,17 @@ class KVChannels:
         estimates = {address: channel.link.estimator.estimate for address, channel in self._channels.items()}
         return {address: estimate for address, estimate in estimates.items() if estimate is not None}
 
-    async def close_idle(self, max_idle: int | None = None) -> None:
-        """Closes unused channels except the `max_idle` most recent ones (None: as many as are kept)."""
+    async def close_idle(
+        self, max_idle: int | None = None, has_left: Callable[[str], bool] = lambda address: False
+    ) -> None:
+        """Closes unused channels except the `max_idle` most recent ones (None: as many as are kept).
+
+        Those to addresses that have left the cluster are closed anyway: each holds a window of shared memory.
+        """
         max_idle = self._max_idle if max_idle is None else max_idle
         idle = [address for address, channel in self._channels.items() if not channel.num_users]
-        closing = [self._channels.pop(address) for address in idle[: max(0, len(idle) - max_idle)]]
+        left = [address for address in idle if has_left(address)]
+        idle = [address for address in idle if address not in left]
+        closing = [self._channels.pop(address) for address in (*left, *idle[: max(0, len(idle) - max_idle)])]
         for channel in closing:  # already forgotten, so no transfer picks one up while it closes
             await channel.link.close()

@@ -90,7 +90,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)
         body = decode_pb2.HandoverOpen(generation=generation).SerializeToString()
-        await self._channels.close_idle()
+        await self._channels.close_idle(has_left=self._state.decode_peers.has_left)
         called_s = now_s()
         prefill = current_span()
         with operation(prefill.child("transfer", called_s)) as span, self._channels.to(address) as link:

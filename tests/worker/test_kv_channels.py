@@ -36,6 +36,19 @@ async def test_only_the_longest_unused_ones_are_closed() -> None:
     await channels.close_idle(0)
 
 
+async def test_those_to_workers_that_have_left_are_closed_at_once() -> None:
+    channels = KVChannels()
+    with channels.to("127.0.0.1:1") as gone, channels.to("127.0.0.1:2") as member:
+        await channels.close_idle(has_left=lambda address: True)
+        with channels.to("127.0.0.1:1") as in_use:
+            assert in_use is gone
+    await channels.close_idle(has_left=lambda address: address.endswith(":1"))
+    with channels.to("127.0.0.1:1") as anew, channels.to("127.0.0.1:2") as same:
+        assert anew is not gone
+        assert same is member
+    await channels.close_idle(0)
+
+
 async def test_closing_several_leaves_those_alone_that_are_used_meanwhile() -> None:
     channels, is_closing, go_on = KVChannels(), asyncio.Event(), asyncio.Event()
 

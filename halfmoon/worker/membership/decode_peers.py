@@ -29,11 +29,18 @@ class DecodePeers:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def has_left(self, address: str) -> bool:
+        """Whether this worker has gateways, and none of them names the address now."""
+        return bool(self._named) and not self._is_named(address)
+
     async def check(self, address: str, patience_s: float = _PATIENCE_S) -> None:
         """Returns once a gateway has named the address. Raises Unavailable if none does within `patience_s`."""
         try:
             async with asyncio.timeout(patience_s):
-                while not (self._is_open or any(address in named for named in self._named.values())):
+                while not (self._is_open or self._is_named(address)):
                     await self._changed.wait()
         except TimeoutError:
             raise Unavailable(f"no gateway of this worker has a member at {address} that takes prompts over") from None
+
+    def _is_named(self, address: str) -> bool:
+        return any(address in named for named in self._named.values())

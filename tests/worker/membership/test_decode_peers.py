@@ -49,3 +49,14 @@ async def test_a_request_may_overtake_the_news() -> None:
 
 async def test_without_a_credential_everybody_will_do() -> None:
     await DecodePeers(is_open=True).check("a:1", AT_ONCE_S)
+
+
+def test_whoever_no_gateway_names_any_more_has_left() -> None:
+    peers = DecodePeers(is_open=True)
+    assert not peers.has_left("a:1")  # without gateways nobody says so
+    peers.change("g0", ["a:1"], [])
+    peers.change("g1", ["a:1"], [])
+    peers.change("g0", [], ["a:1"])
+    assert not peers.has_left("a:1")
+    peers.change("g1", [], ["a:1"])
+    assert peers.has_left("a:1")
