@@ -21,7 +21,7 @@ from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.catalog.entry import Tier
 from services.kvstore.settings import KVStoreSettings
 from services.kvstore.tiers.cold import PREFIX, ColdClient, ColdTier
-from tests.services.kvstore.blocks import content, is_right, key, put_chain
+from tests.services.kvstore.blocks import content, is_right, key, meta, put, put_chain
 
 KEYS = [key(n) for n in range(8)]
 IDS = [block_id(one) for one in KEYS]
@@ -168,6 +168,8 @@ async def test_a_server_that_dies_is_an_outage_not_a_loss(tmp_path: Path, monkey
             await put_chain(pool, KEYS[:2])
             assert await is_right(pool, IDS[1])
             async with process(*command, port=port) as server:
+                await pool.settled()
+                await put(pool, meta(IDS[2], IDS[1], 2))  # brings along what met the start of the server
                 await pool.settled()
                 assert pool.catalog.is_in(IDS[1], Tier.COLD)
                 server.kill()
