@@ -12,8 +12,6 @@ from halfmoon.errors import InvalidRequest
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_NO_IDS: Ints = np.zeros(0, dtype=np.int64)
-
 LONGEST_TOKENS = 10**9
 """Limit of a prompt or an answer; more is taken for an error."""
 

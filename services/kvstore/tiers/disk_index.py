@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, LargeBinary, create_engine, delete, event, func, select, text, update
+from sqlalchemy import Engine, LargeBinary, create_engine, delete, event, select, text, update
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -105,12 +105,6 @@ class DiskIndex:
         query = select(BlockRow.__table__).where(BlockRow.segment == segment).order_by(BlockRow.offset)
         with self._begin() as connection:
             return [_read(row) for row in connection.execute(query).mappings()]
-
-    def live_bytes(self) -> dict[int, int]:
-        """Total bytes of the records that rows name, by file."""
-        query = select(BlockRow.segment, func.sum(BlockRow.num_bytes)).group_by(BlockRow.segment)
-        with self._begin() as connection:
-            return {segment: int(num_bytes) for segment, num_bytes in connection.execute(query)}
 
     def apply(
         self,
