@@ -20,7 +20,7 @@ from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.descriptors import raise_descriptor_limit
 from halfmoon.rpc.masked_url import masked_url
-from halfmoon.rpc.private_state import PRIVATE_UMASK, make_private
+from halfmoon.rpc.private_files import PRIVATE_UMASK, make_private
 from halfmoon.rpc.server import (
     MAX_MESSAGE_BYTES,
     SUPERVISED_ENV,

@@ -33,7 +33,7 @@ from halfmoon.rpc.credentials.sources import (
 )
 from halfmoon.rpc.descriptors import raise_descriptor_limit
 from halfmoon.rpc.loopback import is_loopback
-from halfmoon.rpc.private_state import PRIVATE_UMASK, make_private
+from halfmoon.rpc.private_files import PRIVATE_UMASK, make_private
 from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.child import Child, ServiceSpec, children_ready
 from halfmoon.up.fleet import WorkerFleet

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from halfmoon.rpc.credentials.credential import (
 )
 from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.private_files import kept_private, write_private
 from halfmoon.rpc.tls.identity_files import (
     TLS_VARIABLES,
     IdentityFiles,
@@ -88,10 +87,10 @@ def kept_secret(file: Path) -> str:
 
     Of several processes at once, all get the secret of one. Raises InvalidRequest if the file cannot be used.
     """
-    with suppress(FileExistsError):
-        if not file.exists():
-            write_secret(file, new_secret())
-    return checked_secret(_read(file))
+    try:
+        return checked_secret(kept_private(file, lambda: f"{new_secret()}\n".encode()).decode())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the cluster secret cannot be kept in {file}: {error}") from error
 
 
 def state_secret(state_dir: Path) -> str:
@@ -99,24 +98,14 @@ def state_secret(state_dir: Path) -> str:
     return kept_secret(state_dir / _FILE)
 
 
-def write_secret(file: Path, text: str, mode: int = 0o600, *, replaces: bool = False) -> None:
-    """Writes the whole file or nothing. Raises FileExistsError, unless it `replaces`, and InvalidRequest."""
-    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+def write_secret(file: Path, text: str, *, replaces: bool = False) -> None:
+    """Writes a secret or a credential. Raises FileExistsError, unless it `replaces`, and InvalidRequest."""
     try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as out:
-            out.write(f"{text}\n")
-            out.flush()
-            os.fsync(out.fileno())
-        if replaces:
-            part.replace(file)
-        else:
-            os.link(part, file)
+        write_private(file, f"{text}\n".encode(), replaces=replaces)
     except FileExistsError:
         raise
     except OSError as error:
         raise InvalidRequest(f"the cluster secret cannot be written to {file}: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _read(file: Path) -> str:

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from halfmoon.errors import AlreadyHere, InvalidRequest, NotFound
+from halfmoon.rpc.private_files import write_private
 from halfmoon.rpc.tls.certificates import belongs_to, certificates_in, summary_of, utc_now
 from halfmoon.rpc.tls.identity_files import paths_in
 from halfmoon.rpc.tls.names import server_name, spiffe_id
@@ -42,9 +43,9 @@ class IssuedCertificate(NamedTuple):
         """
         _make_private(directory)
         paths = paths_in(directory)
-        write_private(paths.key, self.key)
-        write_private(paths.cert, self.cert, mode=0o644)
-        write_private(paths.ca, self.ca, mode=0o644)
+        _write(paths.key, self.key)
+        _write(paths.cert, self.cert, mode=0o644)
+        _write(paths.ca, self.ca, mode=0o644)
 
 
 class Authority:
@@ -68,8 +69,8 @@ class Authority:
         builder = builder.add_extension(usage, critical=True)
         builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         authority = cls(builder.sign(key, SHA256()), key)
-        write_private(directory / CA_KEY, _key_pem(key))
-        write_private(directory / CA_CERT, authority.pem, mode=0o644)
+        _write(directory / CA_KEY, _key_pem(key))
+        _write(directory / CA_CERT, authority.pem, mode=0o644)
         return authority
 
     @classmethod
@@ -132,16 +133,11 @@ class Authority:
         return IssuedCertificate(builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM), _key_pem(key), self.pem)
 
 
-def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Replaces a file at once: whoever reads it sees the old content or the new. Raises InvalidRequest."""
-    draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+def _write(file: Path, content: bytes, mode: int = 0o600) -> None:
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
-        draft.replace(path)
+        write_private(file, content, mode)
     except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise InvalidRequest(f"{path} cannot be written: {error.strerror}") from error
+        raise InvalidRequest(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _make_private(directory: Path) -> None:

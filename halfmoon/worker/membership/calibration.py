@@ -29,6 +29,7 @@ from halfmoon.policy.models.latency import (
     profile_prefill,
     profile_step,
 )
+from halfmoon.rpc.private_files import write_private
 
 log = logging.getLogger(__name__)
 
@@ -190,8 +191,6 @@ def _keep(file: Path, profile: Profile, engine: Engine) -> None:
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(stored, indent=1))
-        part.replace(file)
+        write_private(file, json.dumps(stored, indent=1).encode())
     except OSError as error:
         log.warning("profile.not_kept", extra={"file": str(file), "reason": str(error)})

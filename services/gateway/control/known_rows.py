@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from halfmoon.rpc.private_files import write_private
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,9 @@ class KnownRows:
 
     def write(self, rows: Sequence[Sequence[Any]]) -> None:
         """Replaces the file atomically. A failure is logged: the file matters only while the ledger is unavailable."""
-        fresh = self._path.with_suffix(f".{os.getpid()}")
+        content = json.dumps([list(row) for row in rows]).encode()
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fresh.touch(mode=0o600)  # for the owner alone
-            fresh.write_text(json.dumps([list(row) for row in rows]))
-            fresh.replace(self._path)
+            write_private(self._path, content, survives_crash=False)  # the event loop does not wait for a device
         except OSError as error:
             log.error("ledger.file_unkept", extra={"file": str(self._path), "reason": str(error)[:300]})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from halfmoon.rpc.private_files import kept_private
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +39,10 @@ def label_key(state_dir: Path) -> bytes:
 
     A directory that cannot be written is logged, and gives a key for this process alone.
     """
-    path, fresh = state_dir / _FILE, state_dir / f"{_FILE}.{os.getpid()}"
+    path = state_dir / _FILE
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
-            fresh.touch(mode=0o600)
-            fresh.write_bytes(secrets.token_bytes(_KEY_BYTES))
-            with suppress(FileExistsError):  # another gateway was faster
-                path.hardlink_to(fresh)
-            fresh.unlink()
-        key = path.read_bytes()
+        key = kept_private(path, lambda: secrets.token_bytes(_KEY_BYTES))
     except OSError as error:
         log.warning("labels.unkept", extra={"file": str(path), "reason": str(error)})
         return secrets.token_bytes(_KEY_BYTES)

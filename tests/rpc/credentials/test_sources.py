@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -47,18 +46,6 @@ def test_up_makes_its_secret_once_and_for_its_user_alone(tmp_path: Path) -> None
     assert state_secret(tmp_path) == secret
     (file,) = tmp_path.iterdir()
     assert (file.name, file.stat().st_mode & 0o777) == ("cluster_secret", 0o600)
-
-
-def test_of_several_first_starts_all_get_one_secret(tmp_path: Path) -> None:
-    secrets: list[str] = []
-    starts = [threading.Thread(target=lambda: secrets.append(state_secret(tmp_path))) for _ in range(8)]
-    for start in starts:
-        start.start()
-    for start in starts:
-        start.join()
-    assert len(secrets) == 8
-    assert len(set(secrets)) == 1
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_kept_secret_that_is_none_is_not_replaced(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from halfmoon.rpc.tls.authority import Authority, IssuedCertificate, write_private
+from halfmoon.rpc.private_files import write_private
+from halfmoon.rpc.tls.authority import Authority, IssuedCertificate
 from halfmoon.rpc.tls.channel import TlsChannel
 from halfmoon.rpc.tls.identity_files import IdentityFiles, TlsPaths, identity_files
 from halfmoon.rpc.tls.server_credentials import caller_role, server_credentials

@@ -5,15 +5,50 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from halfmoon.rpc.private_state import make_private
+from halfmoon.rpc.private_files import kept_private, make_private, write_private
 
 
 def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("survives_crash", [True, False])
+def test_a_file_is_replaced_whole_and_for_its_owner_alone(tmp_path: Path, survives_crash: bool) -> None:
+    file = tmp_path / "file"
+    file.write_text("what others could read")
+    file.chmod(0o644)
+    with file.open() as reader:
+        write_private(file, b"new", survives_crash=survives_crash)
+        assert reader.read() == "what others could read"
+    assert (file.read_bytes(), mode(file), list(tmp_path.iterdir())) == (b"new", 0o600, [file])
+
+
+def test_what_cannot_be_written_leaves_the_old_file_and_no_draft(tmp_path: Path) -> None:
+    file, directory = tmp_path / "file", tmp_path / "directory"
+    file.write_text("old")
+    directory.mkdir()
+    with pytest.raises(FileExistsError):
+        write_private(file, b"new", replaces=False)
+    with pytest.raises(IsADirectoryError):
+        write_private(directory, b"new")
+    assert (sorted(tmp_path.iterdir()), file.read_text()) == ([directory, file], "old")
+
+
+def test_what_is_kept_is_made_once_whoever_comes_first(tmp_path: Path) -> None:
+    kept: list[bytes] = []
+    starts = [threading.Thread(target=lambda: kept.append(kept_private(tmp_path / "key", lambda: os.urandom(32))))
+              for _ in range(8)]  # fmt: skip
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    assert (len(kept), len(set(kept)), mode(tmp_path / "key")) == (8, 1, 0o600)
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
-"""Keeps the files of a state directory from other users of the host: logs and the ledger hold what clients sent."""
+"""Files that their owner alone reads: logs and the ledger hold what clients sent, others are secrets."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,41 @@ _OURS = (
     ),
     *("ledger.db*", "classes-*.json", "tenants-*.json"),
 )
+
+
+def write_private(
+    file: Path, content: bytes, mode: int = 0o600, *, replaces: bool = True, survives_crash: bool = True
+) -> None:
+    """Writes the whole file or nothing: whoever reads it meanwhile gets the old content or the new.
+
+    `survives_crash`: waits for the device. Raises OSError; it is FileExistsError if the file is there and this does not
+    replace.
+    """
+    draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
+            out.write(content)
+            if survives_crash:
+                out.flush()
+                os.fsync(out.fileno())
+        if replaces:
+            draft.replace(file)
+        else:
+            file.hardlink_to(draft)
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
+def kept_private(file: Path, make: Callable[[], bytes]) -> bytes:
+    """Returns the file's content, which is made at the first call. Raises OSError.
+
+    Of several processes at once, all get the content of one.
+    """
+    with suppress(FileExistsError):
+        if not file.exists():
+            write_private(file, make(), replaces=False)
+    return file.read_bytes()
 
 
 def make_private(state_dir: Path) -> int:
