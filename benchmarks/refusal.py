@@ -75,8 +75,7 @@ class Bench:
     def hold(self, body: bytes) -> None:
         """Makes the first worker hold this prompt's blocks and no others."""
         membership = self.gateway.cluster.membership
-        layout, member = membership.kv_layout, membership.members()[0]
-        assert layout is not None
+        layout, member = membership.kv_layouts[0], membership.members()[0]
         root = root_key(membership.model_fingerprint, layout)
         keys = block_keys(root, _prompt_of(body, self.same_model), layout.block_tokens)
         membership.index.apply(member.holder, BlockEvents(1, short_keys(keys), is_snapshot=True))

@@ -191,6 +191,10 @@ class Cluster(ClusterServicer):
         worker = self._workers[identity.worker_id] = Worker(member, self._credential)
         fields = {"worker_id": member.worker_id, "role": member.role, "address": identity.address}
         log.info("worker.joined", extra=fields)
+        dtypes = [layout.dtype for layout in self.membership.kv_layouts]
+        if identity.layout.dtype != dtypes[0]:
+            reason = "workers of different dtypes hand KV over to each other, and share no cached blocks"
+            log.warning("worker.other_dtype", extra={**fields, "dtypes": dtypes, "reason": reason})
         worker.has_news.set()
         self._notify()
         if member.role != "prefill":

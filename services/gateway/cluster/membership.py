@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hmac
 import math
+from collections import Counter
 
 from halfmoon.errors import AlreadyHere
-from halfmoon.kv import kv_layout as layout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel
@@ -37,6 +38,7 @@ class Membership:
         self._view = ClusterView()
         self.index = BlockIndex()
         self._models = LearnedModels()
+        self._layouts: Counter[KVLayout] = Counter()  # members of each
         self._decoders: dict[str, str] = {}  # of each running request: its decode worker
         self._last_left_s: float | None = None
         self._last_capacity_tokens: int | None = None  # at the time the last member left
@@ -51,10 +53,14 @@ class Membership:
         return _LATE_HEARTBEATS * self.heartbeat_interval_s
 
     @property
-    def kv_layout(self) -> layout.KVLayout | None:
-        """The KV layout of the first member, which names blocks for all; None without members."""
-        first = next(iter(self._members.values()), None)
-        return None if first is None else layout_from(first.identity.layout)
+    def kv_layouts(self) -> tuple[KVLayout, ...]:
+        """The members' KV layouts, which differ in dtype at most. A prompt's blocks have other keys in each."""
+        return tuple(self._layouts)
+
+    def layout_of(self, worker_id: str) -> KVLayout | None:
+        """The KV layout of a member; None for a worker that is not one."""
+        member = self._members.get(worker_id)
+        return None if member is None else layout_from(member.identity.layout)
 
     def join(self, identity: WorkerIdentity, now_s: float, process_key: bytes = b"") -> Member:
         """Adds a worker, in place of one with the same id and the same process's key.
@@ -75,7 +81,9 @@ class Membership:
             identity, now_s, now_s, load, latency, holder, ReportedPrompts(now_s), process_key, store_holder
         )
         self._members[identity.worker_id] = member
+        self._layouts[layout_from(identity.layout)] += 1
         if before is not None:
+            self._forget_layout(before)
             self._forget_store(before.identity.kv_store)
         self._view.remove(identity.worker_id)  # so that the order is that of joining
         self._show(now_s, member)
@@ -165,6 +173,7 @@ class Membership:
         self._last_capacity_tokens = self._capacity_tokens()
         del self._members[member.worker_id]
         self._view.remove(member.worker_id)
+        self._forget_layout(member)
         self.index.forget(member.worker_id)
         self._forget_store(member.identity.kv_store)
         self._models.forget(member.worker_id)
@@ -199,6 +208,12 @@ class Membership:
         """Longest prompt + output that the model and every member can hold. Without members, the last value holds."""
         capacity_tokens = self._capacity_tokens() if self._members else self._last_capacity_tokens
         return model_context_tokens if capacity_tokens is None else min(model_context_tokens, capacity_tokens)
+
+    def _forget_layout(self, member: Member) -> None:
+        layout = layout_from(member.identity.layout)
+        self._layouts[layout] -= 1
+        if not self._layouts[layout]:
+            del self._layouts[layout]
 
     def _forget_store(self, address: str) -> None:
         """Forgets a store that no member uses any more."""

@@ -85,8 +85,7 @@ class ConsoleEndpoints:
             for member in membership.members()
         ]
         prefixes = self._telemetry.prefixes.hottest(limit, self._cluster.clock())
-        layout = membership.kv_layout
-        block_bytes = layout and layout.block_bytes  # on a worker
+        block_bytes = next((layout.block_bytes for layout in membership.kv_layouts), None)  # on a worker
         return web.json_response({"workers": workers, "block_bytes": block_bytes, "prefixes": prefixes})
 
     async def stores(self, request: web.Request) -> web.Response:

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.keys import iter_block_keys, root_key
 from halfmoon.policy.values import NOTHING_CACHED
-from halfmoon.policy.view.block_index import short_keys
 from services.gateway.cluster.membership import Membership
+from services.gateway.cluster.prompt_keys import PromptKeys
 from services.gateway.openai.endpoint_bodies import AnyBody
 from services.gateway.openai.prompts import each_prompt, text_of_chat
 from services.gateway.openai.responses_body import ResponsesBody
@@ -79,20 +78,18 @@ def held_blocks(prefix: PromptPrefix, membership: Membership, tenant_salt: bytes
     A match ends at the first missing block: once every holder lacks a block that was read, the rest does not matter.
     None if too much would have to be read.
     """
-    layout = membership.kv_layout
-    if layout is None:
+    layouts = membership.kv_layouts
+    if not layouts:
         return NOTHING_CACHED
-    root, num_tokens = root_key(membership.model_fingerprint, layout, tenant_salt), layout.block_tokens
-    named: list[bytes] = []  # keys of the blocks read so far
+    named = PromptKeys(membership.model_fingerprint, layouts, tenant_salt)
+    num_tokens = block_tokens = layouts[0].block_tokens
     while num_tokens <= _MAX_READ_TOKENS and len(prefix.token_ids) <= _MAX_PREFIX_TOKENS:
         num_before = len(prefix.token_ids)
         prefix.read_on(num_tokens)
-        more = prefix.token_ids[len(named) * layout.block_tokens :]
-        named += iter_block_keys(named[-1] if named else root, more, layout.block_tokens)
-        keys = short_keys(named)
-        cached_blocks = membership.index.match(keys)
-        if prefix.is_whole or cached_blocks.max() < len(keys):
-            return np.minimum(cached_blocks, (prefix.least_tokens() - 1) // layout.block_tokens)
+        named.extend(prefix.token_ids)
+        cached_blocks = named.held(membership.index)
+        if prefix.is_whole or cached_blocks.max() < len(prefix.token_ids) // block_tokens:
+            return np.minimum(cached_blocks, (prefix.least_tokens() - 1) // block_tokens)
         if len(prefix.token_ids) == num_before:
             return None
         num_tokens *= 2

@@ -9,17 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.errors import HalfmoonError
-from halfmoon.kv.keys import block_keys, root_key
-from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.owner import KVOwner
 from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec
 from halfmoon.policy.admission.degradation import Admitted
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.values import NOTHING_CACHED, AdmissionTargets, Placement, PlacementRequest
-from halfmoon.policy.view.block_index import short_keys
-from halfmoon.policy.view.key_table import Keys
 from services.gateway.cluster.prefix_replication import PromptBlocks
+from services.gateway.cluster.prompt_keys import PromptKeys
 from services.gateway.request import RequestOutput
 from services.gateway.routing.routing_context import RoutingContext, trace_admission
 from services.gateway.routing.token_flow import NotifyingSink, TokenSink
@@ -42,20 +39,19 @@ class RequestRouting:
         self._admitted: Admitted | None = None
         self._is_reserved = False  # admitted, and not placed yet
         self._waited_s = 0.0  # until it was admitted
-        self._keys: tuple[KVLayout, Keys] | None = None
-        self._block_keys: list[bytes] = []  # the full keys that `_keys` shortens
+        self._keys: PromptKeys | None = None
 
     def hash_blocks(self) -> None:
         """Computes the keys of the prompt's blocks, for `place`: milliseconds for a very long one, in any thread."""
-        layout = self._membership.kv_layout
-        if layout is not None and (self._keys is None or self._keys[0] != layout):
-            root = root_key(self._membership.model_fingerprint, layout, self.output.tenant_salt)
-            keys = block_keys(root, self.output.prompt_token_ids, layout.block_tokens)
-            self._keys, self._block_keys = (layout, short_keys(keys)), keys
+        layouts = self._membership.kv_layouts
+        if layouts and (self._keys is None or self._keys.layouts != layouts):
+            keys = PromptKeys(self._membership.model_fingerprint, layouts, self.output.tenant_salt)
+            keys.extend(self.output.prompt_token_ids)
+            self._keys = keys
 
     def share_blocks(self, other: RequestRouting) -> None:
         """Takes the keys of its blocks from an output of the same prompt."""
-        self._keys, self._block_keys = other._keys, other._block_keys
+        self._keys = other._keys
 
     def reserve(self, *, is_probe: bool = False) -> None:
         """Admits the output before its turn; `place` no longer refuses it then.
@@ -181,10 +177,11 @@ class RequestRouting:
         self._admit(admitted)
         view, tenant = self._membership.view(), self.output.tenant
         self._admission.enter(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
-        if self._keys is not None:
+        chain = self._keys and self._keys.chain(self._membership.layout_of(placement.prefill.worker_id))
+        if chain:
             tenant = self.output.tenant
             owner = KVOwner(tenant.name, tenant.kv_bytes or 0)
-            blocks = PromptBlocks(self._block_keys, self._keys[0], self.output.tenant_salt, owner)
+            blocks = PromptBlocks(chain.keys, chain.layout, self.output.tenant_salt, owner)
             self._context.copies.consider(placement.prefill, request.cached_blocks, blocks, now_s)
         return placement
 
@@ -214,13 +211,13 @@ class RequestRouting:
         )
         telemetry.decisions.note(decision)
         if self._keys is not None:
-            layout, keys = self._keys
+            layout, _, keys = self._keys.chains[0]
             telemetry.prefixes.note(keys, request.cached_blocks, layout.block_tokens, now_s)
 
     def _cached_blocks(self) -> NDArray[np.int64]:
         """How many of the prompt's leading blocks each worker has."""
         self.hash_blocks()
-        return NOTHING_CACHED if self._keys is None else self._membership.index.match(self._keys[1])
+        return NOTHING_CACHED if self._keys is None else self._keys.held(self._membership.index)
 
 
 def reserve_together(context: RoutingContext, routings: Sequence[RequestRouting]) -> None:

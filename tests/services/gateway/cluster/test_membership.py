@@ -97,6 +97,9 @@ def test_workers_may_differ_in_dtype() -> None:
         layout.MergeFrom(KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_tokens=8))
         membership.join(identity(dtype, layout=layout), 0.0)
     assert len(membership.members()) == 3
+    assert [layout.dtype for layout in membership.kv_layouts] == ["float32", "float16", "bfloat16"]
+    membership.leave(membership.members()[0], 1.0)
+    assert [layout.dtype for layout in membership.kv_layouts] == ["float16", "bfloat16"]
 
 
 def shown(membership: Membership, number: int = 0) -> WorkerView:
