@@ -66,24 +66,28 @@ class GatewayMessage(_message.Message):
     WELCOME_FIELD_NUMBER: _builtins.int
     RESEND_BLOCKS_FIELD_NUMBER: _builtins.int
     DECODE_MEMBERS_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
     def resend_blocks(self) -> Global___ResendBlocks: ...
     @_builtins.property
     def decode_members(self) -> Global___DecodeMembers: ...
+    @_builtins.property
+    def stores(self) -> Global___Stores: ...
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
         resend_blocks: Global___ResendBlocks | None = ...,
         decode_members: Global___DecodeMembers | None = ...,
+        stores: Global___Stores | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resend_blocks", "decode_members"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resend_blocks", "decode_members", "stores"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -137,6 +141,28 @@ class DecodeMembers(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeMembers: _TypeAlias = DecodeMembers  # noqa: Y015
+
+@_typing.final
+class Stores(_message.Message):
+    """All stores of the pool (host:port): after the Welcome, and again when they have changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stores: _TypeAlias = Stores  # noqa: Y015
 
 @_typing.final
 class ResendBlocks(_message.Message):

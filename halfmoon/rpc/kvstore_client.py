@@ -24,6 +24,7 @@ from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from halfmoon.rpc.block_streams import get_blocks, put_blocks, whole_blocks
 from halfmoon.rpc.chain import Chain, Stored
 from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.rpc.layout_message import layout_from, layout_message
 from halfmoon.rpc.outbox import Outbox
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
@@ -65,10 +66,11 @@ class KVStoreClient:
         tenant_salt: bytes = b"",
         link_settings: LinkSettings | None = None,
         credential: Credential | None = None,
+        server_role: ClusterRole = "store",
     ) -> None:
         """`tenant_salt` limits the client to blocks stored under the same salt."""
-        self._peer = Peer(address, credential, "store")
-        self._link = KVLink(Peer(address, credential, "store"), link_settings)  # bulk bytes do not delay control
+        self._peer = Peer(address, credential, server_role)
+        self._link = KVLink(Peer(address, credential, server_role), link_settings)  # bulk bytes do not delay control
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._peer.channel)
         self._salt = tenant_salt
         settings = self._link.settings

@@ -150,7 +150,7 @@ async def _start(
     options = replace(options, port=options.port or ports.port(options.host))
     numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
     listeners = ports.listening(options.host, options.port, options.num_gateways)
-    specs = [gateway_spec(options, model, number, stores[0], ports.address(), listeners) for number in numbers]
+    specs = [gateway_spec(options, model, number, stores, ports.address(), listeners) for number in numbers]
     specs = [trusted(traced(spec, options), secret, certificates) for spec in specs]
     ready = await children_ready([await supervisor.start(spec) for spec in specs])
     cluster = ",".join(event["address"] for event in ready)

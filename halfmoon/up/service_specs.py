@@ -128,7 +128,7 @@ def gateway_spec(
     options: UpOptions,
     model: PreparedModel,
     number: int | None = None,
-    store: str | None = None,
+    stores: Sequence[str] = (),
     cluster_listen: str = "127.0.0.1:0",
     listeners: Sequence[tuple[int, ...]] = (),
 ) -> ServiceSpec:
@@ -159,8 +159,8 @@ def gateway_spec(
     if options.operator_token:
         keys["HALFMOON_GATEWAY_OPERATOR_TOKEN"] = options.operator_token
     keys |= _ledger(options, "GATEWAY") | variables("gateway", options.settings)
-    kv_store = () if store is None else ("--kv-store", store)
-    arguments = ("-m", "services.gateway", *listen, *tls, *cluster, *served, *codec, *kv_store, *chosen)
+    kv_stores = tuple(part for store in stores for part in ("--kv-store", store))
+    arguments = ("-m", "services.gateway", *listen, *tls, *cluster, *served, *codec, *kv_stores, *chosen)
     name = "gateway" if number is None else f"gateway-{number}"
     return ServiceSpec(
         name,

@@ -6,8 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 
 import torch
 
@@ -47,6 +46,7 @@ from halfmoon.worker.settings import WorkerSettings
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
 from halfmoon.worker.store.restorer import Restorer
+from halfmoon.worker.store.source_links import HolderKind, SourceLinks
 from halfmoon.worker.store.store_link import StoreLink
 from halfmoon.worker.store.store_writer import StoreWriter
 
@@ -84,7 +84,10 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
     chains = ChainQueue(MAX_WAITING if settings.kv_store else 0, metrics.store.put_chains_dropped.inc)
     kept = KeptAnswers(settings.keep_answers_s, int(settings.keep_answers_bytes))
     decode_peers = DecodePeers(is_open=credential is None)
-    state = WorkerState(identity, engine.layout, metrics, chains, decode_peers, kept)
+    sources = SourceLinks(
+        settings.kv_store, lambda address, kind: store_client(address, settings.kv_store_mbps, credential, kind)
+    )
+    state = WorkerState(identity, engine.layout, metrics, chains, decode_peers, kept, sources)
     if profile is not None and profile.prefills:
         state.compute_rate.begin_with(profile.prefills)
     elif settings.kv_store is not None and settings.role != "decode":
@@ -94,8 +97,9 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
     device = _device_memory(engine)
     async with (
         AsyncEngine(engine, state.on_step, death.set_result) as async_engine,
-        _store_link(settings, credential) as store_link,
+        aclosing(sources),
     ):
+        store_link = sources.own
         restorer = None if store_link is None else Restorer(async_engine, state, store_link, metrics.store)
         channels = KVChannels(
             kv_links, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device, credential=credential
@@ -123,19 +127,12 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         decode.close()
 
 
-@asynccontextmanager
-async def _store_link(settings: WorkerSettings, credential: Credential | None) -> AsyncIterator[StoreLink | None]:
-    """Connects to the store; None without one."""
-    if settings.kv_store is None:
-        yield None
-        return
-    async with aclosing(StoreLink(store_client(settings.kv_store, settings.kv_store_mbps, credential))) as link:
-        yield link
-
-
-def store_client(address: str, mbps: float | None, credential: Credential | None = None) -> KVStoreClient:
-    """Client of the store at `address`, limited to `mbps` megabytes per second if given."""
-    return KVStoreClient(address, b"", LinkSettings(bytes_per_s=None if mbps is None else mbps * 1e6), credential)
+def store_client(
+    address: str, mbps: float | None, credential: Credential | None = None, kind: HolderKind = "store"
+) -> KVStoreClient:
+    """Client of the holder at `address`, limited to `mbps` megabytes per second if given."""
+    limit = LinkSettings(bytes_per_s=None if mbps is None else mbps * 1e6)
+    return KVStoreClient(address, b"", limit, credential, kind)
 
 
 def store_writer(engine: AsyncEngine, state: WorkerState, link: StoreLink, metrics: WorkerMetrics) -> StoreWriter:

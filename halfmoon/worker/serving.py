@@ -85,6 +85,7 @@ class Serving:
                 self._load,
                 self._state.cached_blocks.feed(),
                 self._state.decode_peers,
+                self._state.sources,
                 process_key,
                 self._report_s,
             )

@@ -18,6 +18,7 @@ from halfmoon.worker.membership.decode_peers import DecodePeers
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.store.chain_queue import ChainQueue
+from halfmoon.worker.store.source_links import SourceLinks
 from halfmoon.worker.token_streams import TokenStreams
 
 _NUM_REMEMBERED = 10_000
@@ -35,10 +36,11 @@ class WorkerState:
         chains: ChainQueue | None = None,
         decode_peers: DecodePeers | None = None,
         kept: KeptAnswers | None = None,
+        sources: SourceLinks | None = None,
     ) -> None:
         """chains: receives prompts whose blocks the store may lack; None without a store.
 
-        decode_peers: whom prompts may be handed over to; None: anybody.
+        decode_peers: whom prompts may be handed over to; None: anybody. sources: whom KV may be loaded from.
         """
         self.identity = identity
         self.layout = layout
@@ -47,6 +49,7 @@ class WorkerState:
         self.cached_blocks = CachedBlocks()
         self.chains = chains or ChainQueue(0)
         self.decode_peers = decode_peers or DecodePeers(is_open=True)
+        self.sources = sources or SourceLinks()
         self.compute_rate = ComputeRate()
         self._metrics = metrics
         self._cancelled: OrderedDict[str, None] = OrderedDict()  # so that KV still in transit is refused

@@ -96,7 +96,7 @@ async def running_gateway(
     Raises InvalidRequest for an address that cannot be bound, or certificates that cannot be used.
     """
     tls = _tls(settings)
-    membership = Membership(model.fingerprint, settings.heartbeat_interval_s)
+    membership = Membership(model.fingerprint, settings.heartbeat_interval_s, settings.kv_store)
     drain_gate = DrainGate(settings.drain_s)
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     async with (
@@ -109,7 +109,7 @@ async def running_gateway(
         telemetry = routing.telemetry
         metrics = GatewayMetrics(membership, ledger, telemetry, routing.copies, model.name)
         relay = _relay(settings, cluster, routing)
-        stores = StoreView(settings.kv_store, lambda: membership.stores, credential)
+        stores = StoreView(lambda: membership.stores, credential)
         known_classes = KnownRows(settings.state_dir, "classes", settings.ledger)
         known_tenants = KnownRows(settings.state_dir, "tenants", settings.ledger)
         keys, limits = ApiKeys(), RateLimits(settings.num_gateways)

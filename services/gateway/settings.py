@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings
 from halfmoon.config.gateway import GatewayConfig, HandoverConfig
 from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.qos_classes import ClassesConfig
+from halfmoon.config.section import Texts
 from halfmoon.config.security import SecurityConfig
 from halfmoon.config.state import StateConfig
 from halfmoon.config.tenants import TenantsConfig
@@ -46,7 +47,9 @@ class GatewaySettings(
     model_alias: tuple[str, ...] = Field(
         (), description="another name for the model in requests, such as one that a class matches; repeat it"
     )
-    kv_store: str | None = Field(None, description="host:port of a store whose figures the console shows")
+    kv_store: Texts = Field(
+        (), description="host:port of a store of the pool, beside those that workers say they use; repeat it"
+    )
 
     def as_logged(self) -> dict[str, Any]:
         """Every setting, without the ledger's password and the keys, which the rules of classes hold, too."""

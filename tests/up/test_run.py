@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_the_codec_of_hand_overs_is_the_gateways_setting() -> None:
 
 def test_one_of_several_gateways_shares_its_port_and_comes_back_where_it_was() -> None:
     options = UpOptions(port=8000, num_gateways=2)
-    alone, shared = gateway_spec(options, MODEL), gateway_spec(options, MODEL, 1, None, "127.0.0.1:7", [(5, 6), (7, 8)])
+    alone, shared = gateway_spec(options, MODEL), gateway_spec(options, MODEL, 1, (), "127.0.0.1:7", [(5, 6), (7, 8)])
     for spec, name, place, inherited in (
         (alone, "gateway", "127.0.0.1:0", None),
         (shared, "gateway-1", "127.0.0.1:7", "[7, 8]"),
@@ -214,12 +215,13 @@ def test_a_codec_that_there_is_not_is_refused_at_once() -> None:
         StoreOptions(dram_codec="int7")
 
 
-def test_gateway_and_console_have_one_operator_token_and_one_store() -> None:
+def test_gateway_and_console_have_one_operator_token_and_the_gateway_knows_all_stores() -> None:
     pytest.importorskip("streamlit")
     options = UpOptions(operator_token="o", simulation=SimulatedWorkers("instant"))
-    gateway = gateway_spec(options, MODEL, store="127.0.0.1:7003")
+    gateway = gateway_spec(options, MODEL, stores=["127.0.0.1:7003", "127.0.0.1:7004"])
     assert gateway.environment["HALFMOON_GATEWAY_OPERATOR_TOKEN"] == "o"
-    assert gateway.arguments[gateway.arguments.index("--kv-store") + 1] == "127.0.0.1:7003"
+    named = [value for name, value in itertools.pairwise(gateway.arguments) if name == "--kv-store"]
+    assert named == ["127.0.0.1:7003", "127.0.0.1:7004"]
     console = next(
         spec for spec in other_specs(options, MODEL, "x:1", ["127.0.0.1:7003"], "x:4") if spec.name == "console"
     )

@@ -12,6 +12,7 @@ from halfmoon.pb import gateway_pb2, gateway_pb2_grpc
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
 from halfmoon.worker.membership.block_feed import BlockFeed
 from halfmoon.worker.membership.decode_peers import DecodePeers
+from halfmoon.worker.store.source_links import SourceLinks
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Registration:
         load: Callable[[], gateway_pb2.WorkerLoad],
         blocks: BlockFeed,
         decode_peers: DecodePeers,
+        sources: SourceLinks,
         process_key: bytes,
         report_s: float = math.inf,
     ) -> None:
@@ -43,6 +45,7 @@ class Registration:
         self._load = load
         self._blocks = blocks
         self._decode_peers = decode_peers
+        self._sources = sources
         self._process_key = process_key
         self._report_s = report_s
         self._interval_s = min(_FIRST_INTERVAL_S, report_s)
@@ -83,6 +86,8 @@ class Registration:
                 elif answer.HasField("decode_members"):
                     members = answer.decode_members
                     self._decode_peers.change(self._address, members.joined, members.left)
+                elif answer.HasField("stores"):
+                    await self._sources.name_stores(self._address, answer.stores.addresses)
 
     async def _messages(self) -> AsyncIterator[gateway_pb2.WorkerMessage]:
         yield gateway_pb2.WorkerMessage(identity=self._identity, process_key=self._process_key)

@@ -17,7 +17,15 @@ from halfmoon.background import logged, running
 from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.pb.decode_pb2 import CancelRequest, SettleRequest, TokensRequest
 from halfmoon.pb.decode_pb2_grpc import DecodeStub
-from halfmoon.pb.gateway_pb2 import DecodeMembers, GatewayMessage, ResendBlocks, Welcome, WorkerIdentity, WorkerMessage
+from halfmoon.pb.gateway_pb2 import (
+    DecodeMembers,
+    GatewayMessage,
+    ResendBlocks,
+    Stores,
+    Welcome,
+    WorkerIdentity,
+    WorkerMessage,
+)
 from halfmoon.pb.gateway_pb2_grpc import ClusterServicer
 from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.rpc.context import request_id, request_scope
@@ -38,7 +46,7 @@ class Worker:
     """Owns the connection to one member.
 
     `gone` gets the reason when the membership ends. `has_news` is set when there is something to tell the worker:
-    `missed_blocks`, that it has to send all its blocks, or other `decode_addresses` than it was `told`.
+    `missed_blocks`, that it has to send all its blocks, or other `decode_addresses` or `stores` than it was `told`.
     """
 
     def __init__(self, member: Member, credential: Credential | None = None) -> None:
@@ -49,6 +57,7 @@ class Worker:
         self.has_news = asyncio.Event()
         self.missed_blocks = False
         self.told: set[str] = set()
+        self.told_stores: set[str] | None = None
         self.gone: asyncio.Future[HalfmoonError] = asyncio.get_running_loop().create_future()
 
 
@@ -172,12 +181,11 @@ class Cluster(ClusterServicer):
         self._closing.set()
 
     async def announce_members(self) -> None:
-        """Tells workers that prefill whom they may hand prompts over to, as long as the gateway runs."""
+        """Tells workers of the stores, and those that prefill of the decode workers, as long as the gateway runs."""
         while True:
             changed = self.until_changed()
             for worker in self._workers.values():
-                if worker.member.role != "decode":
-                    worker.has_news.set()
+                worker.has_news.set()
             await changed
             await asyncio.sleep(_GATHER_S)  # workers often join together
 
@@ -239,6 +247,9 @@ class Cluster(ClusterServicer):
                     yield GatewayMessage(resend_blocks=ResendBlocks())
                 if worker.member.role != "decode" and (members := self._decode_members(worker)):
                     yield GatewayMessage(decode_members=members)
+                if (stores := self.membership.stores) != worker.told_stores:
+                    worker.told_stores = stores
+                    yield GatewayMessage(stores=Stores(addresses=sorted(stores)))
 
     def _decode_members(self, worker: Worker) -> DecodeMembers | None:
         """What has changed since the worker was told; None for nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 from halfmoon.errors import AlreadyHere
 from halfmoon.kv.kv_layout import KVLayout
@@ -31,9 +32,11 @@ class Membership:
     Knows nothing of connections. Has no clock.
     """
 
-    def __init__(self, model_fingerprint: str, heartbeat_interval_s: float) -> None:
+    def __init__(self, model_fingerprint: str, heartbeat_interval_s: float, stores: Iterable[str] = ()) -> None:
+        """stores: addresses of stores of the pool beside those that members use."""
         self.model_fingerprint = model_fingerprint
         self.heartbeat_interval_s = heartbeat_interval_s
+        self._named_stores = frozenset(stores)
         self._members: dict[str, Member] = {}
         self._view = ClusterView()
         self.index = BlockIndex()
@@ -118,11 +121,12 @@ class Membership:
 
     @property
     def stores(self) -> set[str]:
-        """Addresses of the stores that members use."""
-        return {member.identity.kv_store for member in self._members.values() if member.identity.kv_store}
+        """Addresses of the pool's stores: those that were named to the gateway, and those that members use."""
+        used = {member.identity.kv_store for member in self._members.values() if member.identity.kv_store}
+        return used | self._named_stores
 
     def note_stored(self, address: str, events: BlockEvents) -> bool:
-        """Takes changes of a store, unless no member uses it. False if messages are missing: a snapshot is needed."""
+        """Takes changes of a store of the pool. False if messages are missing: a snapshot is needed."""
         return address not in self.stores or self.index.apply(self.index.number(_store_name(address)), events)
 
     def num_stored(self, address: str) -> int:
@@ -216,7 +220,7 @@ class Membership:
             del self._layouts[layout]
 
     def _forget_store(self, address: str) -> None:
-        """Forgets a store that no member uses any more."""
+        """Forgets a store that is not of the pool any more."""
         if address and address not in self.stores:
             self.index.forget(_store_name(address))
 

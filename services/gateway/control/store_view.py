@@ -16,17 +16,16 @@ _DEADLINE_S = 1.0
 
 
 class StoreView:
-    """Owns a connection to each store that was looked at. `own` is the gateway's store; `in_use` are the workers'."""
+    """Owns a connection to each store that was looked at. `pool`: addresses of the stores."""
 
-    def __init__(self, own: str | None, in_use: Callable[[], set[str]], credential: Credential | None = None) -> None:
-        self._own = own
-        self._in_use = in_use
+    def __init__(self, pool: Callable[[], set[str]], credential: Credential | None = None) -> None:
+        self._pool = pool
         self._credential = credential
         self._peers: dict[str, Peer] = {}
 
     async def shown(self) -> list[dict[str, Any]]:
         """The stores as JSON values: `state` is `away` (with the reason) or `there` (with each tier's figures)."""
-        addresses = self._in_use() | ({self._own} if self._own else set())
+        addresses = self._pool()
         for address in self._peers.keys() - addresses:
             await self._peers.pop(address).close()
         return list(await asyncio.gather(*map(self._look, sorted(addresses))))

@@ -206,6 +206,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.loads: asyncio.Queue[WorkerLoad | BlockEvents] = asyncio.Queue()
         self.asked_for_blocks = asyncio.Event()
         self.decode_members: set[str] = set()
+        self.stores: list[str] | None = None  # None: not told yet
         self.members_changed = asyncio.Event()
 
     async def Prefill(self, request: PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[PrefillEvent]:
@@ -343,6 +344,9 @@ class FakeWorker(PrefillServicer, DecodeServicer):
                 self.registered.set()
                 if answer.HasField("resend_blocks"):
                     self.asked_for_blocks.set()
+                if answer.HasField("stores"):
+                    self.stores = list(answer.stores.addresses)
+                    self.members_changed.set()
                 if answer.HasField("decode_members"):
                     self.decode_members |= set(answer.decode_members.joined)
                     self.decode_members -= set(answer.decode_members.left)
@@ -351,6 +355,12 @@ class FakeWorker(PrefillServicer, DecodeServicer):
     async def until_told(self, addresses: set[str]) -> None:
         """Returns once these are the addresses that prompts may be handed over to."""
         while self.decode_members != addresses:
+            self.members_changed.clear()
+            await self.members_changed.wait()
+
+    async def until_stores(self, addresses: list[str]) -> None:
+        """Returns once the gateway has named these as the pool's stores."""
+        while self.stores != addresses:
             self.members_changed.clear()
             await self.members_changed.wait()
 

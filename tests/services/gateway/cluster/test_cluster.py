@@ -76,6 +76,19 @@ async def test_those_who_prefill_are_told_whom_they_may_hand_over_to(tmp_path: P
         assert first.decode_members == set()
 
 
+async def test_everybody_is_told_the_stores_of_the_pool(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill = await fleet.add("p0", "prefill")
+        await soon(prefill.until_stores([]))
+        other = await fleet.add("p1", "prefill", kv_store="127.0.0.1:2")
+        await soon(prefill.until_stores(["127.0.0.1:2"]))
+        other.end_registration.set()
+        await soon(prefill.until_stores([]))
+    async with running_fleet(tmp_path, kv_store=("127.0.0.1:1",)) as fleet:
+        decode = await fleet.add("d0", "decode", kv_store="127.0.0.1:2")
+        await soon(decode.until_stores(["127.0.0.1:1", "127.0.0.1:2"]))
+
+
 async def test_a_token_stream_that_cannot_be_read_is_opened_again(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         await fleet.add("b0", "both", Script("hello"))

@@ -126,7 +126,7 @@ async def test_what_workers_have_cached_and_stores_of_which_there_may_be_none(tm
         _, cache = await ask(fleet, "cache")
         assert {one["worker_id"]: one["cached_blocks"] for one in cache["workers"]} == {"p0": 0, "d0": 0}
         assert (await ask(fleet, "stores"))[1] == []
-    async with running_fleet(tmp_path, kv_store="127.0.0.1:1") as fleet:
+    async with running_fleet(tmp_path, kv_store=("127.0.0.1:1",)) as fleet:
         (store,) = (await ask(fleet, "stores"))[1]
         assert (store["state"], store["address"]) == ("away", "127.0.0.1:1")
 

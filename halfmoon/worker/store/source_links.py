@@ -1,0 +1,67 @@
+"""A worker's links to whom it may load KV from: the stores that its gateways name, its own store, other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from halfmoon.errors import Unavailable
+from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.worker.store.store_link import StoreLink
+
+HolderKind = Literal["store", "worker"]
+
+
+def _client(address: str, kind: HolderKind) -> KVStoreClient:
+    return KVStoreClient(address, server_role=kind)
+
+
+class SourceLinks:
+    """Owns one link to each holder, made on demand, and what each gateway has named. Event-loop thread only.
+
+    A link to a store is closed when no gateway names the store any more. Knows nothing of what holders hold.
+    """
+
+    def __init__(self, own: str | None = None, connect: Callable[[str, HolderKind], KVStoreClient] = _client) -> None:
+        """own: host:port of the worker's nearest store, which needs no naming; None: it has none."""
+        self._own = own
+        self._connect = connect
+        self._links: dict[tuple[str, HolderKind], StoreLink] = {}
+        self._named: dict[str, frozenset[str]] = {}  # by the gateway's address
+
+    @property
+    def own(self) -> StoreLink | None:
+        """The link to the worker's nearest store; None without one."""
+        return None if self._own is None else self.to(self._own)
+
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """Addresses of the pool's stores, the worker's own one first."""
+        named = frozenset[str]().union(*self._named.values())
+        own = () if self._own is None else (self._own,)
+        return *own, *sorted(named.difference(own))
+
+    async def name_stores(self, gateway: str, addresses: Iterable[str]) -> None:
+        """Takes all stores that a gateway knows, in place of those it named before."""
+        self._named[gateway] = frozenset(addresses)
+        stores = self.stores
+        for address, kind in list(self._links):
+            if kind == "store" and address not in stores:
+                await self._links.pop((address, kind)).aclose()
+
+    def to(self, address: str, kind: HolderKind = "store") -> StoreLink:
+        """The link to a holder. Raises Unavailable for a store that no gateway of this worker names.
+
+        The caller knows other workers from its gateways.
+        """
+        if kind == "store" and address not in self.stores:
+            raise Unavailable(f"no gateway of this worker names a store at {address}")
+        link = self._links.get((address, kind))
+        if link is None:
+            link = self._links[address, kind] = StoreLink(self._connect(address, kind))
+        return link
+
+    async def aclose(self) -> None:
+        """Closes every link."""
+        while self._links:
+            await self._links.popitem()[1].aclose()

@@ -1,0 +1,102 @@
+"""Whom a worker may load KV from, and how long it stays connected to them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from halfmoon.errors import Unavailable
+from halfmoon.pb import gateway_pb2, gateway_pb2_grpc
+from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.server import running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
+from halfmoon.worker.membership.block_feed import CachedBlocks
+from halfmoon.worker.membership.decode_peers import DecodePeers
+from halfmoon.worker.membership.registration import Registration
+from halfmoon.worker.store.source_links import HolderKind, SourceLinks
+
+
+class Client(KVStoreClient):
+    """A client that notes who was called and whether it was closed."""
+
+    def __init__(self, address: str, kind: HolderKind) -> None:
+        self.name = (address, kind)
+        self.is_closed = False
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def name_of(links: SourceLinks, address: str, kind: HolderKind = "store") -> tuple[str, str]:
+    client = links.to(address, kind).client
+    assert isinstance(client, Client)
+    return client.name
+
+
+async def test_only_stores_that_a_gateway_has_named_are_called() -> None:
+    links = SourceLinks("own:1", Client)
+    assert name_of(links, "own:1") == ("own:1", "store")
+    with pytest.raises(Unavailable, match="no gateway of this worker names a store at a:1"):
+        links.to("a:1")
+    await links.name_stores("g0", ["b:1", "a:1", "own:1"])
+    await links.name_stores("g1", ["c:1"])
+    assert links.stores == ("own:1", "a:1", "b:1", "c:1")
+    assert name_of(links, "a:1") == ("a:1", "store")
+    assert links.to("a:1") is links.to("a:1")
+    assert links.own is links.to("own:1")
+
+
+async def test_a_store_and_a_worker_at_one_address_are_two_holders() -> None:
+    links = SourceLinks(None, Client)
+    await links.name_stores("g0", ["a:1"])
+    assert (name_of(links, "a:1"), name_of(links, "a:1", "worker")) == (("a:1", "store"), ("a:1", "worker"))
+    assert links.own is None
+
+
+async def test_a_link_is_closed_when_no_gateway_names_the_store_any_more() -> None:
+    links = SourceLinks("own:1", Client)
+    await links.name_stores("g0", ["a:1", "b:1"])
+    await links.name_stores("g1", ["b:1"])
+    clients = [links.to(address).client for address in ("own:1", "a:1", "b:1")]
+    await links.name_stores("g0", [])
+    assert [isinstance(client, Client) and client.is_closed for client in clients] == [False, True, False]
+    await links.aclose()
+    assert all(isinstance(client, Client) and client.is_closed for client in clients)
+
+
+async def test_what_a_gateway_says_on_the_registration_stream_counts() -> None:
+    class Gateway(gateway_pb2_grpc.ClusterServicer):
+        async def Register(self, request_iterator: object, context: grpc.aio.ServicerContext) -> object:  # type: ignore[override]
+            welcome = gateway_pb2.Welcome(gateway_id="g", heartbeat_interval_s=1.0)
+            yield gateway_pb2.GatewayMessage(welcome=welcome)
+            yield gateway_pb2.GatewayMessage(stores=gateway_pb2.Stores(addresses=["a:1"]))
+            await asyncio.Event().wait()
+
+    named = asyncio.Event()
+
+    class Links(SourceLinks):
+        async def name_stores(self, gateway: str, addresses: object) -> None:
+            await super().name_stores(gateway, addresses)  # type: ignore[arg-type]
+            named.set()
+
+    links = Links(None, Client)
+    add = [lambda server: gateway_pb2_grpc.add_ClusterServicer_to_server(Gateway(), server)]
+    async with running_server("127.0.0.1:0", add, RpcMetrics(CollectorRegistry()), grace_s=0) as server:
+        registration = Registration(
+            Peer(f"127.0.0.1:{server.port}"),
+            gateway_pb2.WorkerIdentity(worker_id="w"),
+            gateway_pb2.WorkerLoad,
+            CachedBlocks().feed(),
+            DecodePeers(is_open=True),
+            links,
+            b"key",
+        )
+        running = asyncio.ensure_future(registration.run())
+        await asyncio.wait_for(named.wait(), 30)
+        running.cancel()
+        await asyncio.wait({running})
+    assert links.stores == ("a:1",)
