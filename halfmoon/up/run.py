@@ -24,9 +24,9 @@ from halfmoon.background import running
 from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_errors
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.credentials.credential import checked_secret, credential_from
 from halfmoon.rpc.credentials.sources import (
-    NO_SECRET,
     environment_secret,
     secret_text,
     state_secret,
@@ -48,7 +48,6 @@ from halfmoon.up.service_specs import (
     UpOptions,
     WorkerSpec,
     WorkerStart,
-    foreign_secrets,
     gateway_spec,
     http_url,
     other_specs,
@@ -197,10 +196,12 @@ async def _change_workers(started: _Started, address: str, supervisor: Superviso
 
 async def prepared_model(model: str, terminal: Console) -> PreparedModel:
     """Downloads or converts the model in a process that ends with this call. Raises UnknownModel."""
-    environment = {**os.environ, **foreign_secrets(os.environ), **NO_SECRET}
-    command = (sys.executable, "-m", "halfmoon.engine.checkpoint.prepare", model)
+    module = "halfmoon.engine.checkpoint.prepare"
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, start_new_session=True, env=environment
+        *(sys.executable, "-m", module, model),
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env=child_environment(os.environ, module),
     )
     message: dict[str, str] = {}
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.credential import credential_from
-from halfmoon.rpc.credentials.sources import NO_SECRET, environment_of
+from halfmoon.rpc.credentials.sources import environment_of
 from halfmoon.rpc.telemetry.tracing import check_endpoint
 from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.child import ServiceSpec
@@ -30,7 +29,6 @@ Spec = TypeVar("Spec", bound=ServiceSpec)
 ServiceSettings: TypeAlias = Mapping[str, Mapping[str, str]]
 
 # What the names of variables that hold or find a secret end with; URLs may hold passwords.
-_SECRETS = ("_API_KEY", "_API_KEYS", "_API_KEYS_FILE", "_OPERATOR_TOKEN", "_OPERATOR_TOKEN_FILE", "_URL")
 
 
 class WorkerStart(NamedTuple):
@@ -259,24 +257,12 @@ def traced(spec: Spec, options: UpOptions) -> Spec:
     return replace(spec, environment={**spec.environment, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": options.otlp_endpoint})
 
 
-def trusted(spec: Spec, secret: str, certificates: RoleCertificates, inherited: Mapping[str, str] = os.environ) -> Spec:
-    """Returns the spec with credential and certificate of its role, in place of what it would inherit."""
-    environment = {**foreign_secrets(inherited, spec.arguments), **spec.environment, **NO_SECRET}
-    if spec.cluster_role is not None:
-        environment |= environment_of(credential_from(secret, spec.cluster_role))
-        environment |= certificates.environment(spec.cluster_role)
-    return replace(spec, environment=environment)
-
-
-def foreign_secrets(inherited: Mapping[str, str], arguments: Sequence[str] = ()) -> dict[str, str]:
-    """Returns empty values for the inherited variables with keys and tokens that are not of the module in `arguments`.
-
-    Those of the whole system, such as HALFMOON_OPERATOR_TOKEN, are for `halfmoon up` alone.
-    """
-    modules = [part.rpartition(".")[2].upper() for part in arguments[1:2]]
-    own = tuple(f"HALFMOON_{module}_" for module in modules)
-    named = (name for name in inherited if name.startswith("HALFMOON_") and name.endswith(_SECRETS))
-    return {name: "" for name in named if not name.startswith(own)}
+def trusted(spec: Spec, secret: str, certificates: RoleCertificates) -> Spec:
+    """Returns the spec with credential and certificate of its role."""
+    if spec.cluster_role is None:
+        return spec
+    own = environment_of(credential_from(secret, spec.cluster_role)) | certificates.environment(spec.cluster_role)
+    return replace(spec, environment={**spec.environment, **own})
 
 
 def variables(service: str, settings: ServiceSettings) -> dict[str, str]:

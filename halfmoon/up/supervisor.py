@@ -16,6 +16,7 @@ from pathlib import Path
 
 from halfmoon.background import cancelled
 from halfmoon.errors import ServiceFailed
+from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.server import SUPERVISED_ENV
 from halfmoon.up.child import Child, OnEvent, ServiceSpec
 from halfmoon.up.log_files import LogFiles, LogLimits, OnTrouble
@@ -53,7 +54,9 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     async def start(self, spec: ServiceSpec, is_expendable: bool = False) -> Child:
-        """Starts a child; does not wait for it to be ready."""
+        """Starts a child; does not wait for it to be ready. Of secrets it inherits only what its module reads."""
+        module = spec.arguments[1] if spec.arguments[:1] == ("-m",) else ""
+        inherited = child_environment(os.environ, module)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *spec.arguments,
@@ -62,7 +65,7 @@ class Supervisor:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
             pass_fds=spec.descriptors,
-            env={**_DEFAULTS, **os.environ, SUPERVISED_ENV: "1", "PYTHONUNBUFFERED": "1", **spec.environment},
+            env={**_DEFAULTS, **inherited, SUPERVISED_ENV: "1", "PYTHONUNBUFFERED": "1", **spec.environment},
         )
         child = Child(spec, process, self._logs.file(spec.name), self._on_event, is_expendable)
         self._children[asyncio.create_task(child.watch())] = child

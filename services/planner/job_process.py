@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.errors import InvalidRequest, ServiceFailed, Unavailable
+from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.owned_directory import owned_directory
 from services.planner.job import JobProgress, JobResult, PlanJob, job_line
 
+_MODULE = "services.planner.job_main"
 _MAX_LINE_BYTES = 256 << 20  # the longest line is the result of a plan
 _TRACKER_S = 2.0  # for the resource tracker to end
 _POLL_S = 0.01
@@ -30,15 +32,16 @@ async def run_job(job: PlanJob, files: Mapping[str, bytes]) -> AsyncGenerator[Jo
     """
     with owned_directory("planner") as directory:
         _write(directory, files)
+        search_path = os.pathsep.join(path for path in sys.path if path)
         process = await asyncio.create_subprocess_exec(
             # -P: files that came with the request cannot be imported
-            *(sys.executable, "-P", "-m", "services.planner.job_main"),
+            *(sys.executable, "-P", "-m", _MODULE),
             cwd=directory,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
             limit=_MAX_LINE_BYTES,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **_QUIET_TRACKER},
+            env={**child_environment(os.environ, _MODULE), "PYTHONPATH": search_path, **_QUIET_TRACKER},
         )
         try:
             assert process.stdin is not None

@@ -38,13 +38,6 @@ def test_each_child_gets_the_certificate_of_its_role(certificates: RoleCertifica
         assert (credential.tls.current.role, credential.role_of(credential.tokens[role])) == (role, role)
 
 
-@pytest.mark.parametrize("role", ["worker", None])
-def test_children_inherit_no_certificate(tmp_path: Path, role: str | None) -> None:
-    plain = RoleCertificates(None, tmp_path)
-    spec = trusted(ServiceSpec("s", (), {}, cluster_role=role), SECRET, plain)  # type: ignore[arg-type]
-    assert [spec.environment[name] for name in TLS_VARIABLES] == ["", "", ""]
-
-
 def test_services_take_over_what_is_issued_anew(certificates: RoleCertificates) -> None:
     first = own_credential("store", certificates.environment("store"))
     certificates.issue()
@@ -79,20 +72,3 @@ def test_settings_of_services_and_of_up_are_told_apart() -> None:
     with pytest.raises(InvalidRequest, match="tls_dir"):
         up_options(config)
     assert up_options(SystemConfig.model_validate({"security": {"tls_dir": "ca"}})).tls_dir == Path("ca").absolute()
-
-
-def test_children_inherit_no_keys_or_tokens_but_their_own(tmp_path: Path) -> None:
-    system = ("HALFMOON_OPERATOR_TOKEN", "HALFMOON_API_KEYS", "HALFMOON_LEDGER_URL", "HALFMOON_GATEWAY_OPERATOR_TOKEN")
-    inherited = {**dict.fromkeys(system, "secret"), "HALFMOON_DECODE_MAX_RUNNING": "8", "PATH": "/bin"}
-    plain = RoleCertificates(None, tmp_path)
-
-    worker = ServiceSpec("decode", ("-m", "services.decode"), {}, cluster_role="worker")
-    environment = {**inherited, **trusted(worker, SECRET, plain, inherited).environment}
-    assert "secret" not in environment.values()
-    assert (environment["HALFMOON_DECODE_MAX_RUNNING"], environment["PATH"]) == ("8", "/bin")
-
-    given = {"HALFMOON_GATEWAY_LEDGER_URL": "own"}
-    gateway = ServiceSpec("gateway", ("-m", "services.gateway"), given, cluster_role="gateway")
-    environment = {**inherited, **trusted(gateway, SECRET, plain, inherited).environment}
-    assert [environment[name] for name in system] == ["", "", "", "secret"]
-    assert environment["HALFMOON_GATEWAY_LEDGER_URL"] == "own"

@@ -19,7 +19,6 @@ from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.rpc.loopback import is_loopback
 from halfmoon.rpc.private_files import kept_private, write_private
 from halfmoon.rpc.tls.identity_files import (
-    TLS_VARIABLES,
     IdentityFiles,
     environment_paths,
     identity_files,
@@ -28,9 +27,6 @@ from halfmoon.rpc.tls.identity_files import (
 
 SECRET_VARIABLE = "HALFMOON_CLUSTER_SECRET"
 FILE_VARIABLE = "HALFMOON_CLUSTER_SECRET_FILE"
-
-# for children that need none
-NO_SECRET: Mapping[str, str] = dict.fromkeys((SECRET_VARIABLE, FILE_VARIABLE, *TLS_VARIABLES), "")
 
 _FILE = "cluster_secret"  # in the state directory
 
@@ -72,8 +68,8 @@ def client_credential(
 
 
 def environment_of(credential: Credential) -> dict[str, str]:
-    """The variables that give a child this credential, in place of what it would inherit, but no certificate."""
-    return {SECRET_VARIABLE: credential.text(), FILE_VARIABLE: ""}
+    """The variables that give a child this credential, but no certificate."""
+    return {SECRET_VARIABLE: credential.text()}
 
 
 def _credential(role: ClusterRole, text: str | None, tls: IdentityFiles | None) -> Credential | None:

@@ -12,9 +12,9 @@ from typing import Self
 
 from halfmoon.engine.request import Constraint
 from halfmoon.errors import ServiceFailed, Unavailable
+from halfmoon.rpc.credentials.child_environment import child_environment
 
 _MOST_S = 20.0  # of waiting for a busy host; the process limits its own CPU time
-_OURS = "HALFMOON_"  # settings, with secrets, that the process does not need
 
 
 class CheckProcess:
@@ -27,13 +27,12 @@ class CheckProcess:
     @classmethod
     async def start(cls) -> Self:
         """Starts a process."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "services.gateway.constraints.check_main"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,  # tracebacks on demand
-            env=own
+            env=child_environment(os.environ)
             | {
                 "MALLOC_ARENA_MAX": "1",  # each arena would reserve 64 MiB of its memory
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
