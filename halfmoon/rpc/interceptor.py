@@ -11,11 +11,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from halfmoon.errors import HalfmoonError, Unavailable
+from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.rpc.context import REQUEST_ID_KEY, request_scope
 from halfmoon.rpc.credentials.access import OPEN_ACCESS, CallAccess
 from halfmoon.rpc.credentials.refusals import RefusalLog
@@ -71,12 +73,17 @@ def _guarded(
 ) -> Any:
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     behaviour = getattr(handler, kind)
+    parse = handler.request_deserializer and partial(_parsed, handler.request_deserializer)
+
+    def message(request: Any) -> Any:
+        """The argument of the method. A single message comes as bytes, so that it is parsed after the check."""
+        return request if handler.request_streaming or parse is None else parse(request)
 
     async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
         with _scope(method, context, metrics, tracer) as outcome:
             try:
                 check(method, context)
-                return await behaviour(request, context)
+                return await behaviour(message(request), context)
             except BaseException as err:
                 error = _domain_error(err, method)
                 outcome.status = status_of(error)
@@ -86,7 +93,7 @@ def _guarded(
         with _scope(method, context, metrics, tracer) as outcome:
             try:
                 check(method, context)
-                async with aclosing(behaviour(request, context)) as responses:
+                async with aclosing(behaviour(message(request), context)) as responses:
                     async for response in responses:
                         yield response
                 return
@@ -97,7 +104,14 @@ def _guarded(
 
     make = getattr(grpc, f"{kind}_rpc_method_handler")
     wrapped = streaming if handler.response_streaming else unary
-    return make(wrapped, handler.request_deserializer, handler.response_serializer)
+    return make(wrapped, parse if handler.request_streaming else None, handler.response_serializer)
+
+
+def _parsed(deserialize: Callable[[bytes], Any], message: bytes) -> Any:
+    try:
+        return deserialize(message)
+    except DecodeError as error:
+        raise InvalidRequest("the message of this call is damaged, or of another method") from error
 
 
 def _refusing(error: HalfmoonError, refusals: RefusalLog) -> Any:

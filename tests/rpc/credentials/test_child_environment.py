@@ -24,9 +24,17 @@ OTHERS = {
     "OTEL_EXPORTER_OTLP_HEADERS": "authorization=x",
 }
 PLAIN = {
-    "PATH": "/bin", "HOME": "/home/me", "LANG": "C", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0",
-    "HF_HOME": "/models", "http_proxy": "http://proxy:3128", "HALFMOON_CACHE_DIR": "/cache",
-    "HALFMOON_DECODE_STEP_TOKENS": "64", "HALFMOON_SUPERVISED": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://otel",
+    "PATH": "/bin",
+    "HOME": "/home/me",
+    "LANG": "C",
+    "OMP_NUM_THREADS": "2",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "HF_HOME": "/models",
+    "http_proxy": "http://proxy:3128",
+    "HALFMOON_CACHE_DIR": "/cache",
+    "HALFMOON_DECODE_STEP_TOKENS": "64",
+    "HALFMOON_SUPERVISED": "1",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "http://otel",
 }
 ALL = {**CLUSTER, **OTHERS, **PLAIN}
 HUB = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "https_proxy"}

@@ -99,6 +99,18 @@ async def test_the_certificates_role_decides(certificates: Certificates, tmp_pat
         await refusal(address, credential_from(SECRET, "operator"), Unavailable)  # no certificate
 
 
+async def test_nothing_is_parsed_before_the_role_is_known(
+    certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with store(certificates.credential("store")) as address:
+        for role, kind in (("worker", Forbidden), ("king", Unauthenticated), ("operator", InvalidRequest)):
+            async with Peer(address, certificates.credential(role), "store") as peer:
+                garbage = peer.channel.unary_unary("/halfmoon.KVStoreAdmin/Drop")
+                with pytest.raises(kind):
+                    await peer.call(garbage, b"\xff", deadline_s=20)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_with_a_secret_too_both_must_agree(certificates: Certificates) -> None:
     async with store(certificates.with_secret("store")) as address:
         assert await drop(address, certificates.with_secret("operator")) == 7
