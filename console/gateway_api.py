@@ -34,7 +34,7 @@ class GatewayApi:
         self.url = url
         self._trusted = client_context(ca, url)
         self._api_key = api_key
-        self._operator_token = operator_token or api_key  # on loopback the API key is enough
+        self._operator_token = operator_token
 
     def cluster(self, max_links: int = 0) -> dict[str, Any]:
         """The gateway, its model and its workers, with links if there are at most `max_links`."""

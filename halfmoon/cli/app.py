@@ -19,12 +19,14 @@ from halfmoon.cli.keys import app as keys_app
 from halfmoon.cli.kv import app as kv_app
 from halfmoon.cli.plan import plan
 from halfmoon.cli.profile import profile, profiles
+from halfmoon.cli.profile_store import DEFAULT_STATE_DIR
 from halfmoon.cli.replay import replay
 from halfmoon.cli.secret import app as secret_app
 from halfmoon.cli.simulate import simulate
 from halfmoon.cli.top import TopOptions, top
 from halfmoon.cli.up_flags import with_up_flags
 from halfmoon.errors import HalfmoonError, InvalidRequest
+from halfmoon.rpc.operator_token import TOKEN_HELP, client_token
 from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.run import run_up
@@ -77,12 +79,11 @@ def top_command(
     ] = "http://127.0.0.1:8000",
     token: Annotated[
         str | None,
-        typer.Option(
-            envvar="HALFMOON_OPERATOR_TOKEN",
-            help="Operator token, if the gateway has one.",
-            rich_help_panel="Gateway",
-        ),
+        typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help=TOKEN_HELP, rich_help_panel="Gateway"),
     ] = None,
+    state_dir: Annotated[
+        Path, typer.Option(help="State directory of `halfmoon up`.", rich_help_panel="Gateway")
+    ] = DEFAULT_STATE_DIR,
     ca: Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP, rich_help_panel="Gateway")] = None,
     interval_s: Annotated[
         float, typer.Option(min=0.2, help="Seconds between two refreshes.", rich_help_panel="Display")
@@ -95,8 +96,8 @@ def top_command(
     ] = False,
 ) -> None:
     """Shows the console's figures in the terminal, refreshed until Ctrl-C."""
-    options = TopOptions(gateway.rstrip("/"), token, interval_s, ca, workers)
     try:
+        options = TopOptions(gateway.rstrip("/"), client_token(token, gateway, state_dir), interval_s, ca, workers)
         with suppress(KeyboardInterrupt):
             raise typer.Exit(asyncio.run(top(options, Console(), once=once)))
     except InvalidRequest as error:

@@ -20,6 +20,7 @@ from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
 from halfmoon.rpc.credentials.sources import client_credential
+from halfmoon.rpc.operator_token import TOKEN_HELP, client_token
 from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, read_profile, write_profile
 
@@ -55,9 +56,7 @@ class AccessOptions:
 
     PANEL: ClassVar[str] = "Gateway"
     gateway: Annotated[str, typer.Option(help="URL of the gateway.")] = "http://127.0.0.1:8000"
-    token: Annotated[
-        str | None, typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help="Operator token, if the gateway has one.")
-    ] = None
+    token: Annotated[str | None, typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help=TOKEN_HELP)] = None
     ca: Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP)] = None
     api_key: Annotated[str | None, typer.Option(help="API key, if the gateway requires one.")] = None
 
@@ -120,9 +119,8 @@ def _profile_options(
     workers = tuple(target.worker or ())
     url = access.gateway.rstrip("/")
     credential = partial(client_credential, "profiler", state_dir=state_dir)
-    return ProfileOptions(
-        url, access.token, access.api_key, workers, transports, limits, target.beside, credential, access.ca
-    )
+    token = client_token(access.token, url, state_dir)
+    return ProfileOptions(url, token, access.api_key, workers, transports, limits, target.beside, credential, access.ca)
 
 
 @with_option_groups

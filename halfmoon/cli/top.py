@@ -34,7 +34,7 @@ class TopOptions:
     """Options of `halfmoon top`."""
 
     gateway: str = "http://127.0.0.1:8000"
-    token: str | None = None  # the operator token, or an API key on loopback
+    token: str | None = None  # the operator token
     interval_s: float = 2.0
     ca: Path | None = None  # authorities of the gateway's certificate; None: the system's
     num_workers: int = 20  # rows of workers, the busiest first

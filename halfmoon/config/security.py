@@ -16,8 +16,8 @@ class OperatorConfig(Section):
     operator_token: str | None = Field(
         None,
         min_length=1,
-        description="secret that console and control API require; none: not required on a loopback host; elsewhere "
-        "`halfmoon up` generates one, and a gateway alone has no control API",
+        description="secret that console and control API require; none: that of the state directory, which "
+        "`halfmoon up` makes, and which is required beyond loopback or where there are API keys",
     )
     operator_token_file: Path | None = Field(None, description="file that holds the operator token")
 

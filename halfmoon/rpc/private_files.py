@@ -22,6 +22,7 @@ _OURS = (
         "stores",
         "prometheus-targets.json",
         "cluster_secret",
+        "operator_token",
         "label_key",
     ),
     *("ledger.db*", "classes-*.json", "tenants-*.json"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
 import signal
 import sys
 from collections import Counter
@@ -33,6 +32,7 @@ from halfmoon.rpc.credentials.sources import (
 )
 from halfmoon.rpc.descriptors import raise_descriptor_limit
 from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.operator_token import made_token, token_file
 from halfmoon.rpc.private_files import PRIVATE_UMASK, make_private
 from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.child import Child, ServiceSpec, children_ready
@@ -143,7 +143,7 @@ async def _start(
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
     stores, planner = [ports.address() for _ in range(options.store.num_stores)], ports.address()
     is_generated = options.operator_token is None
-    options = replace(options, operator_token=_operator_token(options))
+    options = with_operator_token(options)
     secret, certificates = cluster_secret(options), RoleCertificates(options.tls_dir, options.state_dir)
     certificates.issue()
     options = replace(options, port=options.port or ports.port(options.host))
@@ -165,10 +165,10 @@ async def _start(
             f"[yellow]{idle} belongs to a store that is not started: raise --stores to use it, or remove it[/]"
         )
     url = ready[0]["http"]
-    await _until_healthy(url)
+    is_closed = await _until_healthy(url)
     metrics.write(url, specs)
     bars.stop()
-    _print_ready(options, terminal, url, model.name, others, is_generated)
+    _print_ready(options, terminal, url, model.name, others, is_told=is_generated and is_closed)
     return _Started(options, model, secret, certificates, cluster, stores, specs, metrics, url)
 
 
@@ -227,30 +227,43 @@ def cluster_secret(options: UpOptions, environment: Mapping[str, str] = os.envir
     return state_secret(options.state_dir) if text is None else checked_secret(text)
 
 
-def _operator_token(options: UpOptions) -> str | None:
-    """Returns the operator token, generated if the host is not loopback and none is given."""
-    return options.operator_token or (None if is_loopback(options.host) else secrets.token_urlsafe(18))
+def with_operator_token(options: UpOptions) -> UpOptions:
+    """Returns the options with the operator token that the state directory keeps, if none is given.
+
+    Gateways on loopback read it there, and need it where there are API keys, which may also come later.
+    """
+    if options.operator_token is not None:
+        return options
+    token = made_token(options.state_dir)
+    return replace(options, operator_token=None if is_loopback(options.host) else token, console_token=token)
 
 
-async def _until_healthy(url: str) -> None:
-    """Waits for the gateway just started, which may have a certificate for other names than this address."""
+async def _until_healthy(url: str) -> bool:
+    """Waits for the gateway just started, and returns whether its control API is closed to those without a token.
+
+    It may have a certificate for other names than this address.
+    """
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=False)) as session:
         while True:
             with suppress(aiohttp.ClientError, TimeoutError):
-                async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=2)) as response:
-                    if response.status == 200:
-                        return
+                statuses = []
+                for path in ("/health", "/halfmoon/v1/admission"):
+                    async with session.get(url + path, timeout=aiohttp.ClientTimeout(total=2)) as response:
+                        statuses.append(response.status)
+                if statuses[0] == 200:
+                    return statuses[1] == 401
             await asyncio.sleep(_HEALTH_POLL_S)
 
 
 def _print_ready(
-    options: UpOptions, terminal: Console, url: str, name: str, others: list[Child], is_generated: bool
+    options: UpOptions, terminal: Console, url: str, name: str, others: list[Child], *, is_told: bool
 ) -> None:
-    """Prints where the system answers, and the operator token if it was generated: others are known already."""
+    """Prints where the system answers, and where the operator token is if it `is_told`."""
     if any(child.spec.name == "console" for child in others):
         terminal.print(f"console: {http_url(options, options.console_port)}", highlight=False)
-    if options.operator_token and is_generated:
-        terminal.print(f"operator token: {options.operator_token}", highlight=False, markup=False, soft_wrap=True)
+    if is_told:
+        where = f"operator token of console and control API: in {token_file(options.state_dir)}"
+        terminal.print(where, highlight=False, markup=False, soft_wrap=True)
     terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
     terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
     body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'

@@ -83,7 +83,8 @@ class UpOptions:
     drain_s: float = 10.0  # of the gateways
     http_tls_cert: Path | None = None  # None: HTTP without TLS
     http_tls_key: Path | None = None
-    operator_token: str | None = None  # None: generated if the host is not loopback
+    operator_token: str | None = None  # None: that of the state directory, needed beyond loopback or with API keys
+    console_token: str | None = None  # operator token that the console sends; None: operator_token
     cluster_secret: str | None = field(default=None, repr=False)
     tls_dir: Path | None = None  # of an authority; None: no mutual TLS
     cluster_secret_file: Path | None = None  # with neither, the state directory has the secret
@@ -328,8 +329,9 @@ def _console_spec(options: UpOptions, planner: str) -> ServiceSpec:
         environment["HALFMOON_CONSOLE_GATEWAY_CA"] = str(options.http_tls_cert)
     if options.console_key:
         environment["HALFMOON_CONSOLE_API_KEY"] = options.console_key
-    if options.operator_token:
-        environment["HALFMOON_CONSOLE_OPERATOR_TOKEN"] = options.operator_token
+    token = options.console_token or options.operator_token
+    if token:
+        environment["HALFMOON_CONSOLE_OPERATOR_TOKEN"] = token
     return ServiceSpec("console", arguments, environment, restarts=True, announces=False, cluster_role="operator")
 
 

@@ -24,6 +24,7 @@ from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.operator_token import kept_token
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from halfmoon.rpc.tls.http_context import server_context
@@ -194,7 +195,7 @@ async def _runner(
     access = Access(
         keys,
         limits,
-        OperatorAccess(settings.operator_secret(), settings.host),
+        OperatorAccess(keys, settings.host, settings.operator_secret(), kept_token(settings.state_dir)),
         Cors(settings.allowed_origins),
         BrowserGuard(settings.host, settings.allowed_hosts, settings.allowed_origins),
         settings.max_body_bytes,

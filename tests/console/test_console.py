@@ -307,7 +307,7 @@ def test_another_server_is_not_a_gateway(gateway: FakeGateway, what: str) -> Non
     ("environment", "control", "chat"),
     [
         ({}, None, None),
-        ({"HALFMOON_CONSOLE_API_KEY": "k"}, "Bearer k", "Bearer k"),
+        ({"HALFMOON_CONSOLE_API_KEY": "k"}, None, "Bearer k"),
         ({"HALFMOON_CONSOLE_API_KEY": "k", "HALFMOON_CONSOLE_OPERATOR_TOKEN": "o"}, "Bearer o", "Bearer k"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from rich.console import Console
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.credential import credential_from, new_secret
+from halfmoon.rpc.operator_token import kept_token, made_token
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
 from halfmoon.up.certificates import RoleCertificates
-from halfmoon.up.run import _operator_token, _print_ready, cluster_secret
+from halfmoon.up.run import _print_ready, cluster_secret, with_operator_token
 from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs, trusted
 from halfmoon.up.simulated import SimulatedWorkers, simulated_model
 from halfmoon.up.stores import StoreOptions, known_stores, remember_stores
@@ -229,12 +231,25 @@ def test_gateway_and_console_have_one_operator_token_and_the_gateway_knows_all_s
 
 
 @pytest.mark.parametrize(("host", "given", "is_made"), [("127.0.0.1", None, False), ("0.0.0.0", None, True)])
-def test_beyond_loopback_there_is_always_an_operator_token(host: str, given: str | None, is_made: bool) -> None:
-    assert bool(_operator_token(UpOptions(host=host, operator_token=given))) == is_made
-    assert _operator_token(UpOptions(host=host, operator_token="mine")) == "mine"
+def test_the_operator_token_is_made_once_and_always_needed_beyond_loopback(
+    host: str, given: str | None, is_made: bool, tmp_path: Path
+) -> None:
+    options = with_operator_token(UpOptions(host=host, operator_token=given, state_dir=tmp_path))
+    assert bool(options.operator_token) == is_made
+    assert options.console_token == kept_token(tmp_path) == made_token(tmp_path)
+    assert stat.S_IMODE((tmp_path / "operator_token").stat().st_mode) == 0o600
+    again = with_operator_token(UpOptions(host=host, state_dir=tmp_path))
+    assert again.console_token == options.console_token
+    other = tmp_path / "other"
+    assert with_operator_token(UpOptions(host=host, operator_token="mine", state_dir=other)).operator_token == "mine"
+    assert not other.exists()
 
 
-@pytest.mark.parametrize("is_generated", [False, True])
-def test_only_a_generated_operator_token_is_printed(is_generated: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    _print_ready(UpOptions(operator_token="hush"), Console(), "http://x:1", "m", [], is_generated)
-    assert ("operator token: hush" in capsys.readouterr().out) == is_generated
+@pytest.mark.parametrize("is_told", [False, True])
+def test_where_the_operator_token_is_is_told_and_not_the_token(
+    is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = UpOptions(operator_token="hush", state_dir=Path("/s"))
+    _print_ready(options, Console(), "http://x:1", "m", [], is_told=is_told)
+    said = capsys.readouterr().out
+    assert ("in /s/operator_token" in said, "hush" in said) == (is_told, False)

@@ -101,7 +101,7 @@ def write_secret(file: Path, text: str, *, replaces: bool = False) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        raise InvalidRequest(f"the cluster secret cannot be written to {file}: {error.strerror}") from error
+        raise InvalidRequest(f"the secret cannot be written to {file}: {error.strerror}") from error
 
 
 def _read(file: Path) -> str:

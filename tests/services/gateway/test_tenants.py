@@ -90,18 +90,19 @@ async def test_a_rule_for_a_key_matches_and_is_kept_without_it(tmp_path: Path) -
         "tenants": {"acme": {"keys": ["other"]}},
         "classes": {"gold": {"rules": [rule]}, "silver": {"rules": [tenant_rule]}},
         "slo": "off",
+        "operator_token": "operator",
     }
     async with running_fleet(tmp_path, **settings) as fleet:
         await fleet.pair()
         assert [await complete(fleet, key) for key in ("hm-very-secret", "other")] == [200, 200]
         edited = {"rules": [rule], "priority": 2, "version": 1}
-        put = await ask(fleet, "PUT", "/halfmoon/v1/classes/gold", json=edited, headers=of("other"))
+        put = await ask(fleet, "PUT", "/halfmoon/v1/classes/gold", json=edited, headers=of("operator"))
         assert (put[0], put[2]["rules"][0]["value"]) == (200, rule_value("hm-very-secret"))
         again = {**edited, "rules": put[2]["rules"], "version": 2}  # what was read can be written
-        put = await ask(fleet, "PUT", "/halfmoon/v1/classes/gold", json=again, headers=of("other"))
+        put = await ask(fleet, "PUT", "/halfmoon/v1/classes/gold", json=again, headers=of("operator"))
         assert put[2]["rules"][0]["value"] == rule_value("hm-very-secret")
         for path in ("classes", "class_edits"):
-            _, _, shown = await ask(fleet, "GET", f"/halfmoon/v1/{path}", headers=of("other"))
+            _, _, shown = await ask(fleet, "GET", f"/halfmoon/v1/{path}", headers=of("operator"))
             assert "very-secret" not in json.dumps(shown)
         assert await complete(fleet, "hm-very-secret") == 200
     with sqlite3.connect(tmp_path / "ledger.db") as connection:
