@@ -45,7 +45,10 @@ def store_specs(
     names = ["kvstore"] if len(addresses) == 1 else [f"kvstore-{index}" for index in range(len(addresses))]
     directories = _directories(options, state_dir)
     return [
-        _store_spec(options, *place, environment or {}) for place in zip(names, directories, addresses, strict=True)
+        _store_spec(
+            options, *place, peers=[other for other in addresses if other != place[-1]], settings=environment or {}
+        )
+        for place in zip(names, directories, addresses, strict=True)
     ]
 
 
@@ -77,7 +80,7 @@ def _directories(options: StoreOptions, state_dir: Path) -> list[Path]:
 
 
 def _store_spec(
-    options: StoreOptions, name: str, directory: Path, address: str, settings: Mapping[str, str]
+    options: StoreOptions, name: str, directory: Path, address: str, peers: Sequence[str], settings: Mapping[str, str]
 ) -> ServiceSpec:
     arguments = {
         "--listen": address,
@@ -92,5 +95,5 @@ def _store_spec(
     environment = (
         {**settings} if options.cold_url is None else {**settings, "HALFMOON_KVSTORE_COLD_URL": options.cold_url}
     )
-    flags = tuple(part for pair in arguments.items() for part in pair)
+    flags = tuple(part for pair in (*arguments.items(), *(("--peers", peer) for peer in peers)) for part in pair)
     return ServiceSpec(name, ("-m", "services.kvstore", *flags), environment, restarts=True, cluster_role="store")

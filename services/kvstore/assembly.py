@@ -62,7 +62,7 @@ async def running_store(settings: KVStoreSettings, credential: Credential | None
         disk = None if settings.disk_dir is None else await _disk(settings, seal)
         pool = Pool(memory, options, disk, cold)
         name = None if segment is None else f"{host_id()}/{segment.name}"
-        replicator, arrivals = Replicator(pool, credential), Arrivals(pool)
+        replicator, arrivals = Replicator(pool, credential, settings.peers), Arrivals(pool)
         shared_memory_put = stack.enter_context(closing(SharedMemoryPut(pool, arrivals)))
         control = KVStoreServicer(pool, SharedMemoryGet(pool, settings.lease_s, name), shared_memory_put, replicator)
         admin = KVStoreAdminServicer(pool)

@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from halfmoon.config.observability import ObservedConfig
+from halfmoon.config.section import Texts
 from halfmoon.config.stores import StoreConfig
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.rpc.masked_url import masked_url
@@ -22,6 +23,11 @@ class KVStoreSettings(StoreConfig, ObservedConfig, BaseSettings):
 
     listen: str = Field("127.0.0.1:0", description="host:port of the store; port 0 picks one")
     advertise: str | None = Field(None, description="host:port where others reach the store, if not --listen")
+    peers: Texts = Field(
+        (),
+        description="host:port of another store that this one copies prompts from when a gateway asks; "
+        "repeat it; none: on mutual TLS any that shows a store's certificate, else no other",
+    )
     metrics_port: int | None = Field(None, ge=0, le=65535, description="serve Prometheus metrics on this port")
 
     def pool_options(self) -> PoolOptions:

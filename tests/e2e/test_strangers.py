@@ -220,8 +220,11 @@ async def test_a_prompts_kv_goes_to_members_alone(victim: Victim) -> None:
         assert came == []
 
 
-@pytest.mark.parametrize(("role", "refused"), [(None, Unauthenticated), ("worker", Forbidden), ("operator", Forbidden)])
-async def test_a_store_dials_only_for_a_gateway(
+@pytest.mark.parametrize(
+    ("role", "refused"),
+    [(None, Unauthenticated), ("worker", Forbidden), ("operator", Forbidden), ("gateway", Forbidden)],
+)
+async def test_a_store_dials_only_other_stores(
     victim: Victim, role: ClusterRole | None, refused: type[HalfmoonError]
 ) -> None:
     credential = None if role is None else victim.credential(role)

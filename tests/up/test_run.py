@@ -201,6 +201,12 @@ def test_workers_of_each_role_use_several_stores_in_turns(tmp_path: Path) -> Non
         specs[f"kvstore-{n}"].arguments[specs[f"kvstore-{n}"].arguments.index("--disk-dir") + 1] for n in (0, 1)
     ]
     assert directories == [str(tmp_path / "kvstore" / "0"), str(tmp_path / "kvstore" / "1")]
+    peers = {
+        name: [value for flag, value in itertools.pairwise(spec.arguments) if flag == "--peers"]
+        for name, spec in specs.items()
+        if name.startswith("kvstore")
+    }
+    assert peers == {"kvstore-0": ["s:1"], "kvstore-1": ["s:0"]}
     with pytest.raises(InvalidRequest, match="store"):
         StoreOptions(num_stores=0)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from halfmoon.errors import HalfmoonError, NoCapacity
+from halfmoon.errors import Forbidden, HalfmoonError, NoCapacity
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.kv.owner import SHARED, KVOwner
@@ -40,15 +40,22 @@ class _Replication:
 class Replicator:
     """Owns the waiting prompts. Runs as one task."""
 
-    def __init__(self, pool: Pool, credential: Credential | None = None) -> None:
+    def __init__(self, pool: Pool, credential: Credential | None = None, peers: Container[str] = ()) -> None:
+        """`peers`: addresses that may be copied from. Without any, only mutual TLS tells a store from a stranger."""
         self._pool = pool
         self._credential = credential
+        self._peers = peers
+        self._asks_certificate = not peers and credential is not None and credential.tls is not None
         self._waiting: asyncio.Queue[_Replication] = asyncio.Queue(MAX_WAITING)
 
     def request(
         self, source: str, keys: Sequence[bytes], salt: bytes, layout: KVLayout, owner: KVOwner = SHARED
     ) -> int:
-        """Queues a prompt's blocks for copying; returns how many are missing. Raises NoCapacity."""
+        """Queues a prompt's blocks for copying; returns how many are missing. Raises Forbidden and NoCapacity."""
+        if source not in self._peers and not self._asks_certificate:
+            raise Forbidden(
+                f"this store does not copy from {source}: start it with --peers {source} if that is a store"
+            )
         wanted = _Replication(source, keys, salt, layout, owner)
         num_missing = self._num_missing(wanted)
         if num_missing:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from halfmoon.errors import InvalidRequest, NoCapacity
+from halfmoon.errors import Forbidden, InvalidRequest, NoCapacity
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.pb import kvstore_pb2_grpc
@@ -37,6 +37,14 @@ KEYS = [key(n) for n in range(6)]
 SALT = b"somebody"
 
 
+class _Everybody:
+    def __contains__(self, address: object) -> bool:
+        return True
+
+
+EVERYBODY = _Everybody()
+
+
 class Clock:
     now_s = 1000.0
 
@@ -54,11 +62,13 @@ class Store:
 
 
 @asynccontextmanager
-async def store(disk: DiskTier | None = None, copying: bool = True, codec: str = "raw") -> AsyncIterator[Store]:
+async def store(
+    disk: DiskTier | None = None, copying: bool = True, codec: str = "raw", peers: Container[str] = EVERYBODY
+) -> AsyncIterator[Store]:
     clock, intake = Clock(), KVIntake()
     options = PoolOptions(sweep_s=3600, drain_s=0, replica_cool_s=60, dram_codec=EntryCodec.parse(codec))
     pool = Pool(memoryview(bytearray(16 * LAYOUT.block_bytes)), options, disk, now_s=clock)
-    replicator, arrivals = Replicator(pool), Arrivals(pool)
+    replicator, arrivals = Replicator(pool, peers=peers), Arrivals(pool)
     control = KVStoreServicer(pool, SharedMemoryGet(pool, 30, None), SharedMemoryPut(pool, arrivals), replicator)
     services = (
         lambda server: kvstore_pb2_grpc.add_KVStoreServicer_to_server(control, server),
@@ -95,6 +105,14 @@ async def test_a_prompt_is_copied_behind_the_call() -> None:
         stats = await near.client.stats(deadline_s=10)
         assert (stats.num_replicas, stats.num_replicated_total, stats.num_unreplicated_total) == (3, 3, 0)
         assert await near.client.replicate(origin.address, KEYS[:4], LAYOUT, deadline_s=10) == 0
+
+
+async def test_it_copies_from_its_peers_alone() -> None:
+    async with store() as origin, store(peers=("127.0.0.1:1",)) as near, store(peers=()) as alone:
+        for one in (near, alone):
+            with pytest.raises(Forbidden, match=f"--peers {origin.address}"):
+                await one.client.replicate(origin.address, KEYS, LAYOUT, deadline_s=10)
+        assert await near.client.replicate("127.0.0.1:1", KEYS, LAYOUT, deadline_s=10) == 6
 
 
 async def test_what_the_other_store_lacks_ends_the_copy() -> None:
