@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+import subprocess
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from threading import Timer
 
 import pytest
@@ -20,6 +22,18 @@ settings.load_profile("suite")
 _OF_ONE_SYSTEM = tuple(f"tests/e2e/test_{name}.py::" for name in ("api", "golden", "system"))
 
 _LAST = pytest.StashKey[Timer]()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    directory = tmp_path / "mounted"
+    directory.mkdir()
+    command = ("mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory))
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=False, capture_output=True)
 
 
 class _Schedule(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types

@@ -110,20 +110,6 @@ async def test_a_directory_that_cannot_be_made_again_is_an_outage(
         assert tiers(it, IDS[3]) == [Tier.DRAM, Tier.DISK]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    directory = tmp_path / "mounted"
-    directory.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield directory
-    subprocess.run(["umount", "-l", str(directory)], check=False, capture_output=True)
-
-
 async def test_a_full_disk_is_one_warning_and_a_pause(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The worst case: the tier believes that there is room until the file system says otherwise."""
     directory = small_disk / "blocks"
