@@ -43,11 +43,11 @@ def _problem(scope: Scope) -> str | None:
     if not is_loopback(address):
         return None
     headers = Headers(scope=scope)
-    hosts, origin = headers.getlist("host"), headers.get("origin")
+    hosts, origins = headers.getlist("host"), headers.getlist("origin")
     allowed = AllowedHosts(address, st.get_option("server.allowedHosts"))
     if not all(allowed.allows(host) for host in hosts):
         return _FOREIGN_HOST
-    is_own = origin is None or origin in st.get_option("server.corsAllowedOrigins")
-    if scope["type"] == "websocket" and not (is_own or is_same_origin(str(origin), headers.get("host"))):
+    foreign = [origin for origin in origins if origin not in st.get_option("server.corsAllowedOrigins")]
+    if scope["type"] == "websocket" and not all(is_same_origin(origin, headers.get("host")) for origin in foreign):
         return _FOREIGN_ORIGIN
     return None

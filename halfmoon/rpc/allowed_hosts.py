@@ -6,13 +6,23 @@ server, but still sends the page's name as `Host`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from typing import NamedTuple
 
 from halfmoon.rpc.loopback import is_loopback
 
 _EVERY_INTERFACE = ("", "0.0.0.0", "::")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_MOST_PORT = 65_535
+# RFC 9110, 7.2: nothing may follow the bracket of an address but a port
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._~!$&'()*+;=%-]+))(?::([0-9]{0,5}))?")
+_ORIGIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+class _Address(NamedTuple):
+    name: str  # in lower case, without brackets
+    port: int | None
 
 
 class AllowedHosts:
@@ -34,12 +44,8 @@ class AllowedHosts:
 
 def host_name(host: str) -> str | None:
     """The name or address of a `Host` header in lower case, without port and brackets; None if it is not valid."""
-    try:
-        parts = urlsplit(f"//{host.strip()}")
-        is_bare = parts.netloc == host.strip() and "@" not in parts.netloc and parts.port != 0
-    except ValueError:
-        return None
-    return parts.hostname.removesuffix(".") if is_bare and parts.hostname else None
+    address = _address(host)
+    return address and address.name
 
 
 def is_same_origin(origin: str, host: str | None) -> bool:
@@ -47,10 +53,18 @@ def is_same_origin(origin: str, host: str | None) -> bool:
 
     The schemes are not compared: a proxy in front may speak https.
     """
-    try:
-        page = urlsplit(origin)
-        here = urlsplit(f"{page.scheme}://{host or ''}")
-        ports = [parts.port or _DEFAULT_PORTS.get(parts.scheme) for parts in (page, here)]
-    except ValueError:
+    parts = _ORIGIN.fullmatch(origin)
+    page, here = _address(parts[2] if parts else ""), _address(host or "")
+    if parts is None or page is None or here is None or page.name != here.name:
         return False
-    return page.hostname is not None and page.hostname == here.hostname and ports[0] == ports[1]
+    default = _DEFAULT_PORTS.get(parts[1].lower())
+    return (page.port or default) == (here.port or default)
+
+
+def _address(text: str) -> _Address | None:
+    parts = _HOST.fullmatch(text.strip())
+    if parts is None:
+        return None
+    port = int(parts[3]) if parts[3] else None
+    name = (parts[1] or parts[2].removesuffix(".")).lower()
+    return _Address(name, port) if name and port != 0 and (port or 0) <= _MOST_PORT else None

@@ -24,7 +24,7 @@ from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.scheduler import SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import StepResult
-from halfmoon.errors import Incompatible, NotFound
+from halfmoon.errors import InvalidRequest, NotFound
 from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
@@ -91,7 +91,7 @@ class SimulatedEngine:
             yield death
 
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
-        """See `AsyncEngine.add`. Raises Incompatible for requests that need a model."""
+        """See `AsyncEngine.add`. Raises InvalidRequest for requests that need a model."""
         _check_needs_no_model(request)
         self._core.add(request, None if on_kv is None else partial(self._put_on_link, request.request_id, on_kv))
         self._enter(request)
@@ -237,7 +237,10 @@ class SimulatedEngine:
 
 def _check_needs_no_model(request: EngineRequest) -> None:
     if request.sampling.constraint is not None:
-        raise Incompatible("a simulated worker cannot follow a structure: it has no model", param="constraint")
+        raise InvalidRequest(
+            "simulated workers cannot follow a structure: they have no model; leave response_format, structured_outputs "
+            "and forced tools out, or serve with real workers"
+        )
 
 
 def _note_death(task: asyncio.Task[None], death: asyncio.Future[BaseException]) -> None:

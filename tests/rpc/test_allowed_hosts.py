@@ -20,6 +20,12 @@ FOREIGN = (
     "localhost:port",
     "[::1",
     "localhost\tevil",
+    "[::1].evil.example",
+    "[::1]evil:8000",
+    "[::1]:8000.evil.example",
+    "[localhost]",
+    "localhost, evil.example",
+    "localhost:99999",
 )
 
 
@@ -66,6 +72,10 @@ def test_beyond_loopback_any_name_is_answered() -> None:
         ("null", None, False),
         ("", "localhost:8000", False),
         ("http://none", None, False),
+        ("http://[::1].evil:8000", "[::1]:8000", False),
+        ("http://localhost:8000/evil", "localhost:8000", False),
+        ("http://evil@localhost:8000", "localhost:8000", False),
+        ("http://localhost:8000, http://evil.example", "localhost:8000", False),
     ],
 )
 def test_which_page_is_of_the_same_server(origin: str, host: str | None, is_same: bool) -> None:

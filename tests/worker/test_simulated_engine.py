@@ -12,7 +12,7 @@ import pytest
 from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams, TokenOutput
 from halfmoon.engine.step_result import StepResult
-from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound
+from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
@@ -203,5 +203,5 @@ async def test_an_answer_of_one_token_has_nothing_to_decode() -> None:
 
 async def test_what_needs_a_model_is_refused() -> None:
     sampling = SamplingParams(5, constraint=Constraint("regex", "a"))
-    with pytest.raises(Incompatible):
+    with pytest.raises(InvalidRequest, match="response_format"):
         await Simulated().engine.add(request("r", 5, sampling=sampling))

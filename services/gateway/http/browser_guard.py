@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from aiohttp import hdrs, web
@@ -13,6 +14,7 @@ from services.gateway.http.operator_access import CONTROL_PREFIX
 _READS = frozenset(("GET", "HEAD", "OPTIONS"))
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 _JSON = "application/json"
+_ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 _MAX_SHOWN = 100  # characters
 
 
@@ -36,8 +38,11 @@ class BrowserGuard:
         self._origins = frozenset(allowed_origins)
 
     def check_host(self, request: web.Request) -> None:
-        """Raises ForeignHost, which ends DNS rebinding: a rebound page sends its own name."""
-        for host in request.headers.getall(hdrs.HOST, ()):
+        """Raises ForeignHost, which ends DNS rebinding: a rebound page sends its own name.
+
+        A target in absolute form, as proxies get it, has a host, too. Raises InvalidRequest for one that is no path.
+        """
+        for host in _hosts(request):
             if not self._hosts.allows(host):
                 raise ForeignHost(
                     f"this gateway does not answer to the Host {host[:_MAX_SHOWN]!r}: call it localhost or 127.0.0.1, "
@@ -54,16 +59,27 @@ class BrowserGuard:
             return
         is_json = request.content_type == _JSON
         is_control = request.path.startswith(CONTROL_PREFIX)
-        if (is_control or not is_json) and not self._may_write(request, is_control):
-            raise ForeignOrigin(
-                f"the page of {request.headers[hdrs.ORIGIN][:_MAX_SHOWN]!r} may not send this: name its origin in "
-                "gateway.allowed_origins (--allowed-origins of a gateway that is started alone)"
-            )
+        for origin in request.headers.getall(hdrs.ORIGIN, ()) if is_control or not is_json else ():
+            if not self._may_write(origin, request, is_control):
+                raise ForeignOrigin(
+                    f"the page of {origin[:_MAX_SHOWN]!r} may not send this: name its origin in "
+                    "gateway.allowed_origins (--allowed-origins of a gateway that is started alone)"
+                )
         if is_control and request.method in _WITH_BODY and not is_json:
             raise NotJson(f"the control API takes JSON only: send the header 'Content-Type: {_JSON}'")
 
-    def _may_write(self, request: web.Request, is_control: bool) -> bool:
-        origin = request.headers.get(hdrs.ORIGIN)
-        if origin is None or origin in self._origins or ("*" in self._origins and not is_control):
+    def _may_write(self, origin: str, request: web.Request, is_control: bool) -> bool:
+        if origin in self._origins or ("*" in self._origins and not is_control):
             return True
-        return is_same_origin(origin, request.headers.get(hdrs.HOST))
+        return is_same_origin(origin, next(iter(_hosts(request)), None))
+
+
+def _hosts(request: web.Request) -> list[str]:
+    """The hosts that a request is addressed to: that of a target in absolute form goes first (RFC 9112, 3.2.2)."""
+    target, named = request.raw_path, request.headers.getall(hdrs.HOST, ())
+    if target.startswith("/") or (target == "*" and request.method == "OPTIONS"):
+        return [*named]
+    absolute = _ABSOLUTE.match(target)
+    if absolute is None:
+        raise InvalidRequest("the request's target must be a path, such as /v1/models")
+    return [absolute[1], *named]

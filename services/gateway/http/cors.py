@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from aiohttp import hdrs, web
 
 from services.gateway.http.operator_access import CONTROL_PREFIX
+from services.gateway.http.rate_limits import LIMIT_HEADERS
 from services.gateway.http.request_ids import HEADER
 
 _METHODS = "GET, POST, OPTIONS"
 _MAX_AGE_S = "600"
+_EXPOSED = ", ".join((HEADER, hdrs.RETRY_AFTER, *LIMIT_HEADERS))
 
 
 class Cors:
@@ -38,12 +40,13 @@ class Cors:
         allowed = self._allowed(request)
         if allowed is not None:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = allowed
-            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = f"{HEADER}, Retry-After"
+            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _EXPOSED
 
     def _allowed(self, request: web.Request) -> str | None:
-        origin = request.headers.get(hdrs.ORIGIN)
-        if origin is None:
+        origins = request.headers.getall(hdrs.ORIGIN, ())
+        if len(origins) != 1:
             return None
+        origin = origins[0]
         if "*" in self._origins and not request.path.startswith(CONTROL_PREFIX):
             return "*"
         return origin if origin in self._origins else None

@@ -16,6 +16,8 @@ from services.gateway.http.api_keys import tenant_of
 
 LimitKind = Literal["requests", "tokens"]
 
+_KINDS: tuple[LimitKind, ...] = ("requests", "tokens")
+LIMIT_HEADERS = tuple(f"x-ratelimit-{what}-{kind}" for kind in _KINDS for what in ("limit", "remaining", "reset"))
 _UNLIMITED_PATHS = "/halfmoon/"  # the control API
 
 
@@ -66,8 +68,7 @@ class RateLimits:
         tenant, now_s = tenant_of(request), self._clock()
         if not tenant.name or request.path.startswith(_UNLIMITED_PATHS):
             return
-        kinds: tuple[LimitKind, ...] = ("requests", "tokens")
-        for kind in kinds:
+        for kind in _KINDS:
             bucket = self._bucket(tenant, kind, now_s)
             if bucket is not None:
                 response.headers[f"x-ratelimit-limit-{kind}"] = f"{bucket.per_minute:.0f}"

@@ -65,6 +65,8 @@ async def test_pages_of_other_origins(tmp_path: Path, allowed: tuple[str, ...], 
         status, headers, _ = await ask(fleet, "GET", "/v1/models", headers={"Origin": PAGE})
         assert (status, headers.get("Access-Control-Allow-Origin")) == (401, told)  # an error can be read, too
         assert headers["Vary"] == "Origin"
+        exposed = headers.get("Access-Control-Expose-Headers", "x-ratelimit-reset-tokens, Retry-After")
+        assert {"x-ratelimit-reset-tokens", "Retry-After"} <= set(exposed.split(", "))
         assert "Access-Control-Allow-Origin" not in (await ask(fleet, "GET", "/health"))[1]
 
 

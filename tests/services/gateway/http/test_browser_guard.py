@@ -59,6 +59,30 @@ async def test_two_hosts_are_both_checked(fleet: Fleet) -> None:
     assert (await raw(fleet, "GET", "/health", "Host: localhost", "Host: evil.example"))[0] in (400, 421)
 
 
+@pytest.mark.parametrize("host", ["[::1].evil.example", "[::1]evil:8000", "localhost, evil.example", "localhost:99999"])
+async def test_what_only_begins_like_loopback_is_foreign(fleet: Fleet, host: str) -> None:
+    assert (await raw(fleet, "GET", "/halfmoon/v1/requests", f"Host: {host}"))[0] in (400, 421)
+
+
+async def test_the_host_of_an_absolute_target_counts(fleet: Fleet) -> None:
+    for target in ("http://evil.example/halfmoon/v1/requests", "HTTP://evil.example:8000/v1/models"):
+        assert (await raw(fleet, "GET", target, "Host: localhost:8000"))[0] == 421
+        own = target.replace("evil.example", "localhost")
+        assert (await raw(fleet, "GET", own, "Host: localhost:8000"))[0] == 200
+        assert (await raw(fleet, "GET", own, "Host: evil.example"))[0] == 421
+    for target in ("ftp://localhost/v1/models", "localhost:8000"):
+        assert (await raw(fleet, "GET", target, "Host: localhost"))[0] in (400, 404)
+    page = ("Host: localhost:8000", "Origin: http://localhost:8000", "Content-Type: application/json")
+    assert (await raw(fleet, "PUT", f"http://localhost:1{CLASS}", *page, body="{}"))[0] == 403
+
+
+async def test_two_origins_are_both_checked(fleet: Fleet) -> None:
+    own = "Origin: http://localhost:8000"
+    for origins in ((own, f"Origin: {EVIL}"), (f"Origin: {EVIL}", own), (f"{own}, {EVIL}",)):
+        headers = ("Host: localhost:8000", *origins, "Content-Type: application/json")
+        assert (await raw(fleet, "PUT", CLASS, *headers, body="{}"))[0] in (400, 403), origins
+
+
 async def test_without_a_host_it_is_no_browser(fleet: Fleet) -> None:
     assert (await raw(fleet, "GET", "/health"))[0] in (200, 400)
 
