@@ -238,8 +238,8 @@ class SimulatedEngine:
 def _check_needs_no_model(request: EngineRequest) -> None:
     if request.sampling.constraint is not None:
         raise InvalidRequest(
-            "simulated workers cannot follow a structure: they have no model; leave response_format, structured_outputs "
-            "and forced tools out, or serve with real workers"
+            "simulated workers cannot follow a structure: they have no model; leave response_format, "
+            "structured_outputs and forced tools out, or serve with real workers"
         )
 
 

@@ -159,7 +159,7 @@ class GenerationEndpoints:
         self._reject_early(request, body, num_bytes, context_tokens)
         generation = await self._tokenize(request, body, num_bytes, context_tokens)
         if generation.constraint is not None:
-            await check_requested(generation.constraint, self._check_constraint)
+            await check_requested(generation.constraint, self._check_constraint, request.tenant.name)
         request.begin_outputs(generation, self._model)
         if repeat is None or not repeat.held:
             num_expected_tokens = self._early_rejection.expected_tokens(request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import OrderedDict
 from hashlib import sha256
@@ -12,10 +11,12 @@ from typing import Self
 from halfmoon.engine.request import Constraint
 from halfmoon.errors import InvalidRequest, ServiceFailed
 from services.gateway.constraints.check_process import CheckProcess
+from services.gateway.constraints.tenant_turns import TenantTurns
 
 log = logging.getLogger(__name__)
 
 _NUM_PROCESSES = 2
+_MOST_WAIT_S = 10.0  # for a process
 _MOST_RESULTS = 4_096
 _MOST_CHARS = 1 << 20
 
@@ -26,7 +27,7 @@ class ConstraintChecker:
     """Owns the processes that compile constraints, started when first needed, and the latest results."""
 
     def __init__(self) -> None:
-        self._turns = asyncio.Semaphore(_NUM_PROCESSES)
+        self._turns = TenantTurns(_NUM_PROCESSES)
         self._idle: list[CheckProcess] = []
         self._results: OrderedDict[_Key, str | None] = OrderedDict()
 
@@ -39,13 +40,16 @@ class ConstraintChecker:
         while self._idle:
             await self._idle.pop().end()
 
-    async def check(self, constraint: Constraint) -> None:
-        """Raises InvalidRequest, with the reason, for a constraint that cannot be used."""
+    async def check(self, constraint: Constraint, tenant: str) -> None:
+        """Raises InvalidRequest, with the reason, for a constraint that cannot be used.
+
+        Tenants take turns. Raises Unavailable if the tenant's does not come within ten seconds.
+        """
         if len(constraint.source) > _MOST_CHARS:
             raise InvalidRequest(f"it has more than {_MOST_CHARS} characters")
         key = constraint.kind, sha256(constraint.source.encode(errors="surrogatepass")).digest()
         if key not in self._results:
-            async with self._turns:
+            async with self._turns.turn(tenant, _MOST_WAIT_S):
                 if key not in self._results:
                     self._results[key] = await self._problem(constraint)
                     if len(self._results) > _MOST_RESULTS:

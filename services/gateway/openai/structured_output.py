@@ -94,8 +94,8 @@ class RequestedConstraint(NamedTuple):
         return Constraint(kind=_KINDS[self.constraint.kind], source=self.constraint.source)
 
 
-CheckConstraint = Callable[[engine.Constraint], Awaitable[None]]
-"""Raises InvalidRequest, with the reason, for a constraint that cannot be used."""
+CheckConstraint = Callable[[engine.Constraint, str], Awaitable[None]]
+"""Raises InvalidRequest, with the reason, for a constraint of a tenant that cannot be used."""
 
 
 def constraint_of(form: ResponseFormat | None, structured: StructuredOutputs | None) -> RequestedConstraint | None:
@@ -108,10 +108,10 @@ def constraint_of(form: ResponseFormat | None, structured: StructuredOutputs | N
     return RequestedConstraint(from_structured, "structured_outputs") if from_structured else None
 
 
-async def check_requested(requested: RequestedConstraint, check: CheckConstraint) -> None:
+async def check_requested(requested: RequestedConstraint, check: CheckConstraint, tenant: str) -> None:
     """Raises InvalidRequest, naming the parameter, for a constraint that cannot be used."""
     try:
-        await check(requested.constraint)
+        await check(requested.constraint, tenant)
     except InvalidRequest as error:
         reason, param = shortened(error.message, _MAX_REASON_CHARS), requested.param
         raise InvalidRequest(f"{param}: {reason}", param=param) from error

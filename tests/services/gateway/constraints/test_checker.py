@@ -38,26 +38,26 @@ async def test_a_constraint_that_kills_its_process_is_refused(
 ) -> None:
     async with ConstraintChecker() as checker:
         with pytest.raises(InvalidRequest, match="too complex"):
-            await checker.check(bad)
+            await checker.check(bad, "acme")
         assert deaths(caplog) == 1
-        await checker.check(GOOD)
+        await checker.check(GOOD, "acme")
         with pytest.raises(InvalidRequest, match="too complex"):
-            await checker.check(bad)
+            await checker.check(bad, "acme")
         assert deaths(caplog) == 1  # remembered
 
 
 async def test_a_process_that_checked_others_before_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
     async with ConstraintChecker() as checker:
-        await checker.check(GOOD)
+        await checker.check(GOOD, "acme")
         with pytest.raises(InvalidRequest, match="too complex"):
-            await checker.check(DEADLY)
+            await checker.check(DEADLY, "acme")
         assert deaths(caplog) == 2
 
 
 async def test_a_reason_that_repeats_a_long_source_is_cut() -> None:
     async with ConstraintChecker() as checker:
         with pytest.raises(InvalidRequest, match="invalid regex") as refusal:
-            await checker.check(Constraint("regex", "(" * 50_000 + "a" + ")" * 50_000))
+            await checker.check(Constraint("regex", "(" * 50_000 + "a" + ")" * 50_000), "acme")
         assert len(refusal.value.message) <= 2_000
 
 
@@ -65,9 +65,9 @@ async def test_a_refusal_has_its_reason_and_is_no_death(caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO)
     async with ConstraintChecker() as checker:
         with pytest.raises(InvalidRequest, match="nothing"):
-            await checker.check(Constraint("grammar", "start: nothing"))
+            await checker.check(Constraint("grammar", "start: nothing"), "acme")
         with pytest.raises(InvalidRequest, match="1048576"):
-            await checker.check(Constraint("regex", "a" * (1 << 20 | 1)))
+            await checker.check(Constraint("regex", "a" * (1 << 20 | 1)), "acme")
     assert deaths(caplog) == 0
 
 
@@ -80,16 +80,16 @@ async def test_a_process_that_gets_no_time_says_nothing_of_the_constraint() -> N
 
 async def test_equal_constraints_at_once_are_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
     async with ConstraintChecker() as checker:
-        results = await asyncio.gather(*(checker.check(DEADLY) for _ in range(8)), return_exceptions=True)
+        results = await asyncio.gather(*(checker.check(DEADLY, "acme") for _ in range(8)), return_exceptions=True)
         assert all(isinstance(result, InvalidRequest) for result in results)
     assert 1 <= deaths(caplog) <= 2
 
 
 async def test_who_leaves_ends_the_process() -> None:
     async with ConstraintChecker() as checker:
-        leaving = asyncio.create_task(checker.check(SLOW))
-        await checker.check(GOOD)  # in the other process
+        leaving = asyncio.create_task(checker.check(SLOW, "acme"))
+        await checker.check(GOOD, "acme")  # in the other process
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        await checker.check(GOOD)
+        await checker.check(GOOD, "acme")
