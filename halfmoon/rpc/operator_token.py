@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from halfmoon.rpc.api_keys import secret_of_file
-from halfmoon.rpc.credentials.sources import write_secret
+from halfmoon.rpc.credentials.sources import kept_text
 from halfmoon.rpc.loopback import is_loopback
 
 AUTHORIZATION_KEY = "authorization"  # gRPC metadata
@@ -46,9 +45,7 @@ def token_file(state_dir: Path) -> Path:
 def made_token(state_dir: Path) -> str:
     """The token of a state directory, made at the first call, readable by its owner alone. Raises InvalidRequest."""
     file = token_file(state_dir)
-    with suppress(FileExistsError):
-        if not file.exists():
-            write_secret(file, secrets.token_urlsafe(_TOKEN_BYTES))
+    kept_text(file, lambda: secrets.token_urlsafe(_TOKEN_BYTES))
     return secret_of_file(file, "operator_token")
 
 

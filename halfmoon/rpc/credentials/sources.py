@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,15 +78,20 @@ def _credential(role: ClusterRole, text: str | None, tls: IdentityFiles | None) 
     return replace(credential_from(text, role), tls=tls)
 
 
-def kept_secret(file: Path) -> str:
-    """The cluster secret in the file, which is made at the first call, readable by its owner alone.
+def kept_text(file: Path, make: Callable[[], str]) -> str:
+    """The secret in the file, which is made at the first call, readable by its owner alone.
 
     Of several processes at once, all get the secret of one. Raises InvalidRequest if the file cannot be used.
     """
     try:
-        return checked_secret(kept_private(file, lambda: f"{new_secret()}\n".encode()).decode())
+        return kept_private(file, lambda: f"{make()}\n".encode()).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the cluster secret cannot be kept in {file}: {error}") from error
+        raise InvalidRequest(f"a secret cannot be kept in {file}: {error}") from error
+
+
+def kept_secret(file: Path) -> str:
+    """The cluster secret in the file; see `kept_text`."""
+    return checked_secret(kept_text(file, new_secret))
 
 
 def state_secret(state_dir: Path) -> str:
