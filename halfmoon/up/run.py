@@ -7,17 +7,16 @@ import json
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiohttp
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+from rich.progress import Progress
 
 from halfmoon.background import running
 from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_errors
@@ -32,10 +31,21 @@ from halfmoon.rpc.credentials.sources import (
 )
 from halfmoon.rpc.descriptors import raise_descriptor_limit
 from halfmoon.rpc.loopback import is_loopback
-from halfmoon.rpc.operator_token import made_token, token_file
+from halfmoon.rpc.operator_token import made_token
 from halfmoon.rpc.private_files import PRIVATE_UMASK, make_private
+from halfmoon.up.announcements import (
+    WeightsProgress,
+    print_change,
+    print_event,
+    print_ignored,
+    print_ready,
+    print_restart,
+    print_stopping,
+    print_trouble,
+    progress_bars,
+)
 from halfmoon.up.certificates import RoleCertificates
-from halfmoon.up.child import Child, ServiceSpec, children_ready
+from halfmoon.up.child import ServiceSpec, children_ready
 from halfmoon.up.fleet import WorkerFleet
 from halfmoon.up.fleet_diff import WorkerChange
 from halfmoon.up.fleet_servicer import fleet_address, fleet_server
@@ -49,14 +59,12 @@ from halfmoon.up.service_specs import (
     WorkerSpec,
     WorkerStart,
     gateway_spec,
-    http_url,
     other_specs,
-    simulated_workers,
     traced,
     trusted,
     worker_spec,
 )
-from halfmoon.up.simulated import ignored_settings, simulated_model
+from halfmoon.up.simulated import simulated_model
 from halfmoon.up.stores import idle_directories, remember_stores
 from halfmoon.up.supervisor import Supervisor
 
@@ -71,12 +79,12 @@ async def up(options: UpOptions, terminal: Console) -> None:
     raise_descriptor_limit()
     _open_state_dir(options.state_dir, terminal)
     stopping = asyncio.Event()
-    with _bars(terminal) as bars:
+    with progress_bars(terminal) as bars:
         supervisor = Supervisor(
             options.state_dir / "logs",
-            partial(_on_event, terminal, _Display(bars)),
-            partial(_print_restart, terminal),
-            partial(_print_trouble, terminal),
+            partial(print_event, terminal, WeightsProgress(bars)),
+            partial(print_restart, terminal),
+            partial(print_trouble, terminal),
             options.log_limits,
         )
 
@@ -93,7 +101,7 @@ async def up(options: UpOptions, terminal: Console) -> None:
                 await asyncio.wait({stop, run}, return_when=asyncio.FIRST_COMPLETED)
                 if run.done():
                     await run
-                _print_stopping(options, terminal)
+                print_stopping(options, terminal)
         finally:
             await supervisor.stop()
 
@@ -105,7 +113,7 @@ def _open_state_dir(directory: Path, terminal: Console) -> None:
         raise InvalidRequest(f"--state-dir {directory} cannot be made: {error.strerror}") from error
     num_changed = make_private(directory)
     if num_changed:
-        _print_trouble(terminal, f"other users could read {num_changed} files in {directory}; they are private now")
+        print_trouble(terminal, f"other users could read {num_changed} files in {directory}; they are private now")
 
 
 class _Started(NamedTuple):
@@ -128,7 +136,7 @@ async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, ba
             starting = group.create_task(_start(options, supervisor, terminal, bars, ports, fleet))
             group.create_task(supervisor.until_one_ends())
             started = await starting
-            group.create_task(started.certificates.renew(partial(_print_trouble, terminal)))
+            group.create_task(started.certificates.renew(partial(print_trouble, terminal)))
             if options.simulation is None:
                 group.create_task(_change_workers(started, fleet, supervisor, terminal))
 
@@ -139,7 +147,7 @@ async def _start(
     model = await prepared_model(options.model, terminal)
     model = replace(model, name=options.model_name or model.name)
     if options.simulation is not None:
-        _print_ignored(options, terminal)
+        print_ignored(options, terminal)
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
     stores, planner = [ports.address() for _ in range(options.store.num_stores)], ports.address()
     is_generated = options.operator_token is None
@@ -153,7 +161,7 @@ async def _start(
     specs = [trusted(traced(spec, options), secret, certificates) for spec in specs]
     ready = await children_ready([await supervisor.start(spec) for spec in specs])
     cluster = ",".join(event["address"] for event in ready)
-    on_trouble = partial(_print_trouble, terminal)
+    on_trouble = partial(print_trouble, terminal)
     metrics = MetricsTargets(options.state_dir, options.metrics_port, ports, on_trouble)
     wanted = other_specs(options, model, cluster, stores, planner, fleet)
     specs = [metrics.opened(trusted(traced(spec, options), secret, certificates)) for spec in wanted]
@@ -168,7 +176,7 @@ async def _start(
     is_closed = await _until_healthy(url)
     metrics.write(url, specs)
     bars.stop()
-    _print_ready(options, terminal, url, model.name, others, is_told=is_generated and is_closed)
+    print_ready(options, terminal, url, model.name, others, is_told=is_generated and is_closed)
     return _Started(options, model, secret, certificates, cluster, stores, specs, metrics, url)
 
 
@@ -182,7 +190,7 @@ async def _change_workers(started: _Started, address: str, supervisor: Superviso
 
     def changed(change: asyncio.Task[WorkerChange]) -> None:
         metrics.write(url, (*others, *fleet.workers))
-        _print_change(terminal, change)
+        print_change(terminal, change)
 
     others = [spec for spec in specs if not isinstance(spec, WorkerSpec)]
     workers = [spec for spec in specs if isinstance(spec, WorkerSpec)]
@@ -253,97 +261,6 @@ async def _until_healthy(url: str) -> bool:
                 if statuses[0] == 200:
                     return statuses[1] == 401
             await asyncio.sleep(_HEALTH_POLL_S)
-
-
-def _print_ready(
-    options: UpOptions, terminal: Console, url: str, name: str, others: list[Child], *, is_told: bool
-) -> None:
-    """Prints where the system answers, and where the operator token is if it `is_told`."""
-    if any(child.spec.name == "console" for child in others):
-        terminal.print(f"console: {http_url(options, options.console_port)}", highlight=False)
-    if is_told:
-        where = f"operator token of console and control API: in {token_file(options.state_dir)}"
-        terminal.print(where, highlight=False, markup=False, soft_wrap=True)
-    terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
-    terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
-    body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'
-    key = " -H 'Authorization: Bearer KEY'" if options.console_key else ""
-    command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-    terminal.print(command, highlight=False, markup=False, soft_wrap=True)
-
-
-def _print_ignored(options: UpOptions, terminal: Console) -> None:
-    """Prints one line on what simulated workers do not take from the settings or the plan."""
-    simulation = options.simulation
-    assert simulation is not None
-    ignored = ignored_settings([arguments for _, arguments in simulated_workers(options)])
-    if not ignored and not options.is_planned:
-        return
-    subject = f"simulated workers ignore {', '.join(ignored)}; their" if ignored else "simulated workers'"
-    instead = f" (--sim-profile {simulation.profile}), not the plan's" if options.is_planned else ""
-    text = f"halfmoon: {subject} latency and memory are those of the profile{instead}"
-    terminal.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-def _print_restart(terminal: Console, why: str, wait_s: float) -> None:
-    when = f" in {wait_s:g} s" if wait_s else ""
-    terminal.print(
-        f"halfmoon: {why}\nStarting it again{when}.", style="yellow", markup=False, highlight=False, soft_wrap=True
-    )
-
-
-def _on_event(terminal: Console, display: _Display, service: str, event: dict[str, Any]) -> None:
-    if event.get("event") == "service.killed":
-        _print_restart(terminal, f"{service} {event['reason']}", 0.0)
-    display.on_event(service, event)
-
-
-def _print_trouble(terminal: Console, sentence: str) -> None:
-    terminal.print(f"halfmoon: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-def _print_stopping(options: UpOptions, terminal: Console) -> None:
-    text = "halfmoon is stopping"
-    if options.drain_s:
-        text += f": running answers have {options.drain_s:g} s to finish; Ctrl-C again ends it at once"
-    terminal.print(text, highlight=False, soft_wrap=True)
-
-
-def _print_change(terminal: Console, change: asyncio.Task[WorkerChange]) -> None:
-    if change.cancelled():
-        return
-    error = change.exception()
-    text = f"changing the workers failed, the old ones keep serving: {error}" if error else _now(change.result())
-    terminal.print(f"halfmoon: {text}", style="red" if error else None, markup=False, highlight=False, soft_wrap=True)
-
-
-def _now(change: WorkerChange) -> str:
-    counts = Counter(role for role, _ in change.then)
-    workers = ", ".join(f"{count} {role}" for role, count in sorted(counts.items()))
-    return f"now {workers} workers serve, as planned"
-
-
-def _bars(terminal: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    return Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
-
-
-class _Display:
-    """Owns the progress bars, one for each service that loads weights."""
-
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
-
-    def on_event(self, service: str, event: dict[str, Any]) -> None:
-        """Advances a bar on a child's log event."""
-        if event.get("event") == "weights.progress":
-            self._advance(f"{service}: weights", int(event["done_bytes"]), int(event["total_bytes"]))
-
-    def _advance(self, title: str, done: int, total: int) -> None:
-        if title not in self._tasks:
-            self._tasks[title] = self._bars.add_task(title)
-        self._bars.update(self._tasks[title], completed=done, total=total)
 
 
 def run_up(options: UpOptions, terminal: Console) -> int:

@@ -14,8 +14,9 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from halfmoon.rpc.operator_token import kept_token, made_token
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
+from halfmoon.up.announcements import print_ready
 from halfmoon.up.certificates import RoleCertificates
-from halfmoon.up.run import _print_ready, cluster_secret, with_operator_token
+from halfmoon.up.run import cluster_secret, with_operator_token
 from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs, trusted
 from halfmoon.up.simulated import SimulatedWorkers, simulated_model
 from halfmoon.up.stores import StoreOptions, known_stores, remember_stores
@@ -256,6 +257,6 @@ def test_where_the_operator_token_is_is_told_and_not_the_token(
     is_told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = UpOptions(operator_token="hush", state_dir=Path("/s"))
-    _print_ready(options, Console(), "http://x:1", "m", [], is_told=is_told)
+    print_ready(options, Console(), "http://x:1", "m", [], is_told=is_told)
     said = capsys.readouterr().out
     assert ("in /s/operator_token" in said, "hush" in said) == (is_told, False)

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
+from halfmoon.up.announcements import print_ignored
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import Override, parse_config, read_config
-from halfmoon.up.run import _print_ignored
 from halfmoon.up.service_specs import PreparedModel, UpOptions, other_specs
 from halfmoon.up.simulated import SimulatedWorkers, ignored_settings
 
@@ -44,7 +44,7 @@ def limits(process: dict[str, str]) -> list[str | None]:
 
 def said(options: UpOptions) -> Sequence[str]:
     terminal = Console(file=io.StringIO(), width=80)
-    _print_ignored(options, terminal)
+    print_ignored(options, terminal)
     text: str = terminal.file.getvalue()  # type: ignore[attr-defined]
     return text.splitlines()
 

@@ -1,0 +1,113 @@
+"""What `halfmoon up` prints: where the system answers, what goes wrong, and bars while weights are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+from halfmoon.rpc.operator_token import token_file
+from halfmoon.up.child import Child
+from halfmoon.up.fleet_diff import WorkerChange
+from halfmoon.up.service_specs import UpOptions, http_url, simulated_workers
+from halfmoon.up.simulated import ignored_settings
+
+
+def print_ready(
+    options: UpOptions, terminal: Console, url: str, name: str, others: list[Child], *, is_told: bool
+) -> None:
+    """Prints where the system answers, and where the operator token is if it `is_told`."""
+    if any(child.spec.name == "console" for child in others):
+        terminal.print(f"console: {http_url(options, options.console_port)}", highlight=False)
+    if is_told:
+        where = f"operator token of console and control API: in {token_file(options.state_dir)}"
+        terminal.print(where, highlight=False, markup=False, soft_wrap=True)
+    terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
+    terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
+    body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'
+    key = " -H 'Authorization: Bearer KEY'" if options.console_key else ""
+    command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    terminal.print(command, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_ignored(options: UpOptions, terminal: Console) -> None:
+    """Prints one line on what simulated workers do not take from the settings or the plan."""
+    simulation = options.simulation
+    assert simulation is not None
+    ignored = ignored_settings([arguments for _, arguments in simulated_workers(options)])
+    if not ignored and not options.is_planned:
+        return
+    subject = f"simulated workers ignore {', '.join(ignored)}; their" if ignored else "simulated workers'"
+    instead = f" (--sim-profile {simulation.profile}), not the plan's" if options.is_planned else ""
+    text = f"halfmoon: {subject} latency and memory are those of the profile{instead}"
+    terminal.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_restart(terminal: Console, why: str, wait_s: float) -> None:
+    """Prints why a service ended, and when it is started again."""
+    when = f" in {wait_s:g} s" if wait_s else ""
+    terminal.print(
+        f"halfmoon: {why}\nStarting it again{when}.", style="yellow", markup=False, highlight=False, soft_wrap=True
+    )
+
+
+def print_event(terminal: Console, display: WeightsProgress, service: str, event: dict[str, Any]) -> None:
+    """Shows a service's log event, if it is one for the user."""
+    if event.get("event") == "service.killed":
+        print_restart(terminal, f"{service} {event['reason']}", 0.0)
+    display.on_event(service, event)
+
+
+def print_trouble(terminal: Console, sentence: str) -> None:
+    """Prints what does not end the system."""
+    terminal.print(f"halfmoon: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_stopping(options: UpOptions, terminal: Console) -> None:
+    """Prints that the system ends, and how long that may take."""
+    text = "halfmoon is stopping"
+    if options.drain_s:
+        text += f": running answers have {options.drain_s:g} s to finish; Ctrl-C again ends it at once"
+    terminal.print(text, highlight=False, soft_wrap=True)
+
+
+def print_change(terminal: Console, change: asyncio.Task[WorkerChange]) -> None:
+    """Prints which workers serve after a change, or why it failed."""
+    if change.cancelled():
+        return
+    error = change.exception()
+    text = f"changing the workers failed, the old ones keep serving: {error}" if error else _now(change.result())
+    terminal.print(f"halfmoon: {text}", style="red" if error else None, markup=False, highlight=False, soft_wrap=True)
+
+
+def _now(change: WorkerChange) -> str:
+    counts = Counter(role for role, _ in change.then)
+    workers = ", ".join(f"{count} {role}" for role, count in sorted(counts.items()))
+    return f"now {workers} workers serve, as planned"
+
+
+def progress_bars(terminal: Console) -> Progress:
+    """Returns bars that go when they are done; none are shown where the terminal is a file."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    return Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
+
+
+class WeightsProgress:
+    """Owns the progress bars, one for each service that loads weights."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def on_event(self, service: str, event: dict[str, Any]) -> None:
+        """Advances a bar on a child's log event."""
+        if event.get("event") == "weights.progress":
+            self._advance(f"{service}: weights", int(event["done_bytes"]), int(event["total_bytes"]))
+
+    def _advance(self, title: str, done: int, total: int) -> None:
+        if title not in self._tasks:
+            self._tasks[title] = self._bars.add_task(title)
+        self._bars.update(self._tasks[title], completed=done, total=total)
