@@ -71,9 +71,11 @@ class AsyncEngine:
             order = replace(order, on_progress=self._thread.on_loop(order.on_progress))
         await self._call_or_cancel(partial(self.engine.add, request, self._on_loop(on_kv), order), request.request_id)
 
-    async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
+    async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
         """Calls `Engine.reserve`; `on_kv` is called on the loop. Cancelling the wait cancels the reservation."""
-        await self._call_or_cancel(partial(self.engine.reserve, request, self._on_loop(on_kv)), request.request_id)
+        return await self._call_or_cancel(
+            partial(self.engine.reserve, request, self._on_loop(on_kv)), request.request_id
+        )
 
     async def start(self, request_id: str, first_token_id: int) -> None:
         """Calls `Engine.start`."""
@@ -184,20 +186,21 @@ class AsyncEngine:
         self.check_open()
         return await self._loop.run_in_executor(self._copies, call)
 
-    async def _call_or_cancel(self, call: Callable[[], None], request_id: str) -> None:
+    async def _call_or_cancel(self, call: Callable[[], T], request_id: str) -> T:
         admitted = False  # read and written only on the engine thread
 
-        def admit() -> None:
+        def admit() -> T:
             nonlocal admitted
-            call()
+            result = call()
             admitted = True
+            return result
 
         def undo() -> None:
             if admitted:  # otherwise the id may belong to another request
                 self.engine.cancel(request_id)
 
         try:
-            await self._thread.call(admit)
+            return await self._thread.call(admit)
         except asyncio.CancelledError:
             self._thread.put(undo)
             raise

@@ -61,7 +61,7 @@ class Engine(EngineCore):
         """Writes canonical KV bytes `[layers, 2, kv_heads, num_tokens, head_dim]` of a reserved request.
 
         May run on any thread. Raises NotFound for a request that is not, or no longer, reserved, InvalidRequest for a
-        wrong size or range.
+        wrong size or range, or tokens that `reserve` found here.
         """
         self._kv.write(self.find(request_id), layer_start, layer_end, token_start, num_tokens, payload)
 

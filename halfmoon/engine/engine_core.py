@@ -84,11 +84,12 @@ class EngineCore:
         self._scheduler.add(sequence)
         self._restores.tell(sequence)
 
-    def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
-        """Reserves blocks for a request whose KV comes from another worker: `kv_write` all of it, then `start`.
+    def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
+        """Reserves blocks for a request whose KV comes from another worker.
 
-        `on_kv` is called, on this thread, if the request ends before it is started. Raises InvalidRequest if it can
-        never run here, and NoCapacity if there is no room now.
+        Returns how many of its leading tokens the prefix cache has, which stay until it ends: `kv_write` all the
+        others, then `start`. `on_kv` is called, on this thread, if the request ends before it is started. Raises
+        InvalidRequest if it can never run here, and NoCapacity if there is no room now.
         """
         sequence = self._admit(request)
         try:
@@ -98,6 +99,7 @@ class EngineCore:
             raise NoCapacity(error.message, retry_after_ms=self._retry_after_ms()) from None
         if on_kv is not None:
             self._kv_watch.add(request.request_id, on_kv)
+        return sequence.num_cached
 
     def start(self, request_id: str, first_token_id: int) -> None:
         """Moves a reserved request, whose KV is complete, to the running batch.

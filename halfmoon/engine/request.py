@@ -71,6 +71,7 @@ class EngineRequest:
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     prefill_only: bool = False
+    held_tokens: int = 0  # leading tokens whose KV the reader of a prefill-only request has already
     priority: int = 0  # smaller runs first
     arrival_s: float = 0.0
     tenant_salt: bytes = b""  # requests with the same salt share prefixes

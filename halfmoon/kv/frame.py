@@ -34,7 +34,7 @@ from halfmoon.kv.codec import Codec, Shape
 from halfmoon.kv.device_bytes import DeviceBytes, KVSource
 from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
 
-VERSION = 3
+VERSION = 4
 HEADER_BYTES = 64
 TRANSFER_ID_BYTES = 16
 MAX_PAYLOAD_BYTES = 2 << 20  # a raw gRPC stream is fastest at 1 MiB and above; control bodies obey the limit, too

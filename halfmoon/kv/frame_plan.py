@@ -41,15 +41,17 @@ class Written(NamedTuple):
 class FramePlan:
     """Owns what has been sent of one sequence's KV: the leading tokens of each layer, and runs that were sent ahead.
 
-    Computed KV is sent from front to back; loaded KV is sent as it arrives, and the front skips it later.
+    Computed KV is sent from front to back; loaded KV is sent as it arrives, and the front skips it later. The first
+    `held_tokens` are never sent: the receiver has them.
     """
 
-    def __init__(self, layout: KVLayout, num_tokens: int) -> None:
+    def __init__(self, layout: KVLayout, num_tokens: int, held_tokens: int = 0) -> None:
         self._layout = layout
         self._num_tokens = num_tokens
         self._sent = [0] * layout.num_layers  # leading tokens of each layer
-        self._ahead: list[tuple[int, int]] = []  # runs of tokens that are, or were, sent ahead of the front
-        self._due: deque[KVRange] = deque()  # their frames
+        self._ahead = [(0, held_tokens)] if held_tokens else []  # runs of tokens that the front skips: held or sent
+        self._due: deque[KVRange] = deque()  # frames of loaded runs
+        self._skip()
 
     @property
     def is_done(self) -> bool:
@@ -93,7 +95,7 @@ class FramePlan:
         self._skip()
 
     def _here(self, layer: int, written: Written) -> int:
-        """How far the front of a layer can advance: to the first token that is unwritten or sent ahead."""
+        """How far the front of a layer can advance: to the first token that is unwritten, or sent ahead."""
         ahead = min((start for start, _ in self._ahead if start >= self._sent[layer]), default=self._num_tokens)
         return min(written.num_tokens_of(layer), ahead)
 
@@ -106,7 +108,7 @@ class FramePlan:
         self._skip()
 
     def _skip(self) -> None:
-        """Moves the front of each layer past runs that are sent ahead."""
+        """Moves the front of each layer past runs that are held or sent ahead."""
         ends = dict(self._ahead)
         for layer, sent in enumerate(self._sent):
             while sent in ends:

@@ -1,8 +1,9 @@
-"""The bodies of OPEN and ACCEPT: which transports the sender offers, and which one the receiver chooses. Sans-IO.
+"""The bodies of OPEN and ACCEPT: the transports that the sender offers, the one that the receiver chooses, and what it
+already holds. Sans-IO.
 
     OPEN    the offers, best first: name and parameters of each; then what the transfer is for
     ACCEPT  the chosen transport; then the offers that were declined, each with the reason; then how long OPEN took at
-            the receiver, in microseconds (4 bytes)
+            the receiver, in microseconds (4 bytes); then how many leading tokens of OPEN's range it holds (4 bytes)
 
 `grpc`, with payloads inside the messages, is never offered: it is the fallback.
 
@@ -25,7 +26,7 @@ INLINE = "grpc"  # the transport that always works
 MAX_OFFERS = 8
 
 _LENGTHS = struct.Struct("<BH")
-_TAKEN_US = struct.Struct("<I")
+_COUNTS = struct.Struct("<II")
 _MAX_TAKEN_US = (1 << 32) - 1
 
 
@@ -38,12 +39,13 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class TransportChoice:
-    """The receiver's decision: the transport's name, and why the offers before it were declined."""
+class Acceptance:
+    """The receiver's answer to OPEN: the transport's name, and why the offers before it were declined."""
 
     name: str
     declined: tuple[tuple[str, str], ...] = ()  # (transport, reason)
     taken_us: int = 0  # from OPEN's arrival to this answer; the rest of the sender's wait is the round trip
+    held_tokens: int = 0  # leading tokens of the range that the receiver has: all but these are sent
 
 
 def encode_open(offers: Sequence[Offer], body: bytes) -> bytes:
@@ -57,21 +59,21 @@ def decode_open(payload: KVBytes) -> tuple[tuple[Offer, ...], bytes]:
     return tuple(Offer(name, value) for name, value in entries), body
 
 
-def encode_choice(choice: TransportChoice) -> bytes:
+def encode_accept(acceptance: Acceptance) -> bytes:
     """The payload of ACCEPT."""
-    entries = [(choice.name, b""), *((name, reason.encode()[:500]) for name, reason in choice.declined)]
-    return _encode(entries) + _TAKEN_US.pack(min(choice.taken_us, _MAX_TAKEN_US))
+    entries = [(acceptance.name, b""), *((name, reason.encode()[:500]) for name, reason in acceptance.declined)]
+    return _encode(entries) + _COUNTS.pack(min(acceptance.taken_us, _MAX_TAKEN_US), acceptance.held_tokens)
 
 
-def decode_choice(payload: KVBytes) -> TransportChoice:
+def decode_accept(payload: KVBytes) -> Acceptance:
     """Parses an ACCEPT payload. Raises InvalidRequest if it is malformed."""
     entries, rest = _decode(payload)
     if not entries:
         raise InvalidRequest("an ACCEPT frame must name the transport")
-    if len(rest) != _TAKEN_US.size:
-        raise InvalidRequest("an ACCEPT frame must say how long its OPEN took")
+    if len(rest) != _COUNTS.size:
+        raise InvalidRequest("an ACCEPT frame must say how long its OPEN took, and how many tokens are held")
     declined = tuple((name, value.decode(errors="replace")) for name, value in entries[1:])
-    return TransportChoice(entries[0][0], declined, _TAKEN_US.unpack(rest)[0])
+    return Acceptance(entries[0][0], declined, *_COUNTS.unpack(rest))
 
 
 def _encode(entries: Sequence[tuple[str, bytes]]) -> bytes:

@@ -4,17 +4,19 @@
 Carrying out an effect (reserving memory, copying bytes, starting to decode) is up to the shell. The law is the table
 below; a frame that it does not allow is the sender's error and ends the transfer.
 
-    state      OPEN      RENEW   DATA    COMMIT                 ABORT   what it answers
-    fresh      opened    -       -       -                      -
-    opened     -         opened  opened  committed, if covered  closed  ACCEPT, once; CREDIT, for each DATA once
-    committed  -         -       -       -                      -       DONE, once
+    state      OPEN      RENEW    DATA    COMMIT                 ABORT   what it answers
+    fresh      opening   -        -       -                      -
+    opening    -         opening  -       -                      closed  ACCEPT, once: opened
+    opened     -         opened   opened  committed, if covered  closed  CREDIT, for each DATA once
+    committed  -         -        -       -                      -       DONE, once
 
+ACCEPT says how many leading tokens are held already. Only the others may arrive, and all of them must.
 The sender's side of the same law is `kv.sender`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from halfmoon.errors import Cancelled, DataLoss, Incompatible, InvalidRequest
@@ -22,13 +24,14 @@ from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.device_bytes import DeviceBytes
 from halfmoon.kv.frame import Frame, FrameKind, KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVDtype, KVLayout
-from halfmoon.kv.negotiation import Offer, TransportChoice, decode_open, encode_choice
+from halfmoon.kv.negotiation import Acceptance, Offer, decode_open, encode_accept
 from halfmoon.kv.sender import credit_body
 
-State = Literal["fresh", "opened", "committed", "closed"]
+State = Literal["fresh", "opening", "opened", "committed", "closed"]
 
 _ALLOWED: dict[State, frozenset[FrameKind]] = {
     "fresh": frozenset({FrameKind.OPEN}),
+    "opening": frozenset({FrameKind.RENEW, FrameKind.ABORT}),
     "opened": frozenset({FrameKind.RENEW, FrameKind.DATA, FrameKind.COMMIT, FrameKind.ABORT}),
     "committed": frozenset(),
     "closed": frozenset(),
@@ -37,7 +40,7 @@ _ALLOWED: dict[State, frozenset[FrameKind]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Make room for `range`; `body` says what for. Answer `accept`, or fail the call."""
+    """Make room for `range`; `body` says what for. Answer `accept`, with the tokens already here, or fail the call."""
 
     range: KVRange
     body: bytes
@@ -74,7 +77,7 @@ Effect = Reserve | Write | WriteFromDevice | Commit
 
 
 class Coverage:
-    """Owns which (layer, head, token) cells have arrived. Each may arrive once.
+    """Owns which (layer, head, token) cells have arrived. Each may arrive once. `whole` may have no tokens.
 
     Memory grows with the number of frames that arrived, never with the number of cells, which the sender chooses.
     """
@@ -127,10 +130,14 @@ class TransferReceiver:
         self._next_answer = 0
         self._coverage = Coverage(KVRange())
 
-    def accept(self, choice: TransportChoice) -> Frame:
-        """The answer to OPEN, once there is room."""
-        assert self.state == "opened"
-        return self._answer(FrameKind.ACCEPT, encode_choice(choice))
+    def accept(self, acceptance: Acceptance) -> Frame:
+        """The answer to OPEN, once there is room. Frames of the tokens that are held will be refused."""
+        assert self.state == "opening"
+        whole, held = self._coverage.whole, acceptance.held_tokens
+        assert 0 <= held <= whole.num_tokens, "more tokens are held than were offered"
+        rest = replace(whole, token_start=whole.token_start + held, num_tokens=whole.num_tokens - held)
+        self.state, self._coverage = "opened", Coverage(rest)
+        return self._answer(FrameKind.ACCEPT, encode_accept(acceptance))
 
     def credit(self, *sequences: int) -> Frame:
         """The answer to the DATA frames with these numbers: their payloads are no longer read."""
@@ -187,7 +194,7 @@ class TransferReceiver:
         everything = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, 1 << 32)
         frame.range.check_within(everything)
         offers, body = decode_open(frame.payload)
-        self.state, self.transfer_id, self._fingerprint = "opened", frame.transfer_id, frame.layout_fingerprint
+        self.state, self.transfer_id, self._fingerprint = "opening", frame.transfer_id, frame.layout_fingerprint
         self._coverage = Coverage(frame.range)
         return Reserve(frame.range, body, offers)
 

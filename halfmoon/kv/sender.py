@@ -7,7 +7,7 @@ not allow is the receiver's error and ends the transfer.
     state       ACCEPT  CREDIT                       DONE                       the sender may
     fresh       -       -                            -                          open
     opening     opened  -                            -                          renew
-    opened      -       opened, of uncredited ones   -                          renew, data, commit
+    opened      -       opened, of uncredited ones   -                          renew, data of what is not held, commit
     committing  -       committing, as above         done, if all is credited   -
     done        -       -                            -                          -
 """
@@ -24,6 +24,7 @@ from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import DeviceBytes, KVSource
 from halfmoon.kv.frame import Frame, FrameKind, KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
+from halfmoon.kv.negotiation import Acceptance, decode_accept
 
 State = Literal["fresh", "opening", "opened", "committing", "done"]
 
@@ -44,20 +45,30 @@ def credit_body(sequences: Iterable[int]) -> bytes:
 
 
 class TransferSending:
-    """Owns the protocol state of one outgoing transfer: its numbering, and which frames are not credited yet."""
+    """Owns the protocol state of one outgoing transfer: its numbering, and which frames are not credited yet.
+
+    `acceptance` is the receiver's, once ACCEPT has arrived.
+    """
 
     def __init__(self, layout: KVLayout, transfer_id: bytes) -> None:
         self.state: State = "fresh"
         self.transfer_id = transfer_id
+        self.acceptance: Acceptance | None = None
+        self._whole = KVRange()
         self._fingerprint = layout.fingerprint()
         self._sequence = 0
         self._next_answer = 0
         self._uncredited: set[int] = set()
 
+    @property
+    def held_tokens(self) -> int:
+        """Leading tokens that the receiver holds, so that they must not be sent; 0 before ACCEPT."""
+        return 0 if self.acceptance is None else self.acceptance.held_tokens
+
     def open(self, whole: KVRange, payload: bytes) -> Frame:
         """The OPEN frame: reserves room for `whole`."""
         assert self.state == "fresh"
-        self.state = "opening"
+        self.state, self._whole = "opening", whole
         return self._frame(FrameKind.OPEN, whole, payload)
 
     def renew(self) -> Frame:
@@ -66,8 +77,9 @@ class TransferSending:
         return self._frame(FrameKind.RENEW)
 
     def data(self, part: KVRange, payload: KVSource, codec: Codec = Codec.RAW) -> Frame:
-        """A DATA frame with the KV of `part`."""
+        """A DATA frame with the KV of `part`, none of which the receiver holds."""
         assert self.state == "opened", "nothing may be sent before ACCEPT or after COMMIT"
+        assert part.token_start >= self._whole.token_start + self.held_tokens, "the receiver holds these tokens"
         self._uncredited.add(self._sequence)
         if isinstance(payload, DeviceBytes):
             return replace(self._frame(FrameKind.DATA, part, codec=codec), device=payload)
@@ -94,7 +106,7 @@ class TransferSending:
         self._next_answer += 1
         match answer.kind:
             case FrameKind.ACCEPT:
-                self.state = "opened"
+                self._accept(decode_accept(answer.payload))
             case FrameKind.CREDIT:
                 return self._credited(answer.payload)
             case _:
@@ -102,6 +114,11 @@ class TransferSending:
                     raise Incompatible(f"the receiver is done without having taken {len(self._uncredited)} frames")
                 self.state = "done"
         return []
+
+    def _accept(self, acceptance: Acceptance) -> None:
+        if acceptance.held_tokens > self._whole.num_tokens:
+            raise Incompatible(f"the receiver holds {acceptance.held_tokens} of {self._whole.num_tokens} tokens")
+        self.state, self.acceptance = "opened", acceptance
 
     def _credited(self, body: KVBytes) -> list[int]:
         if not body or memoryview(body).nbytes % _CREDITED.size:

@@ -181,6 +181,7 @@ class Phase(_message.Message):
     start_s: _builtins.float
     end_s: _builtins.float
     num_tokens: _builtins.int
+    """transfer: tokens whose KV was sent"""
     planned_tokens: _builtins.int
     """restore: tokens that were to be loaded"""
     num_bytes: _builtins.int
@@ -210,10 +211,13 @@ class HandedOver(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
+    HELD_TOKENS_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
     """as encoded"""
     transfer_s: _builtins.float
     """from the first token to the decode worker's DONE"""
+    held_tokens: _builtins.int
+    """leading tokens that the decode worker had already: their KV was not sent"""
     @_builtins.property
     def transfer(self) -> Global___Phase:
         """the whole transfer; absent if the request stays"""
@@ -224,10 +228,11 @@ class HandedOver(_message.Message):
         kv_bytes: _builtins.int = ...,
         transfer_s: _builtins.float = ...,
         transfer: Global___Phase | None = ...,
+        held_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "transfer", b"transfer", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_tokens", b"held_tokens", "kv_bytes", b"kv_bytes", "transfer", b"transfer", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

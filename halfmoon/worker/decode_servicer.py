@@ -127,21 +127,25 @@ class _Reception:
         self._state = state
         self._generation = types_pb2.Generation()
         self._reserved = False
+        self._held_tokens = 0
         self._transfer = current_span()
         self.dropped = RequestDropped(engine)
         self.num_bytes = 0
 
-    async def act(self, effect: Effect) -> None:
-        """Does what one frame asks for. Raises Cancelled when the reservation is gone."""
+    async def act(self, effect: Effect) -> int:
+        """Does what one frame asks for; returns the tokens that a reservation found here, otherwise 0.
+
+        Raises Cancelled when the reservation is gone.
+        """
         try:
-            await self._act(effect)
+            return await self._act(effect)
         except NotFound:
             raise self.dropped.error() from None
 
-    async def _act(self, effect: Effect) -> None:
+    async def _act(self, effect: Effect) -> int:
         match effect:
             case Reserve(whole, body):
-                await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, body).generation)
+                return await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, body).generation)
             case Write(part, payload, codec, dtype):
                 await self._engine.kv_write(
                     self._generation.request_id,
@@ -160,6 +164,7 @@ class _Reception:
                 self.num_bytes += source.num_bytes
             case Commit(body):
                 await self._start(parse_body(decode_pb2.HandoverCommit, body))
+        return 0
 
     async def close(self) -> None:
         """Frees the reservation if the request never started."""
@@ -167,7 +172,7 @@ class _Reception:
         if self._reserved:
             await self._engine.cancel(self._generation.request_id)
 
-    async def _reserve(self, whole: KVRange, generation: types_pb2.Generation) -> None:
+    async def _reserve(self, whole: KVRange, generation: types_pb2.Generation) -> int:
         self._state.check_can_serve(generation, types_pb2.DECODE)
         self._state.router.check_listening(generation.gateway_id)
         layout = self._state.layout
@@ -175,9 +180,10 @@ class _Reception:
         if whole != KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens):
             raise Incompatible(f"a hand-over must cover all {num_tokens} tokens of all layers and heads, not {whole}")
         request = request_from(generation, prefill_only=False, arrival_s=now_s())
-        await self._engine.reserve(request, lambda _: self.dropped.notify())
+        self._held_tokens = await self._engine.reserve(request, lambda _: self.dropped.notify())
         self._generation, self._reserved = generation, True
         self._state.check_can_serve(generation, types_pb2.DECODE)  # it may have been cancelled in the meantime
+        return self._held_tokens
 
     async def _start(self, commit: decode_pb2.HandoverCommit) -> None:
         request_id = self._generation.request_id
@@ -193,4 +199,4 @@ class _Reception:
             raise
         self._reserved = False
         with request_scope(request_id):
-            log.info("request.decoding", extra={"kv_bytes": self.num_bytes})
+            log.info("request.decoding", extra={"kv_bytes": self.num_bytes, "held_tokens": self._held_tokens})

@@ -20,7 +20,7 @@ from halfmoon.worker.serving_engine import ServingEngine
 
 
 class LayerwiseSender:
-    """Owns which part of one request's KV has been sent. Event-loop thread only.
+    """Owns which part of one request's KV has been sent over an open transfer. Event-loop thread only.
 
     The engine reports how much is written and goes on; only the newest report is kept. A frame is gathered when the
     transfer has room for it, straight into the buffer that is sent. A slow receiver therefore slows only its own
@@ -41,7 +41,7 @@ class LayerwiseSender:
         self._layout = layout
         self._request_id = request_id
         self._codec = codec
-        self._plan = FramePlan(layout, num_tokens)
+        self._plan = FramePlan(layout, num_tokens, transfer.held_tokens)
         self._written = Written()
         self._news = asyncio.Event()
         self.dropped = RequestDropped(engine)

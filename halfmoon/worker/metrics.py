@@ -50,6 +50,12 @@ class WorkerMetrics:
         self.handover_bytes = Counter(
             "halfmoon_handover_bytes", "KV bytes handed over by direction", ["direction"], registry=self.registry
         )
+        self.handover_tokens = Counter(
+            "halfmoon_handover_tokens",
+            "Tokens of hand-overs: sent to the decode worker, or held by it already",
+            ["kind"],
+            registry=self.registry,
+        )
         self.handover_seconds = Histogram(
             "halfmoon_handover_seconds", "From the decode worker's ACCEPT to its DONE", registry=self.registry
         )

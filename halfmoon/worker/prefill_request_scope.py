@@ -27,6 +27,7 @@ class PrefillRequestScope:
         generation: types_pb2.Generation,
         *,
         prefill_only: bool = True,
+        held_tokens: int = 0,
         on_kv: OnKV | None = None,
         restorer: Restorer | None = None,
         called_s: float | None = None,
@@ -34,15 +35,18 @@ class PrefillRequestScope:
     ) -> None:
         """Creates the scope; entering it adds the request to the engine.
 
-        `on_kv` is called as KV is written, as in `AsyncEngine.add`. `restorer` loads known prefixes from a store. The
-        request arrived at `called_s`, or now. Its spans are children of `span`, or of the current one.
+        The decode worker has the KV of the first `held_tokens`. `on_kv` is called as KV is written, as in
+        `AsyncEngine.add`. `restorer` loads known prefixes from a store. The request arrived at `called_s`, or now. Its
+        spans are children of `span`, or of the current one.
         """
         self._engine = engine
         self._state = state
         self._generation = generation
         self._arrival_s = now_s()
         self._called_s = self._arrival_s if called_s is None else called_s
-        self._request = request_from(generation, prefill_only=prefill_only, arrival_s=self._arrival_s)
+        self._request = request_from(
+            generation, prefill_only=prefill_only, arrival_s=self._arrival_s, held_tokens=held_tokens
+        )
         self._on_kv = on_kv
         self._restorer = restorer
         self._restoring: Restoring | None = None

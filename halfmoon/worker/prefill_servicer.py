@@ -104,6 +104,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                         self._engine,
                         self._state,
                         generation,
+                        held_tokens=transfer.held_tokens,
                         on_kv=sender.on_kv,
                         restorer=self._restorer,
                         called_s=called_s,
@@ -126,14 +127,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     async with running(transfer.commit(commit.SerializeToString())) as done:
                         await first_result(done, sender.dropped.event)
                     done_s = now_s()
-            phase = Phase("transfer", called_s, done_s, num_bytes=sender.num_bytes)
+            held_tokens = transfer.held_tokens
+            phase = Phase("transfer", called_s, done_s, num_tokens - held_tokens, num_bytes=sender.num_bytes)
             phase.end(span)
+        self._metrics.handover_tokens.labels("held").inc(held_tokens)
+        self._metrics.handover_tokens.labels("sent").inc(num_tokens - held_tokens)
         self._note_handed_over(sender.num_bytes, done_s - opened_s, done_s - first.ended_s)
         yield prefill_pb2.PrefillEvent(
             handed_over=prefill_pb2.HandedOver(
                 kv_bytes=sender.num_bytes,
                 transfer_s=done_s - first.ended_s,
                 transfer=phase.message(called_s),
+                held_tokens=held_tokens,
             )
         )
 

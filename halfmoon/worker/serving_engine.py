@@ -19,8 +19,8 @@ class ServingEngine(Protocol):
         """Queues a request."""
         ...
 
-    async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
-        """Reserves room for a request whose KV comes from elsewhere."""
+    async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
+        """Reserves room for a request whose KV comes from elsewhere. Returns how many leading tokens are here."""
         ...
 
     async def start(self, request_id: str, first_token_id: int) -> None:

@@ -97,11 +97,12 @@ class SimulatedEngine:
         self._enter(request)
         self._wake.set()
 
-    async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
+    async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
         """See `AsyncEngine.reserve`."""
         _check_needs_no_model(request)
-        self._core.reserve(request, on_kv)
+        held_tokens = self._core.reserve(request, on_kv)
         self._enter(request)
+        return held_tokens
 
     async def start(self, request_id: str, first_token_id: int) -> None:
         """See `AsyncEngine.start`."""
@@ -218,7 +219,8 @@ class SimulatedEngine:
         entry, num_tokens = self._entries[request_id], written.num_tokens
         if num_tokens <= entry.num_queued:  # computed again after a preemption
             return
-        num_bytes = (num_tokens - entry.num_queued) * self._profile.kv_token_bytes
+        num_crossing = max(num_tokens - max(entry.num_queued, entry.request.held_tokens), 0)
+        num_bytes = num_crossing * self._profile.kv_token_bytes
         entry.num_queued = num_tokens
         now_s = self._clock()
         wait_s = self._link.arrival_s(num_bytes, now_s) - now_s

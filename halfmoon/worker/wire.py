@@ -60,7 +60,9 @@ def _constraint_from(message: pb.Constraint) -> Constraint:
     return Constraint(kind, message.source)
 
 
-def request_from(message: pb.Generation, *, prefill_only: bool, arrival_s: float) -> EngineRequest:
+def request_from(
+    message: pb.Generation, *, prefill_only: bool, arrival_s: float, held_tokens: int = 0
+) -> EngineRequest:
     """Converts a `Generation` to the engine's request."""
     return EngineRequest(
         request_id=message.request_id,
@@ -68,6 +70,7 @@ def request_from(message: pb.Generation, *, prefill_only: bool, arrival_s: float
         sampling=sampling_from(message.sampling),
         output_token_ids=tuple(message.output_token_ids),
         prefill_only=prefill_only,
+        held_tokens=held_tokens,
         priority=message.priority,
         arrival_s=arrival_s,
         tenant_salt=message.tenant_salt,

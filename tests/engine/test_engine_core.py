@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from halfmoon.engine.request import EngineRequest, SampledToken, SamplingParams
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.scheduler import SchedulerLimits
+from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.kv.kv_layout import KVLayout
@@ -108,6 +111,74 @@ def test_blocks_and_queues_always_add_up(actions: list[tuple[str, int, int, int,
     stats = core.stats()
     assert stats.num_free_blocks == NUM_BLOCKS
     assert stats.num_running == stats.num_waiting == stats.num_reserved == stats.num_held == 0
+
+
+@settings(max_examples=300)
+@given(_ACTIONS)
+def test_what_a_reservation_finds_here_is_its_own_prefix(actions: list[tuple[str, int, int, int, int]]) -> None:
+    """What is written for one request, or computed, is what later ones find, and no one overwrites or evicts it."""
+    core = make()
+    content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end
+    written: dict[str, list[int]] = {}  # requests that were reserved: their full blocks
+
+    def write(sequence: Sequence, first: int, end: int) -> None:
+        for index in range(first, end):
+            content[sequence.blocks[index]] = tuple(sequence.token_ids[: (index + 1) * BLOCK])
+
+    for action, number, num_prompt, max_tokens, token in actions:
+        name = f"r{number}"
+        tokens = (token,) * (num_prompt // 2) + (1,) * (num_prompt - num_prompt // 2)
+        one = EngineRequest(name, tokens, SamplingParams(max_tokens), prefill_only=action == "hold")
+        try:
+            match action:
+                case "add" | "hold":
+                    core.add(one)
+                case "reserve":
+                    num_held = core.reserve(one)
+                    sequence = core.find(name)
+                    assert num_held % BLOCK == 0
+                    assert num_held <= num_prompt
+                    write(sequence, num_held // BLOCK, num_prompt // BLOCK)
+                    written[name] = sequence.blocks[: num_prompt // BLOCK]
+                case "start":
+                    core.start(name, 1)
+                case "cancel":
+                    core.cancel(name)
+                case _:
+                    step = core.begin_step()
+                    for item in step.schedule.scheduled:
+                        done = item.sequence.num_computed
+                        write(item.sequence, done // BLOCK, (done + item.num_tokens) // BLOCK)
+                    end(core, step)
+        except (NoCapacity, InvalidRequest, NotFound):
+            pass
+        for other in _present(core):
+            if other.request_id in written and other.state == "reserved":
+                assert other.blocks[: len(written[other.request_id])] == written[other.request_id]
+            num_full = other.num_prompt if other.state == "reserved" else other.num_computed
+            for index in range(num_full // BLOCK):
+                assert content[other.blocks[index]] == tuple(other.token_ids[: (index + 1) * BLOCK])
+        core.check_integrity()
+
+
+def _present(core: EngineCore) -> Iterator[Sequence]:
+    for number in range(8):
+        with suppress(NotFound):
+            yield core.find(f"r{number}")
+
+
+def test_an_answer_is_found_by_the_next_turn_of_its_chat() -> None:
+    core = make()
+    assert core.reserve(request("turn 1", 40, 30)) == 0
+    core.start("turn 1", 1)
+    while core.has_work():
+        end(core, core.begin_step())
+    assert core.reserve(request("turn 2", 90, 30)) == 64  # 40 + 29 tokens were run: four whole blocks
+    core.cancel("turn 2")
+    assert core.reserve(request("turn 3", 64, 30)) == 64
+    core.forget_prefixes()
+    core.start("turn 3", 1)
+    assert end(core, core.begin_step()).outputs
 
 
 @pytest.mark.parametrize("state", ["reserved", "held"])

@@ -45,13 +45,16 @@ def histories(draw: st.DrawFn) -> tuple[KVLayout, list[Written]]:
     return layout, news
 
 
-@given(histories())
-def test_every_cell_leaves_once_and_not_before_it_is_written(history: tuple[KVLayout, list[Written]]) -> None:
+@given(histories(), st.floats(0, 1))
+def test_every_cell_leaves_once_and_not_before_it_is_written(
+    history: tuple[KVLayout, list[Written]], held: float
+) -> None:
     layout, news = history
     num_tokens = news[-1].num_tokens
+    held_tokens = int(held * num_tokens) if held > 0.5 else 0
     plan, coverage = (
-        FramePlan(layout, num_tokens),
-        Coverage(KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)),
+        FramePlan(layout, num_tokens, held_tokens),
+        Coverage(KVRange(0, layout.num_layers, 0, layout.num_kv_heads, held_tokens, num_tokens - held_tokens)),
     )
     frames: list[KVRange] = []
     for written in news:
@@ -60,7 +63,7 @@ def test_every_cell_leaves_once_and_not_before_it_is_written(history: tuple[KVLa
             frames.append(part)
             assert part.token_start + part.num_tokens <= written.num_tokens_of(part.layer_end - 1)
             assert part.num_bytes(layout) <= MAX_PAYLOAD_BYTES
-            rest_bytes = num_tokens * layout.token_bytes - sum(one.num_bytes(layout) for one in frames)
+            rest_bytes = (num_tokens - held_tokens) * layout.token_bytes - sum(one.num_bytes(layout) for one in frames)
             if written.num_tokens_of(layout.num_layers - 1) < num_tokens:
                 assert part.num_bytes(layout) >= min(MIN_FRAME_BYTES, max(rest_bytes, MIN_LAST_BYTES))
         assert plan.is_done == coverage.is_whole()
@@ -109,6 +112,13 @@ def test_few_tokens_wait_for_more_unless_there_are_none() -> None:
     assert sent_by(whole, Written(0, few, 4)) == [KVRange(0, 4, 0, 8, 0, few)]
 
 
+def test_what_the_receiver_holds_is_never_sent() -> None:
+    plan = FramePlan(DEMO, 640, 512)
+    assert sent_by(plan, Written(512)) == []
+    assert sent_by(plan, Written(640)) == [KVRange(0, 21, 0, 3, 512, 128), KVRange(21, 30, 0, 3, 512, 128)]
+    assert FramePlan(DEMO, 640, 640).is_done
+
+
 def test_a_cached_prefix_leaves_before_anything_is_computed() -> None:
     plan = FramePlan(DEMO, 600)
     frames = sent_by(plan, Written(512))
@@ -138,7 +148,9 @@ def test_a_frame_is_repeated_until_it_was_sent() -> None:
 def test_what_is_loaded_leaves_as_it_comes_and_once(num_blocks: int, data: st.DataObject) -> None:
     layout = KVLayout(data.draw(st.integers(1, 6)), 2, 64, "float32")
     num_tokens = num_blocks * 64 + data.draw(st.integers(1, 64))
-    plan, coverage = FramePlan(layout, num_tokens), Coverage(KVRange(0, layout.num_layers, 0, 2, 0, num_tokens))
+    held_tokens = data.draw(st.integers(0, num_blocks)) * 64
+    plan = FramePlan(layout, num_tokens, held_tokens)
+    coverage = Coverage(KVRange(0, layout.num_layers, 0, 2, held_tokens, num_tokens - held_tokens))
     loaded: set[int] = set()
     computed = 0  # blocks
     while computed < num_blocks:

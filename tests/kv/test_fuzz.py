@@ -12,7 +12,7 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import Elsewhere, Frame, FrameKind, KVRange, decode_message, encode_frame
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.kv.negotiation import decode_choice, encode_open
+from halfmoon.kv.negotiation import Acceptance, decode_accept, encode_open
 from halfmoon.kv.receiver import TransferReceiver
 from halfmoon.kv.sender import TransferSending
 
@@ -60,6 +60,7 @@ def opened_receiver() -> TransferReceiver:
     receiver = TransferReceiver(LAYOUT)
     whole = KVRange(0, 2, 0, 2, 0, 4)
     receiver.handle(Frame(FrameKind.OPEN, ID, LAYOUT.fingerprint(), 0, whole, payload=encode_open((), b"")))
+    receiver.accept(Acceptance("grpc"))
     return receiver
 
 
@@ -80,7 +81,7 @@ def test_the_sender_never_fails_in_another_way(answers: list[bytes], state: str)
     def handle(frame: Frame) -> None:
         sending.handle(frame)
         if frame.kind is FrameKind.ACCEPT:
-            decode_choice(frame.payload)
+            decode_accept(frame.payload)
 
     for message in answers:
         if not feed(message, handle, b""):

@@ -13,7 +13,7 @@ from halfmoon.errors import Cancelled, DataLoss, HalfmoonError, Incompatible, In
 from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, plan_frames
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
-from halfmoon.kv.negotiation import Offer, TransportChoice, decode_choice, encode_open
+from halfmoon.kv.negotiation import Acceptance, Offer, decode_accept, encode_open
 from halfmoon.kv.receiver import Commit, Coverage, Effect, Reserve, TransferReceiver, Write
 
 LAYOUT = KVLayout(3, 2, 2, "float16", 4)
@@ -44,7 +44,7 @@ class Sender:
         return self.receiver.handle(Frame(**frame))  # type: ignore[arg-type]
 
 
-def opened(whole: KVRange = WHOLE, **fields: object) -> Sender:
+def opening(whole: KVRange = WHOLE, **fields: object) -> Sender:
     sender = Sender()
     body = encode_open([Offer("shm", b"where")], b"why")
     reserve = Reserve(whole, b"why", (Offer("shm", b"where"),))
@@ -52,19 +52,26 @@ def opened(whole: KVRange = WHOLE, **fields: object) -> Sender:
     return sender
 
 
-def plan(limit: int) -> list[KVRange]:
-    return list(plan_frames(LAYOUT, LAYOUT.whole(), WHOLE.token_start, WHOLE.num_tokens, limit))
+def opened(whole: KVRange = WHOLE, held_tokens: int = 0, **fields: object) -> Sender:
+    sender = opening(whole, **fields)
+    sender.receiver.accept(Acceptance("grpc", held_tokens=held_tokens))
+    return sender
+
+
+def plan(limit: int, held_tokens: int = 0) -> list[KVRange]:
+    start, num_tokens = WHOLE.token_start + held_tokens, WHOLE.num_tokens - held_tokens
+    return list(plan_frames(LAYOUT, LAYOUT.whole(), start, num_tokens, limit))
 
 
 @st.composite
-def shuffled_plans(draw: st.DrawFn) -> list[KVRange]:
-    return draw(st.permutations(plan(draw(st.integers(LAYOUT.token_layer_bytes, 2000)))))
+def shuffled_plans(draw: st.DrawFn, held_tokens: int = 0) -> list[KVRange]:
+    return draw(st.permutations(plan(draw(st.integers(LAYOUT.token_layer_bytes, 2000)), held_tokens)))
 
 
-@given(shuffled_plans(), st.data())
-def test_any_order_of_the_planned_frames_commits(parts: list[KVRange], data: st.DataObject) -> None:
-    sender = opened()
-    for part in parts:
+@given(st.integers(0, WHOLE.num_tokens), st.data())
+def test_any_order_of_the_planned_frames_commits(held_tokens: int, data: st.DataObject) -> None:
+    sender = opened(held_tokens=held_tokens)
+    for part in data.draw(shuffled_plans(held_tokens)):
         if data.draw(st.booleans()):
             assert sender.send(FrameKind.RENEW) is None
         assert sender.send(FrameKind.DATA, part) == Write(part, bytes(part.num_bytes(LAYOUT)), Codec.RAW, "float16")
@@ -72,10 +79,10 @@ def test_any_order_of_the_planned_frames_commits(parts: list[KVRange], data: st.
     assert sender.receiver.state == "committed"
 
 
-@given(shuffled_plans())
-def test_a_missing_part_never_commits(parts: list[KVRange]) -> None:
-    sender = opened()
-    for part in parts[1:]:
+@given(st.integers(0, WHOLE.num_tokens - 1), st.data())
+def test_a_missing_part_never_commits(held_tokens: int, data: st.DataObject) -> None:
+    sender = opened(held_tokens=held_tokens)
+    for part in data.draw(shuffled_plans(held_tokens))[1:]:
         sender.send(FrameKind.DATA, part)
     with pytest.raises(DataLoss, match="never arrived"):
         sender.send(FrameKind.COMMIT)
@@ -90,6 +97,22 @@ def test_a_part_sent_twice_is_refused(parts: list[KVRange], data: st.DataObject)
         sender.send(FrameKind.DATA, part)
     with pytest.raises(InvalidRequest, match="sent twice"):
         sender.send(FrameKind.DATA, data.draw(st.sampled_from(sent)))
+
+
+@given(st.integers(1, WHOLE.num_tokens), shuffled_plans())
+def test_what_the_receiver_holds_is_refused(held_tokens: int, parts: list[KVRange]) -> None:
+    """Others share the blocks in which these tokens lie."""
+    sender = opened(held_tokens=held_tokens)
+    first = next(part for part in parts if part.token_start < WHOLE.token_start + held_tokens)
+    with pytest.raises(InvalidRequest, match="outside"):
+        sender.send(FrameKind.DATA, first)
+
+
+def test_nothing_is_taken_before_it_is_known_what_is_held() -> None:
+    sender = opening()
+    assert sender.send(FrameKind.RENEW) is None
+    with pytest.raises(InvalidRequest, match="DATA frame cannot come while the transfer is opening"):
+        sender.send(FrameKind.DATA, WHOLE)
 
 
 @given(
@@ -207,10 +230,10 @@ def test_an_open_without_its_list_of_transports_is_refused() -> None:
 
 
 def test_answers_are_numbered_and_carry_the_transfers_name() -> None:
-    sender = opened()
+    sender = opening()
     receiver = sender.receiver
-    answers = [receiver.accept(TransportChoice("shm", (("nixl", "not here"),)))]
-    sender.send(FrameKind.DATA, WHOLE)
+    answers = [receiver.accept(Acceptance("shm", (("nixl", "not here"),), held_tokens=3))]
+    sender.send(FrameKind.DATA, KVRange(0, 3, 0, 2, 7, 7))
     answers.append(receiver.credit(1))
     sender.send(FrameKind.COMMIT)
     answers.append(receiver.done())
@@ -220,7 +243,7 @@ def test_answers_are_numbered_and_carry_the_transfers_name() -> None:
         (FrameKind.DONE, 2),
     ]
     assert all(answer.transfer_id == ID for answer in answers)
-    assert decode_choice(answers[0].payload) == TransportChoice("shm", (("nixl", "not here"),))
+    assert decode_accept(answers[0].payload) == Acceptance("shm", (("nixl", "not here"),), held_tokens=3)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, NoCapacity, Unavailable
 from halfmoon.kv.frame import Frame, KVRange, decode_frame, encode_frame
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.kv.negotiation import INLINE, TransportChoice
+from halfmoon.kv.negotiation import INLINE, Acceptance
 from halfmoon.kv.receiver import Commit, Reserve, TransferReceiver, Write
 from halfmoon.rpc.context import bounded_deadline_s, request_id, request_scope
 from halfmoon.rpc.peer import Peer
@@ -120,7 +120,7 @@ async def test_a_transfer_sends_frames_and_gets_answers() -> None:
             got.append(frame)
             match receiver.handle(frame):
                 case Reserve():
-                    yield encode_frame(receiver.accept(TransportChoice(INLINE)))
+                    yield encode_frame(receiver.accept(Acceptance(INLINE)))
                 case Write():
                     yield encode_frame(receiver.credit(frame.sequence))
                 case Commit():
@@ -147,7 +147,7 @@ async def test_a_refusal_reaches_the_sender_wherever_it_is(after_open: bool) -> 
         receiver = TransferReceiver(LAYOUT)
         async for message in messages:
             if isinstance(receiver.handle(decode_frame(message)), Reserve) and after_open:
-                yield encode_frame(receiver.accept(TransportChoice(INLINE)))
+                yield encode_frame(receiver.accept(Acceptance(INLINE)))
             else:
                 raise NoCapacity("no blocks", retry_after_ms=5)
 

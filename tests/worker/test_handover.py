@@ -272,3 +272,62 @@ async def test_many_requests_at_once_through_few_blocks(start_worker: Start, tin
         await reading
     assert found == {request_id: reference(tiny, prompt, 20) for request_id, prompt in prompts.items()}
     await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)
+
+
+async def chat(
+    start_worker: Start, tiny: Checkpoint, prefill_dtype: str, **options: Any
+) -> list[tuple[int, list[int]]]:
+    """Ten turns on one pair of workers: of each the hand-over's bytes and the tokens."""
+    prefill = await start_worker("prefill", dtype=prefill_dtype, **options)
+    decode = await start_worker("decode")
+    turns, prompt = [], [(7 * i + 3) % 125 + 3 for i in range(20)]
+    async with listening(decode) as steps:
+        for turn in range(10):
+            request = prefill_pb2.PrefillRequest(
+                generation=generation(tiny, prompt, 12, f"turn {turn}"), decode_address=decode.peer.address
+            )
+            first, done = await prefilled(prefill, request)
+            answer = [first.first_token.token.token_id, *await tokens_of(steps, f"turn {turn}")]
+            held = 0 if not turn else (len(prompt) - 6) // 8 * 8  # the last token of an answer is never run
+            assert done.handed_over.held_tokens == held
+            assert done.handed_over.kv_bytes == (len(prompt) - held) * prefill.engine.layout.token_bytes
+            turns.append((done.handed_over.kv_bytes, answer))
+            prompt = [*prompt, *answer, 5, 6, 7, 8, 9]
+    await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)
+    return turns
+
+
+@pytest.mark.parametrize("transports", [("shm",), ()])
+async def test_a_chat_sends_what_its_decode_worker_lacks(
+    start_worker: Start, tiny: Checkpoint, transports: tuple[str, ...]
+) -> None:
+    turns = await chat(start_worker, tiny, "float32", transports=transports)
+    prompt = [(7 * i + 3) % 125 + 3 for i in range(20)]
+    for _, answer in turns:
+        assert answer == reference(tiny, prompt, 12)
+        prompt = [*prompt, *answer, 5, 6, 7, 8, 9]
+
+
+async def test_what_is_held_is_found_under_the_decode_workers_own_dtype(start_worker: Start, tiny: Checkpoint) -> None:
+    await chat(start_worker, tiny, "bfloat16")
+
+
+async def test_what_is_held_stays_while_its_reservation_is_cancelled_and_made_again(
+    start_worker: Start, tiny: Checkpoint
+) -> None:
+    prefill, decode = await start_worker("prefill"), await start_worker("decode")
+    prompt = list(range(3, 43))
+    async with listening(decode) as steps:
+        for name in ("one", "two"):
+            request = prefill_pb2.PrefillRequest(
+                generation=generation(tiny, prompt, 4, name), decode_address=decode.peer.address
+            )
+            first, done = await prefilled(prefill, request)
+            tokens = [first.first_token.token.token_id, *await tokens_of(steps, name)]
+            assert tokens == reference(tiny, prompt, 4)
+            assert done.handed_over.kv_bytes == (0 if name == "two" else 40 * decode.engine.layout.token_bytes)
+            body = decode_pb2.HandoverOpen(generation=generation(tiny, prompt, 4, "given up")).SerializeToString()
+            async with transfer_to(decode.peer, decode.engine.layout, deadline_s=170) as transfer:
+                await transfer.open(KVRange(0, 2, 0, 2, 0, 40), body)
+                assert transfer.held_tokens == 40
+            await until(lambda: decode.num_used_blocks == 0)

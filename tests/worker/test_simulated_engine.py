@@ -148,6 +148,17 @@ async def test_a_prefilled_request_is_held_and_its_kv_is_told_until_it_is_cancel
     assert simulated.engine.stats_now().num_free_blocks == 64
 
 
+async def test_kv_that_its_reader_has_does_not_cross_the_link() -> None:
+    simulated = Simulated(replace(PROFILE, link_bytes_per_s=1e-3))
+    held: list[Written | None] = []
+    lacked: list[Written | None] = []
+    await simulated.engine.add(request("held", 50, prefill_only=True, held_tokens=50), held.append)
+    await simulated.engine.add(request("lacked", 50, prefill_only=True, held_tokens=32), lacked.append)
+    await simulated.until_idle()
+    assert held == [Written(50)]
+    assert lacked == []
+
+
 async def test_a_moved_request_goes_on_at_its_position() -> None:
     simulated = Simulated()
     await simulated.engine.add(request("r", 20, 6, output_token_ids=(1, 2, 3, 4)))

@@ -51,10 +51,12 @@ class KVAccess:
     def write(
         self, sequence: Sequence, layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
-        """Implements `Engine.kv_write`: a reserved sequence is never stepped."""
+        """Implements `Engine.kv_write`: a reserved sequence is never stepped; others share its cached blocks."""
         with sequence.kv_lock:
             if sequence.state != "reserved":
                 raise NotFound(f"request {sequence.request_id} is not reserved here")
+            if start < sequence.num_cached:
+                raise InvalidRequest(f"the first {sequence.num_cached} tokens are here already, and shared with others")
             self._memory.write(sequence.blocks, layer_start, layer_end, start, num_tokens, payload)
 
     def load(self, sequence: Sequence, block: int, layout: KVLayout, payload: KVSource) -> None:

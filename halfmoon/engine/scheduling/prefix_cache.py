@@ -49,10 +49,10 @@ class PrefixCache:
         """Blocks that hold a known prefix, idle or in use."""
         return len(self._blocks)
 
-    def match(self, sequence: Sequence) -> list[int]:
-        """Takes references to the blocks of the longest cached prefix. At least one token is left to compute."""
+    def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Takes references to the blocks of the longest cached prefix of the first `num_tokens`."""
         blocks: list[int] = []
-        for index in range((len(sequence.token_ids) - 1) // self._block_tokens if self._root is not None else 0):
+        for index in range(num_tokens // self._block_tokens if self._root is not None else 0):
             block = self._blocks.get(self._key(sequence, index))
             if block is None:
                 break

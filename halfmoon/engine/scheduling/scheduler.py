@@ -94,7 +94,7 @@ class Scheduler:
                 self._admit(sequence)
 
     def reserve(self, sequence: Sequence) -> None:
-        """Takes blocks for all its tokens and the next one, now.
+        """Takes blocks for all its tokens and the next one, now, sharing cached ones: `num_cached` tokens are here.
 
         Raises NoCapacity when there are none, or while other sequences wait for them: those arrived first.
         """
@@ -102,8 +102,9 @@ class Scheduler:
             raise NoCapacity(f"{len(self._waiting)} sequences wait for blocks already")
         if len(self._running) + len(self._reserved) >= self._limits.max_running:
             raise NoCapacity(f"{self._limits.max_running} sequences run or are reserved already")
-        num_blocks = self._blocks_for(len(sequence.token_ids) + 1)
-        sequence.blocks = self._cache.allocate(num_blocks, room=self._room(sequence, num_blocks))
+        num_tokens = len(sequence.token_ids)
+        if not self._take_blocks(sequence, num_tokens, num_tokens + 1):
+            raise NoCapacity(f"{num_tokens + 1} tokens do not fit: {self._cache.num_available} blocks are available")
         sequence.state = "reserved"
         self._reserved[sequence.request_id] = sequence
 
@@ -206,8 +207,22 @@ class Scheduler:
         """Takes blocks for everything the sequence has to compute, if there are enough."""
         if len(self._running) + len(self._reserved) >= self._limits.max_running:
             return False
-        matched = self._cache.match(sequence)
-        num_blocks = self._blocks_for(len(sequence.token_ids))
+        num_tokens = len(sequence.token_ids)
+        if not self._take_blocks(sequence, num_tokens - 1, num_tokens):  # at least one token is left to compute
+            return False
+        sequence.num_computed = sequence.num_cached
+        sequence.num_loaded = 0
+        if sequence.restore is not None:
+            sequence.restore.move_fence(max(sequence.restore.fence, sequence.num_known_blocks))
+            sequence.skip_loaded(self._block_tokens)
+        self._waiting.remove(sequence)
+        self._run(sequence)
+        return True
+
+    def _take_blocks(self, sequence: Sequence, num_known: int, num_tokens: int) -> bool:
+        """Takes blocks for `num_tokens`, sharing what is cached of the first `num_known`; False if too few are left."""
+        matched = self._cache.match(sequence, num_known)
+        num_blocks = self._blocks_for(num_tokens)
         if num_blocks - len(matched) > self._cache.num_available:
             self._cache.release(matched)
             return False
@@ -215,13 +230,7 @@ class Scheduler:
             num_blocks - len(matched), near=matched[-1] if matched else None, room=self._room(sequence, num_blocks)
         )
         sequence.num_known_blocks = len(matched)
-        sequence.num_computed = sequence.num_cached = len(matched) * self._block_tokens
-        sequence.num_loaded = 0
-        if sequence.restore is not None:
-            sequence.restore.move_fence(max(sequence.restore.fence, len(matched)))
-            sequence.skip_loaded(self._block_tokens)
-        self._waiting.remove(sequence)
-        self._run(sequence)
+        sequence.num_cached = len(matched) * self._block_tokens
         return True
 
     def _make_room(self, sequence: Sequence) -> int:

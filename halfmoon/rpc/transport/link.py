@@ -11,7 +11,7 @@ from functools import partial
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
-from halfmoon.kv.negotiation import INLINE, Offer, TransportChoice
+from halfmoon.kv.negotiation import INLINE, Acceptance, Offer
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transport.cuda_ipc import NAME as CUDA_IPC
 from halfmoon.rpc.transport.cuda_ipc import CudaIpcOutlet, DeviceMemory
@@ -91,15 +91,15 @@ class KVLink:
         async with self._making:
             return [outlet.offer() for outlet in await self._usable(codec)]
 
-    def chosen(self, choice: TransportChoice) -> Outlet:
+    def chosen(self, acceptance: Acceptance) -> Outlet:
         """Applies the receiver's decision. Raises Incompatible for a transport that was not offered."""
-        for name, reason in choice.declined:
+        for name, reason in acceptance.declined:
             self._fall_back(name, reason)
-        if choice.name == INLINE:
+        if acceptance.name == INLINE:
             return self._inline
-        if choice.name not in self._outlets:
-            raise Incompatible(f"the receiver chose the transport {choice.name!r}, which was not offered")
-        return self._outlets[choice.name]
+        if acceptance.name not in self._outlets:
+            raise Incompatible(f"the receiver chose the transport {acceptance.name!r}, which was not offered")
+        return self._outlets[acceptance.name]
 
     async def passed(self, num_bytes: int) -> None:
         """Returns when `num_bytes` would be through, if the link is throttled."""

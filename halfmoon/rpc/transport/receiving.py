@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from halfmoon.errors import DataLoss, DeadlineExceeded, HalfmoonError, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.frame import Elsewhere, Frame, FrameKind, decode_message, encode_frame
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
-from halfmoon.kv.negotiation import INLINE, Offer, TransportChoice
+from halfmoon.kv.negotiation import INLINE, Acceptance, Offer
 from halfmoon.kv.receiver import Commit, Effect, Reserve, TransferReceiver, Write, WriteFromDevice
 from halfmoon.rpc.transport.cuda_ipc import CudaIpcInlet, DeviceMemory
 from halfmoon.rpc.transport.nixl import NixlInlet
@@ -43,15 +43,15 @@ class KVIntake:
         self,
         messages: AsyncIterator[bytes],
         layout: KVLayout,
-        act: Callable[[Effect], Awaitable[None]],
+        act: Callable[[Effect], Awaitable[int | None]],
         lease_s: float,
         aborted: asyncio.Future[None] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """Runs one transfer: carries out each effect through `act`, and yields the answers to send.
 
-        `act` must be done with a payload when it returns: then its room is returned. Raises what the frames are
-        rejected with, what `act` raises, what `aborted` raises while no frame arrives, and DeadlineExceeded after
-        `lease_s` of silence.
+        For `Reserve`, `act` returns how many leading tokens are here already: they are not sent. `act` must be done
+        with a payload when it returns: then its room is returned. Raises what the frames are rejected with, what `act`
+        raises, what `aborted` raises while no frame arrives, and DeadlineExceeded after `lease_s` of silence.
         """
         receiver = TransferReceiver(layout)
         source: Source | None = None
@@ -67,8 +67,9 @@ class KVIntake:
                 effect = receiver.handle(frame)
                 if isinstance(effect, Reserve):
                     mine = self._begin(frame.transfer_id)
+                held_tokens = None
                 if effect is not None:
-                    await act(effect)
+                    held_tokens = await act(effect)
                     _check_intact(arrived, source)
                 if isinstance(effect, Write | WriteFromDevice):
                     consumed.append(frame.sequence)
@@ -79,9 +80,10 @@ class KVIntake:
                     yield encode_frame(receiver.credit(*consumed))
                     consumed, consumed_bytes = [], 0
                 if isinstance(effect, Reserve):
-                    choice, source = await self._choose(effect.offers)
+                    acceptance, source = await self._choose(effect.offers)
                     taken_us = int(1e6 * (time.monotonic() - arrived_s))
-                    yield encode_frame(receiver.accept(replace(choice, taken_us=taken_us)))
+                    acceptance = replace(acceptance, taken_us=taken_us, held_tokens=held_tokens or 0)
+                    yield encode_frame(receiver.accept(acceptance))
                 elif isinstance(effect, Commit):
                     yield encode_frame(receiver.done())
         finally:
@@ -101,7 +103,7 @@ class KVIntake:
         self._running.add(transfer_id)
         return transfer_id
 
-    async def _choose(self, offers: Sequence[Offer]) -> tuple[TransportChoice, Source | None]:
+    async def _choose(self, offers: Sequence[Offer]) -> tuple[Acceptance, Source | None]:
         """Chooses the first offer that can really be used."""
         declined = []
         for offer in offers:
@@ -114,8 +116,8 @@ class KVIntake:
             except HalfmoonError as err:
                 declined.append((offer.name, err.message))
                 continue
-            return TransportChoice(offer.name, tuple(declined)), source
-        return TransportChoice(INLINE, tuple(declined)), None
+            return Acceptance(offer.name, tuple(declined)), source
+        return Acceptance(INLINE, tuple(declined)), None
 
 
 class _Reading:

@@ -16,7 +16,7 @@ from halfmoon.errors import DeadlineExceeded, HalfmoonError, InvalidRequest, Una
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES, Frame, KVRange, decode_frame, encode_frame
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
-from halfmoon.kv.negotiation import decode_choice, encode_open
+from halfmoon.kv.negotiation import encode_open
 from halfmoon.kv.sender import TransferSending
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.status import error_from, in_our_tree
@@ -61,14 +61,21 @@ class TransferSender:
         offers = await self._link.offers(codec)
         opened_s = self._link.clock.time()
         self._send(self._machine.open(whole, encode_open(offers, body)))
-        choice = decode_choice((await self._answer()).payload)
-        self._link.estimator.answered(self._link.clock.time() - opened_s - choice.taken_us / 1e6)
-        self._outlet = self._link.chosen(choice)
+        await self._answer()
+        acceptance = self._machine.acceptance
+        assert acceptance is not None
+        self._link.estimator.answered(self._link.clock.time() - opened_s - acceptance.taken_us / 1e6)
+        self._outlet = self._link.chosen(acceptance)
 
     @property
     def transfer_id(self) -> bytes:
         """The transfer's id on the stream, 16 bytes."""
         return self._machine.transfer_id
+
+    @property
+    def held_tokens(self) -> int:
+        """Leading tokens that the receiver holds already: `data` must not send them."""
+        return self._machine.held_tokens
 
     @property
     def transport(self) -> str:

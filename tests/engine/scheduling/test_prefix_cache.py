@@ -22,7 +22,7 @@ def sequence_of(token_ids: list[int]) -> Sequence:
 def computed(cache: PrefixCache, token_ids: list[int]) -> Sequence:
     """A sequence that matched, got the rest of its blocks, and ran."""
     sequence = sequence_of(token_ids)
-    matched = cache.match(sequence)
+    matched = cache.match(sequence, len(token_ids) - 1)
     sequence.num_known_blocks = len(matched)
     sequence.blocks = matched + cache.allocate(-(-len(token_ids) // BLOCK_TOKENS) - len(matched))
     sequence.num_computed = len(token_ids)
@@ -42,13 +42,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.in_use: list[int] = []
         self.told: set[bytes] = set()  # by the changes
 
-    @rule(target=running, token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9))
-    def run(self, token_ids: list[int]) -> Sequence | None:
+    @rule(target=running, token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9), leaves_one=st.booleans())
+    def run(self, token_ids: list[int], leaves_one: bool) -> Sequence | None:
         if -(-len(token_ids) // BLOCK_TOKENS) > self.cache.num_available:
             return None
         sequence = sequence_of(token_ids)
-        matched = self.cache.match(sequence)
-        assert len(matched) * BLOCK_TOKENS < len(token_ids)  # something is left to compute
+        num_known = len(token_ids) - leaves_one
+        matched = self.cache.match(sequence, num_known)
+        assert len(matched) * BLOCK_TOKENS <= num_known
         for index, block in enumerate(matched):
             assert self.content[block] == tuple(token_ids[: (index + 1) * BLOCK_TOKENS])
         fresh = self.cache.allocate(-(-len(token_ids) // BLOCK_TOKENS) - len(matched))
@@ -101,7 +102,7 @@ def test_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
     for token_ids in ([1, 1, 1, 1], [2, 2, 2, 2]):
         cache.release(computed(cache, token_ids).blocks)
     cache.allocate(1)
-    matched = {first: len(cache.match(sequence_of([first] * 5))) for first in (1, 2)}
+    matched = {first: len(cache.match(sequence_of([first] * 5), 4)) for first in (1, 2)}
     assert matched == {1: 1, 2: 2}
 
 
@@ -110,7 +111,7 @@ def test_a_referenced_block_is_never_evicted() -> None:
     used = computed(cache, [1, 1, 1, 1])
     cache.release(computed(cache, [2, 2, 2, 2]).blocks)
     assert not set(cache.allocate(2)) & set(used.blocks)
-    assert cache.match(sequence_of([1, 1, 1, 1, 9])) == used.blocks
+    assert cache.match(sequence_of([1, 1, 1, 1, 9]), 4) == used.blocks
 
 
 def test_another_root_shares_nothing() -> None:
@@ -124,4 +125,4 @@ def test_without_a_root_nothing_is_cached() -> None:
     cache = PrefixCache(BlockPool(8), BLOCK_TOKENS, None)
     cache.release(computed(cache, [1, 1, 1, 1]).blocks)
     assert cache.num_cached == 0
-    assert cache.match(sequence_of([1, 1, 1, 1, 1])) == []
+    assert cache.match(sequence_of([1, 1, 1, 1, 1]), 5) == []

@@ -14,7 +14,7 @@ import pytest
 from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.kv.negotiation import TransportChoice
+from halfmoon.kv.negotiation import Acceptance
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import KVIntake, TransferSender, transfer_to
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
@@ -169,7 +169,7 @@ async def test_a_transport_that_takes_long_to_make_does_not_hold_the_loop(monkey
 async def test_a_choice_that_was_not_offered_is_incompatible() -> None:
     async with Peer("127.0.0.1:1") as peer:
         with raising(Incompatible, "not offered"):
-            KVLink(peer, GRPC).chosen(TransportChoice("nixl"))
+            KVLink(peer, GRPC).chosen(Acceptance("nixl"))
 
 
 def test_settings_are_checked() -> None:

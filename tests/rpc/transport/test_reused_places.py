@@ -8,7 +8,7 @@ from typing import Any, cast
 import grpc
 
 from halfmoon.errors import DataLoss
-from halfmoon.kv.negotiation import TransportChoice
+from halfmoon.kv.negotiation import Acceptance
 from halfmoon.kv.receiver import Commit, Effect, Write
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import KVIntake, TransferSender
@@ -32,7 +32,7 @@ async def test_a_sender_that_gives_up_while_its_receiver_reads_has_not_committed
                     await asyncio.sleep(0)
                 committing.cancel()
                 await sender.close()
-                link.chosen(TransportChoice("shm")).hold(memoryview(bytes(len(payload))))  # the next transfer's frame
+                link.chosen(Acceptance("shm")).hold(memoryview(bytes(len(payload))))  # the next transfer's frame
                 copied = bytes(effect.payload)
 
         async def receive() -> None:

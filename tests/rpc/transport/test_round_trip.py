@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from halfmoon.kv.frame import FrameKind, decode_frame, encode_frame
-from halfmoon.kv.negotiation import TransportChoice, decode_choice
+from halfmoon.kv.negotiation import Acceptance, decode_accept
 from halfmoon.kv.receiver import Effect, Reserve, TransferReceiver
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import KVIntake, TransferSender
@@ -41,7 +41,7 @@ async def test_what_the_receiver_needed_is_not_the_links() -> None:
         opening = asyncio.create_task(sender.open(WHOLE, b""))
         receiver.handle(decode_frame(await wire.sent.get()))
         clock.now_s += 0.31
-        wire.answers.put_nowait(encode_frame(receiver.accept(TransportChoice("grpc", taken_us=300_000))))
+        wire.answers.put_nowait(encode_frame(receiver.accept(Acceptance("grpc", taken_us=300_000))))
         await opening
         await sender.data(LAYERS[0], PAYLOAD)
         receiver.handle(decode_frame(await wire.sent.get()))
@@ -73,7 +73,7 @@ async def test_a_receiver_says_how_long_it_needed(monkeypatch: pytest.MonkeyPatc
         answers = intake.receive(wire.messages(), LAYOUT, act, 10)
         accept = decode_frame(await anext(answers))
         assert accept.kind is FrameKind.ACCEPT
-        assert decode_choice(accept.payload).taken_us == pytest.approx(250_000, abs=1)
+        assert decode_accept(accept.payload).taken_us == pytest.approx(250_000, abs=1)
         wire.answers.put_nowait(encode_frame(accept))
         await opening
         await answers.aclose()
