@@ -1,7 +1,9 @@
 """A supervised service that is killed is back at once: the process that has imported and loaded everything forks it.
 
 The template computes nothing, so its memory is what its children share. It has no threads while it forks, which
-`load` functions see to. A child notices by its stdin that the template, or the template's supervisor, is gone.
+`load` functions see to. It logs the death of a child that was ended from outside and forks the next one when its
+supervisor writes a byte to its stdin. When it dies itself, its child serves on: they share stdin, whose end tells both
+that the supervisor is gone.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import os
 import select
 import signal
 import sys
-import time
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
@@ -21,8 +22,14 @@ from halfmoon.rpc.server import SUPERVISED_ENV
 
 log = logging.getLogger(__name__)
 
-_SETTLED_S = 3.0  # a child killed earlier is not forked again: the supervisor knows how to wait
+FORK_AGAIN = b"\n"  # what the supervisor writes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_CRASHES = frozenset(getattr(signal, f"SIG{name}") for name in ("ABRT", "BUS", "FPE", "ILL", "SEGV", "SYS", "TRAP"))
+
+
+def was_ended_from_outside(exit_code: int) -> bool:
+    """Whether a process with this exit code, or minus its signal, was killed or told to stop, and did not fail."""
+    return exit_code == 0 or (exit_code < 0 and -exit_code not in _CRASHES)
 
 
 def is_template() -> bool:
@@ -33,8 +40,8 @@ def is_template() -> bool:
 def fork_service() -> None:
     """Returns in a child that serves; in this process, the template, never.
 
-    The template forks another child when one is killed, or ends without having been told to by the supervisor. It ends
-    as its child did when the child failed, died early or was told to stop.
+    The template forks another child, when its supervisor wants it, if one is ended without having been told to by the
+    supervisor. It ends as its child did when the child failed or was told to stop.
     """
     gc.collect()
     gc.freeze()  # a collection in a child would write to every page that it shares
@@ -42,57 +49,45 @@ def fork_service() -> None:
         child = _Child()
         if child.pid == 0:
             return
-        status = child.wait()
-        if child.is_told and os.WIFSIGNALED(status) and os.WTERMSIG(status) in _SIGNALS:
+        exit_code = child.wait()
+        if child.is_told and -exit_code in _SIGNALS:
             os._exit(0)  # told twice, by the supervisor and from here, it ended at the second time, when it was done
-        if child.is_told or child.lived_s < _SETTLED_S or not _may_run_again(status):
-            _end_like(status)
-        log.warning("service.killed", extra={"reason": _reason(status)})
+        if child.is_told or not was_ended_from_outside(exit_code):
+            _end_like(exit_code)
+        log.warning("service.killed", extra={"reason": _reason(exit_code)})
+        if not _is_wanted_again():
+            _end_like(exit_code)
 
 
 class _Child:
-    """Owns a forked child and the pipe that is its stdin. `pid` is 0 in the child itself."""
+    """Owns a forked child. `pid` is 0 in the child itself."""
 
     def __init__(self) -> None:
         self.is_told = False
-        self._started_s = time.monotonic()
         self._before = {number: signal.signal(number, self._pass_on) for number in _SIGNALS}
-        read_end, self._write_end = os.pipe()
         self.pid = -1
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._write_end)
-            os.dup2(read_end, sys.stdin.fileno())
             self._restore_signals()
             if self.is_told:  # since the fork, or a moment before it
                 os.kill(os.getpid(), signal.SIGTERM)
         elif self.is_told:
             os.kill(self.pid, signal.SIGTERM)
-        os.close(read_end)
-
-    @property
-    def lived_s(self) -> float:
-        """Seconds since the fork."""
-        return time.monotonic() - self._started_s
 
     def wait(self) -> int:
-        """Waits for the child's end and returns its wait status. Closes its stdin when the supervisor is gone."""
+        """Waits for the child's end and returns its exit code, or minus its signal."""
         handle = os.pidfd_open(self.pid)
         ends = select.poll()
         ends.register(handle, select.POLLIN)
         ends.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
         while handle not in (ready := dict(ends.poll())):
-            if ready and not os.read(sys.stdin.fileno(), 4096):
+            if ready and not os.read(sys.stdin.fileno(), 4096):  # the supervisor is gone, as the child notices, too
                 ends.unregister(sys.stdin.fileno())
-                os.close(self._write_end)
-                self._write_end = -1
                 self.is_told = True
         os.close(handle)
-        if self._write_end >= 0:
-            os.close(self._write_end)
-        status = os.waitpid(self.pid, 0)[1]
+        exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         self._restore_signals()
-        return status
+        return exit_code
 
     def _restore_signals(self) -> None:
         for number, handler in self._before.items():
@@ -105,20 +100,21 @@ class _Child:
                 os.kill(self.pid, number)
 
 
-def _may_run_again(status: int) -> bool:
-    """Whether a child with this wait status was killed or stopped from outside. One that failed may fail again."""
-    return os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+def _is_wanted_again() -> bool:
+    """Waits for the supervisor's word. False if the supervisor is gone."""
+    word = select.poll()
+    word.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+    word.poll()  # a child may have made reading non-blocking
+    return bool(os.read(sys.stdin.fileno(), len(FORK_AGAIN)))
 
 
-def _reason(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"ended with {signal.Signals(os.WTERMSIG(status)).name}"
-    return "was told to stop"
+def _reason(exit_code: int) -> str:
+    return f"ended with {signal.Signals(-exit_code).name}" if exit_code < 0 else "was told to stop"
 
 
-def _end_like(status: int) -> NoReturn:
-    if os.WIFSIGNALED(status):
+def _end_like(exit_code: int) -> NoReturn:
+    if exit_code < 0:
         with suppress(OSError):  # SIGKILL has no handler
-            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
-        os.kill(os.getpid(), os.WTERMSIG(status))
-    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
+            signal.signal(-exit_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -exit_code)
+    os._exit(exit_code if exit_code >= 0 else 1)

@@ -54,13 +54,6 @@ def print_restart(terminal: Console, why: str, wait_s: float) -> None:
     )
 
 
-def print_event(terminal: Console, display: WeightsProgress, service: str, event: dict[str, Any]) -> None:
-    """Shows a service's log event, if it is one for the user."""
-    if event.get("event") == "service.killed":
-        print_restart(terminal, f"{service} {event['reason']}", 0.0)
-    display.on_event(service, event)
-
-
 def print_trouble(terminal: Console, sentence: str) -> None:
     """Prints what does not end the system."""
     terminal.print(f"halfmoon: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)

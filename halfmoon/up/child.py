@@ -16,12 +16,14 @@ from typing import Any
 
 from halfmoon.errors import ServiceFailed
 from halfmoon.rpc.credentials.roles import ClusterRole
+from halfmoon.rpc.template_process import FORK_AGAIN
 from halfmoon.up.log_files import LogFile
 
 _TAIL_LINES = 15
 _SILENT_READY_S = 10.0  # after this long, a child that does not announce itself counts as ready
 
 OnEvent = Callable[[str, dict[str, Any]], None]
+OnKilled = Callable[["Child", str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class ServiceSpec:
 class Child:
     """Owns one child process, its log file and its announcements.
 
+    Its process may be a template, whose child serves and may be replaced, or serve on when the template has died.
     An expendable child, on trial or being retired, may end without failure or restart.
     """
 
@@ -59,8 +62,10 @@ class Child:
         process: asyncio.subprocess.Process,
         log_file: LogFile,
         on_event: OnEvent,
+        on_killed: OnKilled,
         is_expendable: bool = False,
     ) -> None:
+        """`on_killed(child, reason)`: the process that serves was ended from outside, and its template waits."""
         self.spec = spec
         self.process = process
         self.is_expendable = is_expendable
@@ -71,6 +76,7 @@ class Child:
         self._ready_s: float | None = None
         self._log_file = log_file
         self._on_event = on_event
+        self._on_killed = on_killed
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._welcomed_by: set[Any] = set()
 
@@ -96,6 +102,12 @@ class Child:
         lived_s = now_s - self._started_s
         return lived_s - _SILENT_READY_S if lived_s >= _SILENT_READY_S else None
 
+    def fork_again(self) -> None:
+        """Lets the template fork the next process. It has not served yet."""
+        assert self.process.stdin is not None
+        self._started_s, self._ready_s = asyncio.get_running_loop().time(), None
+        self.process.stdin.write(FORK_AGAIN)
+
     def _read(self, line: str) -> None:
         event: Any = None
         with suppress(ValueError):
@@ -103,11 +115,12 @@ class Child:
         if not isinstance(event, dict):
             self._tail.append(line)
             return
-        if event.get("event") == "service.ready" and not self.ready.done():
-            self.ready.set_result(event)
+        if event.get("event") == "service.ready":
             self._ready_s = asyncio.get_running_loop().time()
-        if event.get("event") == "service.killed" and self.served_s() is None:
-            self.process.kill()  # it would be started again and again
+            if not self.ready.done():
+                self.ready.set_result(event)
+        if event.get("event") == "service.killed":
+            self._on_killed(self, event["reason"])
         if event.get("event") == "registration.welcome":
             self._welcome(event)
         if event.get("level") in ("ERROR", "CRITICAL"):

@@ -36,7 +36,6 @@ from halfmoon.rpc.private_files import PRIVATE_UMASK, make_private
 from halfmoon.up.announcements import (
     WeightsProgress,
     print_change,
-    print_event,
     print_ignored,
     print_ready,
     print_restart,
@@ -82,7 +81,7 @@ async def up(options: UpOptions, terminal: Console) -> None:
     with progress_bars(terminal) as bars:
         supervisor = Supervisor(
             options.state_dir / "logs",
-            partial(print_event, terminal, WeightsProgress(bars)),
+            WeightsProgress(bars).on_event,
             partial(print_restart, terminal),
             partial(print_trouble, terminal),
             options.log_limits,

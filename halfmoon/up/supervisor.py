@@ -10,19 +10,22 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from halfmoon.background import cancelled
 from halfmoon.errors import ServiceFailed
 from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.server import SUPERVISED_ENV
+from halfmoon.rpc.template_process import was_ended_from_outside
 from halfmoon.up.child import Child, OnEvent, ServiceSpec
 from halfmoon.up.log_files import LogFiles, LogLimits, OnTrouble
 from halfmoon.up.restarts import DELAYS_S, RestartPolicy
 
 STOP_GRACE_S = 3.5  # from SIGTERM, or the end of the drain, to SIGKILL
+_NO_PROCESS_S = 1.0  # until the next try to start a process that could not be started
 
 _DEFAULTS = {"GRPC_VERBOSITY": "ERROR"}  # gRPC writes a line for each failed handshake, and so for each stranger
 
@@ -67,7 +70,7 @@ class Supervisor:
             pass_fds=spec.descriptors,
             env={**_DEFAULTS, **inherited, SUPERVISED_ENV: "1", "PYTHONUNBUFFERED": "1", **spec.environment},
         )
-        child = Child(spec, process, self._logs.file(spec.name), self._on_event, is_expendable)
+        child = Child(spec, process, self._logs.file(spec.name), self._on_event, self._on_killed, is_expendable)
         self._children[asyncio.create_task(child.watch())] = child
         self._changed.set()
         return child
@@ -95,21 +98,43 @@ class Supervisor:
         except ServiceFailed as failure:
             if child.is_expendable:
                 return
-            wait_s = self._restarts.delay_s(child.spec.name, child.served_s()) if child.spec.restarts else None
+            wait_s = self._wait_s(child, from_outside=was_ended_from_outside(child.process.returncode or 0))
             if wait_s is None:
                 raise
-            self._on_restart(failure.message, wait_s)
-            self._restarting[asyncio.create_task(self._start_later(child.spec, wait_s))] = child.spec.name
+            self._restart(child.spec.name, failure.message, wait_s, partial(self._start_again, child.spec))
 
-    async def _start_later(self, spec: ServiceSpec, wait_s: float) -> None:
-        while True:
+    def _on_killed(self, child: Child, reason: str) -> None:
+        """Lets the child's template, which waits, fork another one, or ends the template."""
+        wait_s = self._wait_s(child, from_outside=True)
+        if wait_s is None:
+            with suppress(ProcessLookupError):
+                child.process.kill()
+        else:
+            self._restart(child.spec.name, f"{child.spec.name} {reason}", wait_s, partial(_fork_again, child))
+
+    def _wait_s(self, child: Child, *, from_outside: bool) -> float | None:
+        if not child.spec.restarts:
+            return None
+        return self._restarts.delay_s(child.spec.name, child.served_s(), from_outside=from_outside)
+
+    def _restart(self, name: str, reason: str, wait_s: float, start: Callable[[], Awaitable[None]]) -> None:
+        async def later() -> None:
             await asyncio.sleep(wait_s)
+            await start()
+
+        self._on_restart(reason, wait_s)
+        self._restarting[asyncio.create_task(later())] = name
+        self._changed.set()
+
+    async def _start_again(self, spec: ServiceSpec) -> None:
+        while True:
             try:
                 await self.start(spec)
                 return
             except OSError as error:  # out of memory, processes or descriptors for now
-                wait_s = self._restarts.delay_s(spec.name, 0.0) or 1.0
+                wait_s = self._restarts.delay_s(spec.name, None, from_outside=False) or _NO_PROCESS_S
                 self._on_restart(f"{spec.name} could not be started: {error}", wait_s)
+                await asyncio.sleep(wait_s)
 
     async def retire(self, name: str, drain_s: float = 0.0) -> None:
         """Ends one child for good, giving it up to `drain_s` to finish accepted work. Returns when it is dead."""
@@ -151,6 +176,10 @@ class Supervisor:
             _, pending = await asyncio.wait(alive, timeout=longest_s + STOP_GRACE_S)
             _signal_all((alive[task] for task in pending), signal.SIGKILL)
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _fork_again(child: Child) -> None:
+    child.fork_again()
 
 
 def _signal_all(children: Iterable[Child], number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""Services that are forked from a template: killed ones are back, failed and stopped ones are not."""
+"""Services that are forked from a template: killed ones are back if wanted, failed and stopped ones are not."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from typing import Any
 import pytest
 
 from halfmoon.rpc.server import SUPERVISED_ENV
+from halfmoon.rpc.template_process import FORK_AGAIN, was_ended_from_outside
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open")
 
 SERVICE = """
-import asyncio, json, os, sys
+import asyncio, json, os, signal, sys
 from pydantic_settings import BaseSettings
 from halfmoon.errors import ServiceFailed
-from halfmoon.rpc import template_process
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_config, service_main
 
 class Settings(BaseSettings):
     model_config = service_config("kvstore")
-    settled_s: float = 0.0
     fails: bool = False
+    crashes: bool = False
 
 def load(settings):
-    template_process._SETTLED_S = settings.settled_s
     return os.getpid()
 
 async def serve(settings, loaded):
@@ -41,6 +40,8 @@ async def serve(settings, loaded):
     print(json.dumps({"event": "up", "pid": os.getpid(), "template": loaded}), file=sys.stderr, flush=True)
     if settings.fails:
         raise ServiceFailed("as asked")
+    if settings.crashes:
+        os.kill(os.getpid(), signal.SIGSEGV)
     print(json.dumps({"event": await stopping}), file=sys.stderr, flush=True)
 
 service_main("kvstore", Settings, serve, load)
@@ -79,6 +80,11 @@ class Service:
                     return event
         raise AssertionError(f"the service ended without {name}")
 
+    def want_again(self) -> None:
+        """Does as the supervisor does when it lets the template fork again."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(FORK_AGAIN)
+
     async def ended(self) -> int:
         """Its exit status."""
         async with asyncio.timeout(60):
@@ -110,6 +116,7 @@ async def test_a_killed_service_is_back_with_what_the_template_loaded() -> None:
             pids.add(up["pid"])
             os.kill(up["pid"], signal.SIGKILL)
             assert (await it.event("service.killed"))["reason"] == "ended with SIGKILL"
+            it.want_again()
         assert len(pids) == 3
 
 
@@ -117,6 +124,7 @@ async def test_a_service_that_was_stopped_alone_is_back() -> None:
     async with service() as it:
         os.kill((await it.event("up"))["pid"], signal.SIGTERM)
         assert (await it.event("service.killed"))["reason"] == "was told to stop"
+        it.want_again()
         await it.event("up")
 
 
@@ -138,24 +146,46 @@ async def test_without_its_supervisor_it_ends() -> None:
         assert await it.ended() == 0
 
 
-async def test_without_its_template_it_ends() -> None:
+async def test_without_its_template_it_serves_until_its_supervisor_is_gone() -> None:
     async with service() as it:
         await it.event("up")
         it.process.kill()
-        await it.event("orphaned")
+        assert it.process.stdin is not None
+        it.process.stdin.close()
+        assert (await it.event("orphaned"))["event"] == "orphaned"
 
 
-async def test_a_service_that_fails_or_dies_at_once_is_its_supervisors_to_restart() -> None:
-    async with service("--fails", "true") as it:
-        assert await it.ended() == 1
-    async with service("--settled-s", "3600") as it:
+async def test_without_its_supervisor_a_killed_service_is_not_back() -> None:
+    async with service() as it:
         os.kill((await it.event("up"))["pid"], signal.SIGKILL)
+        await it.event("service.killed")
+        assert it.process.stdin is not None
+        it.process.stdin.close()
         assert await it.ended() == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(("what", "exit_code"), [("fails", 1), ("crashes", -signal.SIGSEGV)])
+async def test_a_service_that_fails_is_its_supervisors_to_restart(what: str, exit_code: int) -> None:
+    async with service(f"--{what}", "true") as it:
+        assert await it.ended() == exit_code
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "expected"),
+    [(0, True), (1, False), (3, False), (-signal.SIGKILL, True), (-signal.SIGTERM, True), (-signal.SIGSEGV, False),
+     (-signal.SIGABRT, False), (-63, True)],
+)  # fmt: skip
+def test_which_ends_come_from_outside(exit_code: int, expected: bool) -> None:
+    assert was_ended_from_outside(exit_code) is expected
+
+
 async def test_a_service_that_is_told_to_stop_as_it_is_forked_ends() -> None:
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", TOLD_AT_ONCE, stdin=PIPE)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", TOLD_AT_ONCE, stdin=PIPE, stderr=PIPE)
+    assert process.stdin is not None
+    assert process.stderr is not None
     async with asyncio.timeout(60):
+        assert await process.stderr.readline() == b"service.killed\n"
+        process.stdin.close()
         await process.communicate()
     assert process.returncode == -signal.SIGTERM
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from halfmoon.background import running
 from halfmoon.errors import ServiceFailed
-from halfmoon.up.child import ServiceSpec, children_ready
+from halfmoon.up.child import Child, ServiceSpec, children_ready
 from halfmoon.up.supervisor import Supervisor
 
 READY = 'print(\'{"event": "service.ready", "address": "here:1"}\', flush=True)\n'
@@ -35,11 +38,9 @@ async def supervisor(directory: Path, events: list[tuple[str, dict[str, Any]]]) 
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # which its new parent may reap late
+    return False
 
 
 async def test_ready_events_arrive_and_lines_are_kept(tmp_path: Path) -> None:
@@ -184,6 +185,95 @@ async def test_who_dies_is_started_again_after_ever_longer_waits(tmp_path: Path)
     assert restarts.waits_s == [0.0005, 0.001, 0.002, 0.002, 0.002]
     assert all("exit status 4" in one for one in restarts.reasons)
     assert (tmp_path / "worker.log").read_text().count("service.ready") == 1
+
+
+TEMPLATE = """
+import json, os, sys
+from halfmoon.rpc.template_process import fork_service
+from halfmoon.rpc.telemetry.logs import configure_logs
+configure_logs("demo")
+fork_service()
+print(json.dumps({"event": "service.ready", "pid": os.getpid()}), flush=True)
+sys.stdin.read()
+"""
+
+
+async def killed_alone(template: Child) -> None:
+    """Kills a template. `wait` would wait for its child, too, which holds its pipes."""
+    template.process.kill()
+    while template.process.returncode is None:  # noqa: ASYNC110  # nothing else says it
+        await asyncio.sleep(0)
+
+
+class Serving:
+    """The process ids in `service.ready` events."""
+
+    def __init__(self) -> None:
+        self.pids: asyncio.Queue[int] = asyncio.Queue()
+
+    def note(self, name: str, event: dict[str, Any]) -> None:
+        if event.get("event") == "service.ready":
+            self.pids.put_nowait(event["pid"])
+
+
+async def test_a_place_that_is_killed_ten_times_is_back_each_time_from_one_template(tmp_path: Path) -> None:
+    serving, restarts = Serving(), Restarts(10)
+    boss = Supervisor(tmp_path, serving.note, restarts.note)
+    try:
+        child = await boss.start(ServiceSpec("worker", ("-c", TEMPLATE), {}, restarts=True))
+        async with running(boss.until_one_ends()), asyncio.timeout(60):
+            for _ in range(10):
+                os.kill(await serving.pids.get(), signal.SIGKILL)
+            await serving.pids.get()
+        assert child.process.returncode is None
+    finally:
+        await boss.stop()
+    assert restarts.waits_s == [0.0] * 10
+    assert set(restarts.reasons) == {"worker ended with SIGKILL"}
+
+
+async def test_a_service_whose_template_is_killed_serves_on_and_starts_cold_when_it_is_killed(tmp_path: Path) -> None:
+    serving, restarts = Serving(), Restarts(1)
+    boss = Supervisor(tmp_path, serving.note, restarts.note)
+    try:
+        child = await boss.start(ServiceSpec("worker", ("-c", TEMPLATE), {}, restarts=True))
+        async with running(boss.until_one_ends()) as watching, asyncio.timeout(60):
+            first = await serving.pids.get()
+            await killed_alone(child)
+            assert is_alive(first)
+            assert not restarts.reasons
+            os.kill(first, signal.SIGKILL)
+            second = await serving.pids.get()
+            os.kill(second, signal.SIGKILL)
+            await serving.pids.get()
+            assert not watching.done()
+        assert restarts.waits_s == [0.0, 0.0]
+        assert restarts.reasons[1] == "worker ended with SIGKILL", "by a new template"
+    finally:
+        await boss.stop()
+
+
+async def test_a_service_without_its_template_ends_with_the_others(tmp_path: Path) -> None:
+    serving = Serving()
+    boss = Supervisor(tmp_path, serving.note)
+    child = await boss.start(ServiceSpec("worker", ("-c", TEMPLATE), {}, restarts=True))
+    async with asyncio.timeout(60):
+        pid = await serving.pids.get()
+        await killed_alone(child)
+        await boss.stop()
+    assert not is_alive(pid)
+
+
+async def test_a_template_whose_child_is_killed_before_it_served_ends(tmp_path: Path) -> None:
+    boss = Supervisor(tmp_path, lambda name, event: None)
+    dying = TEMPLATE.replace("print(", "os.kill(os.getpid(), 9)\nprint(")
+    try:
+        await boss.start(ServiceSpec("worker", ("-c", dying), {}, restarts=True))
+        with pytest.raises(ServiceFailed, match="exit status -9"):
+            async with asyncio.timeout(60):
+                await boss.until_one_ends()
+    finally:
+        await boss.stop()
 
 
 async def test_nobody_is_started_after_the_stop(tmp_path: Path) -> None:
