@@ -21,7 +21,7 @@ from halfmoon.up.config.human_bytes import human_bytes
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import read_config
 from halfmoon.up.config.system_config import SystemConfig
-from halfmoon.up.service_specs import UpOptions
+from halfmoon.up.up_options import UpOptions
 
 app = typer.Typer(no_args_is_help=True, help="Shows, checks and describes configuration files.")
 

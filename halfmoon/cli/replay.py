@@ -33,8 +33,9 @@ from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, PROFILE
 from halfmoon.sim.workloads.traces import read_workload
 from halfmoon.sim.workloads.workload import Workload
 from halfmoon.up.run import prepared_model
-from halfmoon.up.service_specs import PreparedModel, UpOptions
+from halfmoon.up.service_specs import PreparedModel
 from halfmoon.up.simulated import SimulatedWorkers
+from halfmoon.up.up_options import UpOptions
 
 _SPEED = 4.0
 _PLACEMENTS, _ADMISSIONS = ", ".join(get_args(PlacementMode)), ", ".join(get_args(AdmissionMode))

@@ -12,8 +12,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from halfmoon.rpc.operator_token import token_file
 from halfmoon.up.child import Child
 from halfmoon.up.fleet_diff import WorkerChange
-from halfmoon.up.service_specs import UpOptions, http_url, simulated_workers
+from halfmoon.up.service_specs import http_url
 from halfmoon.up.simulated import ignored_settings
+from halfmoon.up.up_options import UpOptions, simulated_workers
 
 
 def print_ready(

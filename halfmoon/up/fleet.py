@@ -11,8 +11,9 @@ from halfmoon.errors import HalfmoonError, Incompatible, NoCapacity, ServiceFail
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.up.child import Child
 from halfmoon.up.fleet_diff import WorkerChange, worker_change
-from halfmoon.up.service_specs import UpOptions, WorkerSpec, WorkerStart, wanted_workers
+from halfmoon.up.service_specs import WorkerSpec
 from halfmoon.up.supervisor import Supervisor
+from halfmoon.up.up_options import UpOptions, WorkerStart, wanted_workers
 
 JOIN_S = 900.0  # time for a worker to load its weights and join
 DRAIN_S = 600.0  # time for a worker to finish its requests; the rest then moves to other workers

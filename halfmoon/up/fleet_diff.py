@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.up.gpus import gpus_beside
-from halfmoon.up.service_specs import WorkerSpec, WorkerStart
+from halfmoon.up.service_specs import WorkerSpec
+from halfmoon.up.up_options import WorkerStart
 
 WantedWorker: TypeAlias = tuple[Role, WorkerStart]
 

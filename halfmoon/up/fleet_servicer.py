@@ -17,7 +17,7 @@ from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.up.fleet import WorkerFleet
 from halfmoon.up.fleet_diff import WantedWorker, WorkerChange
-from halfmoon.up.service_specs import UpOptions
+from halfmoon.up.up_options import UpOptions
 
 
 @contextmanager

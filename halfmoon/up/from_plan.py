@@ -10,7 +10,8 @@ from halfmoon.plan.plan_file import PlannedLayout, parse_plan
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
 from halfmoon.sim.latency_sources.model_shape import ModelShape
-from halfmoon.up.service_specs import PreparedModel, UpOptions, WorkerStart
+from halfmoon.up.service_specs import PreparedModel
+from halfmoon.up.up_options import UpOptions, WorkerStart
 
 
 def applied_options(options: UpOptions, model: PreparedModel, plan_yaml: str) -> UpOptions:

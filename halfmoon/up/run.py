@@ -52,20 +52,11 @@ from halfmoon.up.from_plan import applied_options
 from halfmoon.up.gpus import visible_gpus
 from halfmoon.up.metrics_targets import MetricsTargets
 from halfmoon.up.reserved_ports import ReservedPorts
-from halfmoon.up.service_specs import (
-    PreparedModel,
-    UpOptions,
-    WorkerSpec,
-    WorkerStart,
-    gateway_spec,
-    other_specs,
-    traced,
-    trusted,
-    worker_spec,
-)
+from halfmoon.up.service_specs import PreparedModel, WorkerSpec, gateway_spec, other_specs, traced, trusted, worker_spec
 from halfmoon.up.simulated import simulated_model
 from halfmoon.up.stores import idle_directories, remember_stores
 from halfmoon.up.supervisor import Supervisor
+from halfmoon.up.up_options import UpOptions, WorkerStart
 
 _HEALTH_POLL_S = 0.1
 

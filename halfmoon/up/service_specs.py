@@ -6,37 +6,28 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from halfmoon.errors import InvalidRequest
-from halfmoon.policy.admission.refusal import AdmissionMode
-from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.credentials.sources import environment_of
-from halfmoon.rpc.telemetry.tracing import check_endpoint
 from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.child import ServiceSpec
 from halfmoon.up.gpus import VISIBLE_GPUS, GPUShares, visible_gpus, whole_gpus
-from halfmoon.up.log_files import LogLimits
-from halfmoon.up.simulated import SimulatedWorkers, simulation_specs
-from halfmoon.up.stores import StoreOptions, store_specs
+from halfmoon.up.simulated import simulation_specs
+from halfmoon.up.stores import store_specs
+from halfmoon.up.up_options import (
+    ServiceSettings,
+    UpOptions,
+    WorkerStart,
+    option_values,
+    simulated_workers,
+    wanted_workers,
+)
 
 Spec = TypeVar("Spec", bound=ServiceSpec)
-ServiceSettings: TypeAlias = Mapping[str, Mapping[str, str]]
-
-# What the names of variables that hold or find a secret end with; URLs may hold passwords.
-
-
-class WorkerStart(NamedTuple):
-    """One worker's own arguments, in addition to those of all workers."""
-
-    arguments: tuple[str, ...] = ()
-    num_gpus: int = 1
-    on_cpu: bool = False  # even if other workers have GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,69 +41,6 @@ class WorkerSpec(ServiceSpec):
     def gpus(self) -> tuple[str, ...]:
         """Returns its GPUs. Empty if it computes on the CPU or its GPUs are not restricted."""
         return visible_gpus({VISIBLE_GPUS: self.environment.get(VISIBLE_GPUS, "")})
-
-
-@dataclass(frozen=True, slots=True)
-class UpOptions:
-    """Options of `halfmoon up`. Counts are numbers of worker processes by role."""
-
-    model: str = "demo"
-    model_name: str | None = None  # None: the model's own
-    num_prefill: int = 1
-    num_decode: int = 1
-    num_both: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
-    handover_codec: str = "raw"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    state_dir: Path = Path(".halfmoon")
-    console: bool = True
-    console_port: int = 8501
-    admission: AdmissionMode | None = None  # None: the gateway's default
-    placement: PlacementMode | None = None
-    slo: Literal["default", "off"] = "default"
-    settings: ServiceSettings = field(default_factory=dict)  # further settings by service, as texts
-    worker_arguments: tuple[
-        str, ...
-    ] = ()  # of every worker, options and values alternating; a worker's own override them
-    metrics_port: int | None = 0  # first port of stores, planner and workers; 0: free ports; None: no metrics
-    simulation: SimulatedWorkers | None = None  # None: real engines
-    store: StoreOptions = field(default_factory=StoreOptions)
-    num_gateways: int = 1
-    drain_s: float = 10.0  # of the gateways
-    http_tls_cert: Path | None = None  # None: HTTP without TLS
-    http_tls_key: Path | None = None
-    operator_token: str | None = None  # None: that of the state directory, needed beyond loopback or with API keys
-    console_token: str | None = None  # operator token that the console sends; None: operator_token
-    cluster_secret: str | None = field(default=None, repr=False)
-    tls_dir: Path | None = None  # of an authority; None: no mutual TLS
-    cluster_secret_file: Path | None = None  # with neither, the state directory has the secret
-    api_keys: tuple[str, ...] = ()  # of gateways
-    api_keys_file: Path | None = None
-    console_key: str | None = None  # with which the console tries requests
-    worker_starts: Mapping[Role, Sequence[WorkerStart]] = field(default_factory=dict)  # of each real engine, by role
-    ledger_url: str | None = None  # of gateways and planner; None: SQLite in state_dir
-    is_planned: bool = False  # whether the workers are those of a plan
-    log_limits: LogLimits = field(default_factory=LogLimits)
-    otlp_endpoint: str | None = None  # receiver of traces; None: the one that OpenTelemetry's own variables name
-
-    def __post_init__(self) -> None:
-        if self.state_dir.exists() and not self.state_dir.is_dir():
-            raise InvalidRequest(f"--state-dir {self.state_dir} is not a directory")
-        if min(self.num_prefill, self.num_decode, self.num_both) < 0:
-            raise InvalidRequest("numbers of workers cannot be negative")
-        if (self.http_tls_cert is None) != (self.http_tls_key is None):
-            raise InvalidRequest("TLS of HTTP needs both a certificate and its key: --http-tls-cert and --http-tls-key")
-        if self.num_gateways < 1:
-            raise InvalidRequest("at least one gateway is needed")
-        check_endpoint(self.otlp_endpoint)
-        if not self.num_both and not (self.num_prefill and self.num_decode):
-            raise InvalidRequest(
-                "nothing could be served: start at least one --prefill and one --decode, or one --both"
-            )
-        if self.simulation is not None:
-            self.simulation.check_limits(arguments for _, arguments in simulated_workers(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,23 +128,6 @@ def other_specs(
     return specs
 
 
-def wanted_workers(options: UpOptions) -> list[tuple[Role, WorkerStart]]:
-    """Returns role and start of each worker with a real engine."""
-    counts: dict[Role, int] = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
-    starts = options.worker_starts
-    return [
-        (role, starts[role][index] if starts.get(role) else WorkerStart())
-        for role, count in counts.items()
-        for index in range(count)
-    ]
-
-
-def simulated_workers(options: UpOptions) -> list[tuple[Role, Mapping[str, str]]]:
-    """Returns role and options of each simulated worker, also those options that it cannot take."""
-    everywhere = {"--device": options.device, "--dtype": options.dtype, **_pairs(options.worker_arguments)}
-    return [(role, everywhere | _pairs(start.arguments)) for role, start in wanted_workers(options)]
-
-
 def worker_spec(
     options: UpOptions,
     model: PreparedModel,
@@ -234,8 +145,8 @@ def worker_spec(
     """
     module = "services.decode" if role == "decode" else "services.prefill"
     common = ("--gateway", cluster)
-    chosen = {"--device": options.device, "--dtype": options.dtype, **_pairs(share)}
-    chosen |= _pairs(options.worker_arguments) | _pairs(start.arguments)
+    chosen = {"--device": options.device, "--dtype": options.dtype, **option_values(share)}
+    chosen |= option_values(options.worker_arguments) | option_values(start.arguments)
     served = ("--model", model.path, "--model-name", model.name)
     state = ("--state-dir", str(options.state_dir), "--kv-store", stores[index % len(stores)])
     settings = variables(module.removeprefix("services."), options.settings)
@@ -269,10 +180,6 @@ def trusted(spec: Spec, secret: str, certificates: RoleCertificates) -> Spec:
 def variables(service: str, settings: ServiceSettings) -> dict[str, str]:
     """Converts settings to environment variables: arguments are visible to other users, and some are secrets."""
     return {f"HALFMOON_{service.upper()}_{name.upper()}": text for name, text in settings.get(service, {}).items()}
-
-
-def _pairs(arguments: Sequence[str]) -> dict[str, str]:
-    return dict(zip(arguments[::2], arguments[1::2], strict=True))
 
 
 def _gpus(starts: Sequence[WorkerStart], device: str) -> list[tuple[dict[str, str], tuple[str, ...]]]:

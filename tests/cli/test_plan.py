@@ -21,7 +21,8 @@ from halfmoon.sim.cluster.spec_file import read_cluster
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import Override, read_config
 from halfmoon.up.gpus import whole_gpus
-from halfmoon.up.service_specs import PreparedModel, UpOptions, other_specs
+from halfmoon.up.service_specs import PreparedModel, other_specs
+from halfmoon.up.up_options import UpOptions
 
 BASE = {
     "--model": "opt-13b",

@@ -12,7 +12,8 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.api_keys import key_digest
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import parse_config
-from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs
+from halfmoon.up.service_specs import PreparedModel, gateway_spec, other_specs
+from halfmoon.up.up_options import UpOptions
 from services.gateway.control.active_tenants import declared_tenants
 from services.gateway.settings import GatewaySettings
 

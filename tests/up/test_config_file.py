@@ -12,7 +12,8 @@ from halfmoon.up.child import ServiceSpec
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import Override, parse_config, read_config
 from halfmoon.up.config.settings_table import settings_table
-from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs
+from halfmoon.up.service_specs import PreparedModel, gateway_spec, other_specs
+from halfmoon.up.up_options import UpOptions
 from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings

@@ -25,8 +25,9 @@ from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from halfmoon.up.fleet import WorkerFleet
 from halfmoon.up.fleet_servicer import fleet_address, fleet_server
 from halfmoon.up.from_plan import applied_options
-from halfmoon.up.service_specs import PreparedModel, UpOptions, WorkerSpec, WorkerStart
+from halfmoon.up.service_specs import PreparedModel, WorkerSpec
 from halfmoon.up.supervisor import Supervisor
+from halfmoon.up.up_options import UpOptions, WorkerStart
 from services.planner.fleet import Fleet
 
 JOIN = """

@@ -12,7 +12,8 @@ from halfmoon.errors import Incompatible
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.up.fleet_diff import worker_change
 from halfmoon.up.gpus import gpus_beside
-from halfmoon.up.service_specs import WorkerSpec, WorkerStart
+from halfmoon.up.service_specs import WorkerSpec
+from halfmoon.up.up_options import WorkerStart
 
 PLAIN = WorkerStart()
 ROLES = st.sampled_from(("prefill", "decode", "both"))

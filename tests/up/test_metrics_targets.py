@@ -11,7 +11,8 @@ import pytest
 from halfmoon.up.child import ServiceSpec
 from halfmoon.up.metrics_targets import TARGETS_FILE, MetricsTargets
 from halfmoon.up.reserved_ports import ReservedPorts
-from halfmoon.up.service_specs import PreparedModel, UpOptions, other_specs
+from halfmoon.up.service_specs import PreparedModel, other_specs
+from halfmoon.up.up_options import UpOptions
 
 
 @pytest.fixture

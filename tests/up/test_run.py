@@ -17,9 +17,10 @@ from halfmoon.sim.latency_sources.worker_profile import PROFILES
 from halfmoon.up.announcements import print_ready
 from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.run import cluster_secret, with_operator_token
-from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs, trusted
+from halfmoon.up.service_specs import PreparedModel, gateway_spec, other_specs, trusted
 from halfmoon.up.simulated import SimulatedWorkers, simulated_model
 from halfmoon.up.stores import StoreOptions, known_stores, remember_stores
+from halfmoon.up.up_options import UpOptions
 
 MODEL = PreparedModel("/models/m", "m")
 

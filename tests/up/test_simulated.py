@@ -14,8 +14,9 @@ from halfmoon.sim.latency_sources.worker_profile import PROFILES
 from halfmoon.up.announcements import print_ignored
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import Override, parse_config, read_config
-from halfmoon.up.service_specs import PreparedModel, UpOptions, other_specs
+from halfmoon.up.service_specs import PreparedModel, other_specs
 from halfmoon.up.simulated import SimulatedWorkers, ignored_settings
+from halfmoon.up.up_options import UpOptions
 
 SIM = "engine: sim\nconsole: {enabled: false}\n"
 PLAN = Path(__file__).parents[2] / "docs" / "guide" / "examples" / "plan.yaml"

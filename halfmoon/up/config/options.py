@@ -14,9 +14,9 @@ from halfmoon.sim.latency_sources.model_catalogue import known_shape
 from halfmoon.up.config.system_config import SystemConfig, WorkerGroup
 from halfmoon.up.from_plan import with_planned_workers
 from halfmoon.up.log_files import LogLimits
-from halfmoon.up.service_specs import UpOptions, WorkerStart
 from halfmoon.up.simulated import SimulatedWorkers
 from halfmoon.up.stores import StoreOptions
+from halfmoon.up.up_options import UpOptions, WorkerStart
 
 # fields of UpOptions
 _OWN_OF_GATEWAY = frozenset(

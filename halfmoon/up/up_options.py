@@ -1,0 +1,112 @@
+"""The options of `halfmoon up`, and the workers that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.policy.admission.refusal import AdmissionMode
+from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.policy.view.worker_view import Role
+from halfmoon.rpc.telemetry.tracing import check_endpoint
+from halfmoon.up.log_files import LogLimits
+from halfmoon.up.simulated import SimulatedWorkers
+from halfmoon.up.stores import StoreOptions
+
+ServiceSettings: TypeAlias = Mapping[str, Mapping[str, str]]
+
+
+class WorkerStart(NamedTuple):
+    """One worker's own arguments, in addition to those of all workers."""
+
+    arguments: tuple[str, ...] = ()
+    num_gpus: int = 1
+    on_cpu: bool = False  # even if other workers have GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """Options of `halfmoon up`. Counts are numbers of worker processes by role."""
+
+    model: str = "demo"
+    model_name: str | None = None  # None: the model's own
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_both: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    handover_codec: str = "raw"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    state_dir: Path = Path(".halfmoon")
+    console: bool = True
+    console_port: int = 8501
+    admission: AdmissionMode | None = None  # None: the gateway's default
+    placement: PlacementMode | None = None
+    slo: Literal["default", "off"] = "default"
+    settings: ServiceSettings = field(default_factory=dict)  # further settings by service, as texts
+    worker_arguments: tuple[
+        str, ...
+    ] = ()  # of every worker, options and values alternating; a worker's own override them
+    metrics_port: int | None = 0  # first port of stores, planner and workers; 0: free ports; None: no metrics
+    simulation: SimulatedWorkers | None = None  # None: real engines
+    store: StoreOptions = field(default_factory=StoreOptions)
+    num_gateways: int = 1
+    drain_s: float = 10.0  # of the gateways
+    http_tls_cert: Path | None = None  # None: HTTP without TLS
+    http_tls_key: Path | None = None
+    operator_token: str | None = None  # None: that of the state directory, needed beyond loopback or with API keys
+    console_token: str | None = None  # operator token that the console sends; None: operator_token
+    cluster_secret: str | None = field(default=None, repr=False)
+    tls_dir: Path | None = None  # of an authority; None: no mutual TLS
+    cluster_secret_file: Path | None = None  # with neither, the state directory has the secret
+    api_keys: tuple[str, ...] = ()  # of gateways
+    api_keys_file: Path | None = None
+    console_key: str | None = None  # with which the console tries requests
+    worker_starts: Mapping[Role, Sequence[WorkerStart]] = field(default_factory=dict)  # of each real engine, by role
+    ledger_url: str | None = None  # of gateways and planner; None: SQLite in state_dir
+    is_planned: bool = False  # whether the workers are those of a plan
+    log_limits: LogLimits = field(default_factory=LogLimits)
+    otlp_endpoint: str | None = None  # receiver of traces; None: the one that OpenTelemetry's own variables name
+
+    def __post_init__(self) -> None:
+        if self.state_dir.exists() and not self.state_dir.is_dir():
+            raise InvalidRequest(f"--state-dir {self.state_dir} is not a directory")
+        if min(self.num_prefill, self.num_decode, self.num_both) < 0:
+            raise InvalidRequest("numbers of workers cannot be negative")
+        if (self.http_tls_cert is None) != (self.http_tls_key is None):
+            raise InvalidRequest("TLS of HTTP needs both a certificate and its key: --http-tls-cert and --http-tls-key")
+        if self.num_gateways < 1:
+            raise InvalidRequest("at least one gateway is needed")
+        check_endpoint(self.otlp_endpoint)
+        if not self.num_both and not (self.num_prefill and self.num_decode):
+            raise InvalidRequest(
+                "nothing could be served: start at least one --prefill and one --decode, or one --both"
+            )
+        if self.simulation is not None:
+            self.simulation.check_limits(arguments for _, arguments in simulated_workers(self))
+
+
+def wanted_workers(options: UpOptions) -> list[tuple[Role, WorkerStart]]:
+    """Returns role and start of each worker with a real engine."""
+    counts: dict[Role, int] = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
+    starts = options.worker_starts
+    return [
+        (role, starts[role][index] if starts.get(role) else WorkerStart())
+        for role, count in counts.items()
+        for index in range(count)
+    ]
+
+
+def simulated_workers(options: UpOptions) -> list[tuple[Role, Mapping[str, str]]]:
+    """Returns role and options of each simulated worker, also those options that it cannot take."""
+    everywhere = {"--device": options.device, "--dtype": options.dtype, **option_values(options.worker_arguments)}
+    return [(role, everywhere | option_values(start.arguments)) for role, start in wanted_workers(options)]
+
+
+def option_values(arguments: Sequence[str]) -> dict[str, str]:
+    """Returns the value of each option, from names and values in turns."""
+    return dict(zip(arguments[::2], arguments[1::2], strict=True))
