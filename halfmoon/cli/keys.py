@@ -16,10 +16,10 @@ from rich.table import Table
 
 from halfmoon.cli.option_groups import with_option_groups
 from halfmoon.cli.profile_store import LedgerOptions, ledger_at
-from halfmoon.config.tenants import TenantConfig, check_tenant_name
+from halfmoon.config.tenants import TenantConfig, check_tenant_classes, check_tenant_name
 from halfmoon.errors import HalfmoonError, InvalidRequest
-from halfmoon.ledger.ledger import open_ledger
-from halfmoon.ledger.stored_tenants import StoredKey, StoredTenants
+from halfmoon.ledger.ledger import Ledger, open_ledger
+from halfmoon.ledger.stored_tenants import StoredKey
 from halfmoon.rpc.api_keys import key_digest, key_id, new_api_key
 from halfmoon.up.config.human_bytes import human_bytes
 
@@ -27,6 +27,10 @@ app = typer.Typer(no_args_is_help=True, help="Adds, lists and revokes API keys, 
 
 Result = TypeVar("Result")
 
+_FIRST_KEY = (
+    "This is the first key: from now on gateways need one for every request, and the operator token for control: that "
+    "of `halfmoon up` is in operator_token in its state directory."
+)
 _REMOVED = "none"  # what takes a limit away
 _COLUMNS = 140
 
@@ -80,11 +84,11 @@ def add(
     expires_at = None if expires_days is None else now + timedelta(days=expires_days)
     stored = StoredKey(key_digest(key), tenant, label[:128], now, expires_at)
 
-    async def work(tenants: StoredTenants) -> bool:
+    async def work(ledger: Ledger) -> bool:
         check_tenant_name(tenant)
-        is_first = not (await tenants.all()).keys
-        await _edit(tenants, tenant, limits)
-        await tenants.add_key(stored)
+        is_first = not (await ledger.tenants.all()).keys
+        await _edit(ledger, tenant, limits)
+        await ledger.tenants.add_key(stored)
         return is_first
 
     is_first = _run(ledger, work)
@@ -92,7 +96,7 @@ def add(
     error_console = Console(stderr=True)
     error_console.print(f"key {key_id(stored.digest)} of tenant {tenant}; it is not shown again", highlight=False)
     if is_first:
-        error_console.print("This is the first key: from now on gateways need one for every request.", highlight=False)
+        error_console.print(_FIRST_KEY, highlight=False, soft_wrap=True)
 
 
 @app.command("set")
@@ -100,9 +104,9 @@ def add(
 def set_(tenant: Tenant, limits: LimitOptions, ledger: LedgerOptions) -> None:
     """Changes what a tenant may use."""
 
-    async def work(tenants: StoredTenants) -> None:
+    async def work(ledger: Ledger) -> None:
         check_tenant_name(tenant)
-        await _edit(tenants, tenant, limits)
+        await _edit(ledger, tenant, limits)
 
     _run(ledger, work)
 
@@ -114,7 +118,7 @@ def list_(
     revoked: Annotated[bool, typer.Option("--revoked", help="Lists revoked and expired keys, too.")] = False,
 ) -> None:
     """Lists the tenants and keys of the ledger. Those of a configuration file are not in it."""
-    read = _run(ledger, StoredTenants.all)
+    read = _run(ledger, lambda opened: opened.tenants.all())
     now = datetime.now(UTC)
     definitions = {one.name: one.definition for one in read.tenants}
     shown = [key for key in read.keys if revoked or _state(key, now) == ""]
@@ -139,8 +143,8 @@ def revoke(
     if not keys and tenant is None:
         raise typer.BadParameter("name the ids of keys, or --tenant")
 
-    async def work(tenants: StoredTenants) -> None:
-        now = datetime.now(UTC)
+    async def work(ledger: Ledger) -> None:
+        tenants, now = ledger.tenants, datetime.now(UTC)
         for key in keys or ():
             await tenants.revoke(key, now)
         if tenant is not None:
@@ -157,20 +161,38 @@ def digest() -> None:
     print(f"sha256:{key_digest(key)}")
 
 
-async def _edit(tenants: StoredTenants, name: str, limits: LimitOptions) -> None:
-    stored = next((one for one in (await tenants.all()).tenants if one.name == name), None)
+async def _edit(ledger: Ledger, name: str, limits: LimitOptions) -> None:
+    stored = next((one for one in (await ledger.tenants.all()).tenants if one.name == name), None)
     before = stored.definition if stored else {}
     definition = limits.over(before)
+    if limits.classes is not None or limits.default_class is not None:
+        await _check_classes(ledger, name, TenantConfig.model_validate(definition))
     if definition != before:
-        await tenants.put(name, definition, stored.version if stored else 0)
+        await ledger.tenants.put(name, definition, stored.version if stored else 0)
 
 
-def _run(options: LedgerOptions, work: Callable[[StoredTenants], Awaitable[Result]]) -> Result:
+async def _check_classes(ledger: Ledger, name: str, tenant: TenantConfig) -> None:
+    """Raises InvalidRequest for classes that are not in the ledger; says so if no gateway has written any yet."""
+    configured = [one.name for one in (await ledger.classes.all()).classes]
+    try:
+        check_tenant_classes(name, tenant, configured)
+    except InvalidRequest as error:
+        if configured:
+            raise
+        Console(stderr=True).print(
+            f"no gateway has written its classes to this ledger yet, so they cannot be checked: {error.message}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _run(options: LedgerOptions, work: Callable[[Ledger], Awaitable[Result]]) -> Result:
     """Runs `work` on the ledger, which is made if it is absent. Exits with a message for a HalfmoonError."""
 
     async def run() -> Result:
         async with open_ledger(ledger_at(options.state_dir, options.ledger_url)) as ledger:
-            return await work(ledger.tenants)
+            return await work(ledger)
 
     try:
         return asyncio.run(run())

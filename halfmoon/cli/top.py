@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from halfmoon.rpc.tls.http_context import client_context
+from halfmoon.up.config.human_bytes import human_bytes
 
 _TIMEOUT_S = 5.0
 _MINUTES = 5
@@ -46,6 +47,7 @@ class Snapshot(NamedTuple):
     cluster: Mapping[str, Any]
     series: Mapping[str, Any]
     classes: Sequence[Mapping[str, Any]]
+    tenants: Sequence[Mapping[str, Any]] = ()
 
 
 class NoSnapshot(Exception):
@@ -59,7 +61,7 @@ async def snapshot(session: aiohttp.ClientSession, options: TopOptions) -> Snaps
     classes = await _ask(session, f"{options.gateway}/halfmoon/v1/classes")
     if "workers" not in cluster or "together" not in series or "classes" not in classes:
         raise NoSnapshot(f"{options.gateway} is not a Halfmoon gateway")
-    return Snapshot(cluster, series, classes["classes"])
+    return Snapshot(cluster, series, classes["classes"], await _tenants_of(session, options))
 
 
 async def top(options: TopOptions, terminal: Console, *, once: bool = False) -> int:
@@ -92,7 +94,14 @@ def draw(seen: Snapshot | None, num_workers: int, problem: str | None = None) ->
     missing = seen.cluster.get("missing")
     if missing:
         parts.append(Panel(Text(f"Requests are refused: there is no {' and no '.join(missing)}."), style="yellow"))
-    return Group(*parts, _headline(seen), _figures(seen.series), _classes(seen), _workers(seen, num_workers))
+    return Group(
+        *parts,
+        _headline(seen),
+        _figures(seen.series),
+        _classes(seen),
+        *_tenants(seen, num_workers),
+        _workers(seen, num_workers),
+    )
 
 
 def spark(values: Sequence[float | None]) -> str:
@@ -127,6 +136,16 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
         raise NoSnapshot(f"no gateway at {url.partition('/halfmoon')[0]}: {error or 'it does not answer'}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise NoSnapshot(f"{url} is not part of a Halfmoon gateway") from error
+
+
+async def _tenants_of(session: aiohttp.ClientSession, options: TopOptions) -> Sequence[Mapping[str, Any]]:
+    """Returns the tenants, which only operators with a token are shown; nothing without one."""
+    if options.token is None:
+        return ()
+    try:
+        return list((await _ask(session, f"{options.gateway}/halfmoon/v1/tenants"))["tenants"])
+    except (NoSnapshot, KeyError):
+        return ()
 
 
 async def _once(session: aiohttp.ClientSession, options: TopOptions, terminal: Console) -> int:
@@ -179,6 +198,24 @@ def _classes(seen: Snapshot) -> Table:
         style = "yellow" if ended and counts["good"] / ended < goals.get(name, 0.0) else ""
         table.add_row(Text(name), str(ended), Text(in_time, style=style), str(counts["refused"]), str(counts["failed"]))
     return table
+
+
+def _tenants(seen: Snapshot, num_rows: int) -> list[Table]:
+    """Builds the table of tenants, those with most requests first; nothing without tenants."""
+    if not seen.tenants:
+        return []
+    names = ("tenant", "requests in 24 h", "refused", "prompt tokens", "cached", "output tokens", "KV stored")
+    table = Table(*names, box=None, header_style="dim", padding=(0, 2))
+    ranked = sorted(seen.tenants, key=lambda one: (-((one["usage"] or {}).get("num_requests", 0)), one["name"]))
+    for tenant in ranked[:num_rows]:
+        used = tenant["usage"] or {}
+        counts = ("num_requests", "num_refused", "prompt_tokens", "cached_tokens", "output_tokens")
+        table.add_row(
+            Text(tenant["name"]), *(str(used.get(name, 0)) for name in counts), human_bytes(tenant["stored_kv_bytes"])
+        )
+    if len(ranked) > num_rows:
+        table.caption = f"and {len(ranked) - num_rows} more"
+    return [table]
 
 
 def _workers(seen: Snapshot, num_workers: int) -> Table:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Self
 
 from pydantic import ByteSize, Field, model_validator
 
 from halfmoon.config.section import Section
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.admission.qos_classes import DEFAULT_CLASS
 from halfmoon.policy.admission.tenants import Tenant
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -93,3 +94,15 @@ def check_tenant_name(name: str) -> None:
             "a tenant's name has at most 64 letters, digits, dots, dashes and underscores, the first a letter or digit",
             param="tenant",
         )
+
+
+def check_tenant_classes(name: str, tenant: TenantConfig, configured: Collection[str]) -> None:
+    """Raises InvalidRequest if the tenant is held to a class that is not configured. The default class always is."""
+    known = {*configured, DEFAULT_CLASS}
+    for named in (*(tenant.classes or ()), *filter(None, [tenant.default_class])):
+        if named not in known:
+            raise InvalidRequest(
+                f"tenant {name} names the class {named!r}, which is not configured: there are "
+                f"{', '.join(sorted(known))}; add it to the classes first",
+                param="classes",
+            )

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from prometheus_client import CollectorRegistry, start_http_server
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.rpc.credentials.access import CallAccess
@@ -87,6 +87,8 @@ def read_settings(settings_class: type[Settings], arguments: Sequence[str]) -> S
         raise InvalidRequest(f"unknown settings in the environment: {', '.join(unknown)}")
     try:
         return CliApp.run(settings_class, cli_args=list(arguments))
+    except SettingsError as err:  # a variable whose value has to be JSON
+        raise InvalidRequest(f"{prefix}…: {err}: {err.__cause__}") from err
     except ValidationError as err:
         raise InvalidRequest("; ".join(_explained(problem, prefix) for problem in err.errors())) from err
 

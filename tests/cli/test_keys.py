@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from halfmoon.cli.app import app
+from halfmoon.ledger.declared_classes import Declaration
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.ledger.stored_tenants import TenantsAt
 from halfmoon.rpc.api_keys import key_digest, key_id
@@ -43,6 +44,23 @@ def test_a_key_is_printed_once_and_kept_by_digest(tmp_path: Path) -> None:
     assert key not in shown
     assert "first key" not in keys(tmp_path, "add", "acme").stderr
     assert b"".join(file.read_bytes() for file in tmp_path.iterdir()).find(key.encode()) == -1
+
+
+def test_classes_that_there_are_not_are_refused(tmp_path: Path) -> None:
+    early = keys(tmp_path, "set", "acme", "--classes", "gold")
+    assert (early.exit_code, "cannot be checked" in early.stderr) == (0, True)
+
+    async def declare() -> None:
+        async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+            await ledger.classes.declare({"gold": Declaration({}, False)}, lambda stored: None)
+
+    asyncio.run(declare())
+    for command in ("add", "set"):
+        refused = keys(tmp_path, command, "acme", "--classes", "gold,golden")
+        assert refused.exit_code != 0
+        assert "golden" in refused.output
+    assert stored(tmp_path).keys == []
+    assert keys(tmp_path, "add", "acme", "--classes", "gold,default").exit_code == 0
 
 
 def test_limits_change_one_by_one_and_go(tmp_path: Path) -> None:

@@ -68,6 +68,16 @@ async def test_the_token_is_sent(tmp_path: Path) -> None:
     assert "the operator token is needed" in said.get()
 
 
+async def test_tenants_are_shown_to_operators(tmp_path: Path) -> None:
+    terminal = Console(width=140, force_terminal=False)
+    tenants = {"acme": {"keys": ["k"]}}
+    async with running_fleet(tmp_path, operator_token="o", tenants=tenants) as fleet:
+        with terminal.capture() as said:
+            assert await top(TopOptions(fleet.http, "o"), terminal, once=True) == 0
+    assert "acme" in said.get()
+    assert "requests in 24 h" in said.get()
+
+
 async def test_no_gateway_is_a_clear_message() -> None:
     terminal = Console(width=140, force_terminal=False)
     with terminal.capture() as said:

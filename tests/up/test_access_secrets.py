@@ -51,6 +51,9 @@ def test_wrong_files_and_names_are_told(tmp_path: Path) -> None:
         ("security: {operator_token_file: DIR/absent}", "cannot be read"),
         ("security: {api_keys_file: DIR/absent}", "cannot be read"),
         ("tenants: {'a b': {}}", "tenant's name"),
+        ("tenants: {a: {classes: [gold]}}", "names the class 'gold'"),
+        ("tenants: {a: {default_class: gold}}\nclasses: {silver: {}}", "there are default, silver"),
+        ("tenants: [a]", "halfmoon.yaml:1: tenants: must be a mapping"),
         ("tenants: {a: {classes: [x], default_class: y}}", "must be one of classes"),
     ):
         with pytest.raises(InvalidRequest, match=said):

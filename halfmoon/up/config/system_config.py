@@ -15,7 +15,7 @@ from halfmoon.config.security import ClusterSecretConfig, MutualTlsConfig, Secur
 from halfmoon.config.simulation import SimulationConfig
 from halfmoon.config.state import StateConfig
 from halfmoon.config.stores import StoreConfig
-from halfmoon.config.tenants import DeclaredTenant, TenantsConfig, check_tenants
+from halfmoon.config.tenants import DeclaredTenant, TenantsConfig, check_tenant_classes, check_tenants
 from halfmoon.config.worker import WorkerConfig
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.plan_file import PlannedLayout
@@ -161,6 +161,15 @@ class SystemConfig(ClassesConfig, TenantsConfig, HandoverConfig, StateConfig):
         except InvalidRequest as error:
             raise ValueError(error.message) from error
         return written
+
+    @model_validator(mode="after")
+    def _names_classes_that_there_are(self) -> Self:
+        try:
+            for name, tenant in self.tenants.items():
+                check_tenant_classes(name, tenant, self.classes)
+        except InvalidRequest as error:
+            raise ValueError(error.message) from error
+        return self
 
     @model_validator(mode="after")
     def _names_workers_once(self) -> Self:

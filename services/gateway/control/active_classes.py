@@ -64,14 +64,14 @@ class ActiveClasses:
     def use_known(self) -> None:
         """Applies the classes last in force on this host, or else the declared ones, until the ledger answers.
 
-        Does nothing if it has answered here. Raises Incompatible.
+        Does nothing if it has answered here. Raises Incompatible, and InvalidRequest for a damaged file.
         """
         if self._revision is not None:
             return
         declared = [
             StoredClass(name, 0, declaration.definition) for name, declaration in (self._declarations or {}).items()
         ]
-        known = [StoredClass(*fields) for fields in self._known.read() or ()] or declared
+        known = self._known.read(lambda fields: StoredClass(*fields)) or declared
         self._admission.classes = _table(known)
         log.warning("classes.known", extra={"num_classes": len(known)})
 

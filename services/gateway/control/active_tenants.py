@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from halfmoon.config.tenants import TenantConfig, check_tenants
-from halfmoon.errors import Incompatible
-from halfmoon.ledger.stored_tenants import StoredKey, StoredTenant, StoredTenants, TenantsAt
+from halfmoon.config.tenants import TenantConfig, check_tenant_classes, check_tenants
+from halfmoon.ledger.stored_tenants import StoredKey, StoredTenant, StoredTenants
 from halfmoon.policy.admission.fair_shares import FairShares
 from halfmoon.policy.admission.tenants import Tenant
 from halfmoon.rpc.api_keys import DeclaredKey, declared_key
@@ -52,12 +51,12 @@ class ActiveTenants:
         return self._keys.table
 
     async def refresh(self) -> None:
-        """Applies edits of the ledger. Raises Unavailable, and Incompatible for tenants of a later release."""
+        """Applies edits of the ledger, as far as they can be read. Raises Unavailable."""
         async with self._turn:
             if await self._stored.revision() == self._revision:
                 return
             read = await self._stored.all()
-            self._apply(_merged(self.declared.table, read.tenants, read.keys))
+            self._apply(self._merged(read.tenants, read.keys))
             self._known.write([*map(_as_json, read.tenants), *map(_as_json, read.keys)])
             log.info("tenants.changed", extra={"revision": read.revision, "num_keys": len(self._keys.table.keys)})
             self._revision = read.revision
@@ -66,17 +65,38 @@ class ActiveTenants:
         """Applies what this host saw last, until the ledger answers; nothing if it has answered here.
 
         A host that never saw the ledger knows only the declared keys. Without any it refuses requests beyond loopback,
-        because the ledger may hold keys.
+        because the ledger may hold keys. Raises InvalidRequest for a damaged file, which may have held some.
         """
         if self._revision is not None:
             return
-        rows = self._known.read()
-        known = _of_json(rows or [])
-        table = _merged(self.declared.table, known.tenants, known.keys)
+        rows = self._known.read(_of_json)
+        tenants = [row for row in rows or () if isinstance(row, StoredTenant)]
+        table = self._merged(tenants, [row for row in rows or () if isinstance(row, StoredKey)])
         if rows is None and not table.is_needed and not is_loopback(host):
             table = KeyTable(is_known=False)
         self._apply(table)
         log.warning("tenants.known", extra={"num_keys": len(table.keys), "is_known": table.is_known})
+
+    def _merged(self, tenants: Sequence[StoredTenant], keys: Sequence[StoredKey]) -> KeyTable:
+        """The declared table with these rows.
+
+        Of a tenant whose row cannot be read, what was in force here stays; if nothing was, its keys are refused,
+        because its limits are not known.
+        """
+        declared, stored, unread = self.declared.table, dict[str, Tenant](), set[str]()
+        for row in tenants:
+            try:
+                stored[row.name] = TenantConfig.model_validate(row.definition).as_tenant(row.name)
+            except ValidationError as error:
+                log.warning("tenant.unread", extra={"tenant": row.name, "reason": str(error)[:300]})
+                if row.name in self.table.tenants:
+                    stored[row.name] = self.table.tenants[row.name]
+                elif row.name not in declared.tenants:
+                    unread.add(row.name)
+        valid = (key for key in keys if key.revoked_at is None and key.tenant not in unread)
+        accepted = {key.digest: AcceptedKey(key.tenant, key.expires_at) for key in valid}
+        is_needed = declared.is_needed or bool(keys)
+        return KeyTable({**accepted, **declared.keys}, {**stored, **declared.tenants}, is_needed)
 
     def _apply(self, table: KeyTable) -> None:
         self._keys.table = table
@@ -88,36 +108,23 @@ def declared_tenants(settings: GatewaySettings) -> Declared:
     of_tenants = [declared_key(key, name) for name, tenant in settings.tenants.items() for key in tenant.keys]
     keys = [*settings.declared_keys(), *of_tenants]
     check_tenants([*settings.tenants, *(key.tenant for key in keys)])
+    for name, tenant in settings.tenants.items():
+        check_tenant_classes(name, tenant, settings.classes)
     tenants = {name: tenant.as_tenant(name) for name, tenant in settings.tenants.items()}
     table = KeyTable({key.digest: AcceptedKey(key.tenant) for key in keys}, tenants, bool(keys or tenants))
     return Declared(table, keys)
-
-
-def _merged(declared: KeyTable, tenants: Sequence[StoredTenant], keys: Sequence[StoredKey]) -> KeyTable:
-    accepted = {key.digest: AcceptedKey(key.tenant, key.expires_at) for key in keys if key.revoked_at is None}
-    stored = {one.name: _tenant(one) for one in tenants}
-    return KeyTable({**accepted, **declared.keys}, {**stored, **declared.tenants}, declared.is_needed or bool(keys))
-
-
-def _tenant(stored: StoredTenant) -> Tenant:
-    try:
-        return TenantConfig.model_validate(stored.definition).as_tenant(stored.name)
-    except ValidationError as error:
-        raise Incompatible(
-            f"tenant {stored.name} of the ledger is of a release that this one does not know: {error}"
-        ) from error
 
 
 def _as_json(row: StoredTenant | StoredKey) -> list[Any]:
     return [value.isoformat() if isinstance(value, datetime) else value for value in row]
 
 
-def _of_json(rows: Sequence[list[Any]]) -> TenantsAt:
-    """Tenants have three fields, keys six."""
-    tenants = [StoredTenant(*row) for row in rows if len(row) == len(StoredTenant._fields)]
-    keys = [
-        StoredKey(*row[:3], *(value and datetime.fromisoformat(value) for value in row[3:]))
-        for row in rows
-        if len(row) == len(StoredKey._fields)
-    ]
-    return TenantsAt(0, tenants, keys)
+def _of_json(fields: list[Any]) -> StoredTenant | StoredKey:
+    """Tenants have three fields, keys six. Raises ValueError or TypeError for anything else."""
+    if len(fields) == len(StoredTenant._fields):
+        name, version, definition = fields
+        if isinstance(name, str) and isinstance(definition, dict):
+            return StoredTenant(name, version, definition)
+    elif len(fields) == len(StoredKey._fields) and all(isinstance(text, str) for text in fields[:3]):
+        return StoredKey(*fields[:3], *(value and datetime.fromisoformat(value) for value in fields[3:]))
+    raise ValueError("it is neither a tenant nor a key")

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import Field
 
-from halfmoon.config.tenants import TenantConfig, check_tenant_name
+from halfmoon.config.tenants import TenantConfig, check_tenant_classes, check_tenant_name
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.stored_tenants import StoredKey
@@ -78,6 +78,7 @@ class TenantEndpoints:
         """PUT /halfmoon/v1/tenants/{name}: its limits. Raises InvalidRequest or VersionConflict."""
         name = self._name(request)
         body = parse_body(TenantBody, await receive_body(request), _MAX_VALUES)
+        check_tenant_classes(name, body, [one.name for one in (await self._ledger.classes.all()).classes])
         definition = body.model_dump(mode="json", exclude_defaults=True, exclude={"version"})
         stored = await self._ledger.tenants.put(name, definition, body.version)
         await self._active.refresh()

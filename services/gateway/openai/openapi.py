@@ -7,6 +7,8 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from halfmoon import __version__
+from services.gateway.http.rate_limits import LIMIT_HEADERS
+from services.gateway.http.request_ids import HEADER, IDEMPOTENCY_HEADER
 from services.gateway.openai.parameter_table import ENDPOINTS
 
 _REF = "#/components/schemas/{model}"
@@ -31,8 +33,10 @@ _REFUSALS = {
     "401": "the API key is missing or unknown",
     "404": "the model is not served here",
     "408": "the body did not come in time",
+    "409": "the request was repeated, and its answer goes on there",
     "413": "the body is too large",
     "415": "the Content-Encoding is not supported",
+    "422": "the Idempotency-Key came with another body a moment ago",
     "429": "there is no capacity; Retry-After says when to come back",
     "503": "no worker is there, or the gateway stops",
     "504": "the request took too long",
@@ -42,6 +46,12 @@ _READS = {
     "/health": "Whether a request could be placed now",
     "/halfmoon/v1/cluster": "The workers",
 }
+_RETRY = frozenset(("429", "503"))
+_SENT = {
+    IDEMPOTENCY_HEADER: "the client's id of this request: a repeat of it gets the rest of the same answer",
+    HEADER: "the request's name in logs and answers, and its id if there is no Idempotency-Key",
+}
+_LAST_EVENT = {"Last-Event-ID": "in the repeat of a stream: the id of the last event that the client has"}
 _STREAMING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
 
 
@@ -76,8 +86,15 @@ def _post(path: str) -> dict[str, Any]:
         answer["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "summary": ENDPOINTS[path].__doc__,
+        "parameters": [
+            {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
+            for name, text in (_SENT | _LAST_EVENT if path in _STREAMING else {HEADER: _SENT[HEADER]}).items()
+        ],
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {"200": {"description": "the answer", "content": answer}, **_refusals(*_REFUSALS)},
+        "responses": {
+            "200": {"description": "the answer", "content": answer, "headers": _headers(HEADER, *LIMIT_HEADERS)},
+            **_refusals(*_REFUSALS),
+        },
     }
 
 
@@ -89,4 +106,16 @@ def _get(path: str) -> dict[str, Any]:
 
 def _refusals(*statuses: str) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
-    return {status: {"description": _REFUSALS[status], "content": content} for status in statuses}
+    return {
+        status: {
+            "description": _REFUSALS[status],
+            "content": content,
+            "headers": _headers(HEADER, *(("Retry-After", *LIMIT_HEADERS) if status in _RETRY else ())),
+        }
+        for status in statuses
+    }
+
+
+def _headers(*names: str) -> dict[str, Any]:
+    """Headers that a response may have; those of limits only for tenants with limits."""
+    return {name: {"schema": {"type": "string"}} for name in names}

@@ -144,6 +144,51 @@ async def test_a_start_without_the_ledger_opens_nothing(
         assert table.tenant("acme").weight == 2
 
 
+@pytest.mark.parametrize(
+    "row", [["acme"], ["acme", 1, 5], [1, 2, 3, 4, 5, 6], ["d", "acme", "", "never", None, None], 7]
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_start_with_a_damaged_file_is_refused_and_not_open(tmp_path: Path, row: Any, host: str) -> None:
+    known, keys = KnownRows(tmp_path, "tenants", "postgresql://"), ApiKeys()
+    known.write([])
+    (file,) = tmp_path.iterdir()
+    file.write_text(json.dumps([["acme", 1, {}], row]))
+    declared = declared_tenants(GatewaySettings(state_dir=tmp_path))
+    active = ActiveTenants(AwayTenants(), keys, FairShares(), known, declared)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="row 2"):
+        active.use_known(host)
+
+
+async def test_a_row_of_the_ledger_that_cannot_be_read_costs_its_own_tenant_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys()
+    async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+        tenants = ledger.tenants
+        for name, weight in (("acme", 2), ("newer", 3)):
+            await tenants.add_key(StoredKey(key_digest(name), name, "", NOW))
+            await tenants.put(name, {"weight": weight}, 0)
+        declared = declared_tenants(GatewaySettings(state_dir=tmp_path))
+        active = ActiveTenants(tenants, keys, FairShares(), KnownRows(tmp_path, "tenants", "x"), declared)
+        await active.refresh()
+        await tenants.put("newer", {"of a later release": 1}, 1)
+        await tenants.put("acme", {"weight": 5}, 1)
+        await active.refresh()
+        assert (keys.table.tenant("acme").weight, keys.table.tenant("newer").weight) == (5, 3), "what was in force"
+        fresh = ActiveTenants(tenants, ApiKeys(), FairShares(), KnownRows(tmp_path, "tenants", "x"), declared)
+        await fresh.refresh()
+        assert set(fresh.table.keys) == {key_digest("acme")}, "limits that are not known cannot be kept"
+        assert fresh.table.is_needed
+    assert [record.message for record in caplog.records].count("tenant.unread") == 2, "one for each gateway"
+
+
+def test_classes_that_there_are_not_are_told_at_the_start(tmp_path: Path) -> None:
+    tenants = {"acme": {"keys": ["k"], "classes": ["gold", "default"]}}
+    with pytest.raises(InvalidRequest, match="tenant acme names the class 'gold'"):
+        declared_tenants(GatewaySettings(state_dir=tmp_path, tenants=tenants))
+    declared_tenants(GatewaySettings(state_dir=tmp_path, tenants=tenants, classes={"gold": {}}))
+
+
 async def test_what_the_ledger_said_stays_in_force_when_it_falls_silent_during_the_start(tmp_path: Path) -> None:
     known, keys = KnownRows(tmp_path / "a file, so no directory", "tenants", "postgresql://"), ApiKeys()
     (tmp_path / "a file, so no directory").touch()

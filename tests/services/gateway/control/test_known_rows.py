@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from halfmoon.errors import InvalidRequest
 from services.gateway.control.known_rows import KnownRows
 
 
@@ -15,9 +18,21 @@ def test_only_the_owner_may_read_the_file(tmp_path: Path) -> None:
 
 def test_a_ledger_that_was_never_seen_is_not_an_empty_one(tmp_path: Path) -> None:
     known = KnownRows(tmp_path, "tenants", "sqlite://")
-    assert known.read() is None
+    assert known.read(list) is None
     known.write([])
-    assert known.read() == []
+    assert known.read(list) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [("5", "not a list"), ("[[1, 2], 5]", "row 2"), ('[["a"', "line 1 column"), ("", "line 1 column"), ("{}", "list")],
+)
+def test_a_damaged_file_is_told_with_its_place_and_what_to_do(tmp_path: Path, content: str, place: str) -> None:
+    known = KnownRows(tmp_path, "tenants", "sqlite://")
+    known.write([])
     (file,) = tmp_path.iterdir()
-    file.write_text("5")
-    assert known.read() is None
+    file.write_text(content)
+    with pytest.raises(InvalidRequest, match="remove the file") as refusal:
+        known.read(list)
+    assert str(file) in refusal.value.message
+    assert place in refusal.value.message

@@ -96,6 +96,8 @@ async def test_wrong_bodies_and_names_are_refused(tmp_path: Path) -> None:
             ("/acme", {"classes": []}),
             ("/acme", {"classes": ["a"], "default_class": "b"}),
             ("/acme", {"secret": 1}),
+            ("/acme", {"classes": ["gold"]}),
+            ("/acme", {"default_class": "gold"}),
             ("/a%20b", {}),
         )
         for path, wrong in limits:

@@ -24,7 +24,7 @@ OPERATIONS = {
     for found in schemathesis.openapi.from_dict(openapi_document()).get_all_operations()
     if isinstance(found, Ok)
 }
-EXPECTED = (200, 400, 401, 404, 405, 413, 415)  # there is capacity, and nothing breaks
+EXPECTED = (200, 400, 401, 404, 405, 409, 413, 415, 422)  # there is capacity, and nothing breaks
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,10 @@ def test_it_is_served(address: str) -> None:
     document = requests.get(f"{address}/openapi.json", timeout=PATIENCE_S).json()
     assert document == json.loads(json.dumps(openapi_document()))
     assert document["openapi"].startswith("3.1")
+    chat = document["paths"]["/v1/chat/completions"]["post"]
+    assert {one["name"] for one in chat["parameters"]} == {"Idempotency-Key", "X-Request-Id", "Last-Event-ID"}
+    assert "x-ratelimit-remaining-tokens" in chat["responses"]["200"]["headers"]
+    assert "Retry-After" in chat["responses"]["429"]["headers"]
 
 
 # The gateway's thread may draw from `random` while a strategy draws a case: hypothesis takes that for the strategy's.
