@@ -232,14 +232,22 @@ class GenerationEndpoints:
             if not reply.has_begun:
                 raise
             error = _client_error(failure)
-            response = await reply.fail(error)
             if _is_left(request, error):
-                self._recorder.leave(request)
-            else:
-                self._recorder.end(request, "error", kind_of(error).status, error.message)
+                return await self._leave(request, reply, error)
+            response = await reply.fail(error, waits=True)
+            self._recorder.end(request, "error", kind_of(error).status, error.message)
             return response
         response = await reply.finish()
         self._recorder.end(request)
+        return response
+
+    async def _leave(self, request: GatewayRequest, reply: StreamReply, error: HalfmoonError) -> web.StreamResponse:
+        """Ends a stream whose answer goes on elsewhere. A repeat on this gateway waits for it: an unread one is cut."""
+        try:
+            response = await reply.fail(error, waits=not isinstance(error, TakenOver))
+        except ClientGone:
+            raise error from None
+        self._recorder.leave(request)
         return response
 
     async def _run(self, request: GatewayRequest, reply: Reply) -> None:

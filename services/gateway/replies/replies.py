@@ -117,10 +117,13 @@ class StreamReply:
             self._body.write(self._format.end)
         return await self._body.end()
 
-    async def fail(self, error: HalfmoonError) -> web.StreamResponse:
-        """Ends a stream that has begun with an error event. Raises ClientGone."""
+    async def fail(self, error: HalfmoonError, *, waits: bool) -> web.StreamResponse:
+        """Ends a stream that has begun with an error event.
+
+        Raises ClientGone, if it does not wait also for a client that has much unread.
+        """
         self._body.write(sse(self._format.failed(error_body(error))))
-        return await self._body.end()
+        return await self._body.end(waits=waits)
 
     def _write(self, index: int, events: Sequence[bytes]) -> None:
         data = b"".join(events if self._ids is None else self._ids.new(index, events))

@@ -69,10 +69,10 @@ class SSEBody:
         elif not self._outlives_client:
             raise ClientGone
 
-    async def end(self) -> web.StreamResponse:
-        """Waits until the client has read nearly everything. Raises ClientGone."""
+    async def end(self, *, waits: bool = True) -> web.StreamResponse:
+        """Waits until the client has read nearly everything, or cuts it off if it has not. Raises ClientGone."""
         try:
-            async with asyncio.timeout(_LAST_READ_S):
+            async with asyncio.timeout(_LAST_READ_S if waits else 0.0):
                 await self._response.write_eof()
         except (ConnectionError, TimeoutError) as error:
             if self._request.transport is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from halfmoon.errors import Unavailable
 from tests.services.gateway.fakes import MODEL, FakeWorker, Fleet, Script, running_fleet, served_model, soon
@@ -173,6 +174,32 @@ async def test_the_newer_of_two_readers_on_one_gateway_wins(tmp_path: Path) -> N
                 gate.set()
                 assert content_of(await soon(newer.read())) == TEXT
         assert (len(prefill.calls.prefills), decode.calls.cancelled) == (1, [])
+
+
+async def test_a_repeat_does_not_wait_for_a_reader_that_has_stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older connection is open and its buffers are full: its end once was waited for a minute."""
+    gate, stalled = asyncio.Event(), [asyncio.Event()]
+    write_eof = web.StreamResponse.write_eof
+
+    async def write_eof_once_read(response: web.StreamResponse, data: bytes = b"") -> None:
+        if response.content_type == "text/event-stream" and stalled:
+            await stalled.pop().wait()
+        await write_eof(response, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", write_eof_once_read)
+    async with running_fleet(tmp_path) as fleet:
+        prefill, decode = await fleet.pair(Script(TEXT, gate, tokens_before_gate=2))
+        async with posted(fleet, STREAM, KEY) as older:
+            await events_until(older, 3)
+            async with posted(fleet, STREAM, KEY) as newer:
+                gate.set()
+                assert content_of(await soon(newer.read())) == TEXT
+            with pytest.raises(aiohttp.ClientError):
+                await soon(older.read())
+        assert (len(prefill.calls.prefills), decode.calls.cancelled) == (1, [])
+        assert [row["status"] for row in await rows_of(fleet, "once", 1)] == ["ok"]
 
 
 async def test_a_client_that_left_comes_back_within_the_grace(tmp_path: Path) -> None:
