@@ -12,7 +12,8 @@ import errno
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
+from typing import NamedTuple
 
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.kv.entry_codec import EntryCodec
@@ -31,6 +32,7 @@ from services.kvstore.tiers.seal import Seal
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 65_536
+MAX_TRIES = 5  # of a block that fails while others of its batch are stored
 BATCH_BYTES = 32 << 20
 
 Write = tuple[BlockMeta, tuple[KVBytes, KVBytes]]  # a record as (header, payload)
@@ -40,6 +42,11 @@ Fetch = Callable[[bytes], Awaitable[Record | None]]
 
 async def _nowhere(block: bytes) -> Record | None:
     return None
+
+
+class _Waiting(NamedTuple):
+    is_anew: bool  # write it even if the tier has it
+    num_tries: int = 1  # with this one
 
 
 class Demoter:
@@ -60,7 +67,8 @@ class Demoter:
     ) -> None:
         """budget_bytes: of the tier, which may change. pause_s: first pause after a failure; it grows.
 
-        store: writes records to the tier and returns those stored; raises OSError or Unavailable if none was.
+        store: writes records to the tier and returns those stored; raises OSError or Unavailable if none was. The
+        others are tried again, after a pause and up to `MAX_TRIES` times.
 
         fetch: reads a record from a tier between DRAM and this one.
         """
@@ -75,7 +83,7 @@ class Demoter:
         self._counts = counts
         self._seal = seal
         self._fetch = fetch
-        self._waiting: OrderedDict[bytes, bool] = OrderedDict()  # True: write it even if the tier has it
+        self._waiting: OrderedDict[bytes, _Waiting] = OrderedDict()
         self._has_some = asyncio.Event()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -118,7 +126,7 @@ class Demoter:
         return False
 
     def _wait_for(self, block: bytes, anew: bool) -> None:
-        self._waiting[block] = anew
+        self._waiting[block] = _Waiting(anew)
         self._has_some.set()
         self._is_idle.clear()
 
@@ -129,9 +137,13 @@ class Demoter:
             self._catalog.hold(block)
         try:
             if records and self._make_room(sum(len(head) + memoryview(body).nbytes for _, (head, body) in records)):
-                self._enter(await self._store(records))
-                self._breaker.succeeded()
+                stored = await self._store(records)
+                self._enter(stored)
                 self.outage.succeeded()
+                if self._try_again(taken, {meta.id for meta, _ in records}, {meta.id for meta, _ in stored}):
+                    self._breaker.failed(time.monotonic())
+                else:
+                    self._breaker.succeeded()
             elif records:
                 self._counts.add(self._tier, "skipped", len(records))
         except (OSError, Unavailable) as err:
@@ -140,8 +152,8 @@ class Demoter:
                 self._counts.add(self._tier, "full")
             self._breaker.failed(time.monotonic())
             self.outage.failed(err)
-            for block, anew in reversed(taken.items()):
-                self._waiting[block] = anew
+            for block, waiting in reversed(taken.items()):
+                self._waiting[block] = waiting
                 self._waiting.move_to_end(block, last=False)
         finally:
             for block in parents:
@@ -149,17 +161,31 @@ class Demoter:
             for held in acquired:
                 self._dram.release(held)
 
-    async def _gather(self) -> tuple[dict[bytes, bool], list[Block], list[Write]]:
+    def _try_again(self, taken: dict[bytes, _Waiting], sent: Set[bytes], stored: Set[bytes]) -> bool:
+        """Queues blocks again of which the record, or a predecessor's, was sent and not stored. True if any."""
+        has_some = False
+        for block, waiting in taken.items():
+            is_there = block in stored and self._catalog.is_in(block, self._tier)
+            if is_there or block not in sent or block not in self._catalog or sent <= stored:
+                continue
+            if waiting.num_tries < MAX_TRIES:
+                self._waiting[block] = waiting._replace(num_tries=waiting.num_tries + 1)
+                has_some = True
+            else:
+                self._counts.add(self._tier, "skipped")
+        return has_some
+
+    async def _gather(self) -> tuple[dict[bytes, _Waiting], list[Block], list[Write]]:
         """Collects the next records to write, each after its parent, with the blocks whose rooms they lie in."""
-        taken: dict[bytes, bool] = {}
+        taken: dict[bytes, _Waiting] = {}
         acquired: list[Block] = []
         records: dict[bytes, Write] = {}
         num_bytes, most_bytes = 0, min(BATCH_BYTES, self._budget_bytes() // 4)
         try:
             while self._waiting and num_bytes <= most_bytes:
-                block, anew = self._waiting.popitem(last=False)
-                taken[block] = anew
-                for wanted in [block] if anew and block in self._catalog else self._chain(block, records):
+                block, waiting = self._waiting.popitem(last=False)
+                taken[block] = waiting
+                for wanted in [block] if waiting.is_anew and block in self._catalog else self._chain(block, records):
                     write = await self._record(wanted, acquired)
                     if write is None:
                         self._counts.add(self._tier, "skipped")

@@ -16,6 +16,7 @@ class ColdMemory:
         self.is_down = False
         self.is_slow = False
         self.is_full = False
+        self.num_refused = 0  # of the next puts
         self.num_puts = 0
         self.listed = asyncio.Event()
 
@@ -24,6 +25,9 @@ class ColdMemory:
         await self._arrive()
         if self.is_full:
             raise OSError(28, "No space left on device")
+        if self.num_refused:
+            self.num_refused -= 1
+            raise ConnectionError("refused")
         self.objects[name] = data
 
     async def get(self, name: str) -> bytes:

@@ -11,11 +11,12 @@ import pytest
 from halfmoon.errors import Unavailable
 from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog.entry import Tier
+from services.kvstore.movement.demotion import MAX_TRIES
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.cold import ColdTier
 from services.kvstore.tiers.disk import DiskTier
-from tests.services.kvstore.blocks import LAYOUT, is_right, put_chain
+from tests.services.kvstore.blocks import LAYOUT, is_right, meta, put_chain
 from tests.services.kvstore.cold_memory import ColdMemory
 from tests.services.kvstore.pools import IDS, KEYS, pool, tiers
 
@@ -65,6 +66,51 @@ async def test_an_outage_is_said_once_and_ends_by_itself(caplog: pytest.LogCaptu
         assert it.trouble(Tier.COLD) == ""
         assert tiers(it, IDS[3]) == [Tier.DRAM, Tier.COLD]
         assert len(warnings(caplog)) == 2
+
+
+@pytest.mark.parametrize("num_refused", [1, 3, 5])
+async def test_blocks_that_failed_alone_are_tried_again(num_refused: int) -> None:
+    """With their successors, which the tier does not admit without them."""
+    cold = ColdMemory()
+    tier = ColdTier(cold, 1 << 20, 3600.0, CircuitBreaker(100, 0.01))
+    options = PoolOptions(sweep_s=3600.0, cold_list_s=3600.0, retry_pause_s=0.0, drain_s=0.0)
+    it = Pool(memoryview(bytearray(16 * LAYOUT.block_bytes)), options, None, tier)
+    async with it.running():
+        cold.num_refused = num_refused
+        await put_chain(it, KEYS[:6])
+        await it.settled()
+        assert cold.num_refused == 0
+        assert it.counts.by_tier[Tier.COLD]["failed"] == num_refused
+        assert [tiers(it, block) for block in IDS[:6]] == [[Tier.DRAM, Tier.COLD]] * 6
+
+
+async def test_a_block_that_fails_whenever_others_are_stored_is_given_up() -> None:
+    cold = RefusingMemory()
+    tier = ColdTier(cold, 1 << 20, 3600.0, CircuitBreaker(1_000_000, 0.01))
+    options = PoolOptions(sweep_s=3600.0, cold_list_s=3600.0, retry_pause_s=0.0, drain_s=0.0)
+    it = Pool(memoryview(bytearray(16 * LAYOUT.block_bytes)), options, None, tier)
+    async with it.running():
+        cold.refused = tier.name_of(meta(IDS[0]))
+        await put_chain(it, KEYS[:1])
+        for n in range(1, MAX_TRIES + 1):
+            await put_chain(it, KEYS[n : n + 1])
+            while Tier.COLD not in tiers(it, IDS[n]):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        await it.settled()
+        assert tiers(it, IDS[0]) == [Tier.DRAM]
+        assert it.counts.by_tier[Tier.COLD]["skipped"] == 1
+        assert it.trouble(Tier.COLD) == ""
+
+
+class RefusingMemory(ColdMemory):
+    """Refuses one object."""
+
+    refused = ""
+
+    async def put(self, name: str, data: bytes) -> None:
+        if name == self.refused:
+            raise ConnectionError("refused")
+        await super().put(name, data)
 
 
 async def test_a_full_cold_tier_is_read_on_and_not_hammered() -> None:
