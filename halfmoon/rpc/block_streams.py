@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.errors import AlreadyHere, DataLoss, NoCapacity
+from halfmoon.errors import AlreadyHere, DataLoss, InvalidRequest, NoCapacity
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
-from halfmoon.kv.kv_layout import KVBytes, KVLayout
-from halfmoon.kv.negotiation import encode_open
+from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
+from halfmoon.kv.negotiation import decode_open, encode_open
 from halfmoon.kv.receiver import Coverage
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.chain import Chain, Stored
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.status import in_our_tree
-from halfmoon.rpc.transfer import TransferSender, transfer_to
+from halfmoon.rpc.transfer import TransferSender, parse_body, transfer_to
 from halfmoon.rpc.transport.link import KVLink
 
-_PUT, _GET = "/halfmoon.KVStoreBytes/Put", "/halfmoon.KVStoreBytes/Get"
+BYTES_SERVICE = "halfmoon.KVStoreBytes"
+_PUT, _GET = f"/{BYTES_SERVICE}/Put", f"/{BYTES_SERVICE}/Get"
 _TRANSFER_ID = bytes(16)  # the stream of a Get carries one transfer
 
 
@@ -83,6 +84,25 @@ async def get_blocks(
             yield cells
     finally:
         call.cancel()
+
+
+def opened_run(frame: Frame) -> kvstore_pb2.BlocksOpen:
+    """The body of the first frame of a Put or Get. Raises InvalidRequest if it is none."""
+    if frame.kind is not FrameKind.OPEN:
+        raise InvalidRequest(f"the first frame must be OPEN, not {frame.kind.name}")
+    _, body = decode_open(frame.payload)
+    return parse_body(kvstore_pb2.BlocksOpen, body)
+
+
+def block_frames(cells: KVBytes, layout: KVLayout, opening: Frame, index: int, num_sent: int) -> Iterator[Frame]:
+    """The DATA frames of a Get's `index`th block, whose raw bytes are `cells`, numbered after the first `num_sent`."""
+    wanted, rows = opening.range, np.frombuffer(cells, np.uint8).reshape(_row_shape(layout))
+    shard = Shard(wanted.layer_start, wanted.layer_end, wanted.head_start, wanted.head_end)
+    parts = plan_frames(layout, shard, wanted.token_start, wanted.num_tokens)
+    for sequence, part in enumerate(parts, num_sent):
+        payload = rows[_slices(_further(part, -wanted.token_start))].tobytes()
+        place = _further(part, index * layout.block_tokens)
+        yield Frame(FrameKind.DATA, opening.transfer_id, opening.layout_fingerprint, sequence, place, payload=payload)
 
 
 async def _send_block(sender: TransferSender, layout: KVLayout, start: int, cells: KVBytes) -> None:

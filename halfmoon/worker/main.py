@@ -33,6 +33,7 @@ from halfmoon.rpc.telemetry.tracing import tracing
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.kept_answers import KeptAnswers
 from halfmoon.worker.kv_channels import KVChannels
@@ -111,7 +112,8 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
             return prefill.links() | restoring
 
         decode = DecodeServicer(async_engine, state, metrics, settings.lease_s, device)
-        services = worker_services(prefill, decode)
+        cache = CacheServicer(async_engine, engine.num_blocks, state, metrics)
+        services = worker_services(prefill, decode, cache)
         access = CallAccess(credential)
         async with running_server(settings.listen, services, metrics.rpc, tracer=tracer, access=access) as server:
             address = advertised_address(settings.listen, server.port, settings.advertise)

@@ -120,3 +120,12 @@ class StoreMetrics:
             "halfmoon_store_missed_blocks", "Blocks the store announced but did not deliver intact", registry=registry
         )
         self.put_bytes = Counter("halfmoon_store_put_bytes", "KV bytes sent to the store", registry=registry)
+        self.cache_reads = Counter(
+            "halfmoon_cache_reads",
+            "Reads of this worker's prefix cache by other workers, by outcome: served, missing or busy",
+            ["outcome"],
+            registry=registry,
+        )
+        self.cache_served_bytes = Counter(
+            "halfmoon_cache_served_bytes", "KV bytes of the prefix cache sent to other workers", registry=registry
+        )

@@ -16,6 +16,7 @@ from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
+from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.membership.registration import Registration
 from halfmoon.worker.prefill_servicer import PrefillServicer
@@ -31,12 +32,15 @@ _SWEEP_S = 1.0
 _SETTLE_POLL_S = 0.05
 
 
-def worker_services(prefill: PrefillServicer, decode: DecodeServicer) -> tuple[Callable[[grpc.aio.Server], None], ...]:
-    """Services of a worker's server, the same for every role."""
+def worker_services(
+    prefill: PrefillServicer, decode: DecodeServicer, cache: CacheServicer | None = None
+) -> tuple[Callable[[grpc.aio.Server], None], ...]:
+    """Services of a worker's server, the same for every role. `cache`: None where no prefix cache can be read."""
     return (
         lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server),
         lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(decode, server),
         raw_service(KV_TRANSFER, {PUSH: decode.push}),
+        *(() if cache is None else cache.registrations()),
     )
 
 

@@ -15,20 +15,18 @@ import grpc
 
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.codec import Codec
-from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
-from halfmoon.kv.kv_layout import KVLayout, Shard
-from halfmoon.kv.negotiation import decode_open
+from halfmoon.kv.frame import Frame, FrameKind, decode_frame, encode_frame
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.owner import KVOwner
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import kvstore_pb2
+from halfmoon.rpc.block_streams import BYTES_SERVICE, block_frames, opened_run, whole_blocks
 from halfmoon.rpc.transfer import KVIntake, next_message, parse_body, raw_service
 from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.movement.incoming import Arrivals, Run, run_metas
 from services.kvstore.pool import Loan, Pool
-from services.kvstore.tiers.dram import Draft, cells
+from services.kvstore.tiers.dram import Draft
 from services.kvstore.wire import named_layout
-
-BYTES_SERVICE = "halfmoon.KVStoreBytes"
 
 
 class KVBytesServicer:
@@ -47,7 +45,7 @@ class KVBytesServicer:
     async def put(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Receives a run of blocks. Whatever ends the stream before COMMIT frees their room."""
         first = await self._first(messages)
-        opened = _opened(decode_frame(first))
+        opened = opened_run(decode_frame(first))
         layout = named_layout(opened.layout)
         async with AsyncExitStack() as stack:
             reception = _Reception(self._pool, self._arrivals, stack, layout)
@@ -61,7 +59,7 @@ class KVBytesServicer:
     async def get(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Sends blocks: for each the DATA frames that cover the OPEN's range, then DONE."""
         request = decode_frame(await self._first(messages))
-        opened = _opened(request)
+        opened = opened_run(request)
         blocks = [block_id(key, opened.tenant_salt) for key in opened.keys]
         if not blocks:
             raise InvalidRequest("a Get must name the blocks that it wants", param="keys")
@@ -123,7 +121,7 @@ class _Reception:
         opened = parse_body(kvstore_pb2.BlocksOpen, effect.body)
         block_tokens = self._layout.block_tokens
         self._token_start = effect.range.token_start
-        if effect.range != _whole_blocks(self._layout, self._token_start, len(opened.keys)):
+        if effect.range != whole_blocks(self._layout, self._token_start, len(opened.keys)):
             raise InvalidRequest(f"stored blocks are whole: all layers, heads and tokens, not {effect.range}")
         owner = KVOwner(opened.tenant, opened.tenant_quota_bytes)
         metas = run_metas(
@@ -142,30 +140,13 @@ async def _data(loan: Loan, request: Frame, index: int, num_sent: int) -> AsyncI
     assert layout is not None
     if request.layout_fingerprint != layout.fingerprint():
         raise Incompatible("the stored block has another KV layout than its reader")
-    wanted.check_within(_whole_blocks(layout, wanted.token_start, 1))
+    wanted.check_within(whole_blocks(layout, wanted.token_start, 1))
     whole = loan.cells() if loan.record.codec.is_plain else await asyncio.to_thread(loan.cells)
-    shard = Shard(wanted.layer_start, wanted.layer_end, wanted.head_start, wanted.head_end)
-    further = index * layout.block_tokens
-    parts = plan_frames(layout, shard, wanted.token_start, wanted.num_tokens)
-    for sequence, part in enumerate(parts, num_sent):
-        payload = cells(whole, layout, replace(part, token_start=part.token_start - wanted.token_start)).tobytes()
-        place = replace(part, token_start=part.token_start + further)
-        yield Frame(FrameKind.DATA, request.transfer_id, request.layout_fingerprint, sequence, place, payload=payload)
+    for frame in block_frames(whole, layout, request, index, num_sent):
+        yield frame
 
 
 async def _from(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
     async for message in rest:
         yield message
-
-
-def _whole_blocks(layout: KVLayout, token_start: int, num_blocks: int) -> KVRange:
-    num_tokens = num_blocks * layout.block_tokens
-    return KVRange(0, layout.num_layers, 0, layout.num_kv_heads, token_start, num_tokens)
-
-
-def _opened(frame: Frame) -> kvstore_pb2.BlocksOpen:
-    if frame.kind is not FrameKind.OPEN:
-        raise InvalidRequest(f"the first frame must be OPEN, not {frame.kind.name}")
-    _, body = decode_open(frame.payload)
-    return parse_body(kvstore_pb2.BlocksOpen, body)

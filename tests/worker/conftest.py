@@ -21,6 +21,7 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.main import store_client, store_writer
@@ -140,7 +141,8 @@ async def _worker(
         channels = KVChannels(link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device)
         prefill = PrefillServicer(async_engine, state, metrics, channels, restorer)
         decode = DecodeServicer(async_engine, state, metrics, lease_s, device)
-        services = worker_services(prefill, decode)
+        cache = CacheServicer(async_engine, engine.num_blocks, state, metrics)
+        services = worker_services(prefill, decode, cache)
         async with (
             running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server,
             Peer(f"127.0.0.1:{server.port}") as peer,

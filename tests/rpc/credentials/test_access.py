@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 import halfmoon.pb
 from halfmoon.errors import Forbidden, HalfmoonError, InvalidRequest, Unauthenticated
 from halfmoon.pb import decode_pb2, decode_pb2_grpc
+from halfmoon.rpc.block_streams import BYTES_SERVICE
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import Credential, credential_from
 from halfmoon.rpc.credentials.listeners import check_listener
@@ -27,7 +28,6 @@ from halfmoon.rpc.server import running_server
 from halfmoon.rpc.status import in_our_tree
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
-from services.kvstore.bytes_servicer import BYTES_SERVICE
 
 SECRET = "s" * 40
 WORKER = credential_from(SECRET, "worker")

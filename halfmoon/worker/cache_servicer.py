@@ -1,0 +1,124 @@
+"""Serves the worker's prefix cache to other workers, by the calls by which a store serves its blocks.
+
+Read-only: halfmoon.KVStore.Match and halfmoon.KVStoreBytes.Get. Block keys depend on model, KV layout and tenant salt,
+so nobody finds blocks that are not theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Protocol
+
+import grpc
+
+from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound, Unavailable
+from halfmoon.kv.frame import Frame, FrameKind, decode_frame, encode_frame
+from halfmoon.pb import kvstore_pb2
+from halfmoon.rpc.block_streams import BYTES_SERVICE, block_frames, opened_run, whole_blocks
+from halfmoon.rpc.transfer import next_message, raw_service
+from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.state import WorkerState
+
+_MAX_READERS = 16
+_COPIED_BYTES = 64 << 20  # most bytes of blocks that are copied and not yet sent
+_HELD_SHARE = 8  # readers hold at most one block in so many
+_FIRST_MESSAGE_S = 5.0
+_BUSY_MS = 200
+
+
+class CachedKV(Protocol):
+    """An engine whose prefix cache can be read. `AsyncEngine` documents each method."""
+
+    def cached(self, keys: Sequence[bytes]) -> AbstractAsyncContextManager[list[int]]:
+        """Holds the blocks of the leading keys that are cached."""
+        ...
+
+    async def read_block(self, block: int) -> memoryview:
+        """Reads a held block."""
+        ...
+
+
+class CacheServicer:
+    """Owns how much of the worker its readers use: calls, blocks held, one copy at a time.
+
+    Readers beyond are refused with NoCapacity, so that a prefix that everybody wants does not take the memory and the
+    copying threads from the worker's own requests.
+    """
+
+    def __init__(self, engine: CachedKV, num_blocks: int, state: WorkerState, metrics: WorkerMetrics) -> None:
+        """num_blocks: of the worker's KV memory."""
+        self._engine = engine
+        self._state = state
+        self._metrics = metrics
+        self._max_readers = max(1, min(_MAX_READERS, _COPIED_BYTES // state.layout.block_bytes))
+        self._max_held = max(1, num_blocks // _HELD_SHARE)
+        self._num_readers = 0
+        self._num_held = 0
+        self._copying = asyncio.Lock()
+
+    def registrations(self) -> tuple[Callable[[grpc.aio.Server], None], ...]:
+        """Registrations of the methods at a server."""
+        match = grpc.unary_unary_rpc_method_handler(
+            self.match, kvstore_pb2.MatchRequest.FromString, kvstore_pb2.MatchResponse.SerializeToString
+        )
+        control = grpc.method_handlers_generic_handler("halfmoon.KVStore", {"Match": match})
+        return (
+            lambda server: server.add_generic_rpc_handlers((control,)),
+            raw_service(BYTES_SERVICE, {"Get": self.get}),
+        )
+
+    async def match(
+        self, request: kvstore_pb2.MatchRequest, context: grpc.aio.ServicerContext
+    ) -> kvstore_pb2.MatchResponse:
+        """Counts the leading keys that the prefix cache had after the last step."""
+        num_matched = self._state.cached_blocks.depth(request.keys)
+        return kvstore_pb2.MatchResponse(num_matched=num_matched, tiers=[kvstore_pb2.DRAM] * num_matched)
+
+    async def get(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """Sends the leading blocks that are cached, as many as readers may hold: DATA frames for each, then DONE."""
+        message = await next_message(messages, _FIRST_MESSAGE_S)
+        if message is None:
+            raise Unavailable("the reader ended the stream before its OPEN")
+        opening, layout = decode_frame(message), self._state.layout
+        opened = opened_run(opening)
+        if not opened.keys:
+            raise InvalidRequest("a Get must name the blocks that it wants", param="keys")
+        if opening.layout_fingerprint != layout.fingerprint():
+            raise Incompatible("the cached blocks have another KV layout than their reader")
+        opening.range.check_within(whole_blocks(layout, opening.range.token_start, 1))
+        with self._reading(len(opened.keys)) as most:
+            async for frame in self._frames(opening, opened.keys[:most]):
+                yield encode_frame(frame)
+
+    async def _frames(self, opening: Frame, keys: Sequence[bytes]) -> AsyncIterator[Frame]:
+        layout, num_sent = self._state.layout, 0
+        async with self._engine.cached(keys) as blocks:
+            if not blocks:
+                self._metrics.store.cache_reads.labels("missing").inc()
+                raise NotFound("the block is not, or no longer, in this worker's prefix cache")
+            for index, block in enumerate(blocks):
+                async with self._copying:
+                    cells = await self._engine.read_block(block)
+                for frame in block_frames(cells, layout, opening, index, num_sent):
+                    yield frame
+                    num_sent += 1
+                self._metrics.store.cache_served_bytes.inc(opening.range.num_bytes(layout))
+        self._metrics.store.cache_reads.labels("served").inc()
+        yield Frame(FrameKind.DONE, opening.transfer_id, opening.layout_fingerprint, num_sent)
+
+    @contextmanager
+    def _reading(self, num_blocks: int) -> Iterator[int]:
+        """Counts one reader; yields how many blocks it may hold. Raises NoCapacity if others read already."""
+        num_held = min(num_blocks, self._max_held - self._num_held)
+        if self._num_readers >= self._max_readers or num_held <= 0:
+            self._metrics.store.cache_reads.labels("busy").inc()
+            raise NoCapacity("too many others read this worker's prefix cache", retry_after_ms=_BUSY_MS)
+        self._num_readers += 1
+        self._num_held += num_held
+        try:
+            yield num_held
+        finally:
+            self._num_readers -= 1
+            self._num_held -= num_held

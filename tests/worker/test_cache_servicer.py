@@ -1,0 +1,175 @@
+"""A worker's prefix cache, read by other workers as a store is: only what is theirs, as much as it can bear."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.errors import HalfmoonError, Incompatible, NoCapacity, NotFound
+from halfmoon.rpc.chain import Chain
+from halfmoon.rpc.credentials.roles import may_call
+from halfmoon.rpc.kvstore_client import KVStoreClient
+from tests.worker.conftest import RunningWorker
+from tests.worker.store.test_store_writer import keys_of, single
+from tests.worker.test_handover import prefilled, until
+
+Start = Callable[..., Awaitable[RunningWorker]]
+PROMPT = [(7 * i + 3) % 125 + 3 for i in range(83)]  # 10 blocks of 8
+LIMIT_S = 20.0
+
+
+@asynccontextmanager
+async def reader(worker: RunningWorker) -> AsyncIterator[KVStoreClient]:
+    async with aclosing(_Closing(KVStoreClient(worker.peer.address, server_role="worker"))) as closing:
+        yield closing.client
+
+
+class _Closing:
+    def __init__(self, client: KVStoreClient) -> None:
+        self.client = client
+
+    async def aclose(self) -> None:
+        await self.client.close()
+
+
+async def holder(start_worker: Start, tiny: Checkpoint, **options: object) -> RunningWorker:
+    """A worker that has the prompt in its prefix cache."""
+    worker = await start_worker("prefill", **options)
+    await prefilled(worker, single(tiny, PROMPT, "before"))
+    return worker
+
+
+def reads(worker: RunningWorker, outcome: str) -> float:
+    return float(worker.metrics.registry.get_sample_value("halfmoon_cache_reads_total", {"outcome": outcome}) or 0)
+
+
+async def content(worker: RunningWorker, key: bytes) -> bytes:
+    async with worker.async_engine.cached([key]) as (block,):
+        return bytes(await worker.async_engine.read_block(block))
+
+
+async def got(client: KVStoreClient, worker: RunningWorker, keys: list[bytes]) -> list[bytes]:
+    async with aclosing(client.get_run(keys, worker.engine.layout, deadline_s=LIMIT_S)) as blocks:
+        return [bytes(cells) async for cells in blocks]
+
+
+async def test_what_is_cached_is_found_and_read(start_worker: Start, tiny: Checkpoint) -> None:
+    worker = await holder(start_worker, tiny, num_blocks=128)
+    keys = keys_of(worker, PROMPT)
+    async with reader(worker) as client:
+        assert await client.match([*keys, b"x" * 16], deadline_s=LIMIT_S) == ["dram"] * 10
+        blocks = await got(client, worker, keys[::-1])
+        assert blocks == [await content(worker, key) for key in keys[::-1]]
+        whole, layout = await content(worker, keys[3]), worker.engine.layout
+        part = await client.get(keys[3], layout, deadline_s=LIMIT_S)
+        assert bytes(part) == whole
+    await until(lambda: worker.num_used_blocks == 0)
+    assert (reads(worker, "served"), reads(worker, "missing")) == (2, 0)
+
+
+async def test_nobody_reads_what_is_not_theirs(start_worker: Start, tiny: Checkpoint) -> None:
+    worker = await start_worker("prefill")
+    await prefilled(worker, single(tiny, PROMPT, "before", tenant_salt=b"one"))
+    async with reader(worker) as client:
+        for salt, num_found in ((b"", 0), (b"two", 0), (b"one", 10)):
+            keys = keys_of(worker, PROMPT, salt)
+            assert len(await client.of_tenant(salt).match(keys, deadline_s=LIMIT_S)) == num_found
+            if not num_found:
+                with pytest.raises(NotFound):
+                    await got(client.of_tenant(salt), worker, keys)
+        other = replace(worker.engine.layout, dtype="bfloat16")
+        with pytest.raises(Incompatible):
+            await client.get(keys[0], other, deadline_s=LIMIT_S)
+        with pytest.raises(NotFound):
+            await got(client, worker, [b"x" * 16])
+    assert reads(worker, "missing") == 3
+
+
+async def test_it_is_read_only(start_worker: Start, tiny: Checkpoint) -> None:
+    worker = await holder(start_worker, tiny)
+    keys, layout = keys_of(worker, PROMPT), worker.engine.layout
+    async with reader(worker) as client:
+        with pytest.raises(Incompatible):
+            await client.prefetch(keys, deadline_s=LIMIT_S)
+        with pytest.raises(Incompatible):
+            await client.put(b"k" * 16, layout, bytes(layout.block_bytes), Chain(), deadline_s=LIMIT_S)
+        with pytest.raises(Incompatible):
+            async with client.borrow(keys, deadline_s=LIMIT_S):
+                pass
+
+
+async def test_what_is_read_is_not_evicted_and_what_is_evicted_is_a_miss(start_worker: Start, tiny: Checkpoint) -> None:
+    worker = await holder(start_worker, tiny, num_blocks=16)  # readers hold two at a time
+    keys, layout = keys_of(worker, PROMPT), worker.engine.layout
+    expected = [await content(worker, key) for key in keys[:2]]
+    async with reader(worker) as client:
+        async with aclosing(client.get_run(keys[:2], layout, deadline_s=LIMIT_S)) as blocks:
+            first = bytes(await anext(blocks))
+            other = [(11 * i + 5) % 125 + 3 for i in range(100)]
+            await prefilled(worker, single(tiny, other, "other"))  # needs 13 of 16 blocks
+            assert [first, bytes(await anext(blocks))] == expected
+        with pytest.raises(NotFound):
+            await got(client, worker, [keys[9]])
+        assert len(await client.match(keys, deadline_s=LIMIT_S)) < 10
+
+
+async def test_readers_beyond_what_it_can_bear_are_refused(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await holder(start_worker, tiny, num_blocks=32)  # four may be held
+    keys, may_read, num_copies, most_copies = keys_of(worker, PROMPT), asyncio.Event(), 0, 0
+    real = worker.async_engine.read_block
+
+    async def slow(block: int) -> memoryview:
+        nonlocal num_copies, most_copies
+        num_copies += 1
+        most_copies = max(most_copies, num_copies)
+        await may_read.wait()
+        num_copies -= 1
+        return await real(block)
+
+    monkeypatch.setattr(worker.async_engine, "read_block", slow)
+    async with reader(worker) as client:
+        calls = [asyncio.create_task(got(client, worker, [key])) for key in keys]
+        await until(lambda: sum(call.done() for call in calls) == 6)
+        (own,) = await prefilled(worker, single(tiny, PROMPT[:20], "own"))  # while they wait
+        assert own.first_token.num_cached_tokens == 16
+        may_read.set()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, HalfmoonError)]
+        assert len(refused) == 6
+        assert all(isinstance(error, NoCapacity) for error in refused)
+        assert most_copies == 1
+        assert reads(worker, "busy") == 6
+        assert len(await got(client, worker, keys)) == 4, "a run is cut to what may be held"
+    await until(lambda: worker.num_used_blocks == 0)
+
+
+async def test_a_reader_that_leaves_gives_its_blocks_back(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await holder(start_worker, tiny)
+
+    async def never(block: int) -> memoryview:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with reader(worker) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(worker.async_engine, "read_block", never)
+            call = asyncio.create_task(got(client, worker, keys_of(worker, PROMPT)[:4]))
+            await until(lambda: worker.num_used_blocks == 4)
+            call.cancel()
+            await until(lambda: worker.num_used_blocks == 0)
+        assert len(await got(client, worker, keys_of(worker, PROMPT)[:4])) == 4
+
+
+def test_workers_alone_may_read() -> None:
+    for method in ("/halfmoon.KVStore/Match", "/halfmoon.KVStoreBytes/Get"):
+        assert may_call("worker", method)
+        assert not any(may_call(role, method) for role in ("gateway", "operator", "planner", "profiler"))
