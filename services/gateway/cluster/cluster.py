@@ -7,16 +7,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
-from itertools import chain, repeat
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
 from halfmoon.background import logged, running
 from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
-from halfmoon.pb.decode_pb2 import CancelRequest, SettleRequest, TokensRequest
-from halfmoon.pb.decode_pb2_grpc import DecodeStub
+from halfmoon.pb.decode_pb2 import TokensRequest
 from halfmoon.pb.gateway_pb2 import (
     DecodeMembers,
     GatewayMessage,
@@ -27,38 +24,16 @@ from halfmoon.pb.gateway_pb2 import (
     WorkerMessage,
 )
 from halfmoon.pb.gateway_pb2_grpc import ClusterServicer
-from halfmoon.pb.prefill_pb2_grpc import PrefillStub
-from halfmoon.rpc.context import request_id, request_scope
 from halfmoon.rpc.credentials.credential import Credential
-from halfmoon.rpc.peer import LONG_LIVED_S, Peer
-from services.gateway.cluster.member import Member
+from halfmoon.rpc.peer import LONG_LIVED_S
 from services.gateway.cluster.membership import Membership
+from services.gateway.cluster.request_ends import DEADLINE_S, RETRY_S, RequestEnds
 from services.gateway.cluster.token_router import GatewayStopping, TokenRouter
+from services.gateway.cluster.worker import Worker
 
 log = logging.getLogger(__name__)
 
-CANCEL_DEADLINE_S = 2.0
 _GATHER_S = 0.05  # changes of members in this time are told together
-_RETRY_S = (0.05, 0.2, 0.5, 1.0)  # pauses between tries to reach a worker; the last one repeats
-
-
-class Worker:
-    """Owns the connection to one member.
-
-    `gone` gets the reason when the membership ends. `has_news` is set when there is something to tell the worker:
-    `missed_blocks`, that it has to send all its blocks, or other `decode_addresses` or `stores` than it was `told`.
-    """
-
-    def __init__(self, member: Member, credential: Credential | None = None) -> None:
-        self.member = member
-        self.peer = Peer(member.identity.address, credential, "worker")
-        self.prefill = PrefillStub(self.peer.channel)
-        self.decode = DecodeStub(self.peer.channel)
-        self.has_news = asyncio.Event()
-        self.missed_blocks = False
-        self.told: set[str] = set()
-        self.told_stores: set[str] | None = None
-        self.gone: asyncio.Future[HalfmoonError] = asyncio.get_running_loop().create_future()
 
 
 class Cluster(ClusterServicer):
@@ -80,7 +55,7 @@ class Cluster(ClusterServicer):
         self._tasks = tasks
         self._workers: dict[str, Worker] = {}
         self._readers: dict[Worker, asyncio.Task[None]] = {}
-        self._ends: set[asyncio.Task[None]] = set()  # that workers have yet to be told of
+        self.ends = RequestEnds(gateway_id, self.spawn)
         self._changed = asyncio.Event()
         self.started_s = self.changed_s = clock()
         self._closing = asyncio.Event()
@@ -105,16 +80,6 @@ class Cluster(ClusterServicer):
             guarded.close()
             work.close()
             raise GatewayStopping("the gateway is stopping") from error
-
-    def cancel_request(self, worker: Worker, wire_id: str) -> None:
-        """Sends Decode.Cancel, even past the end of the request and its deadline."""
-        request = CancelRequest(request_ids=[wire_id], gateway_id=self.gateway_id)
-        self._send_end(worker, wire_id, worker.decode.Cancel, request)
-
-    def settle_request(self, worker: Worker, wire_id: str) -> None:
-        """Sends Decode.Settle, likewise."""
-        request = SettleRequest(request_ids=[wire_id], gateway_id=self.gateway_id)
-        self._send_end(worker, wire_id, worker.decode.Settle, request)
 
     def until_changed(self) -> Coroutine[Any, Any, Any]:
         """An awaitable that is done once a worker has joined, left, or become reachable after this call."""
@@ -172,10 +137,7 @@ class Cluster(ClusterServicer):
 
     async def close(self, grace_s: float) -> None:
         """Ends every membership. Pending cancellations have `grace_s` to reach their workers."""
-        if self._ends:
-            await asyncio.wait(set(self._ends), timeout=grace_s)
-        for task in self._ends:
-            task.cancel()
+        await self.ends.close(grace_s)
         for worker in list(self._workers.values()):
             self.remove(worker, Unavailable("the gateway is stopping"))
         self._closing.set()
@@ -287,7 +249,7 @@ class Cluster(ClusterServicer):
                 self.router.lose(worker.member.worker_id, Unavailable(reason.message))
             fields = {"worker_id": worker.member.worker_id, "reason": reason.message}
             log.warning("tokens.lost", extra=fields)
-            await asyncio.sleep(_RETRY_S[min(num_failures, len(_RETRY_S) - 1)])
+            await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
 
     async def _read_token_stream(self, worker: Worker) -> None:
@@ -299,30 +261,10 @@ class Cluster(ClusterServicer):
                     self._notify()
                 self.router.deliver(step, self.clock())
 
-    def _send_end(self, worker: Worker, wire_id: str, method: Callable[..., Any], request: Message) -> None:
-        with suppress(GatewayStopping):  # the workers notice that this gateway has ended
-            task = self.spawn(self._deliver_end(worker, wire_id, method, request))
-            self._ends.add(task)
-            task.add_done_callback(self._ends.discard)
-
-    async def _deliver_end(self, worker: Worker, wire_id: str, method: Callable[..., Any], request: Message) -> None:
-        """Tries until the worker has received it or has left: otherwise it would compute the request to its end."""
-        with request_scope(request_id()):  # the request's own deadline may be over
-            for pause_s in chain(_RETRY_S, repeat(_RETRY_S[-1])):
-                try:
-                    await worker.peer.call(method, request, deadline_s=CANCEL_DEADLINE_S)
-                    return
-                except HalfmoonError as error:
-                    fields = {"worker_id": worker.member.worker_id, "wire_id": wire_id, "reason": error.message}
-                    log.warning("cancel.failed", extra=fields)
-                if worker.gone.done():
-                    return
-                await asyncio.sleep(pause_s)
-
     async def _close_later(self, worker: Worker) -> None:
         """Closes the connection after a while: cancellations for the worker's requests still have to get through."""
         try:
-            await asyncio.wait_for(self._closing.wait(), CANCEL_DEADLINE_S)
+            await asyncio.wait_for(self._closing.wait(), DEADLINE_S)
         except TimeoutError:
             pass
         finally:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb.decode_pb2 import FindRequest, FindResponse
 from halfmoon.pb.types_pb2 import Repeatable
-from services.gateway.cluster.cluster import Cluster, Worker
+from services.gateway.cluster.cluster import Cluster
+from services.gateway.cluster.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -54,9 +54,9 @@ class Adoption:
     def _end(self, has_ended: bool) -> None:
         """Settles the output, cancels it, or leaves it on its worker to a repeat."""
         if has_ended:
-            self._cluster.settle_request(self._worker, self._held.request_id)
+            self._cluster.ends.settle(self._worker, self._held.request_id)
         elif not self._repeat.is_left(self._cluster.router):
-            self._cluster.cancel_request(self._worker, self._held.request_id)
+            self._cluster.ends.cancel(self._worker, self._held.request_id)
 
     def _handle(self, event: Event) -> list[Token]:
         match event:

@@ -23,7 +23,7 @@ from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.values import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
 from halfmoon.rpc.telemetry.spans import NO_SPAN, current_span, operation
-from services.gateway.cluster.cluster import Cluster, Worker
+from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.token_router import (
     Event,
     FirstTokenArrived,
@@ -34,6 +34,7 @@ from services.gateway.cluster.token_router import (
     TokenArrived,
     WorkerLost,
 )
+from services.gateway.cluster.worker import Worker
 from services.gateway.request import RequestOutput
 from services.gateway.routing.token_flow import TokenFlow, TokenSink
 
@@ -119,9 +120,9 @@ class Attempt:
             call.cancel()
         repeat = self._output.repeat
         if repeat is not None and complete is not None:
-            self._cluster.settle_request(self._holder, self._wire_id)
+            self._cluster.ends.settle(self._holder, self._wire_id)
         elif not complete and (repeat is None or not repeat.is_left(self._cluster.router)):
-            self._cluster.cancel_request(self._decode, self._wire_id)
+            self._cluster.ends.cancel(self._decode, self._wire_id)
 
     def _handle(self, event: Event) -> list[Token]:
         match event:

@@ -39,7 +39,7 @@ async def test_a_cancellation_for_a_worker_whose_channel_is_closed(tmp_path: Pat
         worker.end_registration.set()
         await fleet.until(lambda: not fleet.placeable())
         await gone.peer.close()
-        fleet.cluster.cancel_request(gone, "r.1")
+        fleet.cluster.ends.cancel(gone, "r.1")
         await fleet.add("b1", "both")
         assert await says_hello(fleet)
 
@@ -48,7 +48,7 @@ async def test_a_cancellation_is_told_until_it_is_heard(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         worker = await fleet.add("b0", "both")
         worker.refuse_cancels = [DataLoss("busy"), DataLoss("busy")]
-        fleet.cluster.cancel_request(fleet.cluster.worker("b0"), "r.1")
+        fleet.cluster.ends.cancel(fleet.cluster.worker("b0"), "r.1")
         await soon(worker.calls.cancel_came.wait())
         assert worker.calls.cancelled == ["r.1"]
 
@@ -60,7 +60,7 @@ async def test_what_comes_after_the_end_does_no_harm(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         await fleet.add("b0", "both")
         late = fleet.cluster.worker("b0")
-    fleet.cluster.cancel_request(late, "r.1")
+    fleet.cluster.ends.cancel(late, "r.1")
     fleet.cluster.remove(late, DataLoss("late"))
     with pytest.raises(GatewayStopping):
         fleet.cluster.spawn(never())

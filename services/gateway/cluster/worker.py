@@ -1,0 +1,31 @@
+"""A member as the gateway is connected to it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from halfmoon.errors import HalfmoonError
+from halfmoon.pb.decode_pb2_grpc import DecodeStub
+from halfmoon.pb.prefill_pb2_grpc import PrefillStub
+from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.peer import Peer
+from services.gateway.cluster.member import Member
+
+
+class Worker:
+    """Owns the connection to one member.
+
+    `gone` gets the reason when the membership ends. `has_news` is set when there is something to tell the worker:
+    `missed_blocks`, that it has to send all its blocks, or other `decode_addresses` or `stores` than it was `told`.
+    """
+
+    def __init__(self, member: Member, credential: Credential | None = None) -> None:
+        self.member = member
+        self.peer = Peer(member.identity.address, credential, "worker")
+        self.prefill = PrefillStub(self.peer.channel)
+        self.decode = DecodeStub(self.peer.channel)
+        self.has_news = asyncio.Event()
+        self.missed_blocks = False
+        self.told: set[str] = set()
+        self.told_stores: set[str] | None = None
+        self.gone: asyncio.Future[HalfmoonError] = asyncio.get_running_loop().create_future()
