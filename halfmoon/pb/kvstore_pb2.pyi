@@ -43,7 +43,13 @@ class MatchRequest(_message.Message):
 
     KEYS_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
+    BEYOND_GAPS_FIELD_NUMBER: _builtins.int
+    WITH_ROOM_FIELD_NUMBER: _builtins.int
     tenant_salt: _builtins.bytes
+    beyond_gaps: _builtins.bool
+    """all keys that are here: what is missing between them may be on other stores of the pool"""
+    with_room: _builtins.bool
+    """the caller is about to put blocks somewhere"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -51,10 +57,12 @@ class MatchRequest(_message.Message):
         *,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         tenant_salt: _builtins.bytes = ...,
+        beyond_gaps: _builtins.bool = ...,
+        with_room: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beyond_gaps", b"beyond_gaps", "keys", b"keys", "tenant_salt", b"tenant_salt", "with_room", b"with_room"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -66,20 +74,30 @@ class MatchResponse(_message.Message):
 
     NUM_MATCHED_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    ROOM_IDLE_S_FIELD_NUMBER: _builtins.int
     num_matched: _builtins.int
+    room_idle_s: _builtins.float
+    """with room: how long the block was not used that would make room; inf: there is room"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___KVTier.ValueType]:
         """for each matched block, the fastest tier that has it"""
+
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """beyond gaps: the index of each matched key"""
 
     def __init__(
         self,
         *,
         num_matched: _builtins.int = ...,
         tiers: _abc.Iterable[Global___KVTier.ValueType] | None = ...,
+        places: _abc.Iterable[_builtins.int] | None = ...,
+        room_idle_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_matched", b"num_matched", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_matched", b"num_matched", "places", b"places", "room_idle_s", b"room_idle_s", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -238,7 +256,7 @@ class TakeRequest(_message.Message):
     """<host id>/<name>, see halfmoon.rpc.transport.memfd"""
     tenant_salt: _builtins.bytes
     parent: _builtins.bytes
-    """key of the block before the first, which must be here; empty for a prompt's first block"""
+    """key of the block before the first, here or elsewhere; empty for a prompt's first block"""
     depth: _builtins.int
     """number of blocks before the first"""
     recompute_s: _builtins.float
@@ -982,7 +1000,7 @@ class BlocksOpen(_message.Message):
     Get: the client sends OPEN; its range names the layers and heads that it wants of every block, and the position of
     the first block's tokens. The store answers with DATA frames that cover that range block by block, each a block's
     tokens further on; then DONE. The first block that cannot be read ends them; if it is the very first, the call fails.
-    Errors: absent NOT_FOUND, as is the block before a Put's; over the budget RESOURCE_EXHAUSTED; another layout
+    Errors: absent NOT_FOUND; over the budget RESOURCE_EXHAUSTED; another layout
     FAILED_PRECONDITION; digest DATA_LOSS; an unreachable tier UNAVAILABLE.
 
     Body of OPEN, for Put and Get: which blocks the following frames carry.
@@ -1001,7 +1019,7 @@ class BlocksOpen(_message.Message):
     tenant_salt: _builtins.bytes
     parent: _builtins.bytes
     """for Put only:
-    key of the block before the first, which must be here; empty for a prompt's first block
+    key of the block before the first, here or elsewhere; empty for a prompt's first block
     """
     recompute_s: _builtins.float
     """mean time to compute each; 0: unknown"""

@@ -81,7 +81,7 @@ class KVStoreServicer:
     """
 
     def Match(self, request, context):
-        """Counts the leading keys of the chain that are here. A prefix ends at its first gap.
+        """Says which keys of the chain are here: the leading ones, up to the first gap, or all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,7 @@ class KVStoreStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KVStoreAsyncStub: ...
     Match: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.MatchRequest, _kvstore_pb2.MatchResponse]
-    """Counts the leading keys of the chain that are here. A prefix ends at its first gap."""
+    """Says which keys of the chain are here: the leading ones, up to the first gap, or all."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PrefetchRequest, _kvstore_pb2.PrefetchResponse]
     """Starts bringing leading blocks to DRAM; returns at once."""
     Replicate: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]
@@ -66,7 +66,7 @@ class KVStoreAsyncStub(KVStoreStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Match: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.MatchRequest, _kvstore_pb2.MatchResponse]  # type: ignore[assignment]
-    """Counts the leading keys of the chain that are here. A prefix ends at its first gap."""
+    """Says which keys of the chain are here: the leading ones, up to the first gap, or all."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PrefetchRequest, _kvstore_pb2.PrefetchResponse]  # type: ignore[assignment]
     """Starts bringing leading blocks to DRAM; returns at once."""
     Replicate: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]  # type: ignore[assignment]
@@ -98,7 +98,7 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.MatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.MatchResponse, _abc.Awaitable[_kvstore_pb2.MatchResponse]]:
-        """Counts the leading keys of the chain that are here. A prefix ends at its first gap."""
+        """Says which keys of the chain are here: the leading ones, up to the first gap, or all."""
 
     @_abc_1.abstractmethod
     def Prefetch(

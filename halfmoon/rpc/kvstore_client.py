@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import xxhash
 
@@ -52,6 +52,13 @@ class Lent:
         if xxhash.xxh3_64_intdigest(self.stored) != self.digest:
             raise DataLoss("a lent block's digest does not match its bytes")
         return self.codec.decode(self.stored, self.layout)
+
+
+class LookUp(NamedTuple):
+    """What a holder has of a list of keys."""
+
+    tiers: dict[int, TierName]  # by place in the list
+    room_idle_s: float  # how long the block was not used that would make room for another; inf: there is room
 
 
 class KVStoreClient:
@@ -97,6 +104,22 @@ class KVStoreClient:
         response = await self._peer.call(self._stub.Match, request, deadline_s=deadline_s)
         return [_TIERS[tier] for tier in response.tiers]
 
+    async def find(self, keys: Sequence[bytes], *, deadline_s: float) -> dict[int, TierName]:
+        """Returns the fastest tier of each key that is present, by its place in `keys`, also behind gaps."""
+        return (await self.look_up(keys, deadline_s=deadline_s)).tiers
+
+    async def look_up(self, keys: Sequence[bytes], *, deadline_s: float, with_room: bool = False) -> LookUp:
+        """Does what `find` does; `with_room` for a caller that is about to put blocks somewhere."""
+        request = kvstore_pb2.MatchRequest(
+            keys=keys, tenant_salt=self._salt, beyond_gaps=True, with_room=with_room
+        )  # fmt: skip
+        response = await self._peer.call(self._stub.Match, request, deadline_s=deadline_s)
+        places = response.places or range(len(response.tiers))  # some holders know leading blocks only
+        if len(places) != len(response.tiers) or any(place >= len(keys) for place in places):
+            raise DataLoss("an answer names other blocks than it was asked for")
+        tiers = {place: _TIERS[tier] for place, tier in zip(places, response.tiers, strict=True)}
+        return LookUp(tiers, response.room_idle_s)
+
     async def prefetch(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         """Brings leading blocks into the store's DRAM; returns how many are there or on their way."""
         request = kvstore_pb2.PrefetchRequest(keys=keys, tenant_salt=self._salt)
@@ -138,8 +161,8 @@ class KVStoreClient:
     ) -> Stored:
         """Stores successive blocks of a prompt, as raw bytes in canonical order.
 
-        On return at least the first block is stored and visible. Otherwise raises NotFound if the block before it is
-        absent, NoCapacity, DataLoss, Incompatible or Unavailable.
+        On return at least the first block is stored and visible. Otherwise raises NoCapacity, DataLoss, Incompatible or
+        Unavailable.
         """
         place = chain or Chain()
         stored = await self._outbox.put(keys, layout, cells, place, self._salt, deadline_s=deadline_s)

@@ -48,8 +48,17 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
         self, request: kvstore_pb2.MatchRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.MatchResponse:
         """See kvstore.proto."""
-        entries = self._pool.match(_ids(request.keys, request.tenant_salt))
-        return kvstore_pb2.MatchResponse(num_matched=len(entries), tiers=[TIERS[entry.fastest] for entry in entries])
+        blocks = _ids(request.keys, request.tenant_salt)
+        if request.beyond_gaps:
+            found = self._pool.find(blocks)
+        else:
+            found = dict(enumerate(self._pool.match(blocks)))
+        return kvstore_pb2.MatchResponse(
+            num_matched=len(found),
+            tiers=[TIERS[entry.fastest] for entry in found.values()],
+            places=found if request.beyond_gaps else (),
+            room_idle_s=self._pool.room_idle_s() if request.with_room else 0.0,
+        )
 
     async def Prefetch(
         self, request: kvstore_pb2.PrefetchRequest, context: grpc.aio.ServicerContext

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -85,8 +86,29 @@ async def test_a_chain_is_matched_prefetched_and_dropped(tmp_path: Path) -> None
         assert await it.match(KEYS[:5], deadline_s=LIMIT_S) == ["dram"]
         with pytest.raises(NotFound):
             await it.get(KEYS[1], LAYOUT, deadline_s=LIMIT_S)
-        with pytest.raises(NotFound):
-            await it.put(KEYS[3], LAYOUT, content(KEYS[3]), Chain(KEYS[2], 3), deadline_s=LIMIT_S)
+
+
+async def test_a_chain_goes_on_in_this_store_whose_beginning_is_elsewhere() -> None:
+    async with served() as (store, address), client(address) as it:
+        await it.put(KEYS[0], LAYOUT, content(KEYS[0]), Chain(), deadline_s=LIMIT_S)
+        await it.put(KEYS[3], LAYOUT, content(KEYS[3]), Chain(KEYS[2], 3), deadline_s=LIMIT_S)
+        assert await it.match(KEYS[:5], deadline_s=LIMIT_S) == ["dram"]
+        assert await it.find(KEYS[:5], deadline_s=LIMIT_S) == {0: "dram", 3: "dram"}
+        assert await it.find(KEYS[4:], deadline_s=LIMIT_S) == {}
+        assert bytes(await it.get(KEYS[3], LAYOUT, deadline_s=LIMIT_S)) == content(KEYS[3])
+        store.pool.catalog.check_integrity()
+
+
+async def test_a_store_says_what_would_make_room() -> None:
+    async with served(dram_bytes=8 * LAYOUT.block_bytes) as (store, address), client(address) as it:
+        assert (await it.look_up(KEYS[:1], with_room=True, deadline_s=LIMIT_S)).room_idle_s == math.inf
+        num = 0
+        while store.pool.room_idle_s() == math.inf:
+            key = num.to_bytes(16, "big")
+            await it.put(key, LAYOUT, content(key), Chain(), deadline_s=LIMIT_S)
+            num += 1
+        assert 0 <= (await it.look_up(KEYS[:1], with_room=True, deadline_s=LIMIT_S)).room_idle_s < math.inf
+        assert (await it.look_up(KEYS[:1], deadline_s=LIMIT_S)).room_idle_s == 0
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, InvalidRequest, NoCapacity, NotFound
+from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, InvalidRequest, NoCapacity
 from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.kv.owner import KVOwner
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
@@ -154,7 +154,6 @@ def take(change: Callable[[kvstore_pb2.TakeRequest], object]) -> kvstore_pb2.Tak
         (lambda request: setattr(request, "ttl_s", -1), InvalidRequest),
         (lambda request: setattr(request, "recompute_s", float("nan")), InvalidRequest),
         (lambda request: setattr(request.blocks[1], "offset", 1 << 40), InvalidRequest),
-        (lambda request: setattr(request, "parent", KEYS[5]), NotFound),
         (lambda request: setattr(request, "segment", "here/nothing"), Incompatible),
         (lambda request: None, DataLoss),
     ],

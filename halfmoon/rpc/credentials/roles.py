@@ -29,7 +29,7 @@ CALLERS: Mapping[str, frozenset[ClusterRole]] = {
     "/halfmoon.Decode/Find": _GATEWAY,
     "/halfmoon.Decode/Adopt": _GATEWAY,
     "/halfmoon.KVTransfer/Push": frozenset({"worker", "profiler"}),
-    "/halfmoon.KVStore/Match": _WORKER,
+    "/halfmoon.KVStore/Match": frozenset({"worker", "store"}),
     "/halfmoon.KVStore/Prefetch": _WORKER,
     "/halfmoon.KVStore/Borrow": frozenset({"worker", "store"}),
     "/halfmoon.KVStore/Take": _WORKER,

@@ -1,8 +1,9 @@
-"""Which block is in which tier, the order of eviction, and the law of prefixes. No bytes, no I/O, no clock.
+"""Which block is in which tier, the order of eviction, and the law of fragments. No bytes, no I/O, no clock.
 
-The law: **the predecessor of every block is held in the same tier or in a slower one.** So each tier survives the loss
-of the faster ones as a set of whole prefixes. It follows that a tier evicts from the ends of prompts, and never the
-last copy of a block that others follow. Dropping a block drops all that follow it.
+A *fragment* is a run of successive blocks of a prompt. What comes before it is on another store of the pool, or lost.
+The law: **a block enters a tier only if its predecessor is in the same tier, in a slower one, or not here at all.** A
+tier evicts from the ends of fragments, and never the last copy of a block that others follow. So each tier survives the
+loss of the faster ones, and a prompt is given up from its end. Dropping a block drops all that follow it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Catalog:
         self._queues = {tier: FairQueue() for tier in policies}
         self.tenants = TenantAccounts()
         self._entries: dict[bytes, Entry] = {}
+        self._orphans: dict[bytes, set[bytes]] = {}  # by a block that is not here: those that follow it
+        self._latest_s = -math.inf  # the time, as callers last told it
         self._used_bytes = dict.fromkeys(policies, 0)
         self._num_held = dict.fromkeys(policies, 0)
         self._expiries: list[tuple[float, bytes]] = []
@@ -40,7 +43,7 @@ class Catalog:
         self._costs = KnownCosts()
         self._on_change = on_change
 
-    def __contains__(self, block: bytes) -> bool:
+    def __contains__(self, block: bytes | None) -> bool:
         return block in self._entries
 
     def __iter__(self) -> Iterator[Entry]:
@@ -65,6 +68,7 @@ class Catalog:
 
     def live(self, block: bytes, now_s: float) -> Entry | None:
         """The block's entry, unless it has expired."""
+        self._latest_s = now_s
         entry = self._entries.get(block)
         return None if entry is None or (entry.meta.expires_at_s <= now_s and not entry.pinned) else entry
 
@@ -79,6 +83,14 @@ class Catalog:
         for entry in reversed(entries):
             self._touch(entry)
         return entries
+
+    def find(self, blocks: Sequence[bytes], now_s: float) -> dict[int, Entry]:
+        """Entries of all of the blocks that are here, by place, also behind gaps. Counts as a use, as in `match`."""
+        live = ((place, self.live(block, now_s)) for place, block in enumerate(blocks))
+        found = {place: entry for place, entry in live if entry is not None}
+        for entry in reversed(found.values()):
+            self._touch(entry)
+        return found
 
     def goes_on(self, block: bytes, num_blocks: int) -> bool:
         """Whether some prompt has at least `num_blocks` known blocks after this one."""
@@ -96,21 +108,18 @@ class Catalog:
         return ancestor
 
     def can_add(self, parent: bytes | None, tier: Tier) -> bool:
-        """Whether the law allows a block that follows `parent` in the tier."""
-        if parent is None:
-            return True
-        entry = self._entries.get(parent)
-        return entry is not None and max(entry.tiers) >= tier
+        """Whether the law allows a block that follows `parent`, which may be elsewhere, in the tier."""
+        entry = None if parent is None else self._entries.get(parent)
+        return entry is None or max(entry.tiers) >= tier
 
     def add(self, meta: BlockMeta, tier: Tier, num_bytes: int) -> None:
         """Adds a block to the tier as used now, replacing an earlier copy there. Requires `can_add`."""
-        assert self.can_add(meta.parent, tier), "a block without its predecessor"
+        assert self.can_add(meta.parent, tier), "a block would outlive its predecessor"
         entry = self._entries.get(meta.id)
         first = entry is None
         if entry is None:
             entry = self._entries[meta.id] = Entry(meta, Usage(0, 0, meta.depth, meta.num_tokens, meta.recompute_s))
-            if meta.parent is not None:
-                self._entries[meta.parent].children.add(meta.id)
+            self._link(entry)
         self._learn(entry, meta, first)
         if tier in entry.tiers:
             self._charge(entry, tier, -entry.tiers[tier].num_bytes)
@@ -125,7 +134,7 @@ class Catalog:
         self._on_change(Change(entry.meta, tier, True, tuple(entry.tiers), first=first))
 
     def reject(self, meta: BlockMeta, tier: Tier) -> None:
-        """Reports a copy that the tier has but does not admit: the block was dropped or its predecessor is missing."""
+        """Reports a copy that the tier has but does not admit: dropped, or it would outlive the one before."""
         tiers = tuple(self._entries[meta.id].tiers) if meta.id in self._entries else ()
         if tier not in tiers:
             self._on_change(Change(meta, tier, False, tiers, rejected=True))
@@ -142,17 +151,18 @@ class Catalog:
         Of several tenants' blocks see `fair_queue`.
         """
         queue = self._queues[tier]
-        block = queue.pop(
-            lambda tenant, candidate: self._evaluate(candidate, tier, tenant),
-            lambda candidate: self._num_uses - self._entries[candidate].usage.last_used,
-            self.tenants.is_over,
-        )
+        block = queue.pop(*self._judges(tier))
         if block is not None:
             entry = self._entries[block]
             self._policies[tier].evicted(entry.tiers[tier].rank)
             self._leave(entry, tier, evicted=True)
         queue.prune(lambda candidate: self.is_in(candidate, tier), self._num_held[tier])
         return block
+
+    def coldest_s(self, tier: Tier) -> float | None:
+        """When the block was last used that `pop_victim` would take; None if none may be evicted."""
+        block = self._queues[tier].lowest(*self._judges(tier))
+        return None if block is None else self._entries[block].used_s
 
     def evict_of_tenant(self, tenant: str) -> bool:
         """Drops the tenant's longest unused block that no other follows, from every tier; False if there is none."""
@@ -165,13 +175,10 @@ class Catalog:
         return block is not None
 
     def lose(self, block: bytes, tier: Tier) -> None:
-        """Removes the tier's copy, which is damaged or missing, and the blocks that depended on it alone."""
+        """Removes the tier's copy, which is damaged or missing. What follows the block stays: somebody may bring it."""
         entry = self._entries.get(block)
-        if entry is None or tier not in entry.tiers:
-            return
-        for child in self._unsupported_without(entry, tier):
-            self.drop(child)
-        self._leave(entry, tier)
+        if entry is not None and tier in entry.tiers:
+            self._leave(entry, tier)
 
     def drop(self, block: bytes) -> int:
         """Removes a block and all that follow it from every tier, even pinned and held ones; returns how many."""
@@ -183,6 +190,7 @@ class Catalog:
 
     def expire(self, now_s: float) -> int:
         """Drops expired blocks unless a pinned or held block follows; returns how many were dropped."""
+        self._latest_s = now_s
         num_dropped = 0
         while self._expiries and self._expiries[0][0] <= now_s:
             _, block = heapq.heappop(self._expiries)
@@ -219,6 +227,7 @@ class Catalog:
         self._num_uses += 1
         entry.usage.last_used = self._num_uses
         entry.usage.num_uses += 1
+        entry.used_s = self._latest_s
         for tier, holding in entry.tiers.items():
             holding.rank = self._policies[tier].rank(entry.usage, holding.num_bytes)
 
@@ -259,6 +268,16 @@ class Catalog:
             self._queues[tier].offer(entry.meta.tenant, entry.meta.id, entry.tiers[tier].rank)
             self.tenants.offer(entry)
 
+    def _judges(
+        self, tier: Tier
+    ) -> tuple[Callable[[str, bytes], Evaluation], Callable[[bytes], int], Callable[[str], bool]]:
+        """How `FairQueue` finds the tier's next victim."""
+        return (
+            lambda tenant, candidate: self._evaluate(candidate, tier, tenant),
+            lambda candidate: self._num_uses - self._entries[candidate].usage.last_used,
+            self.tenants.is_over,
+        )
+
     def _evaluate_own(self, block: bytes, tenant: str) -> Evaluation:
         entry = self._entries.get(block)
         if entry is None or entry.meta.tenant != tenant or entry.children or entry.pinned:
@@ -279,10 +298,6 @@ class Catalog:
         slowest = max(others, default=-1)
         return any(num and slowest < child for child, num in entry.num_children_in.items() if child <= tier)
 
-    def _unsupported_without(self, entry: Entry, tier: Tier) -> list[bytes]:
-        slowest = max((other for other in entry.tiers if other != tier), default=-1)
-        return [child for child in entry.children if max(self._entries[child].tiers) > slowest]
-
     def _leave(self, entry: Entry, tier: Tier, evicted: bool = False) -> None:
         holding = entry.tiers.pop(tier)
         self._charge(entry, tier, -holding.num_bytes)
@@ -290,13 +305,33 @@ class Catalog:
         self._num_held[tier] -= 1
         self._count_child(entry, tier, -1)
         if not entry.tiers:
-            assert not entry.children, "a block without its predecessor"
             del self._entries[entry.meta.id]
-            if entry.meta.parent is not None:
-                parent = self._entries[entry.meta.parent]
-                parent.children.discard(entry.meta.id)
-                self.tenants.offer(parent)
+            self._unlink(entry)
         self._on_change(Change(entry.meta, tier, False, tuple(entry.tiers), evicted=evicted))
+
+    def _link(self, entry: Entry) -> None:
+        """Joins a new entry to the block before it, if that is here, and to those here that follow it."""
+        block, parent = entry.meta.id, entry.meta.parent
+        entry.children = self._orphans.pop(block, set())
+        for tier in self._policies:
+            entry.num_children_in[tier] = _count(self._entries, entry.children, tier)
+        if parent in self._entries:
+            self._entries[parent].children.add(block)
+        elif parent is not None:
+            self._orphans.setdefault(parent, set()).add(block)
+
+    def _unlink(self, entry: Entry) -> None:
+        """Undoes `_link`. Blocks that follow are fragments of their own from now on."""
+        block, parent = entry.meta.id, entry.meta.parent
+        if entry.children:
+            self._orphans[block] = entry.children
+        if parent in self._entries:
+            self._entries[parent].children.discard(block)
+            self.tenants.offer(self._entries[parent])
+        elif parent is not None:
+            self._orphans[parent].discard(block)
+            if not self._orphans[parent]:
+                del self._orphans[parent]
 
     def _count_child(self, entry: Entry, tier: Tier, by: int) -> None:
         parent = self._entries.get(entry.meta.parent or b"")
@@ -332,9 +367,13 @@ class Catalog:
             assert all(self._entries[child].meta.parent == block for child in entry.children)
             for tier in Tier:
                 assert entry.num_children_in[tier] == _count(self._entries, entry.children, tier)
-            if entry.meta.parent is not None:
-                assert max(self._entries[entry.meta.parent].tiers) >= max(entry.tiers)
+            if entry.meta.parent in self._entries:
                 assert block in self._entries[entry.meta.parent].children
+            elif entry.meta.parent is not None:
+                assert block in self._orphans[entry.meta.parent]
+        assert not self._orphans.keys() & self._entries.keys()
+        assert all(block in self._entries for blocks in self._orphans.values() for block in blocks)
+        assert all(self._orphans.values())
 
 
 def _count(entries: Mapping[bytes, Entry], children: Iterable[bytes], tier: Tier) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -60,6 +61,7 @@ class Entry:
     pinned: bool = False
     num_holds: int = 0
     charged_bytes: int = 0  # to its tenant: its largest copy
+    used_s: float = -math.inf  # when it was last used, by the catalog's callers' clock
 
     @property
     def fastest(self) -> Tier:

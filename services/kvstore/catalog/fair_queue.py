@@ -53,6 +53,29 @@ class FairQueue:
         evaluate: of a tenant's block; a block that is another's by now is `kept`. age: uses of the store since the
         block was used. is_over: whether a tenant is above its quota.
         """
+        tenant = self._next(evaluate, age, is_over)
+        if tenant is None:
+            return None
+        self._turn += _COMPARED if len(self._queues) > _COMPARED else 0
+        return self._queues[tenant].pop(partial(evaluate, tenant))
+
+    def lowest(
+        self,
+        evaluate: Callable[[str, bytes], Evaluation],
+        age: Callable[[bytes], int],
+        is_over: Callable[[str], bool],
+    ) -> bytes | None:
+        """The block that `pop` would return; it stays."""
+        tenant = self._next(evaluate, age, is_over)
+        return None if tenant is None else self._queues[tenant].lowest(partial(evaluate, tenant))
+
+    def _next(
+        self,
+        evaluate: Callable[[str, bytes], Evaluation],
+        age: Callable[[bytes], int],
+        is_over: Callable[[str], bool],
+    ) -> str | None:
+        """The tenant that gives a block up."""
         tenants = list(self._queues)
         for start in range(0, len(tenants), _COMPARED):
             victims = []
@@ -62,9 +85,7 @@ class FairQueue:
                 if block is not None:
                     victims.append((is_over(tenant), self.used_bytes(tenant) * age(block), tenant))
             if victims:
-                _, _, tenant = max(victims)
-                self._turn += _COMPARED if len(tenants) > _COMPARED else 0
-                return self._queues[tenant].pop(partial(evaluate, tenant))
+                return max(victims)[2]
         return None
 
     def prune(self, is_held: Callable[[bytes], bool], num_held: int) -> None:

@@ -234,10 +234,10 @@ class Demoter:
         return True
 
     def _enter(self, stored: Sequence[tuple[BlockMeta, int]]) -> None:
-        """Makes stored records visible in the tier if their blocks still exist and their predecessors are there too."""
+        """Makes stored records visible in the tier if their blocks are still here and outlive no predecessor."""
         for meta, num_bytes in stored:
-            parent_is_there = meta.parent is None or self._catalog.is_in(meta.parent, self._tier)
-            if meta.id in self._catalog and parent_is_there:
+            parent = None if meta.parent is None else self._catalog.get(meta.parent)
+            if meta.id in self._catalog and (parent is None or self._tier in parent.tiers):
                 self._catalog.add(meta, self._tier, num_bytes)
                 self._counts.add(self._tier, "written")
             else:

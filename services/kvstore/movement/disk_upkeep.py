@@ -38,7 +38,7 @@ class DiskUpkeep:
                 self._giving_back.succeeded()
 
     def recover(self) -> None:
-        """Takes over blocks found on disk whose predecessors are there too; forgets the others."""
+        """Takes over blocks found on disk; forgets those that would outlive their predecessors in memory."""
         for row in self._disk.recovered():
             meta = row.meta
             if self._catalog.can_add(meta.parent, Tier.DISK):

@@ -12,10 +12,11 @@ from collections.abc import Container, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from halfmoon.errors import Forbidden, HalfmoonError, NoCapacity
+from halfmoon.errors import Forbidden, HalfmoonError, NoCapacity, NotFound
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.kv.owner import SHARED, KVOwner
+from halfmoon.policy.placement.store_choice import runs
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
@@ -91,24 +92,27 @@ class Replicator:
         return sum(block_id(key, wanted.salt) not in self._pool.catalog for key in wanted.keys)
 
     async def _copy(self, client: KVStoreClient, wanted: _Replication) -> None:
-        first = len(wanted.keys) - self._num_missing(wanted)  # no block is here without those before it
-        missing = wanted.keys[first:]
-        if not missing:
-            return
+        theirs = await client.find(wanted.keys, deadline_s=_BLOCK_DEADLINE_S)
+        here = {place for place, key in enumerate(wanted.keys) if block_id(key, wanted.salt) in self._pool.catalog}
         self._pool.set_quota(wanted.owner)
-        deadline_s = len(missing) * _BLOCK_DEADLINE_S
-        async with aclosing(client.get_run(missing, wanted.layout, deadline_s=deadline_s)) as blocks:
-            depth = first
-            async for cells in blocks:
-                await self._enter(wanted, depth, cells)
-                depth += 1
+        for run in runs(len(wanted.keys), theirs.keys() - here):
+            keys = wanted.keys[run.start : run.stop]
+            deadline_s = len(keys) * _BLOCK_DEADLINE_S
+            async with aclosing(client.get_run(keys, wanted.layout, deadline_s=deadline_s)) as blocks:
+                depth = run.start
+                async for cells in blocks:
+                    await self._enter(wanted, depth, cells, is_joined=depth > run.start or depth - 1 in here)
+                    depth += 1
 
-    async def _enter(self, wanted: _Replication, depth: int, cells: KVBytes) -> None:
+    async def _enter(self, wanted: _Replication, depth: int, cells: KVBytes, *, is_joined: bool) -> None:
+        """Enters one block. Raises NotFound if its predecessor was here (`is_joined`) and has been dropped."""
         layout = wanted.layout
         parent = block_id(wanted.keys[depth - 1], wanted.salt) if depth else None
         meta = BlockMeta(block_id(wanted.keys[depth], wanted.salt), parent, depth, layout, tenant=wanted.owner.tenant)
         if meta.id in self._pool.catalog:  # a worker brought it in the meantime
             return
+        if is_joined and parent not in self._pool.catalog:
+            raise NotFound("the block before this one was dropped")
         draft = self._pool.reserve(meta)
         try:
             draft.write(KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, layout.block_tokens), cells)

@@ -45,7 +45,8 @@ class Draft:
     meta: BlockMeta
     layout: KVLayout
     room: Room
-    held: bytes | None  # the predecessor, unless that is still arriving too
+    held: bytes | None  # the predecessor, unless that is still arriving too, or elsewhere
+    is_joined: bool  # whether the predecessor is here or arriving
 
     def write(self, part: KVRange, payload: Buffer) -> None:
         """Writes `payload` (canonical order) at `part`, whose tokens count from the block's first."""
@@ -75,15 +76,13 @@ class DramTier:
     def reserve(self, meta: BlockMeta, after: Draft | None = None) -> Draft:
         """Reserves room for one block, evicting others if needed; holds its predecessor until the draft ends.
 
-        A predecessor that is still arriving is passed as `after` and must be committed first. Raises NotFound if the
-        predecessor is not here. Raises NoCapacity: for good if the block is larger than the arena, otherwise with
+        A predecessor that is still arriving is passed as `after` and must be committed first. One that is not here is
+        elsewhere in the pool. Raises NoCapacity: for good if the block is larger than the arena, otherwise with
         `retry_after_ms`, until drafts and readers end.
         """
         assert meta.layout is not None
         assert after is None or after.meta.id == meta.parent
-        if after is None:
-            self._check_parent(meta)
-        held = meta.parent if after is None else None
+        held = meta.parent if after is None and meta.parent in self._catalog else None
         if held is not None:
             self._catalog.hold(held)
         try:
@@ -92,36 +91,37 @@ class DramTier:
             if held is not None:
                 self._catalog.release(held)
             raise
-        draft = Draft(meta, meta.layout, room, held)
+        draft = Draft(meta, meta.layout, room, held, after is not None or held is not None)
         self._drafts[id(draft)] = draft
         self.reserved_bytes += room.view.nbytes
         return draft
 
     def commit(self, draft: Draft, known_digest: int | None = None) -> None:
-        """Makes the block visible as the most recently used. Raises NotFound if its predecessor is gone.
+        """Makes the block visible as the most recently used. Raises NotFound if its predecessor was dropped meanwhile.
 
         known_digest: digest of the draft's bytes if it has been checked.
         """
-        self._check_parent(draft.meta)
+        self._check_joined(draft)
         self._arena.retain(draft.room)
         self.discard(draft)
         self._enter(draft.meta, EntryCodec(), draft.room, known_digest)
 
     def commit_encoded(self, draft: Draft, codec: EntryCodec, payload: KVBytes) -> None:
         """Commits a block whose encoded bytes differ from those that arrived."""
-        self._check_parent(draft.meta)
+        self._check_joined(draft)
         self.discard(draft)
         self.insert(draft.meta, codec, payload)
 
     def insert(self, meta: BlockMeta, codec: EntryCodec, payload: KVBytes) -> None:
         """Inserts a whole block at once. Raises the errors of `reserve`."""
-        self._check_parent(meta)
-        if meta.parent is not None:
-            self._catalog.hold(meta.parent)
+        held = meta.parent if meta.parent in self._catalog else None
+        if held is not None:
+            self._catalog.hold(held)
         try:
             room = self._room(memoryview(payload).nbytes)
         finally:
-            self._release_parent(meta)
+            if held is not None:
+                self._catalog.release(held)
         room.view[:] = memoryview(payload).cast("B")
         self._enter(meta, codec, room)
 
@@ -173,13 +173,9 @@ class DramTier:
         if before is not None:
             self._arena.release(before.room)
 
-    def _check_parent(self, meta: BlockMeta) -> None:
-        if not self._catalog.can_add(meta.parent, Tier.DRAM):
-            raise NotFound("the block before this one is not here", param="parent")
-
-    def _release_parent(self, meta: BlockMeta) -> None:
-        if meta.parent is not None:
-            self._catalog.release(meta.parent)
+    def _check_joined(self, draft: Draft) -> None:
+        if draft.is_joined and draft.meta.parent not in self._catalog:
+            raise NotFound("the block before this one was dropped", param="parent")
 
     def _room(self, num_bytes: int) -> Room:
         if num_bytes > self.capacity_bytes:

@@ -159,7 +159,10 @@ async def test_forged_objects_are_misses() -> None:
     cold.objects[names[0]] = forged(Seal(), 0, Seal(KEY).key_id)
     async with pool(cold=cold, block_key=KEY) as it:
         await listed(it)
-        await nothing_is_served(it)
+        with pytest.raises(DataLoss):
+            await read(it, IDS[0])
+        assert it.match(IDS[:3]) == []
+        assert await read(it, IDS[1]) == content(IDS[1]), "it is whole and may be of use again"
 
 
 @pytest.mark.parametrize(("of", "under"), [(1, meta(IDS[1])), (0, meta(IDS[5])), (2, meta(IDS[2], IDS[0], 1))])

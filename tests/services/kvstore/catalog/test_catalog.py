@@ -123,6 +123,19 @@ class CatalogMachine(RuleBasedStateMachine):
         found = self.catalog.match([IDS[block] for block in chain], self.now_s)
         assert [entry.meta.id for entry in found] == [IDS[block] for block in chain[: len(found)]]
 
+    @rule(chain=st.lists(BLOCKS, max_size=4, unique=True))
+    def find(self, chain: list[int]) -> None:
+        found = self.catalog.find([IDS[block] for block in chain], self.now_s)
+        live = [place for place, block in enumerate(chain) if self.catalog.live(IDS[block], self.now_s)]
+        assert list(found) == live
+
+    @rule(tier=TIERS)
+    def look_at_the_coldest(self, tier: Tier) -> None:
+        used_s = {entry.meta.id: entry.used_s for entry in self.catalog}
+        coldest_s = self.catalog.coldest_s(tier)
+        block = self.catalog.pop_victim(tier)
+        assert coldest_s == (None if block is None else used_s[block])
+
     @rule(by_s=st.sampled_from([1.0, 2.5]))
     def later(self, by_s: float) -> None:
         self.now_s += by_s
@@ -215,14 +228,39 @@ def test_a_slow_tier_keeps_the_only_beginning_of_what_a_fast_one_holds() -> None
     assert it.pop_victim(Tier.DISK) == IDS[0]
 
 
-def test_what_a_lost_copy_alone_supported_goes_with_it() -> None:
+def test_what_follows_a_lost_block_stays_and_is_joined_to_it_when_it_comes_again() -> None:
     it = catalog()
-    for tier in (Tier.DISK, Tier.DRAM):
-        it.add(meta(0), tier, 1)
-    it.add(meta(1), Tier.DISK, 1)
-    it.add(meta(5), Tier.DISK, 1)
+    for block in (0, 1, 3):
+        it.add(meta(block), Tier.DISK, 1)
     it.lose(IDS[0], Tier.DISK)
-    assert [entry.meta.id for entry in it] == [IDS[0], IDS[5]]
+    assert it.match([IDS[0], IDS[1], IDS[3]], 0) == []
+    assert list(it.find([IDS[0], IDS[1], IDS[3]], 0)) == [1, 2]
+    it.add(meta(0), Tier.DRAM, 1)
+    it.add(meta(0), Tier.DISK, 1)
+    assert [it.pop_victim(Tier.DISK) for _ in range(3)] == [IDS[3], IDS[1], IDS[0]]
+    assert it.drop(IDS[0]) == 1
+
+
+def test_a_fragment_is_evicted_from_its_end_whatever_is_missing_before_it() -> None:
+    it = catalog()
+    for block in (3, 1, 8):  # 0 and 4 are on other stores
+        it.add(meta(block), Tier.DRAM, 1)
+    it.find([IDS[block] for block in (0, 1, 3, 4, 8)], 0)
+    assert [it.pop_victim(Tier.DRAM) for _ in range(3)] == [IDS[8], IDS[3], IDS[1]]
+
+
+def test_the_coldest_block_is_the_one_that_goes_next() -> None:
+    it = catalog()
+    assert it.coldest_s(Tier.DRAM) is None
+    it.match([], 5.0)
+    it.live(IDS[0], 5.0)
+    it.add(meta(0), Tier.DRAM, 1)
+    it.live(IDS[5], 7.0)
+    it.add(meta(5), Tier.DRAM, 1)
+    assert it.coldest_s(Tier.DRAM) == 5.0
+    it.find([IDS[0]], 9.0)
+    assert it.coldest_s(Tier.DRAM) == 7.0
+    assert it.pop_victim(Tier.DRAM) == IDS[5]
 
 
 def test_an_expired_block_is_a_miss_before_it_is_swept() -> None:
@@ -235,9 +273,9 @@ def test_an_expired_block_is_a_miss_before_it_is_swept() -> None:
     assert list(it) == []
 
 
-def test_a_child_cannot_come_before_its_parent() -> None:
+def test_a_block_does_not_outlive_its_predecessor_of_the_same_store() -> None:
     it = catalog()
-    assert not it.can_add(IDS[0], Tier.DRAM)
+    assert it.can_add(IDS[0], Tier.DISK), "its predecessor is elsewhere"
     it.add(meta(0), Tier.DRAM, 1)
     assert it.can_add(IDS[0], Tier.DRAM)
     assert not it.can_add(IDS[0], Tier.DISK), "the disk would outlive its beginning"
