@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-import socket
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +51,7 @@ from services.gateway.http.browser_guard import BrowserGuard
 from services.gateway.http.connection_guard import ConnectionGuard, guard_connections
 from services.gateway.http.cors import Cors
 from services.gateway.http.drain_gate import DrainGate
-from services.gateway.http.https_site import HttpsSite, listening_sockets
+from services.gateway.http.listeners import listen
 from services.gateway.http.operator_access import OperatorAccess
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.sibling_backlog import SiblingBacklog
@@ -70,7 +69,6 @@ from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.gateway.telemetry.request_record import RequestRecorder
 
 _GOODBYE_S = 0.5  # for error events to reach their clients, after the drain
-_BACKLOG = 4_096  # connections that wait to be accepted: many clients may come at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ async def running_gateway(
             runner = await _runner(endpoints, keys, limits, settings, metrics)
             siblings = SiblingBacklog(runner, settings.sibling_descriptors, tls, settings.header_timeout_s)
             try:
-                port = await _listen(runner, settings, tls)
+                port = await listen(runner, settings, tls)
                 await server.set_serving()
                 address = advertised_address(settings.cluster_listen, server.port, settings.advertise_cluster)
                 async with running(logged(siblings.accept())):
@@ -229,31 +227,6 @@ def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
     if (cert is None) != (key is None):
         raise InvalidRequest("TLS of HTTP needs both --http-tls-cert and --http-tls-key", param="http_tls_cert")
     return None if cert is None or key is None else server_context(cert, key)
-
-
-def _sites(runner: web.AppRunner, settings: GatewaySettings, tls: ssl.SSLContext | None) -> Sequence[web.BaseSite]:
-    shares, host, port = settings.reuse_port, settings.host, settings.port
-    listeners = [socket.socket(fileno=descriptor) for descriptor in settings.http_descriptors]
-    for listener in listeners:
-        listener.set_inheritable(False)  # to the processes that check constraints
-    if tls is not None:
-        listeners = listeners or listening_sockets(host, port, reuse_port=shares)
-        return [HttpsSite(runner, listener, tls, settings.header_timeout_s, _BACKLOG) for listener in listeners]
-    if listeners:
-        return [web.SockSite(runner, listener, backlog=_BACKLOG) for listener in listeners]
-    return [web.TCPSite(runner, host, port, backlog=_BACKLOG, reuse_port=shares)]
-
-
-async def _listen(runner: web.AppRunner, settings: GatewaySettings, tls: ssl.SSLContext | None) -> int:
-    """Listens, and returns the port."""
-    try:
-        for site in _sites(runner, settings, tls):
-            await site.start()
-    except OSError as error:
-        raise InvalidRequest(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}", param="port"
-        ) from error
-    return int(runner.addresses[0][1])
 
 
 def _url(settings: GatewaySettings, port: int) -> str:
