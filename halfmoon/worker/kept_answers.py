@@ -33,7 +33,7 @@ class KeptAnswers:
 
     def __init__(self, keep_s: float = 60.0, max_bytes: int = 64 << 20) -> None:
         """`keep_s`: how long an answer is kept after its end, and goes on after its gateway has gone."""
-        self._keep_s = keep_s
+        self.keep_s = keep_s
         self._max_bytes = max_bytes
         self._kept: dict[str, Kept] = {}  # by request id, in order of arrival
         self._by_key: dict[bytes, set[str]] = {}  # ids, by the key of their requests
@@ -125,7 +125,7 @@ class KeptAnswers:
 
     def _is_over(self, kept: Kept, now_s: float) -> bool:
         since_s = kept.left_s if kept.ended_s is None else kept.ended_s
-        return since_s is not None and now_s - since_s > self._keep_s
+        return since_s is not None and now_s - since_s > self.keep_s
 
     def _take(self, kept: Kept, token: Token) -> None:
         num_bytes = token.ByteSize() + _TOKEN_BYTES

@@ -81,11 +81,13 @@ class Serving:
         `retiring` lets the worker first finish all accepted work, unless `stopping` comes in the meantime. Raises the
         error with which a gateway refuses it, and Unavailable when the engine dies.
         """
-        process_key = secrets.token_bytes(16)
+        process_key, addresses = secrets.token_bytes(16), [address.strip() for address in gateways.split(",")]
+        identity = self._state.identity
+        identity.num_gateways, identity.keep_answers_s = len(addresses), self._state.router.kept.keep_s
         registrations = [
             Registration(
-                Peer(address.strip(), self._credential, "gateway"),
-                self._state.identity,
+                Peer(address, self._credential, "gateway"),
+                identity,
                 self._load,
                 self._state.cached_blocks.feed(),
                 self._state.decode_peers,
@@ -93,7 +95,7 @@ class Serving:
                 process_key,
                 self._report_s,
             )
-            for address in gateways.split(",")
+            for address in addresses
         ]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(registration.run()) for registration in registrations]

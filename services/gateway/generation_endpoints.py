@@ -21,7 +21,7 @@ from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.error_responses import error_response, kind_of
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
-from services.gateway.http.request_ids import is_repeatable, repeat_key
+from services.gateway.http.request_ids import LAST_EVENT_HEADER, is_meant_for_repeats, is_repeatable, repeat_key
 from services.gateway.openai.endpoint_bodies import (
     AnyBody,
     body_digest,
@@ -146,7 +146,7 @@ class GenerationEndpoints:
             repeat_key(http_request, digest),
             digest,
             int(request.created_at.timestamp()),
-            http_request.headers.get("Last-Event-ID"),
+            http_request.headers.get(LAST_EVENT_HEADER),
         )
 
     async def _answer(
@@ -154,7 +154,7 @@ class GenerationEndpoints:
     ) -> web.StreamResponse:
         repeat = request.repeat
         if repeat is not None:
-            repeat.hold(await self._held_answers.find(repeat.key))
+            repeat.hold(await self._held_answers.find(repeat.key, is_meant=is_meant_for_repeats(http_request)))
             body = body if body.seed is not None else body.model_copy(update={"seed": repeat.seed})
         self._reject_early(request, body, num_bytes, context_tokens)
         generation = await self._tokenize(request, body, num_bytes, context_tokens)

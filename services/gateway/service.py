@@ -132,7 +132,7 @@ async def running_gateway(
                 constraints.check,
                 threads,
                 limits,
-                HeldAnswers(cluster, settings.join_wait_s),
+                HeldAnswers(cluster, settings.join_wait_s, settings.request_deadline_s),
                 RunningRepeats(settings.disconnect_grace_s),
                 is_cache_shared=settings.shared_cache,
             ),

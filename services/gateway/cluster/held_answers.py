@@ -11,11 +11,13 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.pb.decode_pb2 import FindRequest, FindResponse
 from halfmoon.pb.types_pb2 import Repeatable
 from services.gateway.cluster.cluster import Cluster
+from services.gateway.cluster.seen_ids import SeenIds
 from services.gateway.cluster.worker import Worker
 
 log = logging.getLogger(__name__)
 
 _ASK_S = 2.0
+_FIRST_LOOK_S = 0.1  # for an id that may be a proxy's, and that was not seen here before
 _NEW_S = 10.0  # a gateway that is older knows its workers
 
 
@@ -30,25 +32,43 @@ class HeldAnswer(NamedTuple):
 
 
 class HeldAnswers:
-    """Asks the workers. Owns nothing."""
+    """Asks the workers, unless only this gateway can have begun the answer and it knows that it has not."""
 
-    def __init__(self, cluster: Cluster, join_wait_s: float) -> None:
-        """A gateway that has just started first waits until none has joined for `join_wait_s`."""
+    def __init__(self, cluster: Cluster, join_wait_s: float, longest_s: float, seen: SeenIds | None = None) -> None:
+        """A gateway that has just started first waits until none has joined for `join_wait_s`.
+
+        `longest_s`: how long a request may take.
+        """
         self._cluster = cluster
         self._join_wait_s = join_wait_s
+        self._longest_s = longest_s
+        self._seen = seen or SeenIds(cluster.started_s)
 
-    async def find(self, key: bytes) -> list[HeldAnswer]:
+    async def find(self, key: bytes, *, is_meant: bool) -> list[HeldAnswer]:
         """What the members hold under `key`. Those that do not answer in time count as holding nothing.
 
-        Raises GatewayStopping.
+        `is_meant`: the client asks for repeats; else the id may be that which a proxy gives to each request. Raises
+        GatewayStopping.
         """
+        was_seen = self._seen.note(key, self._cluster.clock())
+        if not was_seen and self._would_know():
+            return []
         await self._until_joined()
-        answers = await asyncio.gather(*(self._ask(worker, key) for worker in self._cluster.workers()))
+        most_s = _ASK_S if was_seen or is_meant else _FIRST_LOOK_S
+        answers = await asyncio.gather(*(self._ask(worker, key, most_s) for worker in self._cluster.workers()))
         return [answer for of_worker in answers for answer in of_worker]
 
-    async def _ask(self, worker: Worker, key: bytes) -> list[HeldAnswer]:
+    def _would_know(self) -> bool:
+        """Whether this is the only gateway, and has been since before anything that is kept was begun."""
+        identities = [member.identity for member in self._cluster.membership.members()]
+        if not identities or any(identity.num_gateways != 1 for identity in identities):
+            return False
+        keep_s = max(identity.keep_answers_s for identity in identities)
+        return self._seen.has_all_since(self._cluster.clock() - max(self._longest_s, keep_s) - keep_s)
+
+    async def _ask(self, worker: Worker, key: bytes, most_s: float) -> list[HeldAnswer]:
         try:
-            response: FindResponse = await worker.peer.call(worker.decode.Find, FindRequest(key=key), deadline_s=_ASK_S)
+            response: FindResponse = await worker.peer.call(worker.decode.Find, FindRequest(key=key), deadline_s=most_s)
         except HalfmoonError as error:
             fields = {"worker_id": worker.member.worker_id, "reason": error.message}
             log.warning("find.failed", extra=fields)

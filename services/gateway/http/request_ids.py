@@ -11,6 +11,7 @@ from aiohttp import hdrs, web
 from halfmoon.errors import InvalidRequest
 
 HEADER = "X-Request-Id"
+LAST_EVENT_HEADER = "Last-Event-ID"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 
 _REQUEST_ID = web.RequestKey("request_id", str)
@@ -44,6 +45,11 @@ def assign_request_id(request: web.Request) -> str:
 def is_repeatable(request: web.Request) -> bool:
     """Whether the client gave an id."""
     return bool(request.headers.get(IDEMPOTENCY_HEADER) or request.headers.get(HEADER))
+
+
+def is_meant_for_repeats(request: web.Request) -> bool:
+    """Whether the client asks for repeats, or its id may be one that a proxy gives to each request."""
+    return IDEMPOTENCY_HEADER in request.headers or LAST_EVENT_HEADER in request.headers
 
 
 def repeat_key(request: web.Request, body_digest: bytes) -> bytes:

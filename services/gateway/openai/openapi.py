@@ -8,7 +8,7 @@ from pydantic.json_schema import models_json_schema
 
 from halfmoon import __version__
 from services.gateway.http.rate_limits import LIMIT_HEADERS
-from services.gateway.http.request_ids import HEADER, IDEMPOTENCY_HEADER
+from services.gateway.http.request_ids import HEADER, IDEMPOTENCY_HEADER, LAST_EVENT_HEADER
 from services.gateway.openai.parameter_table import ENDPOINTS
 
 _REF = "#/components/schemas/{model}"
@@ -51,7 +51,7 @@ _SENT = {
     IDEMPOTENCY_HEADER: "the client's id of this request: a repeat of it gets the rest of the same answer",
     HEADER: "the request's name in logs and answers, and its id if there is no Idempotency-Key",
 }
-_LAST_EVENT = {"Last-Event-ID": "in the repeat of a stream: the id of the last event that the client has"}
+_LAST_EVENT = {LAST_EVENT_HEADER: "in the repeat of a stream: the id of the last event that the client has"}
 _STREAMING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
 
 

@@ -174,6 +174,7 @@ class Calls:
     prefills: list[PrefillRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     settled: list[str] = field(default_factory=list)
+    finds: list[bytes] = field(default_factory=list)
     cancel_came: asyncio.Event = field(default_factory=asyncio.Event)
     prefill_came: asyncio.Event = field(default_factory=asyncio.Event)
     prefill_ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -199,6 +200,8 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.address = ""
         self.changes: Mapping[str, Any] = {}  # of its identity
         self.kept = KeptAnswers()
+        self.finds_answered = asyncio.Event()
+        self.finds_answered.set()
         self.steps: dict[str, asyncio.Queue[StepTokens | HalfmoonError]] = {}
         self.decoding: list[asyncio.Task[None]] = []
         self.end_registration = asyncio.Event()
@@ -288,6 +291,8 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         return SettleResponse()
 
     async def Find(self, request: FindRequest, context: grpc.aio.ServicerContext) -> FindResponse:
+        self.calls.finds.append(request.key)
+        await self.finds_answered.wait()
         return FindResponse(answers=self.kept.find(request.key))
 
     async def Adopt(self, request: AdoptRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[AdoptedTokens]:
