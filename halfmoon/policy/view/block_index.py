@@ -56,6 +56,7 @@ class BlockIndex:
         self._free_numbers: list[int] = []
         self._sequences: dict[int, int | None] = {}  # of the latest message; None while waiting for a snapshot
         self._num_blocks: dict[int, int] = {}
+        self._unions: dict[int, tuple[int, ...]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -76,6 +77,10 @@ class BlockIndex:
             self._sequences[number] = None
             self._num_blocks[number] = 0
         return self._numbers[holder]
+
+    def unite(self, number: int, members: Iterable[int]) -> None:
+        """From now on the holder `number` has what any of `members` has. It gets no messages of its own."""
+        self._unions[number] = tuple(members)
 
     def apply(self, number: int, events: BlockEvents) -> bool:
         """Applies one message of a holder. False if messages are missing: the index then waits for a snapshot.
@@ -100,6 +105,7 @@ class BlockIndex:
         number = self._numbers.pop(holder, None)
         if number is not None:
             self._clear(number)
+            self._unions.pop(number, None)
             del self._sequences[number], self._num_blocks[number]
             self._free_numbers.append(number)
 
@@ -115,7 +121,10 @@ class BlockIndex:
         if ids[0] == EMPTY:  # the common case where prompts share little
             return np.zeros(self._sets.num_holders + 1, dtype=np.int64)
         starts = _run_starts(ids)
-        rows = np.bitwise_and.accumulate(self._sets.rows[ids[starts]], axis=0)  # the holders of all blocks so far
+        rows = self._sets.rows[ids[starts]]
+        for union, members in self._unions.items():
+            self._sets.unite(rows, union, members)
+        rows = np.bitwise_and.accumulate(rows, axis=0)  # the holders of all blocks so far
         shrinks = np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1))
         ends = np.concatenate([[0], starts[shrinks + 1], [len(keys)]])
         last_of_each = np.concatenate([shrinks, [len(rows) - 1]])

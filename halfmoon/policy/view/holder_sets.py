@@ -5,6 +5,8 @@ The blocks of a prefix mostly live in the same places, so millions of blocks sha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -64,6 +66,13 @@ class HolderSets:
         """Whether `holder` is in each set."""
         held: NDArray[np.bool_] = (self.rows[ids, holder // _WORD_BITS] & _bit(holder)) != 0
         return held
+
+    def unite(self, rows: NDArray[np.uint64], union: int, members: Sequence[int]) -> None:
+        """Adds `union` to those of these rows [num_rows, holder // 64] that have one of `members`."""
+        mask = np.zeros(rows.shape[1], dtype=np.uint64)
+        for member in members:
+            mask[member // _WORD_BITS] |= _bit(member)
+        rows[(rows & mask).any(axis=1), union // _WORD_BITS] |= _bit(union)
 
     def use(self, ids: SetIds, counts: NDArray[np.int64]) -> None:
         """Adds `counts` to the users of each set, and frees sets without users."""

@@ -43,7 +43,7 @@ class WorkerView:
     fetch_s_per_token: float = math.inf  # for KV from another holder; inf if it cannot fetch
     contention: float = 0.0  # slowdown of its prefills per busy worker of its host, as a share of the time alone
     step_contention: float = 0.0  # the same for its decode steps
-    store_holder: int = -1  # number of the only store it restores from; -1 if it has none
+    store_holder: int = -1  # number of the pool of stores that it restores from; -1 if it has none
 
     @property
     def host(self) -> str:

@@ -29,7 +29,7 @@ class Member:
     holder: int  # number in the block index
     prompts: ReportedPrompts
     process_key: bytes = field(default=b"", repr=False)
-    store_holder: int = -1  # number of its store there; -1: it uses none
+    store_holder: int = -1  # number of the pool of stores there; -1: it uses none
     listening: bool = False
     decoding: set[str] = field(default_factory=set)  # requests placed since the last report
 

@@ -45,6 +45,8 @@ class Membership:
         self._decoders: dict[str, str] = {}  # of each running request: its decode worker
         self._last_left_s: float | None = None
         self._last_capacity_tokens: int | None = None  # at the time the last member left
+        self._pool = self.index.number(_POOL)
+        self._unite_stores()
 
     def members(self) -> list[Member]:
         """Every member, in the order of joining."""
@@ -79,11 +81,12 @@ class Membership:
         before = self._members.pop(identity.worker_id, None)
         holder = self.index.number(identity.worker_id)
         latency = WorkerLatency(PrefillModel(*identity.profile.prefill), StepModel(*identity.profile.step))
-        store_holder = self.index.number(_store_name(identity.kv_store)) if identity.kv_store else -1
+        store_holder = self._pool if identity.kv_store else -1
         member = Member(
             identity, now_s, now_s, load, latency, holder, ReportedPrompts(now_s), process_key, store_holder
         )
         self._members[identity.worker_id] = member
+        self._unite_stores()
         self._layouts[layout_from(identity.layout)] += 1
         if before is not None:
             self._forget_layout(before)
@@ -125,13 +128,17 @@ class Membership:
         used = {member.identity.kv_store for member in self._members.values() if member.identity.kv_store}
         return used | self._named_stores
 
+    def store_number(self, address: str) -> int:
+        """The number of one store as a holder in the index. Members' `store_holder` is that of the whole pool."""
+        return self.index.number(_store_name(address))
+
     def note_stored(self, address: str, events: BlockEvents) -> bool:
         """Takes changes of a store of the pool. False if messages are missing: a snapshot is needed."""
-        return address not in self.stores or self.index.apply(self.index.number(_store_name(address)), events)
+        return address not in self.stores or self.index.apply(self.store_number(address), events)
 
     def num_stored(self, address: str) -> int:
         """Blocks known to be in the store."""
-        return self.index.num_blocks(self.index.number(_store_name(address))) if address in self.stores else 0
+        return self.index.num_blocks(self.store_number(address)) if address in self.stores else 0
 
     def note_placed(
         self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int, now_s: float
@@ -223,6 +230,11 @@ class Membership:
         """Forgets a store that is not of the pool any more."""
         if address and address not in self.stores:
             self.index.forget(_store_name(address))
+            self._unite_stores()
+
+    def _unite_stores(self) -> None:
+        """What any store has, the pool has."""
+        self.index.unite(self._pool, [self.store_number(address) for address in sorted(self.stores)])
 
     def _show(self, now_s: float, *members: Member) -> None:
         """Updates the view, unless a member has left already."""
@@ -233,6 +245,9 @@ class Membership:
 
     def _capacity_tokens(self) -> int:
         return self._view.least_capacity_tokens
+
+
+_POOL = "pool\0"  # the name of all stores together as a holder in the index; no worker can have it
 
 
 def _store_name(address: str) -> str:

@@ -68,14 +68,15 @@ class StoreCopies:
         self, chosen: WorkerView, cached_blocks: NDArray[np.int64], blocks: PromptBlocks, now_s: float
     ) -> None:
         """Requests a copy if it pays for a prompt that was placed. `cached_blocks`: leading blocks of each holder."""
-        local = max(_held(chosen.holder, cached_blocks), _held(chosen.store_holder, cached_blocks))
+        number = self._membership.store_number
+        own = self._store_of(lambda member: member.worker_id == chosen.worker_id)
+        local = max(_held(chosen.holder, cached_blocks), _held(number(own) if own else -1, cached_blocks))
         best = int(cached_blocks.max())
         if self._threshold is None or best <= self._threshold * local:
             return
-        target = self._store_of(lambda member: member.worker_id == chosen.worker_id)
-        source = self._store_of(lambda member: _held(member.store_holder, cached_blocks) == best) or self._store_of(
-            lambda member: _held(member.holder, cached_blocks) == best
-        )
+        target = own
+        stores = (store for store in self._membership.stores if _held(number(store), cached_blocks) == best)
+        source = next(stores, "") or self._store_of(lambda member: _held(member.holder, cached_blocks) == best)
         if not target or not source or source == target:
             return
         name = target, blocks.keys[best - 1]

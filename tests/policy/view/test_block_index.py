@@ -55,6 +55,15 @@ class IndexAgainstModel(RuleBasedStateMachine):
             self.index.forget(name)
             del self.model[name]
 
+    @rule(names=st.sets(st.sampled_from([f"w{i}" for i in range(70)]), max_size=3), prompt=st.lists(KEYS.filter(bool)))
+    def unite(self, names: set[str], prompt: list[int]) -> None:
+        known = names & set(self.model)
+        pool = self.index.number("pool")
+        self.index.unite(pool, [self.index.number(name) for name in known])
+        held = set[int]().union(*(self.model[name] for name in known))
+        assert self.index.match(keys(*prompt))[pool] == prefix(held, prompt)
+        self.index.unite(pool, [])
+
     @rule(prompt=st.lists(KEYS.filter(bool), max_size=8))
     def match(self, prompt: list[int]) -> None:
         depths = self.index.match(keys(*prompt))

@@ -15,6 +15,7 @@ from halfmoon.pb.types_pb2 import (
     KVLayout,
 )
 from halfmoon.policy.models.latency import PrefillSample
+from halfmoon.policy.view.block_index import BlockEvents as StoredBlocks
 from halfmoon.policy.view.block_index import unpack_keys
 from halfmoon.policy.view.worker_view import WorkerView
 from services.gateway.cluster.membership import Membership
@@ -182,6 +183,20 @@ def test_blocks_are_known_as_long_as_their_worker_is() -> None:
     membership.leave(member, 1.0)
     assert membership.index.num_pairs == 0
     assert membership.note_blocks(member, BlockEvents(sequence=4))  # too late to matter
+
+
+def test_a_worker_restores_what_all_stores_have_together() -> None:
+    membership = Membership(FINGERPRINT, 1.0, stores=("far:1",))
+    member = membership.join(identity(kv_store="near:1"), 0.0)
+    keys = unpack_keys(bytes(range(1, 33)))
+    for address, stored in (("near:1", keys[[0, 2]]), ("far:1", keys[[1]])):
+        assert membership.note_stored(address, StoredBlocks(1, stored, is_snapshot=True))
+    assert membership.index.match(keys)[member.store_holder] == 3
+    assert membership.index.match(keys)[membership.store_number("near:1")] == 1
+    assert membership.stores == {"near:1", "far:1"}
+    membership.leave(member, 1.0)
+    assert membership.stores == {"far:1"}
+    assert membership.index.match(keys).max() == 0
 
 
 def test_the_smallest_context_counts() -> None:
