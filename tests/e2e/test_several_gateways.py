@@ -12,6 +12,7 @@ import aiohttp
 import psutil
 import pytest
 
+from halfmoon.rpc.operator_token import kept_token
 from tests.e2e.system import System, running_system
 
 pytestmark = pytest.mark.e2e
@@ -23,10 +24,11 @@ KEY = "one-for-all"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
-async def ask(system: System, path: str) -> Any:
+async def ask(system: System, state_dir: Path, path: str) -> Any:
     """Over a connection of its own: whichever gateway gets it."""
+    operator = {"Authorization": f"Bearer {kept_token(state_dir)}"}
     async with (
-        aiohttp.ClientSession(headers={**HEADERS, "Connection": "close"}) as session,
+        aiohttp.ClientSession(headers={**operator, "Connection": "close"}) as session,
         session.get(system.url + path) as response,
     ):
         assert response.status == 200
@@ -75,7 +77,7 @@ async def test_a_killed_gateway_takes_only_its_own_streams_along(tmp_path: Path)
         seen: dict[str, Any] = {}
 
         async def both_see_the_workers() -> bool:
-            view = await ask(system, "/halfmoon/v1/cluster")
+            view = await ask(system, tmp_path, "/halfmoon/v1/cluster")
             seen[view["gateway_id"]] = sorted(one["worker_id"] for one in view["workers"])
             return len(seen) == 2 and not view["missing"]
 
@@ -92,12 +94,12 @@ async def test_a_killed_gateway_takes_only_its_own_streams_along(tmp_path: Path)
         assert set(found) == {None, NUM_TOKENS}  # by chance all had come to one of the two: 1 in 8 million
 
         async def nothing_is_left() -> bool:
-            loads = [one["load"] for one in (await ask(system, "/halfmoon/v1/cluster"))["workers"]]
+            loads = [one["load"] for one in (await ask(system, tmp_path, "/halfmoon/v1/cluster"))["workers"]]
             names = ("num_running", "num_waiting", "num_reserved", "num_held")
             return not any(load[name] for load in loads for name in names)
 
         await until(nothing_is_left)
         seen.clear()
         await until(both_see_the_workers)  # the killed one is back
-        rows = {one["status"] for one in await ask(system, "/halfmoon/v1/requests")}
+        rows = {one["status"] for one in await ask(system, tmp_path, "/halfmoon/v1/requests")}
         assert rows == {"ok"}  # the killed one wrote nothing down

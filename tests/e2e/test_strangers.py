@@ -24,6 +24,7 @@ from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.rpc.credentials.credential import Credential, credential_from, new_secret
 from halfmoon.rpc.credentials.refusals import NEEDS_CREDENTIAL
 from halfmoon.rpc.credentials.roles import CALLERS, CLUSTER_ROLES, ClusterRole
+from halfmoon.rpc.operator_token import kept_token
 from halfmoon.rpc.peer import Peer
 from halfmoon.up.stores import known_stores
 from tests.e2e.system import System, running_system
@@ -36,7 +37,6 @@ SERVERS: dict[Any, ClusterRole] = {
     KVStoreStub: "store",
     KVStoreAdminStub: "store",
 }
-KEY = {"Authorization": "Bearer K"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,10 @@ class Victim:
         return gateway_pb2.WorkerIdentity(**{**fields, **changes})
 
 
+def _operator(state_dir: Path) -> dict[str, str]:
+    return {"Authorization": f"Bearer {kept_token(state_dir)}"}
+
+
 def _address(state_dir: Path, service: str) -> str:
     events = map(json.loads, (state_dir / "logs" / f"{service}.log").read_text().splitlines())
     return str(next(event["address"] for event in events if event.get("event") == "service.ready"))
@@ -85,8 +89,8 @@ async def victim(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vict
     state_dir = tmp_path_factory.mktemp("victim")
     async with (
         running_system(state_dir, "--engine", "sim", "--sim-profile", "instant", "--api-key", "K") as system,
-        aiohttp.ClientSession(system.url, headers=KEY) as http,
-        http.get("/halfmoon/v1/cluster") as response,
+        aiohttp.ClientSession(system.url) as http,
+        http.get("/halfmoon/v1/cluster", headers=_operator(state_dir)) as response,
     ):
         cluster = await response.json()
         (store,) = known_stores(state_dir)
@@ -160,7 +164,7 @@ async def test_nobody_takes_a_worker_id_over(victim: Victim) -> None:
     worker_id = victim.worker("prefill")["worker_id"]
     error = await _error_of(_registered(victim, victim.credential("worker"), worker_id=worker_id))
     assert (type(error), error.message) == (AlreadyHere, "this worker id is taken")
-    async with aiohttp.ClientSession(headers=KEY) as http:
+    async with aiohttp.ClientSession(headers=_operator(victim.state_dir)) as http:
         assert {one["worker_id"] for one in await victim.system.cluster(http)} >= {worker_id}
 
 
