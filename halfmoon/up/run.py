@@ -61,14 +61,16 @@ from halfmoon.up.up_options import UpOptions, WorkerStart
 _HEALTH_POLL_S = 0.1
 
 
-async def up(options: UpOptions, terminal: Console) -> None:
+async def up(options: UpOptions, terminal: Console) -> bool:
     """Runs until Ctrl-C or SIGTERM, then lets running answers finish; a second signal ends everything at once.
+
+    Returns whether there was a second one.
 
     Raises ServiceFailed if a service ends for good on its own, and InvalidRequest for an unusable state directory.
     """
     raise_descriptor_limit()
     _open_state_dir(options.state_dir, terminal)
-    stopping = asyncio.Event()
+    stopping, killing = asyncio.Event(), asyncio.Event()
     with progress_bars(terminal) as bars:
         supervisor = Supervisor(
             options.state_dir / "logs",
@@ -81,6 +83,7 @@ async def up(options: UpOptions, terminal: Console) -> None:
         def on_signal() -> None:
             if stopping.is_set():
                 terminal.print("halfmoon ends at once")
+                killing.set()
                 supervisor.kill()
             stopping.set()
 
@@ -94,6 +97,7 @@ async def up(options: UpOptions, terminal: Console) -> None:
                 print_stopping(options, terminal)
         finally:
             await supervisor.stop()
+    return killing.is_set()
 
 
 def _open_state_dir(directory: Path, terminal: Console) -> None:
@@ -258,7 +262,9 @@ def run_up(options: UpOptions, terminal: Console) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.umask(PRIVATE_UMASK)
     try:
-        asyncio.run(up(options, terminal))
+        if asyncio.run(up(options, terminal)):
+            terminal.file.flush()
+            os._exit(0)  # the interpreter would clean up for seconds where the cores are busy
     except (HalfmoonError, ExceptionGroup) as err:
         for error in leaf_errors(err):
             if not isinstance(error, HalfmoonError):

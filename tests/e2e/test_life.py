@@ -51,6 +51,26 @@ async def test_a_stop_leaves_no_process_and_no_shared_memory(tmp_path: Path, num
     assert shared_memory() <= before
 
 
+async def test_a_second_signal_ends_even_a_service_that_hangs(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "small")
+    async with running_system(tmp_path, "--both", "1", "--drain-s", "3600", "--model", str(model)) as system:
+        started = system.descendants()
+        async with aiohttp.ClientSession(system.url) as http:
+            body = {"model": "small", "prompt": "x", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+            async with http.post("/v1/completions", json=body) as response:
+                await response.content.readline()
+                for process in system.serving("both"):
+                    process.suspend()
+                system.process.send_signal(signal.SIGINT)
+                while "Ctrl-C again" not in "".join(system.printed):
+                    await asyncio.sleep(0)
+                system.process.send_signal(signal.SIGINT)
+                await asyncio.wait_for(system.process.wait(), 30)
+        assert system.process.returncode == 0
+    assert system.printed[-1] == "halfmoon ends at once"
+    assert not [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
 async def test_services_stop_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     async with running_system(tmp_path, "--both", "1", "--model", str(small_model(tmp_path / "small"))) as system:
         started = system.descendants()
