@@ -15,11 +15,12 @@ import random
 import statistics
 import time
 from dataclasses import replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
+from halfmoon.policy.forecast.handover import HandoverPrediction, predict_handover
 from halfmoon.policy.forecast.ttft import predict_ttft
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.placement.place import PlacementRules, place
@@ -36,14 +37,22 @@ NUM_DECODING = 32  # requests on each decode worker
 MESSAGE_KEYS = 4_096
 
 
+class _Link(NamedTuple):
+    """The measured speed of one link."""
+
+    address: str
+    bandwidth_bytes_per_s: float
+    latency_s: float = 1e-3
+
+
 def make_view(num_workers: int) -> ClusterView:
     """Cluster with as many prefill as decode workers."""
     roles: tuple[Role, ...] = ("prefill", "decode")
-    return ClusterView(
+    view = ClusterView(
         WorkerView(
             f"{role}-{number}",
             role,
-            f"h{number}:1",
+            f"h{number}:{1 + (role == 'decode')}",
             context_tokens=1 << 20,
             block_tokens=BLOCK_TOKENS,
             total_blocks=40_000,
@@ -54,10 +63,15 @@ def make_view(num_workers: int) -> ClusterView:
             step_model=StepModel(0.008, 1e-4, 1e-8),
             holder=number + num_workers * (role == "decode"),
             fetch_s_per_token=1e-5,
+            kv_bytes_per_token=100_000,
         )
         for role in roles
         for number in range(num_workers)
     )
+    links = [_Link(worker.address, 1e9 + number) for number, worker in enumerate(view.workers)]
+    for row in range(num_workers):
+        view.links.report(row, links[num_workers:])
+    return view
 
 
 def make_index(view: ClusterView, num_pairs: int, copies: int, prompt: Keys, rng: np.random.Generator) -> BlockIndex:
@@ -99,6 +113,9 @@ class _Forecast:
 
     def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
         return self.decodes.load(row, at_s, now_s)
+
+    def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:
+        return predict_handover(view, request, prefill, np.zeros(view.num_rows))
 
     def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
         return placement

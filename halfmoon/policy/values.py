@@ -68,12 +68,18 @@ class PlacementRequest:
     max_tokens: int
     exclude: tuple[str, ...] = ()
     fetch_factor: float = 1.0  # scales the time to fetch KV; below 1 at a lower precision
+    num_output: float = 0.0  # predicted; 0 if unknown
     priority: int = 0  # smaller goes first
     least_tokens: int = 0  # the answer has at least as many
     targets: AdmissionTargets = NO_TARGETS  # workers that meet them are preferred
     cached_blocks: NDArray[np.int64] = field(
         default_factory=lambda: NOTHING_CACHED, compare=False, repr=False
     )  # `BlockIndex.match`
+
+    @property
+    def num_gaps(self) -> float:
+        """Gaps between the tokens of its answer, as predicted, at least one."""
+        return max((self.num_output or self.max_tokens) - 1, 1.0)
 
     @property
     def judged_targets(self) -> AdmissionTargets:
@@ -94,6 +100,9 @@ class Placement:
     queue_s: float = 0.0  # part of `ttft_s` before the prefill worker starts on the prompt
     overhead_s: float = 0.0  # part of `ttft_s` that is neither queue nor prefill
     work_s: float = 0.0  # restoring and computing the prompt on an idle worker
+    handover_s: float = 0.0  # from the first token until the KV is on the decode worker
+    handover_bytes: float = 0.0
+    held_tokens: int = 0  # leading ones whose KV the decode worker has
     behind_s: float = 0.0  # prefill work still queued on the prefill worker when the first token is there
     ranked_by: TtftPrediction | None = field(default=None, compare=False, repr=False)  # of all workers
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
+from halfmoon.policy.forecast.handover import HandoverPrediction, predict_handover
 from halfmoon.policy.forecast.ttft import predict_ttft
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.values import DecodeLoad, DecodeLoads, Placement, PlacementRequest, TtftPrediction
@@ -38,6 +41,9 @@ class ReportedState:
 
     def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
         return self.decode_loads(self._view, at_s, now_s).of(row)
+
+    def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:
+        return predict_handover(view, request, prefill, np.zeros(view.num_rows))
 
     def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
         return placement

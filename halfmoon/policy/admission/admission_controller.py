@@ -91,7 +91,8 @@ class AdmissionController:
 
         Raises Refused if even the last step misses, and what `place` raises.
         """
-        request = replace(request, targets=self.applied(qos))
+        num_output = self._num_output(request, qos)
+        request = replace(request, targets=self.applied(qos), num_output=num_output)
         placement = place(view, request, self._rules, self._forecast, now_s, self._rng)
         undegraded = admitted = self._as_admitted(view, request, qos, placement, now_s)
         self._check_fair_share(tenant, request, admitted, now_s)
@@ -110,6 +111,7 @@ class AdmissionController:
             less = next(steps, None)
             if less is None:
                 break
+            less = replace(less, num_output=self._num_output(less, qos))
             if may_place_elsewhere(view, less, request, placement):
                 estimates = placement.ranked_by if less.fetch_factor == request.fetch_factor else None
                 placement = place(view, less, self._rules, self._forecast, now_s, self._rng, estimates)
@@ -130,14 +132,17 @@ class AdmissionController:
     def _as_admitted(
         self, view: ClusterView, request: PlacementRequest, qos: QosClass, placement: Placement, now_s: float
     ) -> Admitted:
-        num_prompt, max_tokens = request.num_prompt_tokens, request.max_tokens
-        num_output = self.lengths.predict(qos.name, num_prompt, max_tokens, LIKELY)
-        num_output = max(num_output, min(request.least_tokens, max_tokens))
+        num_prompt, max_tokens, num_output = request.num_prompt_tokens, request.max_tokens, request.num_output
         mean_tbt_s = self._forecast.mean_tbt_s(view, num_prompt, placement, num_output, now_s)
         handover_s = self._forecast.handover_s(num_output)
         if handover_s:
             placement = replace(placement, tbt_s=placement.tbt_s + handover_s)
         return Admitted(placement, qos, max_tokens, request.fetch_factor < 1, num_output, request.priority, mean_tbt_s)
+
+    def _num_output(self, request: PlacementRequest, qos: QosClass) -> float:
+        """The predicted length of its answer."""
+        num_output = self.lengths.predict(qos.name, request.num_prompt_tokens, request.max_tokens, LIKELY)
+        return max(num_output, min(request.least_tokens, request.max_tokens))
 
     def reject_early(self, view: ClusterView, priority: int, *, has_gaps: bool, qos: QosClass, now_s: float) -> None:
         """Raises Refused if `decide` would admit no prompt at all: queues too long, or decode workers too full.
@@ -194,7 +199,8 @@ class AdmissionController:
 
     def place_again(self, view: ClusterView, request: PlacementRequest, qos: QosClass, now_s: float) -> Placement:
         """Places an admitted request once more. Raises what `place` raises."""
-        request = replace(request, targets=self.applied(qos))
+        num_output = self._num_output(request, qos)
+        request = replace(request, targets=self.applied(qos), num_output=num_output)
         return place(view, request, self._rules, self._forecast, now_s, self._rng)
 
     def applied(self, qos: QosClass) -> AdmissionTargets:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
+from halfmoon.policy.forecast.handover import HandoverPrediction, HandoverQueue, predict_handover
 from halfmoon.policy.forecast.prefill_forecast import PrefillForecast
 from halfmoon.policy.forecast.prefill_queue_model import PromptWork
 from halfmoon.policy.forecast.prefill_queue_models import PrefillQueueModels
@@ -49,6 +50,7 @@ class RequestForecast:
         self._fetching_threshold = fetching_threshold
         self._prefills = PrefillForecast()
         self._queue_models = PrefillQueueModels(self.decodes)
+        self._handovers = HandoverQueue()
         self._before_token = Overhead()
         self._handover = Overhead()
 
@@ -76,6 +78,10 @@ class RequestForecast:
     def decode_loads(self, view: ClusterView, at_s: float, now_s: float) -> DecodeLoads:
         """The decode load of every row at `at_s`."""
         return self.decodes.loads(at_s, now_s, view.num_rows)
+
+    def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:
+        """Predicts the hand-over from the placement's prefill worker to every row."""
+        return predict_handover(view, request, prefill, self._handovers.ahead_bytes(view.num_rows))
 
     def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
         """The decode load of one row at `at_s`."""
@@ -166,6 +172,7 @@ class RequestForecast:
         self._prefills.join(request_id, prefill_row, placement.work_s, step_s, priority, now_s)
         self._queue_models.leave(request_id, now_s)
         self._queue_models.join(request_id, view, placement, num_prompt, num_output, priority, now_s)
+        self._handovers.join(request_id, row, placement.handover_bytes)
         joins_s = now_s + placement.ttft_s
         self.decodes.leave(request_id)  # reserved or placed before
         leaves_s = joins_s + num_output * running.tbt_s
@@ -174,6 +181,7 @@ class RequestForecast:
     def begin_decode(self, request_id: str, now_s: float) -> None:
         """Notes the first token of a request."""
         self._prefills.leave(request_id, now_s)
+        self._handovers.leave(request_id)
         self.decodes.begin(request_id, now_s)
         self._queue_models.computed(request_id, now_s)
 
@@ -181,6 +189,7 @@ class RequestForecast:
         """Removes a request that has ended."""
         self._prefills.leave(request_id, now_s)
         self._queue_models.leave(request_id, now_s)
+        self._handovers.leave(request_id)
         self.decodes.leave(request_id)
 
     def note_overheads(self, before_token_s: float, handover_s: float | None) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.policy.forecast.handover import HandoverPrediction
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.placement.ranking import PlacementMode, Ranking
 from halfmoon.policy.values import DecodeLoad, DecodeLoads, Placement, PlacementRequest, TtftPrediction
@@ -39,6 +40,9 @@ class Forecast(Protocol):
     def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
         """The decode load of one worker at `at_s`."""
 
+    def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:
+        """The hand-over of the prompt from the placement's prefill worker to every worker."""
+
     def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
         """The placement with what prompts and colocated workers add to its TBT."""
 
@@ -47,8 +51,9 @@ class Forecast(Protocol):
 class PlacementRules:
     """How workers are chosen.
 
-    - kvcache-centric: least predicted TTFT, fetching prefixes where that pays; then least predicted TBT. Among workers
-      of role `both`, those that meet both targets come first, and TBT breaks ties of TTFT.
+    - kvcache-centric: least predicted TTFT, fetching prefixes where that pays; then least predicted TBT, with what it
+      takes to hand over what is missing. A conversation stays with its decode worker unless another is clearly better.
+      Among workers of role `both`, those that meet both targets come first, and TBT breaks ties of TTFT.
     - cache-aware: the same without fetching from other workers. A restore from a worker's own store always counts.
     - least-loaded: fewest waiting prompt tokens; fewest requests.
     - random: any worker that fits.
@@ -79,7 +84,7 @@ def place(
     ever hold the request.
     """
     rows = _eligible(view, request)
-    ranking = Ranking(view, rules.mode, request.num_prompt_tokens, request.judged_targets)
+    ranking = Ranking(view, rules.mode, request)
 
     # 1. Estimate the TTFT on every worker, and rank by it.
     ttft = estimates or forecast.ttft(view, request, now_s)
@@ -103,9 +108,15 @@ def place(
     if rows.both[prefill]:
         decode, load = prefill, forecast.decode_load(prefill, begins_s, now_s)
     else:
-        loads = forecast.decode_loads(view, begins_s, now_s)
-        decode = ranking.best_decode(loads, rows.decode, rng)
+        loads, handover = forecast.decode_loads(view, begins_s, now_s), forecast.handover(view, request, chosen)
+        decode = ranking.best_decode(loads, handover, rows.decode, rng)
         load = loads.of(decode)
+        chosen = replace(
+            chosen,
+            handover_s=float(handover.exposed_s[decode]),
+            handover_bytes=float(handover.num_bytes[decode]),
+            held_tokens=int(handover.held_tokens[decode]),
+        )
     worker = view.worker(decode)
     tbt_s = worker.step_model.seconds(load.batch + 1, load.context_tokens + request.num_prompt_tokens)
     return forecast.refine_decode(view, replace(chosen, decode=worker, tbt_s=tbt_s), now_s)

@@ -9,15 +9,17 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from halfmoon.policy.forecast.handover import HandoverPrediction
 from halfmoon.policy.forecast.ttft import prefill_seconds
 from halfmoon.policy.models.latency import Floats
-from halfmoon.policy.values import AdmissionTargets, DecodeLoads, TtftPrediction
+from halfmoon.policy.values import AdmissionTargets, DecodeLoads, PlacementRequest, TtftPrediction
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
 PlacementMode = Literal["kvcache-centric", "cache-aware", "least-loaded", "random"]
 
 _TIE = 1.01  # predictions within a hundredth are ties: equal workers have slightly different models
+_MOST = 0.5  # of the prompt: less than that is a shared beginning, not a conversation
 _LEARNING_ERROR = 1.15  # two equal workers of one host were measured at 0.23 and 0.26 s per prompt, 13 % apart
 
 
@@ -31,8 +33,17 @@ class Ranking:
 
     view: ClusterView
     mode: PlacementMode
-    num_tokens: int  # of the prompt
-    targets: AdmissionTargets
+    request: PlacementRequest
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.request.num_prompt_tokens
+
+    @property
+    def targets(self) -> AdmissionTargets:
+        """The targets that apply."""
+        return self.request.judged_targets
 
     def best_prefill(self, ttft: TtftPrediction, rows: Bools, rng: random.Random) -> int:
         """Chooses among the rows that compute the prompt and hand it over."""
@@ -48,8 +59,12 @@ class Ranking:
         is_wanted = cost is ttft.seconds and rows[row] and np.logical_or.reduce(others)
         return _least(cost, others, rng) if is_wanted else None
 
-    def best_decode(self, loads: DecodeLoads, rows: Bools, rng: random.Random) -> int:
-        """Chooses among the rows that decode prompts of other workers, preferring those with room for this one now."""
+    def best_decode(self, loads: DecodeLoads, handover: HandoverPrediction, rows: Bools, rng: random.Random) -> int:
+        """Chooses among the rows that decode prompts of other workers, preferring those with room for this one now.
+
+        The hand-over counts as a part of the gaps of the answer. A row that has most of the prompt keeps the
+        conversation while no other is clearly better; of rows about equally good, the one that has most is chosen.
+        """
         tbt_s = predict_tbt(self.view, loads, self.num_tokens)
         cost = self._decode_cost(tbt_s, loads)
         rows = self._with_room(rows)
@@ -57,7 +72,16 @@ class Ranking:
             rows = _preferring(rows, _within(tbt_s, self.targets.tbt_s))
             known = self.view.capabilities
             cost = cost if known.is_one_step_time_of_decode else self._with_step_time_ties(tbt_s, rows)
-        return _least(cost, rows, rng)
+            cost = cost + handover.exposed_s / self.request.num_gaps
+        if self.mode in ("least-loaded", "random"):
+            return _least(cost, rows, rng)
+        held = handover.held_tokens
+        stays = rows & (held >= _MOST * self.num_tokens) & (cost <= np.minimum.reduce(cost[rows]) * _LEARNING_ERROR)
+        if np.logical_or.reduce(stays):
+            rows, cost = stays, -held
+        cheapest = _about_least(cost, rows)
+        most = cheapest[held[cheapest] == np.maximum.reduce(held[cheapest])]
+        return int(most[rng.randrange(len(most))])
 
     def best_of_any(
         self, ttft: TtftPrediction, loads: DecodeLoads, prefill: Bools, decode: Bools, both: Bools, rng: random.Random

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from halfmoon.policy.models.latency import NUM_COEFFICIENTS, Floats
 from halfmoon.policy.view.busy_times import BusyTimes
 from halfmoon.policy.view.capabilities import Bools, Capabilities, RoleMasks, capabilities_of
+from halfmoon.policy.view.link_speeds import LinkSpeeds
 from halfmoon.policy.view.worker_view import WorkerView
 
 COLUMNS = {
@@ -49,6 +50,7 @@ class ClusterView:
         self._hosts: dict[str, int] = {}  # host -> number
         self._capabilities: Capabilities | None = None  # None: to be computed again
         self.busy = BusyTimes()
+        self.links = LinkSpeeds()
         self._resize(16)
         for worker in workers:
             self.put(worker)
@@ -128,6 +130,8 @@ class ClusterView:
             row = self._new_row(worker.worker_id)
             self.busy.join(worker.worker_id, worker.host)
         before = self._views.get(worker.worker_id)
+        if before is None or before.address != worker.address:
+            self.links.join(row, worker.address)
         if before is None or before.is_another(worker):
             self._capabilities = None
         self._views[worker.worker_id] = worker
@@ -181,7 +185,7 @@ class ClusterView:
         row = self._rows.pop(worker_id, None)
         if row is not None:
             self._capabilities = None
-            del self._views[worker_id]
+            self.links.leave(row, self._views.pop(worker_id).address)
             self.busy.forget(worker_id)
             self.can_prefill[row] = self.can_decode[row] = self.can_do_both[row] = False
             self.hosts[row] = -1

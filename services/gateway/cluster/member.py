@@ -32,6 +32,10 @@ class Member:
     store_holder: int = -1  # number of the pool of stores there; -1: it uses none
     listening: bool = False
     decoding: set[str] = field(default_factory=set)  # requests placed since the last report
+    kv_bytes_per_token: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kv_bytes_per_token = layout_from(self.identity.layout).token_bytes
 
     @property
     def worker_id(self) -> str:
@@ -76,6 +80,7 @@ class Member:
             contention=models.contention,
             step_contention=models.step_contention,
             holder=self.holder,
+            kv_bytes_per_token=self.kv_bytes_per_token,
             fetch_s_per_token=self._restore_s_per_token,
             store_holder=self.store_holder,
         )
@@ -85,4 +90,4 @@ class Member:
         """Seconds to load a token from its store, as last reported; inf if unreported."""
         store = self.identity.kv_store
         speeds = [link.bandwidth_bytes_per_s for link in self.load.links if store and link.address == store]
-        return layout_from(self.identity.layout).token_bytes / speeds[0] if speeds and speeds[0] > 0 else math.inf
+        return self.kv_bytes_per_token / speeds[0] if speeds and speeds[0] > 0 else math.inf

@@ -101,7 +101,9 @@ class Membership:
         member.load = load
         member.prompts.report(load.waiting_prefill_tokens, now_s)
         member.decoding.clear()
-        if self._members.get(member.worker_id) is member:
+        row = self._view.row(member.worker_id)
+        if row is not None and self._members.get(member.worker_id) is member:
+            self._view.links.report(row, load.links)
             self._models.report(member.worker_id, member.kind, member.latency, load.steps, self._view, now_s)
         self._show(now_s, member)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfmoon.policy.forecast.handover import HandoverPrediction
 from halfmoon.policy.forecast.ttft import predict_ttft
 from halfmoon.policy.models.latency import Floats, PrefillModel, StepModel
 from halfmoon.policy.placement.ranking import PlacementMode, Ranking, predict_tbt, with_speed_ties
@@ -37,7 +39,7 @@ def ttft_on(view: ClusterView) -> TtftPrediction:
 def ranking_of(
     view: ClusterView, mode: PlacementMode = "kvcache-centric", targets: AdmissionTargets = NO_TARGETS
 ) -> Ranking:
-    return Ranking(view, mode, 100, targets)
+    return Ranking(view, mode, PlacementRequest(100, 101, targets=targets))
 
 
 def all_rows(view: ClusterView) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -74,11 +76,63 @@ def loads(*batches: float) -> DecodeLoads:
     return DecodeLoads(np.array(batches), 100 * np.array(batches))
 
 
+def handed_over(
+    view: ClusterView, exposed_s: Sequence[float] = (0.0,), held_tokens: Sequence[float] = (0.0,)
+) -> HandoverPrediction:
+    whole = np.ones(view.num_rows)
+    return HandoverPrediction(np.array(exposed_s) * whole, 0 * whole, np.array(held_tokens) * whole)
+
+
+def decodes(num: int, **options: Any) -> ClusterView:
+    return ClusterView(replace(D, worker_id=f"d{number}", **options) for number in range(num))
+
+
+@pytest.mark.parametrize(
+    ("batches", "exposed_s", "held", "best"),
+    [
+        ((3, 0), (0.0, 0.0), (90, 0), 0),  # a busier worker keeps the chat: 14 ms a token instead of 11 ms
+        ((0, 0), (0.0, 0.0), (40, 0), 0),  # of equals, the one that has most
+        ((3, 0), (0.0, 0.0), (40, 0), 1),  # a shared beginning is no conversation
+        ((0, 0, 0), (0.0, 0.0, 0.0), (60, 90, 0), 1),
+        ((0, 0), (0.2, 0.0), (0, 0), 1),  # what the hand-over adds to 100 gaps
+        ((0, 1), (0.2, 0.0), (0, 0), 1),
+        ((0, 3), (0.2, 0.0), (0, 0), 0),
+    ],
+)
+def test_a_chat_stays_with_its_decode_worker_unless_another_is_clearly_better(
+    batches: tuple[float, ...], exposed_s: tuple[float, ...], held: tuple[float, ...], best: int
+) -> None:
+    view = decodes(len(batches), step_model=StepModel(0.02, 0.001, 0.0))
+    ranking, rng = ranking_of(view), random.Random(0)
+    found = {
+        ranking.best_decode(loads(*batches), handed_over(view, exposed_s, held), all_rows(view), rng) for _ in range(20)
+    }
+    assert found == {best}
+
+
+def test_a_chat_leaves_a_decode_worker_that_misses_the_target() -> None:
+    view, rng = decodes(2), random.Random(0)
+    for tbt_s, best in ((0.0115, 1), (0.02, 0), (0.001, 0)):
+        ranking = ranking_of(view, targets=AdmissionTargets(None, tbt_s))
+        assert ranking.best_decode(loads(1, 0), handed_over(view, held_tokens=(100, 0)), all_rows(view), rng) == best
+    assert ranking_of(view).best_decode(loads(5, 0), handed_over(view, held_tokens=(100, 0)), all_rows(view), rng) == 1
+
+
+@pytest.mark.parametrize("mode", ["least-loaded", "random"])
+def test_baselines_do_not_ask_what_a_handover_costs(mode: PlacementMode) -> None:
+    view, rng = decodes(2), random.Random(0)
+    handover = handed_over(view, (0.0, 9.0), (100, 0))
+    found = {ranking_of(view, mode).best_decode(loads(0, 0), handover, all_rows(view), rng) for _ in range(50)}
+    assert found == {0, 1}
+
+
 @pytest.mark.parametrize("mode", get_args(PlacementMode))
 def test_decode_workers_with_room_come_first(mode: PlacementMode) -> None:
     view = ClusterView((replace(D, free_blocks=10), replace(D, worker_id="d1")))
     for seed in range(20):
-        assert ranking_of(view, mode).best_decode(loads(0, 9), all_rows(view), random.Random(seed)) == 1
+        assert (
+            ranking_of(view, mode).best_decode(loads(0, 9), handed_over(view), all_rows(view), random.Random(seed)) == 1
+        )
 
 
 def test_decode_workers_that_meet_the_target_come_first_if_there_are_any() -> None:
@@ -86,7 +140,7 @@ def test_decode_workers_that_meet_the_target_come_first_if_there_are_any() -> No
     view, rng = ClusterView((D, slower)), random.Random(0)
     for tbt_s, rows in ((None, {0, 1}), (0.0115, {0}), (0.02, {0, 1}), (0.001, {0, 1})):
         ranking = ranking_of(view, targets=AdmissionTargets(None, tbt_s))
-        assert {ranking.best_decode(loads(0, 0), all_rows(view), rng) for _ in range(50)} == rows
+        assert {ranking.best_decode(loads(0, 0), handed_over(view), all_rows(view), rng) for _ in range(50)} == rows
 
 
 def test_the_tbt_of_a_row_includes_the_new_request() -> None:
