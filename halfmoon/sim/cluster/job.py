@@ -32,6 +32,7 @@ class Job:
         "first_s",
         "front_end",
         "generated",
+        "held_blocks",
         "index",
         "is_loading",
         "is_prefilled",
@@ -95,6 +96,7 @@ class Job:
         self.num_known_blocks = 0  # leading prefix blocks that this cache knows
         self.num_blocks = 0  # its own blocks on the worker that computes it, besides the cached ones
         self.reserved_blocks = 0  # reserved on the decode worker
+        self.held_blocks: list[int] = []  # prefix blocks of the decode worker's cache that its reservation references
         self.front_end = -1  # tokens from here to `load_end` are being fetched
         self.load_end = -1
         self.is_loading = False

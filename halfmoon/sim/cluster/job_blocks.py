@@ -10,7 +10,7 @@ from halfmoon.sim.cluster.kv_memory import KvMemory
 
 
 class JobBlocks:
-    """Owns `num_blocks`, `reserved_blocks`, `cached_blocks` and `num_known_blocks` of one worker's jobs.
+    """Owns `num_blocks`, `reserved_blocks`, `held_blocks`, `cached_blocks` and `num_known_blocks` of one worker's jobs.
 
     Knows nothing of queues, slots and steps: the worker decides which job may hold memory.
     """
@@ -28,16 +28,24 @@ class JobBlocks:
 
     def admit(self, job: Job) -> bool:
         """Takes blocks for all the job's tokens except its cached prefix; False if too few are free."""
-        kv = self._kv
-        matched = kv.match(job.prefix_blocks, (job.target - 1) // self._prefix_block_tokens)
-        num_blocks = self.num_for(job.target) - len(matched) * kv.prefix_block_size
-        if num_blocks > kv.available:
-            kv.release(matched)
+        taken = self._take(job, job.target - 1, job.target)
+        if taken is None:
             return False
-        kv.take(num_blocks)
+        matched, num_blocks = taken
         job.cached_blocks, job.num_known_blocks, job.num_blocks = matched, len(matched), num_blocks
         job.computed = len(matched) * self._prefix_block_tokens
         return True
+
+    def _take(self, job: Job, num_known: int, num_tokens: int) -> tuple[list[int], int] | None:
+        """Takes blocks for `num_tokens`, sharing cached ones of the first `num_known`; None if too few are free."""
+        kv = self._kv
+        matched = kv.match(job.prefix_blocks, num_known // self._prefix_block_tokens)
+        num_blocks = self.num_for(num_tokens) - len(matched) * kv.prefix_block_size
+        if num_blocks > kv.available:
+            kv.release(matched)
+            return None
+        kv.take(num_blocks)
+        return matched, num_blocks
 
     def make_known(self, job: Job, num_computed: int) -> None:
         """Adds full computed prefix blocks to the prefix cache, which owns their memory from now on."""
@@ -53,19 +61,32 @@ class JobBlocks:
         self._kv.give(job.num_blocks)
         self._let_go(job)
 
-    def reserve(self, job: Job, num_blocks: int) -> None:
-        """Reserves room for KV from another worker; `num_blocks` must be available."""
-        self._kv.take(num_blocks)
-        job.reserved_blocks = num_blocks
+    def reserve(self, job: Job) -> bool:
+        """Reserves room for KV from another worker, and for the next token; False if too few blocks are free.
+
+        Cached blocks of its prefix stay until it leaves, and are not sent.
+        """
+        taken = self._take(job, job.target, job.target + 1)
+        if taken is None:
+            return False
+        job.held_blocks, job.reserved_blocks = taken
+        return True
+
+    def held_tokens(self, job: Job) -> int:
+        """Leading tokens whose KV was here when the job reserved."""
+        return len(job.held_blocks) * self._prefix_block_tokens
 
     def unreserve(self, job: Job) -> None:
         """Returns the blocks of a reservation that is no longer needed."""
         self._kv.give(job.reserved_blocks)
-        job.reserved_blocks = 0
+        self._kv.release(job.held_blocks)
+        job.reserved_blocks, job.held_blocks = 0, []
 
     def receive(self, job: Job) -> None:
-        """Turns a reservation into the job's own blocks once its KV has arrived."""
+        """Turns a reservation into the job's own blocks once its KV has arrived, and makes its prefix known."""
         job.num_blocks, job.reserved_blocks = job.reserved_blocks, 0
+        job.cached_blocks, job.num_known_blocks, job.held_blocks = job.held_blocks, len(job.held_blocks), []
+        self.make_known(job, job.target)
         if job.target % self._block_tokens == 0:  # the next token's block is taken with its step
             self._kv.give(1)
 

@@ -111,10 +111,14 @@ class KvTransfers:
         self._events.at(end_s, self._on_fetched, job, target, job.attempt)
 
     def hand_over(self, job: Job, sender: SimWorker, receiver: SimWorker) -> None:
-        """Sends a computed prompt's KV to its decode worker, which has reserved room for it."""
+        """Sends the KV of a computed prompt that its decode worker lacks, which has reserved room for it."""
         now_s = self._events.now_s
+        num_missing = job.target - receiver.blocks.held_tokens(job)
+        if not num_missing:
+            self._events.at(now_s + self._network.latency_s, self._on_handed_over, job, sender, receiver, job.attempt)
+            return
         ready_s = max(job.begun_s, 0.0) if self._network.handover == "push" else now_s
-        num_bytes = self._kv_bytes(sender, job.target)
+        num_bytes = self._kv_bytes(sender, num_missing)
         end_s = self._ports.send(sender.node, receiver.node, num_bytes, ready_s, now_s)
         raw_bytes = num_bytes / self._network.kv_ratio
         coded_s = self._codec_queues.code(sender.number, receiver.number, raw_bytes, ready_s, now_s)

@@ -46,8 +46,7 @@ class SimWorker:
         self.node = node
         self.block_tokens = block_tokens
         kv_tokens = group.latency.kv_tokens if group.kv_tokens is None else group.kv_tokens
-        can_cache = group.prefix_cache and group.role != "decode"
-        self.kv = KvMemory(kv_tokens // block_tokens, prefix_block_size, is_cache=can_cache)
+        self.kv = KvMemory(kv_tokens // block_tokens, prefix_block_size, is_cache=group.prefix_cache)
         self.blocks = JobBlocks(self.kv, block_tokens)
         self.is_alive = True
         self.busy_s = 0.0
@@ -96,10 +95,12 @@ class SimWorker:
         waiting = self.prompts.waiting
         if waiting and (self.prompts.is_short or any(item.generated for item in waiting)):
             return False
-        num_blocks = self.blocks.num_for(job.target + 1)
-        if self.places <= 0 or (num_blocks > self.kv.available and not self._has_after_interrupt(num_blocks, now_s)):
+        if self.places <= 0:
             return False
-        self.blocks.reserve(job, num_blocks)
+        if not self.blocks.reserve(job):
+            self.interrupt(now_s)  # returns the blocks of future decode steps
+            if not self.blocks.reserve(job):
+                return False
         self.num_reserved += 1
         return True
 
@@ -305,8 +306,3 @@ class SimWorker:
         num = self.decodes.affordable_steps(most, self.kv.available)
         self.kv.take(self.decodes.new_blocks(1, num))
         self.steps.begin_run(num, now_s)
-
-    def _has_after_interrupt(self, num_blocks: int, now_s: float) -> bool:
-        """Whether so many blocks are available once blocks of future decode steps are returned."""
-        self.interrupt(now_s)
-        return num_blocks <= self.kv.available

@@ -25,6 +25,7 @@ from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.colocation import SimulatedColocation
+from halfmoon.sim.routers.simulated_links import SimulatedLinks
 from halfmoon.sim.token_times import in_order
 from halfmoon.sim.workloads.workload import Ints, Prefixes
 
@@ -122,6 +123,7 @@ class PolicyRouter:
             chunk_tokens=group.limits.chunk_tokens if group.limits.batching == "chunked" else 0,
             prefill_model=latency.policy_prefill,
             step_model=latency.policy_step,
+            kv_bytes_per_token=latency.kv_bytes_per_token * self._spec.network.kv_ratio,
             holder=self.index.number(worker.name) if kv.is_cache else -1,
             fetch_s_per_token=fetch_s if self._spec.network.can_fetch and kv.is_cache else math.inf,
             contention=colocation.prefill,
@@ -131,6 +133,7 @@ class PolicyRouter:
         row = self.view.row(worker.name)
         assert row is not None
         self._members[worker.name] = _Member(view, row, now_s)
+        self.view.links.report(row, SimulatedLinks(worker, self._spec.network, self._workers, self._colocation))
         if kv.is_cache:
             self._holders[view.holder] = worker
             self.index.apply(view.holder, BlockEvents(0, is_snapshot=True))

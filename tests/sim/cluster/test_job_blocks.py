@@ -49,7 +49,7 @@ def test_the_page_of_the_next_token_is_taken_with_its_step() -> None:
     kv, blocks = memory()
     for prompt, num_kept in ((2 * PAGE, 2), (2 * PAGE - 1, 2), (2 * PAGE + 1, 3)):
         before, one = kv.free, job(prompt)
-        blocks.reserve(one, blocks.num_for(one.target + 1))
+        assert blocks.reserve(one)
         blocks.receive(one)
         assert before - kv.free == num_kept
         one.join_length = one.target + 1
@@ -57,7 +57,9 @@ def test_the_page_of_the_next_token_is_taken_with_its_step() -> None:
         assert kv.free == before
 
 
-@given(st.lists(st.tuples(st.sampled_from(["admit", "reserve", "end"]), st.integers(0, 5), st.integers(1, 200))))
+@given(
+    st.lists(st.tuples(st.sampled_from(["admit", "reserve", "receive", "end"]), st.integers(0, 5), st.integers(1, 200)))
+)
 def test_what_is_held_and_what_is_free_are_all_pages(actions: list[tuple[str, int, int]]) -> None:
     kv, blocks = memory()
     here: dict[int, Job] = {}
@@ -65,15 +67,20 @@ def test_what_is_held_and_what_is_free_are_all_pages(actions: list[tuple[str, in
         if action == "end" and name in here:
             one = here.pop(name)
             (blocks.unreserve if one.reserved_blocks else blocks.release)(one)
-        elif action != "end" and name not in here:
+        elif action in ("admit", "reserve") and name not in here:
             one = Job(name, 0.0, prompt, 9, list(range(name % 2, prompt // (PAGE * UNIT_PAGES))))
             if action == "admit" and blocks.admit(one):
                 here[name] = one
                 blocks.make_known(one, prompt - prompt % 7)
-            elif action == "reserve" and blocks.num_for(prompt + 1) <= kv.available:
-                blocks.reserve(one, blocks.num_for(prompt + 1))
+            elif action == "reserve" and blocks.reserve(one):
                 here[name] = one
-        shared = {block_id for one in here.values() for block_id in one.cached_blocks}
+        elif action == "receive" and name in here and here[name].reserved_blocks:
+            one = here[name]
+            num_before = len(one.held_blocks)
+            blocks.receive(one)
+            one.num_blocks -= one.target % PAGE == 0  # given back until the next token's step
+            assert one.num_known_blocks >= num_before
+        shared = {block_id for one in here.values() for block_id in one.cached_blocks + one.held_blocks}
         held = sum(one.num_blocks + one.reserved_blocks for one in here.values()) + UNIT_PAGES * len(shared)
         assert kv.available == NUM_PAGES - held
         assert held <= kv.peak_blocks <= NUM_PAGES
