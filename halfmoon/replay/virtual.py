@@ -36,7 +36,7 @@ def cluster_spec(
     """The cluster that `halfmoon up --engine sim` would start."""
     limits = cluster.BatchLimits(profile.max_batch_tokens, profile.chunk_tokens, profile.max_running)
     prefill = cluster.WorkerGroup("prefill", counts[0], profile.latency, limits)
-    decode = cluster.WorkerGroup("decode", counts[1], profile.latency, limits, prefix_cache=False)
+    decode = cluster.WorkerGroup("decode", counts[1], profile.latency, limits)
     return cluster.ClusterSpec(
         (prefill, decode),
         cluster.Network(profile.link_bytes_per_s or math.inf, profile.link_latency_s),
