@@ -11,6 +11,7 @@ import aiohttp
 import openai
 import pytest
 
+from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.service import read_settings
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.fakes import CONTEXT_TOKENS, EOS, MODEL, Fleet, running_fleet
@@ -49,6 +50,16 @@ def test_keys_and_origins_of_the_command_line() -> None:
     settings = read_settings(GatewaySettings, line)
     assert (settings.api_key, settings.allowed_origins) == (("a", "b"), (PAGE,))
     assert settings.as_logged()["api_key"] == ["***", "***"]
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [("{", "tenants.*line 1 column 2"), ("[1]", "--tenants: .*dictionary"), ('{"a": 5}', "--tenants")],
+)
+def test_tenants_of_another_shape_are_told(monkeypatch: pytest.MonkeyPatch, written: str, said: str) -> None:
+    monkeypatch.setenv("HALFMOON_GATEWAY_TENANTS", written)
+    with pytest.raises(InvalidRequest, match=said):
+        read_settings(GatewaySettings, [])
 
 
 @pytest.mark.parametrize(("allowed", "told"), [((PAGE,), PAGE), (("*",), "*"), (("https://other.example",), None)])
