@@ -143,18 +143,23 @@ class Attempt:
                 self._handed_over = True
             case PrefillEnded(None):
                 raise HalfmoonError("the prefill worker ended its call without a token")
-            case PrefillEnded(Cancelled(message=message)) if not self._handed_over:
+            case PrefillEnded(Cancelled(message=message)) if self._needs_prefill:
                 raise Unavailable(message)  # the worker did: our own cancellation does not come here
-            case PrefillEnded(DeadlineExceeded(message=message)) if not self._handed_over:
+            case PrefillEnded(DeadlineExceeded(message=message)) if self._needs_prefill:
                 raise Unavailable(message)  # its link to the decode worker stalled: another one may do
-            case PrefillEnded(error) if error is not None and not self._handed_over:
+            case PrefillEnded(error) if error is not None and self._needs_prefill:
                 raise error
             case WorkerLost(worker_id, error):
-                if worker_id == self._decode.member.worker_id or not self._handed_over:
+                if worker_id == self._decode.member.worker_id or self._needs_prefill:
                     raise Unavailable(error.message)
             case Stopping(error):
                 raise error
         return []
+
+    @property
+    def _needs_prefill(self) -> bool:
+        """Whether the prefill worker still has to hand over, or to send the first token, which decode does not."""
+        return not self._handed_over or not self._order.has_begun
 
     def _note_prefilled(self, first: FirstToken, at_s: float) -> None:
         generation = self._message.generation

@@ -317,6 +317,38 @@ async def test_after_the_hand_over_the_prefill_worker_may_die(tmp_path: Path) ->
         assert len(prefill.calls.prefills) == 1
 
 
+@pytest.mark.parametrize("is_silent", [True, False], ids=["cut off", "dead"])
+async def test_a_prefill_worker_that_is_lost_between_hand_over_and_first_token(tmp_path: Path, is_silent: bool) -> None:
+    """Decode's tokens come and never the first one, for which they wait: such a request once hung for good."""
+    second_came, is_first = asyncio.Event(), [True]
+
+    async def cut_off(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        if not is_first:
+            async for event in worker.usual_prefill(request):
+                yield event
+            return
+        is_first.clear()
+        decode = worker.fleet.by_address[request.decode_address]
+        decode.send(request.generation.gateway_id, worker.script.token(request.generation, 1))
+        await decode.steps[request.generation.gateway_id].join()
+        second_came.set()
+        if not is_silent:
+            raise Unavailable("killed")
+        await asyncio.Event().wait()
+
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair()
+        prefill.on_prefill = cut_off
+        other = await fleet.add("p1", "prefill", Script("hello"))
+        other.on_prefill = cut_off
+        asking = asyncio.ensure_future(chat(fleet))
+        await soon(second_came.wait())
+        if is_silent:
+            (prefill if prefill.calls.prefills else other).end_registration.set()
+        assert await soon(asking) == "hello"
+        assert len(prefill.calls.prefills) + len(other.calls.prefills) == 2
+
+
 async def test_a_prefill_call_that_ends_without_a_token(tmp_path: Path) -> None:
     async def nothing(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
         return
