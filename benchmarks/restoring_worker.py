@@ -28,6 +28,7 @@ from halfmoon.worker.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.restorer import Restorer
+from halfmoon.worker.store.source_links import SourceLinks
 from halfmoon.worker.store.store_link import StoreLink
 
 Method = Literal["compute", "load", "restore"]
@@ -60,7 +61,9 @@ class Worker:
         self._metrics = metrics
         self._measured = state.compute_rate
         self._num_requests = 0
-        self._restorers: dict[tuple[str, float | None], Restorer] = {}  # each has learned the speed of its link
+        self._restorers: dict[
+            tuple[str, float | None], tuple[SourceLinks, Restorer]
+        ] = {}  # each has learned the speed of its link
 
     async def prefill(self, prompt: Sequence[int], restorer: Restorer | None) -> Restored:
         """Obtains the first token of `prompt`."""
@@ -82,14 +85,14 @@ class Worker:
 
     async def aclose(self) -> None:
         """Closes the connections to stores."""
-        for restorer in self._restorers.values():
-            await restorer.link.aclose()
+        for links, _ in self._restorers.values():
+            await links.aclose()
 
     def _restorer(self, store: str, mbps: float | None) -> Restorer:
         if (store, mbps) not in self._restorers:
-            link = StoreLink(store_client(store, mbps))
-            self._restorers[store, mbps] = Restorer(self.engine, self.state, link, self._metrics.store)
-        return self._restorers[store, mbps]
+            links = SourceLinks(store, lambda address, _: store_client(address, mbps))
+            self._restorers[store, mbps] = links, Restorer(self.engine, self.state, links, self._metrics.store)
+        return self._restorers[store, mbps][1]
 
     async def fill(self, prompt: Sequence[int], store: str) -> Restored:
         """Computes `prompt` and puts its blocks into the store."""

@@ -67,6 +67,7 @@ class GatewayMessage(_message.Message):
     RESEND_BLOCKS_FIELD_NUMBER: _builtins.int
     DECODE_MEMBERS_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
+    CACHE_MEMBERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -75,6 +76,8 @@ class GatewayMessage(_message.Message):
     def decode_members(self) -> Global___DecodeMembers: ...
     @_builtins.property
     def stores(self) -> Global___Stores: ...
+    @_builtins.property
+    def cache_members(self) -> Global___CacheMembers: ...
     def __init__(
         self,
         *,
@@ -82,12 +85,13 @@ class GatewayMessage(_message.Message):
         resend_blocks: Global___ResendBlocks | None = ...,
         decode_members: Global___DecodeMembers | None = ...,
         stores: Global___Stores | None = ...,
+        cache_members: Global___CacheMembers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_members", b"cache_members", "decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_members", b"cache_members", "decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resend_blocks", "decode_members", "stores"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resend_blocks", "decode_members", "stores", "cache_members"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -163,6 +167,32 @@ class Stores(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Stores: _TypeAlias = Stores  # noqa: Y015
+
+@_typing.final
+class CacheMembers(_message.Message):
+    """Addresses of workers whose prefix caches may be read: all of them after the Welcome, then changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOINED_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def joined(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def left(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        joined: _abc.Iterable[_builtins.str] | None = ...,
+        left: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["joined", b"joined", "left", b"left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheMembers: _TypeAlias = CacheMembers  # noqa: Y015
 
 @_typing.final
 class ResendBlocks(_message.Message):
@@ -452,20 +482,28 @@ class LinkSpeed(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     LATENCY_S_FIELD_NUMBER: _builtins.int
+    IS_INBOUND_FIELD_NUMBER: _builtins.int
+    WAITING_BYTES_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """of the receiving worker, or of the store"""
     bandwidth_bytes_per_s: _builtins.float
     latency_s: _builtins.float
+    is_inbound: _builtins.bool
+    """of loads from there: a store, or another worker's prefix cache"""
+    waiting_bytes: _builtins.int
+    """asked for and not here yet, if inbound"""
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
         bandwidth_bytes_per_s: _builtins.float = ...,
         latency_s: _builtins.float = ...,
+        is_inbound: _builtins.bool = ...,
+        waiting_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "latency_s", b"latency_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "is_inbound", b"is_inbound", "latency_s", b"latency_s", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

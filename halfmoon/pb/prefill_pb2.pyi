@@ -47,26 +47,74 @@ class PrefillRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     KV_CODEC_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     decode_address: _builtins.str
     """empty: this worker decodes it too (role "both")"""
     kv_codec: Global___KVCodec.ValueType
     """encoding of the KV in transfer"""
     @_builtins.property
     def generation(self) -> _types_pb2.Generation: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVSource]:
+        """holders with more of the prompt than this worker, best first; its store needs no naming"""
+
     def __init__(
         self,
         *,
         generation: _types_pb2.Generation | None = ...,
         decode_address: _builtins.str = ...,
         kv_codec: Global___KVCodec.ValueType = ...,
+        sources: _abc.Iterable[Global___KVSource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "generation", b"generation", "kv_codec", b"kv_codec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "generation", b"generation", "kv_codec", b"kv_codec", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class KVSource(_message.Message):
+    """Who has a prefix of the prompt: a store, or another worker in its prefix cache. It may have gone by now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[KVSource._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STORE: KVSource._Kind.ValueType  # 0
+        WORKER: KVSource._Kind.ValueType  # 1
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    STORE: KVSource.Kind.ValueType  # 0
+    WORKER: KVSource.Kind.ValueType  # 1
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port"""
+    kind: Global___KVSource.Kind.ValueType
+    num_blocks: _builtins.int
+    """leading ones"""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        kind: Global___KVSource.Kind.ValueType = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "kind", b"kind", "num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVSource: _TypeAlias = KVSource  # noqa: Y015
 
 @_typing.final
 class PrefillEvent(_message.Message):

@@ -196,10 +196,12 @@ class KVStoreClient:
         requests: asyncio.Queue[kvstore_pb2.BorrowRequest | None] = asyncio.Queue()
         requests.put_nowait(kvstore_pb2.BorrowRequest(keys=keys, tenant_salt=self._salt))
         async with self._peer.stream(self._stub.Borrow, _until_none(requests), deadline_s=deadline_s) as responses:
-            loan = await _next_of(responses)
-            memory = await self._segments.memory(loan.segment)
-            yield [_lent(block, memory) for block in loan.blocks]
-            requests.put_nowait(None)
+            try:
+                loan = await _next_of(responses)
+                memory = await self._segments.memory(loan.segment)
+                yield [_lent(block, memory) for block in loan.blocks]
+            finally:
+                requests.put_nowait(None)
             await _next_of(responses)
 
     async def read(self, lent: Lent) -> memoryview:

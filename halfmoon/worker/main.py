@@ -30,7 +30,6 @@ from halfmoon.rpc.server import advertised_address, running_server, until_told_t
 from halfmoon.rpc.service import metrics_endpoint
 from halfmoon.rpc.telemetry.spans import Tracer
 from halfmoon.rpc.telemetry.tracing import tracing
-from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.cache_servicer import CacheServicer
@@ -86,12 +85,14 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
     kept = KeptAnswers(settings.keep_answers_s, int(settings.keep_answers_bytes))
     decode_peers = DecodePeers(is_open=credential is None)
     sources = SourceLinks(
-        settings.kv_store, lambda address, kind: store_client(address, settings.kv_store_mbps, credential, kind)
+        settings.kv_store,
+        lambda address, kind: holder_client(settings, address, kind, credential),
+        is_open=credential is None,
     )
     state = WorkerState(identity, engine.layout, metrics, chains, decode_peers, kept, sources)
     if profile is not None and profile.prefills:
         state.compute_rate.begin_with(profile.prefills)
-    elif settings.kv_store is not None and settings.role != "decode":
+    elif settings.role != "decode":
         for result in await asyncio.to_thread(warm_up_steps, engine):
             state.compute_rate.observe(result)
     death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -101,15 +102,11 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         aclosing(sources),
     ):
         store_link = sources.own
-        restorer = None if store_link is None else Restorer(async_engine, state, store_link, metrics.store)
+        restorer = Restorer(async_engine, state, sources, metrics.store)
         channels = KVChannels(
             kv_links, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device, credential=credential
         )
         prefill = PrefillServicer(async_engine, state, metrics, channels, restorer)
-
-        def links() -> dict[str, LinkEstimate]:
-            restoring = {} if restorer is None else {str(settings.kv_store): restorer.rate.link}
-            return prefill.links() | restoring
 
         decode = DecodeServicer(async_engine, state, metrics, settings.lease_s, device)
         cache = CacheServicer(async_engine, engine.num_blocks, state, metrics)
@@ -121,7 +118,13 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
             await server.set_serving()
             with metrics_endpoint(settings.listen, settings.metrics_port, metrics.registry):
                 log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
-                work = Serving(async_engine, state, lambda: state.load(async_engine, links()), death, credential)
+                work = Serving(
+                    async_engine,
+                    state,
+                    lambda: state.load(async_engine, prefill.links(), restorer.holders.speeds()),
+                    death,
+                    credential,
+                )
                 if store_link is not None:
                     work.add(store_writer(async_engine, state, store_link, metrics).run())
                 await work.until_stopped(settings.gateway, settings.drain_s, stopping, retiring)
@@ -129,12 +132,19 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         decode.close()
 
 
-def store_client(
-    address: str, mbps: float | None, credential: Credential | None = None, kind: HolderKind = "store"
+def holder_client(
+    settings: WorkerSettings, address: str, kind: HolderKind, credential: Credential | None
 ) -> KVStoreClient:
-    """Client of the holder at `address`, limited to `mbps` megabytes per second if given."""
+    """Client of a holder of KV, limited as the settings say for links to stores or to workers."""
+    if kind == "store":
+        return store_client(address, settings.kv_store_mbps, credential)
+    return KVStoreClient(address, b"", link_settings(settings), credential, kind)
+
+
+def store_client(address: str, mbps: float | None, credential: Credential | None = None) -> KVStoreClient:
+    """Client of the store at `address`, limited to `mbps` megabytes per second if given."""
     limit = LinkSettings(bytes_per_s=None if mbps is None else mbps * 1e6)
-    return KVStoreClient(address, b"", limit, credential, kind)
+    return KVStoreClient(address, b"", limit, credential)
 
 
 def store_writer(engine: AsyncEngine, state: WorkerState, link: StoreLink, metrics: WorkerMetrics) -> StoreWriter:

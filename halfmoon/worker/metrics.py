@@ -106,7 +106,7 @@ class StoreMetrics:
         )
         self.restored_tokens = Counter(
             "halfmoon_restored_tokens",
-            "Prompt tokens by where their KV came from: cache, store or computed",
+            "Prompt tokens by where their KV came from: cache, store, worker (another one's cache) or computed",
             ["source"],
             registry=registry,
         )
@@ -114,10 +114,23 @@ class StoreMetrics:
             "halfmoon_restore_decisions", "Prompts by restore method chosen", ["method"], registry=registry
         )
         self.loaded_bytes = Counter(
-            "halfmoon_store_loaded_bytes", "KV bytes loaded from the store by tier", ["tier"], registry=registry
+            "halfmoon_store_loaded_bytes",
+            "KV bytes loaded, by tier of the store, or from another worker",
+            ["tier"],
+            registry=registry,
         )
         self.missed_blocks = Counter(
-            "halfmoon_store_missed_blocks", "Blocks the store announced but did not deliver intact", registry=registry
+            "halfmoon_fetch_missed_blocks",
+            "Blocks asked of a store or worker and not delivered by it: evicted, slow, away, busy, failed, or unwanted",
+            ["kind", "reason"],
+            registry=registry,
+        )
+        self.source_answers = Counter(
+            "halfmoon_fetch_sources",
+            "Sources of requests, stores and workers: here, stale (less than the gateway believed), or given up as "
+            "slow, away, busy or failed",
+            ["kind", "outcome"],
+            registry=registry,
         )
         self.put_bytes = Counter("halfmoon_store_put_bytes", "KV bytes sent to the store", registry=registry)
         self.cache_reads = Counter(

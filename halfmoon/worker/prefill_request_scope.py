@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from halfmoon.background import cancelled
 from halfmoon.engine.kv_memory.kv_watch import OnKV
@@ -12,7 +13,9 @@ from halfmoon.rpc.telemetry.spans import NO_SPAN, Span, current_span, reason_of,
 from halfmoon.worker.request_phases import Phase
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
-from halfmoon.worker.store.restorer import Restorer, Restoring
+from halfmoon.worker.store.holder import NamedHolder
+from halfmoon.worker.store.restorer import Restorer
+from halfmoon.worker.store.restoring import Restoring
 from halfmoon.worker.token_streams import FirstOutput
 from halfmoon.worker.wire import request_from, token_message
 
@@ -30,13 +33,15 @@ class PrefillRequestScope:
         held_tokens: int = 0,
         on_kv: OnKV | None = None,
         restorer: Restorer | None = None,
+        sources: Sequence[NamedHolder] = (),
         called_s: float | None = None,
         span: Span | None = None,
     ) -> None:
         """Creates the scope; entering it adds the request to the engine.
 
         The decode worker has the KV of the first `held_tokens`. `on_kv` is called as KV is written, as in
-        `AsyncEngine.add`. `restorer` loads known prefixes from a store. The request arrived at `called_s`, or now. Its
+        `AsyncEngine.add`. `restorer` loads known prefixes from its
+        store and `sources`. The request arrived at `called_s`, or now. Its
         spans are children of `span`, or of the current one.
         """
         self._engine = engine
@@ -48,7 +53,9 @@ class PrefillRequestScope:
             generation, prefill_only=prefill_only, arrival_s=self._arrival_s, held_tokens=held_tokens
         )
         self._on_kv = on_kv
-        self._restorer = restorer
+        has_sources = restorer is not None and (bool(sources) or restorer.holders.own is not None)
+        self._restorer = restorer if has_sources else None
+        self._sources = sources
         self._restoring: Restoring | None = None
         self._loading: asyncio.Task[None] | None = None
         self._kept = True
@@ -78,7 +85,11 @@ class PrefillRequestScope:
         if self._restoring is None:
             await self._engine.add(self._request, self._on_kv)
             return
-        await self._restoring.add(self._on_kv)
+        try:
+            await self._restoring.add(self._on_kv)
+        except BaseException:
+            self._restoring.abandon()
+            raise
         with span_scope(self._restore_span):
             self._loading = asyncio.create_task(self._restoring.run())
 
@@ -86,7 +97,7 @@ class PrefillRequestScope:
         self._asked_s = now_s()
         self._restore_span = self._span.child("restore", self._asked_s)
         with span_scope(self._restore_span):
-            restoring = await restorer.plan(self._request)
+            restoring = await restorer.plan(self._request, self._sources)
         self._decided_s = now_s()
         return restoring
 
@@ -109,9 +120,11 @@ class PrefillRequestScope:
             raise ConstraintFailed
         if first.output.finish_reason == "error":
             raise HalfmoonError("the worker failed while computing this prompt: see its log")
-        num_loaded = 0 if self._restoring is None else self._restoring.num_loaded_tokens
+        restoring, block_tokens = self._restoring, self._state.layout.block_tokens
+        num_loaded = 0 if restoring is None else restoring.num_loaded_tokens
+        num_from_workers = 0 if restoring is None else restoring.num_blocks_from_workers * block_tokens
         num_tokens = len(self._request.prompt_token_ids) + len(self._request.output_token_ids)
-        self._state.note_prompt(num_tokens, first.num_cached_tokens, num_loaded)
+        self._state.note_prompt(num_tokens, first.num_cached_tokens, num_loaded, num_from_workers)
         queue = Phase("queue", self._arrival_s, max(self._arrival_s, first.began_s))
         restore = self._restored()
         if self._span.is_recording:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 import grpc
@@ -24,8 +24,9 @@ from halfmoon.worker.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.request_phases import Phase
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
+from halfmoon.worker.store.holder import NamedHolder
 from halfmoon.worker.store.restorer import Restorer
-from halfmoon.worker.wire import codec_from
+from halfmoon.worker.wire import codec_from, holders_from
 
 log = logging.getLogger(__name__)
 
@@ -66,23 +67,29 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         """See prefill.proto."""
         self._state.check_can_serve(request.generation, types_pb2.PREFILL)
+        sources = holders_from(request.sources)
         if not request.decode_address:
-            events = self._keep(request.generation)
+            events = self._keep(request.generation, sources)
         elif _tokens_left(request.generation) <= 1:
-            events = self._first_only(request.generation)
+            events = self._first_only(request.generation, sources)
         else:
-            events = self._hand_over(request.generation, request.decode_address, codec_from(request.kv_codec))
+            codec = codec_from(request.kv_codec)
+            events = self._hand_over(request.generation, request.decode_address, codec, sources)
         async with aclosing(events):
             async for event in events:
                 yield event
 
-    async def _first_only(self, generation: types_pb2.Generation) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
+    async def _first_only(
+        self, generation: types_pb2.Generation, sources: Sequence[NamedHolder]
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Serves a request for a single token, which never needs a decode worker."""
-        async with PrefillRequestScope(self._engine, self._state, generation, restorer=self._restorer) as scope:
+        async with PrefillRequestScope(
+            self._engine, self._state, generation, restorer=self._restorer, sources=sources
+        ) as scope:
             yield scope.event(await scope.first)
 
     async def _hand_over(
-        self, generation: types_pb2.Generation, address: str, codec: Codec
+        self, generation: types_pb2.Generation, address: str, codec: Codec, sources: Sequence[NamedHolder]
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Reserves on the decode worker, computes here while sending, then commits."""
         await self._state.decode_peers.check(address)
@@ -107,6 +114,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                         held_tokens=transfer.held_tokens,
                         on_kv=sender.on_kv,
                         restorer=self._restorer,
+                        sources=sources,
                         called_s=called_s,
                         span=prefill,
                     ) as scope,
@@ -151,11 +159,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             extra={"kv_bytes": num_bytes, "transfer_s": round(transfer_s, 4), "exposed_s": round(exposed_s, 4)},
         )
 
-    async def _keep(self, generation: types_pb2.Generation) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
+    async def _keep(
+        self, generation: types_pb2.Generation, sources: Sequence[NamedHolder]
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Keeps the request here (role `both`); further tokens go to the gateway's token stream."""
         self._state.router.check_listening(generation.gateway_id)
         async with PrefillRequestScope(
-            self._engine, self._state, generation, prefill_only=False, restorer=self._restorer
+            self._engine, self._state, generation, prefill_only=False, restorer=self._restorer, sources=sources
         ) as scope:
             first = await scope.first
             yield scope.event(first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
@@ -95,14 +95,25 @@ class WorkerState:
         self.router.note_chunks(result.num_computed_tokens, began_s, result.ended_s)
         self.router.deliver(result.outputs)
 
-    def note_prompt(self, num_tokens: int, num_cached: int, num_loaded: int) -> None:
-        """Counts a prompt's tokens by source: prefix cache, store, computed."""
-        sources = {"cache": num_cached, "store": num_loaded, "computed": num_tokens - num_cached - num_loaded}
+    def note_prompt(self, num_tokens: int, num_cached: int, num_loaded: int, num_from_workers: int = 0) -> None:
+        """Counts a prompt's tokens by source: prefix cache, store, other workers (a part of the loaded), computed."""
+        num_from_workers = min(num_from_workers, num_loaded)
+        sources = {
+            "cache": num_cached,
+            "store": num_loaded - num_from_workers,
+            "worker": num_from_workers,
+            "computed": num_tokens - num_cached - num_loaded,
+        }
         for source, count in sources.items():
             self._metrics.store.restored_tokens.labels(source).inc(count)
 
-    def load(self, engine: ServingEngine, links: Mapping[str, LinkEstimate]) -> gateway_pb2.WorkerLoad:
-        """Builds the next load report. links: speeds by the receiver's address."""
+    def load(
+        self,
+        engine: ServingEngine,
+        links: Mapping[str, LinkEstimate],
+        inbound: Iterable[gateway_pb2.LinkSpeed] = (),
+    ) -> gateway_pb2.WorkerLoad:
+        """Builds the next load report. links: speeds by the receiver's address; inbound: of loads from holders."""
         stats = engine.stats_now()  # does not wait for the step's end: a heartbeat must not wait for a long step
         self._num_loads += 1
         self._metrics.observe_stats(stats)
@@ -126,7 +137,8 @@ class WorkerState:
                     address=address, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s
                 )
                 for address, link in links.items()
-            ],
+            ]
+            + list(inbound),
         )
 
     def _note_timing(self, result: StepResult) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from halfmoon.engine.request import (
     Constraint,
     ConstraintKind,
@@ -13,7 +15,9 @@ from halfmoon.engine.request import (
 from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.owner import KVOwner
+from halfmoon.pb import prefill_pb2
 from halfmoon.pb import types_pb2 as pb
+from halfmoon.worker.store.holder import NamedHolder
 
 _FINISH: dict[FinishReason | None, pb.FinishReason.ValueType] = {
     None: pb.NOT_FINISHED,
@@ -30,6 +34,20 @@ _CONSTRAINTS: dict[int, ConstraintKind] = {
     pb.Constraint.CHOICE: "choice",
     pb.Constraint.GRAMMAR: "grammar",
 }
+
+
+_MAX_SOURCES = 4  # of one request
+
+
+def holders_from(messages: Sequence[prefill_pb2.KVSource]) -> list[NamedHolder]:
+    """The sources that a request names, the first few."""
+    return [
+        NamedHolder(
+            message.address, "worker" if message.kind == prefill_pb2.KVSource.WORKER else "store", message.num_blocks
+        )
+        for message in messages[:_MAX_SOURCES]
+        if message.address
+    ]
 
 
 def sampling_from(message: pb.SamplingParams) -> SamplingParams:

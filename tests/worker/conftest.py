@@ -17,6 +17,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
@@ -24,14 +25,14 @@ from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.kv_channels import KVChannels
-from halfmoon.worker.main import store_client, store_writer
+from halfmoon.worker.main import store_writer
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import worker_services
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
 from halfmoon.worker.store.restorer import Restorer
-from halfmoon.worker.store.store_link import StoreLink
+from halfmoon.worker.store.source_links import HolderKind, SourceLinks
 
 
 class RunningWorker:
@@ -44,7 +45,7 @@ class RunningWorker:
         metrics: WorkerMetrics,
         peer: Peer,
         servicer: PrefillServicer,
-        restorer: Restorer | None,
+        restorer: Restorer,
     ) -> None:
         self.async_engine = async_engine
         self.engine = async_engine.engine
@@ -114,6 +115,11 @@ async def start_worker(tiny: Checkpoint) -> AsyncIterator[Callable[..., object]]
 _numbers = itertools.count()
 
 
+def limited_client(address: str, kind: HolderKind, mbps: float | None) -> KVStoreClient:
+    """Client of a holder, limited to `mbps` megabytes per second if given."""
+    return KVStoreClient(address, b"", LinkSettings(bytes_per_s=mbps and mbps * 1e6), server_role=kind)
+
+
 @asynccontextmanager
 async def _worker(
     engine: Engine,
@@ -131,12 +137,12 @@ async def _worker(
         model="tiny",
         model_fingerprint=engine.checkpoint.fingerprint,
     )
-    state = WorkerState(identity, engine.layout, metrics, ChainQueue(MAX_WAITING if store else 0))
+    sources = SourceLinks(store, lambda address, kind: limited_client(address, kind, link_mbps))
+    state = WorkerState(identity, engine.layout, metrics, ChainQueue(MAX_WAITING if store else 0), sources=sources)
     async with AsyncEngine(engine, state.on_step) as async_engine, AsyncExitStack() as stack:
-        restorer: Restorer | None = None
-        if store is not None:
-            link = await stack.enter_async_context(aclosing(StoreLink(store_client(store, link_mbps))))
-            restorer = Restorer(async_engine, state, link, metrics.store, ask_at_most_s=60)
+        await stack.enter_async_context(aclosing(sources))
+        restorer = Restorer(async_engine, state, sources, metrics.store, ask_at_most_s=60)
+        if (link := sources.own) is not None:
             await stack.enter_async_context(running(store_writer(async_engine, state, link, metrics).run()))
         channels = KVChannels(link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device)
         prefill = PrefillServicer(async_engine, state, metrics, channels, restorer)

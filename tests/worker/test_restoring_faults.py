@@ -13,7 +13,7 @@ from halfmoon.rpc.kvstore_client import KVStoreClient, Lent
 from services.kvstore.catalog.block_identity import block_id
 from tests.rpc.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
-from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, stored
+from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, missed, own_store, stored
 from tests.worker.store.test_store_writer import keys_of, single
 from tests.worker.test_handover import generation, listening, prefilled, reference, tokens_of, until
 
@@ -42,8 +42,7 @@ async def test_a_store_that_hangs_in_the_middle_is_computed_past(
         assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
         assert 0 < first.first_token.num_loaded_tokens <= 24
         await until(lambda: worker.num_used_blocks == 0)
-        assert worker.restorer is not None
-        assert worker.restorer.rate.bytes_under_way == 0
+        assert own_store(worker).rate.bytes_under_way == 0
         await until(lambda: not any(entry.num_holds for entry in store.pool.catalog))
 
 
@@ -76,7 +75,7 @@ async def test_a_damaged_block_is_computed(
             tokens = [first.first_token.token.token_id, *await tokens_of(steps)]
         assert tokens == reference(tiny, PROMPT, 8)
         assert first.first_token.num_loaded_tokens < 80
-        assert counted(prefill, "store_missed_blocks") >= 1
+        assert missed(prefill) >= 1
 
 
 async def test_a_link_that_slows_down_is_computed_past(start_worker: Start, tiny: Checkpoint) -> None:
@@ -86,8 +85,7 @@ async def test_a_link_that_slows_down_is_computed_past(start_worker: Start, tiny
         believe(worker, LOAD_ALL)
         events = asyncio.ensure_future(prefilled(worker, single(tiny, PROMPT)))
         await until(lambda: counted(worker, "store_loaded_bytes", tier="dram") > 0)
-        assert worker.restorer is not None
-        worker.restorer.link.client._inbound._seconds_per_byte = 1.0  # half an hour a block
+        worker.state.sources.to(address).client._inbound._seconds_per_byte = 1.0  # half an hour a block
         (first,) = await events
         assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
         assert 0 < first.first_token.num_loaded_tokens < 80

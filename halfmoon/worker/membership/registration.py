@@ -80,12 +80,16 @@ class Registration:
                     self._interval_s = min(answer.welcome.heartbeat_interval_s, self._report_s)
                     self._logged_reason = ""
                     self._decode_peers.begin_anew(self._address)
+                    self._sources.begin_anew(self._address)
                     log.info("registration.welcome", extra={"gateway_id": answer.welcome.gateway_id})
                 elif answer.HasField("resend_blocks"):
                     self._blocks.begin_anew()
                 elif answer.HasField("decode_members"):
                     members = answer.decode_members
                     self._decode_peers.change(self._address, members.joined, members.left)
+                elif answer.HasField("cache_members"):
+                    workers = answer.cache_members
+                    self._sources.change_workers(self._address, workers.joined, workers.left)
                 elif answer.HasField("stores"):
                     await self._sources.name_stores(self._address, answer.stores.addresses)
 

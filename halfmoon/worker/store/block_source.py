@@ -1,4 +1,4 @@
-"""Loads blocks from the store into the engine: lent in place on the same host, through gRPC otherwise."""
+"""Loads blocks from one holder into the engine: lent in place on the same host, through gRPC otherwise."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ _ASK_AGAIN_S = 60.0  # a store that was restarted may lend
 class BlockSource:
     """Owns whether the store's memory can be read in place. Knows nothing of requests."""
 
-    def __init__(self, layout: KVLayout, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, layout: KVLayout, now_s: Callable[[], float] = time.monotonic, *, may_lend: bool = True) -> None:
+        """may_lend: False for a holder that never does."""
         self._layout = layout
         self._now_s = now_s
-        self._ask_at_s = -math.inf  # when to ask for a loan again; until then the store is known to lend nothing
+        self._ask_at_s = (
+            -math.inf if may_lend else math.inf
+        )  # when to ask for a loan again; until then the store is known to lend nothing
 
     async def load(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write) -> list[int]:
         """Writes the leading blocks of `keys` that the store delivers intact; returns their numbers.

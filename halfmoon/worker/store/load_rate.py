@@ -1,4 +1,4 @@
-"""Learned speed of loading blocks from the store."""
+"""Learned speed of loading blocks from one holder."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ class LoadRate:
         self._measured: set[TierName] = set()
         self._latest_tier: TierName = "dram"
         self.bytes_under_way = 0  # over all requests
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether something was loaded."""
+        return bool(self._measured)
 
     @property
     def link(self) -> LinkEstimate:

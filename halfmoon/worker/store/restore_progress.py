@@ -1,4 +1,4 @@
-"""Progress of one restore: what to load next and where computing stops. No clock, no I/O.
+"""Progress of one restore: what to load next from which source, and where computing stops. No clock, no I/O.
 
 `plan_restore` computes where both sides should meet; here the question is asked again with newer measurements.
 """
@@ -6,21 +6,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.placement.restore_plan import RestoreCosts, RestorePlan, plan_restore
+from halfmoon.worker.store.source_progress import SourceProgress
 
-_AT_ONCE_S = 0.05  # seconds of loading in one call, the resolution of decisions
-_MOST_AT_ONCE = 8
-_EXPECTED_BLOCKS = 2
 _GAIN = 0.9  # share of the remaining time: a smaller saving is not worth a step that cannot be undone
 _GAIN_OF_BOTH = 0.85  # share of the better single method's time: two sides are harder to predict than one
-_STALLED = 4.0  # factor over the expected time after which blocks in transit no longer count
-_LEAST_STALL_S = 0.2
+
+_FREE, _TAKEN, _LOADED, _LOST = range(4)  # not requested; under way from one source; here; to be computed
 
 
 class RestoreProgress:
-    """Owns how far both sides of one restore are. Blocks below `fence` are computed, the others loaded."""
+    """Owns how far both sides of one restore are. Blocks below `fence` are computed, the others loaded.
+
+    A block is under way from one source at a time. What a source fails to deliver is free for the others that have it.
+    """
 
     def __init__(
         self,
@@ -28,53 +30,48 @@ class RestoreProgress:
         block_tokens: int,
         chunk_tokens: int,
         model: PrefillModel,
-        load_s_per_block: float,
+        sources: Sequence[SourceProgress],
         step_tokens: int = 0,
     ) -> None:
         """Starts with everything computed; `begin` sets the fence.
 
-        chunk_tokens: prompt tokens of one step while loading; model: prefill model of steps; load_s_per_block:
-        expected; step_tokens: prompt tokens of one step without loading, if larger.
+        chunk_tokens: prompt tokens of one step while loading; model: prefill model of steps; step_tokens: prompt tokens
+        of one step without loading, if larger.
         """
         self.num_blocks = num_blocks
         self.fence = num_blocks
+        self.sources = sources
         self._block_tokens = block_tokens
         self._chunk_tokens = chunk_tokens
         self._step_tokens = max(step_tokens, chunk_tokens)
         self._model = model
-        self._expected_s = load_s_per_block
         self._num_computed = 0  # tokens
         self._progress_s: float | None = None
-        self._lowest = num_blocks  # blocks from here on have been requested
-        self._loaded: set[int] = set()
-        self._under_way: set[int] = set()
-        self._since_s = 0.0  # last arrival, or the request that ended an idle time
-        self._busy_s = 0.0  # busy time of the link until then
+        self._blocks = bytearray(num_blocks)  # the state of each
 
     @property
     def is_over(self) -> bool:
         """Whether both sides have met."""
-        return not self._under_way and self._num_done >= min(self.fence, self.num_blocks)
+        is_idle = not any(source.under_way for source in self.sources)
+        return is_idle and self._num_done >= min(self.fence, self.num_blocks)
 
     @property
     def num_loaded(self) -> int:
         """Number of blocks loaded."""
-        return len(self._loaded)
+        return self._blocks.count(_LOADED)
 
     @property
-    def load_s_per_block(self) -> float:
-        """Measured seconds per block; the expected value counts as the first few measurements."""
-        return (_EXPECTED_BLOCKS * self._expected_s + self._busy_s) / (_EXPECTED_BLOCKS + len(self._loaded))
-
-    @property
-    def measured_s_per_block(self) -> float:
-        """Measured seconds per loaded block; 0 before the first."""
-        return self._busy_s / len(self._loaded) if self._loaded else 0.0
+    def num_leading(self) -> int:
+        """Number of leading blocks that are computed or loaded."""
+        first = self._num_done
+        while first < self.num_blocks and self._blocks[first] == _LOADED:
+            first += 1
+        return first
 
     @property
     def patience_s(self) -> float:
         """How long to wait for news before deciding again."""
-        return max(2 * self.load_s_per_block, 0.02)
+        return max(2 * min((one.load_s_per_block for one in self.sources if not one.is_gone), default=0.0), 0.02)
 
     def advance(self, num_tokens: int, now_s: float) -> None:
         """Notes how many leading tokens are computed or loaded."""
@@ -82,45 +79,89 @@ class RestoreProgress:
             self._progress_s = now_s
         self._num_computed = num_tokens
 
-    def claim(self, now_s: float) -> list[int]:
-        """Claims the next blocks to request, last first. Claims few until the link's speed is known."""
-        in_time = int(_AT_ONCE_S / self.load_s_per_block) if self.load_s_per_block > 0 else _MOST_AT_ONCE
-        most = max(1, min(in_time, len(self._loaded), _MOST_AT_ONCE))
-        claimed = list(range(self._lowest - 1, max(self.fence, self._num_done, self._lowest - most) - 1, -1))
+    def claim(self, now_s: float, source: int = 0) -> list[int]:
+        """Claims the next blocks to request from a source, last first. None if another one delivers them sooner."""
+        one = self.sources[source]
+        lowest, most = max(self.fence, self._num_done), one.most_at_once
+        claimed: list[int] = []
+        for block in range(min(one.depth, self.num_blocks) - 1, lowest - 1, -1):
+            if self._blocks[block] == _FREE and one.has(block):
+                claimed.append(block)
+                if len(claimed) == most:
+                    break
+            elif claimed:
+                break
+        while claimed and self._comes_sooner_from_another(one, claimed, lowest, now_s):
+            claimed.pop()
+        for block in claimed:
+            self._blocks[block] = _TAKEN
         if claimed:
-            self._since_s = self._since_s if self._under_way else now_s
-            self._lowest = claimed[-1]
-            self._under_way.update(claimed)
+            one.ask(claimed, now_s)
         return claimed
 
-    def came(self, blocks: list[int], now_s: float) -> None:
+    def came(self, blocks: list[int], now_s: float, source: int = 0) -> None:
         """Notes that claimed blocks were loaded."""
-        self._under_way.difference_update(blocks)
-        self._loaded.update(blocks)
-        self._busy_s += now_s - self._since_s
-        self._since_s = now_s
+        self.sources[source].came(blocks, now_s)
+        for block in blocks:
+            self._blocks[block] = _LOADED
 
-    def failed(self, blocks: list[int]) -> None:
-        """Notes that claimed blocks will not arrive."""
-        self._under_way.difference_update(blocks)
+    def failed(self, blocks: Sequence[int], source: int = 0) -> list[int]:
+        """Notes that claimed blocks will not arrive from this source; returns those that no other one has."""
+        self.sources[source].failed(blocks)
+        return self._released(blocks)
+
+    def drop(self, source: int) -> list[int]:
+        """Asks a source for nothing more. Returns the blocks not yet claimed that no other one has."""
+        self.sources[source].is_gone = True
+        return self._released([block for block in range(self.num_blocks) if self._blocks[block] == _FREE])
+
+    def replaceable(self, now_s: float) -> list[int]:
+        """Sources that are so late that others should bring what is under way from them."""
+        late = [number for number, source in enumerate(self.sources) if source.is_stalled(now_s)]
+        return [number for number in late if all(self._has_another(block, number) for block in self._under_way(number))]
 
     def wanted_fence(self, now_s: float) -> int:
         """The fence at which both sides would meet, by current measurements."""
-        below, above = self._reach(now_s), self._lowest
-        load_s, waited_s = self.load_s_per_block, now_s - self._since_s
-        queue_s = max(0.0, len(self._under_way) * load_s - waited_s)
-        usual_s = min(load_s, self._expected_s) * len(self._under_way)
-        if self._under_way and waited_s > max(_STALLED * usual_s, _LEAST_STALL_S):
-            load_s = max(load_s, waited_s)
-            queue_s = load_s
-            above = min(self._loaded, default=self.num_blocks)
-        if above <= below:
+        below = self._reach(now_s)
+        free = [block for block in range(below, self.num_blocks) if self._blocks[block] == _FREE]
+        live = [source for source in self.sources if not source.is_gone]
+        late = [source for source in live if source.is_stalled(now_s)]
+        load_s, queue_s = self.load_s(free, now_s)
+        if late:
+            free = sorted({*free, *(block for source in late for block in source.under_way if block >= below)})
+            if len(late) == len(live):
+                load_s = queue_s = max(load_s, *(source.waited_s(now_s) for source in late))
+            else:
+                load_s, queue_s = self.load_s(free, now_s)
+        if not free or not live:
             return self.fence
         costs = self.costs(below * self._block_tokens, load_s, queue_s)
-        plan = plan_restore(costs, above - below, self._block_tokens)
-        computed = min(max(self.fence, below), above) - below
-        as_it_is_s = costs.restore_s(computed * self._block_tokens, (above - below) * self._block_tokens)
-        return below + plan.num_compute_blocks if plan.seconds < _GAIN * as_it_is_s else self.fence
+        plan = plan_restore(costs, len(free), self._block_tokens)
+        computed = sum(block < self.fence for block in free)
+        as_it_is_s = costs.restore_s(computed * self._block_tokens, len(free) * self._block_tokens)
+        if plan.seconds >= _GAIN * as_it_is_s:
+            return self.fence
+        return free[plan.num_compute_blocks] if plan.num_load_blocks else free[-1] + 1
+
+    def load_s(self, blocks: Sequence[int], now_s: float) -> tuple[float, float]:
+        """Seconds per block if all sources load these together, and until what is under way from them is here."""
+        live = [source for source in self.sources if not source.is_gone and not source.is_stalled(now_s)]
+        if not live:
+            live = [source for source in self.sources if not source.is_gone]
+        if not live:
+            return math.inf, 0.0
+        if len(live) == 1:
+            return live[0].load_s_per_block, live[0].left_s(now_s)
+        per_s = [1.0 / max(source.load_s_per_block, 1e-9) for source in live]
+        queue_s = sum(one.left_s(now_s) * rate for one, rate in zip(live, per_s, strict=True)) / sum(per_s)
+        if not blocks:
+            return 1.0 / sum(per_s), queue_s
+        seconds = 0.0  # blocks from `depth` on come from the deeper sources alone
+        for depth in {0, *(source.depth for source in live)}:
+            num = sum(block >= depth for block in blocks)
+            rate = sum(rate for source, rate in zip(live, per_s, strict=True) if source.depth > depth)
+            seconds = max(seconds, num / rate if rate else 0.0)
+        return seconds / len(blocks), queue_s
 
     def begin(self, num_here: int, costs: RestoreCosts) -> RestorePlan:
         """Sets the fence where both sides should meet, after the `num_here` leading blocks already here.
@@ -156,6 +197,33 @@ class RestoreProgress:
     def _num_done(self) -> int:
         """Number of leading blocks that are here."""
         return self._num_computed // self._block_tokens
+
+    def _under_way(self, source: int) -> set[int]:
+        return self.sources[source].under_way
+
+    def _has_another(self, block: int, source: int) -> bool:
+        return any(one.has(block) for number, one in enumerate(self.sources) if number != source)
+
+    def _released(self, blocks: Sequence[int]) -> list[int]:
+        """Makes blocks free for the sources that have them; returns the others, which have to be computed."""
+        lost = [block for block in blocks if not any(source.has(block) for source in self.sources)]
+        for block in blocks:
+            self._blocks[block] = _FREE
+        for block in lost:
+            self._blocks[block] = _LOST
+        return lost
+
+    def _comes_sooner_from_another(
+        self, source: SourceProgress, blocks: Sequence[int], lowest: int, now_s: float
+    ) -> bool:
+        """Whether another source would bring all that is left before `source` brings these blocks."""
+        own_s = source.left_s(now_s) + len(blocks) * source.load_s_per_block
+        for other in self.sources:
+            if other is not source and not other.is_stalled(now_s) and all(map(other.has, blocks)):
+                num_left = self._blocks.count(_FREE, lowest, other.depth)
+                if other.left_s(now_s) + num_left * other.load_s_per_block < own_s:
+                    return True
+        return False
 
     def _reach(self, now_s: float) -> int:
         """The first block beyond the step that may be running."""

@@ -4,103 +4,203 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
-from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
-from halfmoon.engine.scheduling.restore_order import RestoreOrder
-from halfmoon.errors import HalfmoonError, NotFound
+from halfmoon.errors import DeadlineExceeded, HalfmoonError
 from halfmoon.kv.keys import block_keys, root_key
-from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.placement.restore_plan import RestorePlan
 from halfmoon.rpc.kvstore_client import TierName
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.state import WorkerState
-from halfmoon.worker.store.block_source import BlockSource
-from halfmoon.worker.store.load_rate import LoadRate
+from halfmoon.worker.store.holder import Holder, Holders, NamedHolder
 from halfmoon.worker.store.restore_progress import RestoreProgress
-from halfmoon.worker.store.store_link import StoreLink
+from halfmoon.worker.store.restoring import Restoring, RestoringSource
+from halfmoon.worker.store.source_links import HolderKind, SourceLinks
+from halfmoon.worker.store.source_progress import SourceProgress
 
 if TYPE_CHECKING:
     from halfmoon.engine.async_engine import AsyncEngine  # needs torch
 
 log = logging.getLogger(__name__)
 
-_LOADS_AT_ONCE = 2  # keeps the link busy while a block is written
 _ASK_AT_LEAST_S = 0.05
+_LATER_S = 0.02  # other answers may come so much later than the first useful one
+_SHARE_FACTOR = 2.0  # another request that loads the same may be silent so many times as long as it should take
+_LEAST_SHARE_S = 0.25
+
+
+class _Answer(NamedTuple):
+    holder: Holder
+    tiers: list[TierName]  # of the leading blocks that it has
 
 
 class Restorer:
-    """Decides what to load for each prompt. Owns the learned speed of the store. Event-loop thread only."""
+    """Decides what to load for each prompt, and from whom. Owns the learned speeds. Event-loop thread only."""
 
     def __init__(
         self,
         engine: AsyncEngine,
         state: WorkerState,
-        link: StoreLink,
+        links: SourceLinks,
         metrics: StoreMetrics,
         ask_at_most_s: float = 2.0,
     ) -> None:
         self.engine = engine
-        self.ask_at_most_s = ask_at_most_s  # limit on the store's answer about what it holds
-        self.link = link
+        self.ask_at_most_s = ask_at_most_s  # limit on holders' answers about what they have
         self.metrics = metrics
-        self.source = BlockSource(engine.engine.layout)
-        self.rate = LoadRate()
+        self.holders = Holders(links, engine.engine.layout)
         self._state = state
+        self._running: dict[bytes, Restoring] = {}  # by the key of the first block that it lacks
 
-    async def plan(self, request: EngineRequest) -> Restoring | None:
-        """Plans how to restore what the prefix cache lacks; None if nothing is to be loaded."""
+    async def plan(self, request: EngineRequest, named: Sequence[NamedHolder] = ()) -> Restoring | None:
+        """Plans how to restore what the prefix cache lacks; None if nothing is to be loaded.
+
+        `named`: holders beside the worker's own store that are believed to have more of the prefix.
+        """
         engine = self.engine.engine
         block_tokens = engine.layout.block_tokens
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         num_whole = (len(tokens) - 1) // block_tokens  # at least one token is left to compute
         root = root_key(engine.checkpoint.fingerprint, engine.layout, request.tenant_salt)
         keys = block_keys(root, tokens[: num_whole * block_tokens], block_tokens)
-        num_here = self._state.cached_blocks.depth(keys)
-        if num_here == num_whole:
-            return None
-        model = self._state.compute_rate.model
-        ask_s = model.seconds((num_whole - num_here) * block_tokens, num_here * block_tokens) / 4
-        tiers = await self._match(request, keys, min(max(ask_s, _ASK_AT_LEAST_S), self.ask_at_most_s))
-        if len(tiers) <= num_here:
-            return None
-        return self._decide(request, keys[: len(tiers)], tiers, num_here, model)
-
-    async def _match(self, request: EngineRequest, keys: Sequence[bytes], deadline_s: float) -> list[TierName]:
+        holders = await self.holders.of(named)
+        for holder in holders:
+            holder.num_users += 1
         try:
-            with self.link.use(request.tenant_salt) as store:
-                return await store.match(keys, deadline_s=deadline_s)
+            num_here = await self._once_shared(keys, self._state.cached_blocks.depth(keys))
+            if num_here == num_whole or not holders:
+                return None
+            model = self._state.compute_rate.model
+            ask_s = model.seconds((num_whole - num_here) * block_tokens, num_here * block_tokens) / 4
+            deadline_s = min(max(ask_s, _ASK_AT_LEAST_S), self.ask_at_most_s)
+            believed = {(one.address, one.kind): one.num_blocks for one in named}
+            answers = await self._ask(holders, believed, request.tenant_salt, keys, num_here, deadline_s)
+            num_here = await self._once_shared(keys, num_here)  # another one may have asked at the same time
+            useful = [answer for answer in answers if len(answer.tiers) > num_here]
+            return self._decide(request, keys, useful, num_here, model) if useful else None
+        finally:
+            for holder in holders:
+                holder.num_users -= 1
+
+    def forget(self, restoring: Restoring) -> None:
+        """Notes that a restore has ended."""
+        if self._running.get(restoring.first_key) is restoring:
+            del self._running[restoring.first_key]
+
+    async def _once_shared(self, keys: Sequence[bytes], num_here: int) -> int:
+        """Waits for another request that loads what this one lacks; returns how many leading blocks are then here.
+
+        Loading them twice over one link would take both of them longer.
+        """
+        other = self._running.get(keys[num_here]) if num_here < len(keys) else None
+        if other is None:
+            return num_here
+        self.metrics.restore_decisions.labels("shared").inc()
+        patience_s = max(_SHARE_FACTOR * other.predicted_s, _LEAST_SHARE_S)
+        while not other.ended.is_set():
+            left_s = other.last_s + patience_s - time.monotonic()
+            if left_s <= 0:
+                return num_here
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await other.ended.wait()
+        pairs = zip(keys, other.keys_here, strict=False)
+        num_same = next((at for at, (one, its) in enumerate(pairs) if one != its), len(other.keys_here))
+        return max(num_here, min(num_same, len(keys)))
+
+    async def _ask(
+        self,
+        holders: Sequence[Holder],
+        believed: Mapping[tuple[str, HolderKind], int],
+        salt: bytes,
+        keys: Sequence[bytes],
+        num_here: int,
+        deadline_s: float,
+    ) -> list[_Answer]:
+        """Asks all at once; once one answer is useful, the others have little time left.
+
+        believed: leading blocks of the named ones, as the gateway knew it a moment ago.
+        """
+        leasts = [believed.get((holder.address, holder.kind), 0) for holder in holders]
+        tasks = [
+            asyncio.create_task(self._match(holder, min(least, len(keys)), salt, keys, deadline_s))
+            for holder, least in zip(holders, leasts, strict=True)
+        ]
+        waiting, end_s = set(tasks), math.inf
+        try:
+            while waiting and (left_s := end_s - time.monotonic()) > 0:
+                limit_s = None if math.isinf(left_s) else left_s
+                done, waiting = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if any(len(task.result().tiers) > num_here for task in done):
+                    end_s = min(end_s, time.monotonic() + _LATER_S)
+            return [task.result() for task in tasks if task.done()]
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _match(
+        self, holder: Holder, least: int, salt: bytes, keys: Sequence[bytes], deadline_s: float
+    ) -> _Answer:
+        try:
+            with holder.use(salt) as client:
+                tiers = await client.match(keys, deadline_s=deadline_s)
         except HalfmoonError as error:
-            self.metrics.restore_decisions.labels("away").inc()
-            log.debug("store.away", extra={"reason": error.message})
-            return []
+            outcome = "slow" if isinstance(error, DeadlineExceeded) else "away"
+            self.metrics.source_answers.labels(holder.kind, outcome).inc()
+            if holder is self.holders.own:
+                self.metrics.restore_decisions.labels("away").inc()
+            log.debug("source.away", extra={"address": holder.address, "reason": error.message})
+            return _Answer(holder, [])
+        if least:
+            self.metrics.source_answers.labels(holder.kind, "stale" if len(tiers) < least else "here").inc()
+        return _Answer(holder, tiers)
 
     def _decide(
         self,
         request: EngineRequest,
         keys: Sequence[bytes],
-        tiers: Sequence[TierName],
+        answers: Sequence[_Answer],
         num_here: int,
         model: PrefillModel,
     ) -> Restoring | None:
         layout, config = self.engine.engine.layout, self.engine.engine.config
-        s_per_byte = self.rate.s_per_byte(tiers[num_here:])
+        num_blocks = max(len(answer.tiers) for answer in answers)
+        sources, parts = [], []
+        for holder, tiers in answers:
+            s_per_byte = holder.rate.s_per_byte(tiers[num_here:])
+            queue_s = s_per_byte * holder.rate.bytes_under_way
+            parts.append(SourceProgress(len(tiers), s_per_byte * layout.block_bytes, queue_s))
+            sources.append(RestoringSource(holder, tiers))
         progress = RestoreProgress(
-            len(keys), layout.block_tokens, config.prefill_chunk_tokens, model, s_per_byte * layout.block_bytes,
-            config.step_tokens,
-        )  # fmt: skip
-        costs = progress.costs(
-            num_here * layout.block_tokens, s_per_byte * layout.block_bytes, s_per_byte * self.rate.bytes_under_way
+            num_blocks, layout.block_tokens, config.prefill_chunk_tokens, model, parts, config.step_tokens
         )
+        load_s, queue_s = progress.load_s(range(num_here, num_blocks), 0.0)
+        costs = progress.costs(num_here * layout.block_tokens, load_s, queue_s)
         waiting_tokens = self.engine.engine.stats().num_waiting_tokens
         costs = costs._replace(compute_queue_s=costs.compute_queue_s + waiting_tokens * model.b)
         plan = progress.begin(num_here, costs)
         self._note(plan)
-        return Restoring(self, request, keys, tiers, progress) if plan.num_load_blocks else None
+        if not plan.num_load_blocks:
+            return None
+        restoring = Restoring(
+            self.engine,
+            self.metrics,
+            request,
+            keys[:num_blocks],
+            num_here,
+            sources,
+            progress,
+            plan.seconds,
+            self.forget,
+        )
+        self._running.setdefault(restoring.first_key, restoring)
+        return restoring
 
     def _note(self, plan: RestorePlan) -> None:
         self.metrics.restore_decisions.labels(plan.method).inc()
@@ -112,142 +212,3 @@ class Restorer:
                 "predicted_s": round(plan.seconds, 4),
             },
         )
-
-
-class Restoring:
-    """Owns the loads of one request. `add` it to the engine, then `run` concurrently; leaving `run` ends the loads."""
-
-    def __init__(
-        self,
-        restorer: Restorer,
-        request: EngineRequest,
-        keys: Sequence[bytes],
-        tiers: Sequence[TierName],
-        progress: RestoreProgress,
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._restorer = restorer
-        self._engine = restorer.engine
-        self._request = request
-        self._keys = keys
-        self._tiers = tiers
-        self._progress = progress
-        self._now_s = now_s
-        self._has_begun = asyncio.Event()
-        self._news = asyncio.Event()
-        self._loads: set[asyncio.Task[None]] = set()
-        self._is_gone = False
-        self.num_planned_tokens = (progress.num_blocks - progress.fence) * restorer.engine.engine.layout.block_tokens
-        self.num_loaded_tokens = 0
-        self.last_s = now_s()  # when the last load ended
-
-    async def add(self, on_kv: OnKV | None) -> None:
-        """Adds the request to the engine."""
-        order = RestoreOrder(self._progress.num_blocks, self._progress.fence, self._on_progress)
-        await self._engine.add(self._request, on_kv, order)
-
-    async def run(self) -> None:
-        """Loads until both sides have met. Blocks not loaded by then are computed."""
-        await self._has_begun.wait()
-        moving: asyncio.Task[int] | None = None
-        try:
-            await self._prefetch()
-            while not self._is_gone:
-                self._start_loads()
-                moving = self._moved(moving)
-                if self._progress.is_over and moving is None:
-                    return
-                await self._wait_for_news()
-        finally:
-            tasks = [*self._loads, *([moving] if moving else [])]
-            for task in tasks:
-                task.cancel()
-            self._engine.note_loaded(self._request.request_id, (), range(self._progress.num_blocks))
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _on_progress(self, num_tokens: int, num_loaded: int) -> None:
-        self.num_loaded_tokens = num_loaded
-        self._progress.advance(num_tokens, self._now_s())
-        self._has_begun.set()
-        self._news.set()
-
-    async def _wait_for_news(self) -> None:
-        try:
-            async with asyncio.timeout(self._progress.patience_s):
-                await self._news.wait()
-        except TimeoutError:
-            pass
-        self._news.clear()
-
-    def _moved(self, moving: asyncio.Task[int] | None) -> asyncio.Task[int] | None:
-        """Applies a finished move of the fence and starts the next one if one is due."""
-        if moving is not None and not moving.done():
-            return moving
-        if moving is not None:
-            try:
-                self._progress.fence = moving.result()
-            except HalfmoonError:  # everything is here, or the request is gone
-                self._is_gone = True
-                return None
-        fence = self._progress.wanted_fence(self._now_s())
-        if fence == self._progress.fence:
-            return None
-        task = asyncio.create_task(self._engine.move_fence(self._request.request_id, fence))
-        if fence > self._progress.fence:
-            self._progress.fence = fence  # so that no more blocks are requested in the meantime
-        task.add_done_callback(lambda _: self._news.set())
-        return task
-
-    def _start_loads(self) -> None:
-        while len(self._loads) < _LOADS_AT_ONCE and (blocks := self._progress.claim(self._now_s())):
-            task = asyncio.create_task(self._load(blocks))
-            self._loads.add(task)
-            task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._loads.discard(task)
-        self._news.set()
-        if not task.cancelled() and task.exception() is not None:
-            log.error("restore.load_died", exc_info=task.exception())
-            self._is_gone = True
-
-    async def _load(self, blocks: list[int]) -> None:
-        num_bytes = len(blocks) * self._engine.engine.layout.block_bytes
-        rate, metrics = self._restorer.rate, self._restorer.metrics
-        came: list[int] = []
-        rate.bytes_under_way += num_bytes
-        try:
-            with self._restorer.link.use(self._request.tenant_salt) as store:
-                keys = {block: self._keys[block] for block in blocks}
-                came = await self._restorer.source.load(store, keys, self._write)
-        except NotFound:
-            came = []  # the engine no longer needs them
-        except HalfmoonError as error:
-            log.info("restore.failed", extra={"reason": error.message})
-            self._is_gone = True
-        finally:
-            rate.bytes_under_way -= num_bytes
-        self.last_s = self._now_s()
-        lost = [block for block in blocks if block not in came]
-        self._engine.note_loaded(self._request.request_id, came, lost)
-        self._progress.came(came, self._now_s())
-        self._progress.failed(lost)
-        metrics.missed_blocks.inc(len(lost))
-        for block in came:
-            tier = self._tiers[block]
-            metrics.loaded_bytes.labels(tier).inc(num_bytes // len(blocks))
-            rate.observe(tier, num_bytes // len(blocks), self._progress.measured_s_per_block)
-
-    async def _write(self, block: int, cells: KVBytes) -> None:
-        await self._engine.load_block(self._request.request_id, block, cells)
-
-    async def _prefetch(self) -> None:
-        """Has the store fetch blocks from its slower tiers, in the order in which they will be requested."""
-        behind = zip(self._keys[self._progress.fence :], self._tiers[self._progress.fence :], strict=True)
-        wanted = [key for key, tier in behind if tier != "dram"]
-        if wanted:
-            try:
-                with self._restorer.link.use(self._request.tenant_salt) as store:
-                    await store.prefetch(wanted[::-1], deadline_s=self._restorer.ask_at_most_s)
-            except HalfmoonError as error:
-                log.debug("store.prefetch_failed", extra={"reason": error.message})

@@ -22,9 +22,20 @@ class SourceLinks:
     A link to a store is closed when no gateway names the store any more. Knows nothing of what holders hold.
     """
 
-    def __init__(self, own: str | None = None, connect: Callable[[str, HolderKind], KVStoreClient] = _client) -> None:
-        """own: host:port of the worker's nearest store, which needs no naming; None: it has none."""
+    def __init__(
+        self,
+        own: str | None = None,
+        connect: Callable[[str, HolderKind], KVStoreClient] = _client,
+        *,
+        is_open: bool = True,
+    ) -> None:
+        """own: host:port of the worker's nearest store, which needs no naming; None: it has none.
+
+        is_open: every worker will do, also one that no gateway has named.
+        """
         self._own = own
+        self._is_open = is_open
+        self._workers: dict[str, set[str]] = {}  # by the gateway's address
         self._connect = connect
         self._links: dict[tuple[str, HolderKind], StoreLink] = {}
         self._named: dict[str, frozenset[str]] = {}  # by the gateway's address
@@ -33,6 +44,11 @@ class SourceLinks:
     def own(self) -> StoreLink | None:
         """The link to the worker's nearest store; None without one."""
         return None if self._own is None else self.to(self._own)
+
+    @property
+    def own_address(self) -> str | None:
+        """Address of the worker's nearest store; None without one."""
+        return self._own
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -49,13 +65,27 @@ class SourceLinks:
             if kind == "store" and address not in stores:
                 await self._links.pop((address, kind)).aclose()
 
-    def to(self, address: str, kind: HolderKind = "store") -> StoreLink:
-        """The link to a holder. Raises Unavailable for a store that no gateway of this worker names.
+    def begin_anew(self, gateway: str) -> None:
+        """Forgets the workers that the gateway has named: it is about to name all."""
+        self._workers[gateway] = set()
 
-        The caller knows other workers from its gateways.
-        """
+    def change_workers(self, gateway: str, joined: Iterable[str], left: Iterable[str]) -> None:
+        """Takes what a gateway says about its workers, whose prefix caches may be read."""
+        self._workers.setdefault(gateway, set()).difference_update(left)
+        self._workers[gateway].update(joined)
+
+    async def close(self, address: str, kind: HolderKind) -> None:
+        """Closes the link to a holder that is not used, if there is one."""
+        link = self._links.pop((address, kind), None)
+        if link is not None:
+            await link.aclose()
+
+    def to(self, address: str, kind: HolderKind = "store") -> StoreLink:
+        """The link to a holder. Raises Unavailable for one that no gateway of this worker names."""
         if kind == "store" and address not in self.stores:
             raise Unavailable(f"no gateway of this worker names a store at {address}")
+        if kind == "worker" and not self._is_open and not any(address in named for named in self._workers.values()):
+            raise Unavailable(f"no gateway of this worker names a worker at {address}")
         link = self._links.get((address, kind))
         if link is None:
             link = self._links[address, kind] = StoreLink(self._connect(address, kind))

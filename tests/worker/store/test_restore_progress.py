@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.worker.store.restore_progress import RestoreProgress
+from halfmoon.worker.store.source_progress import SourceProgress
 
 BLOCK_TOKENS, CHUNK_TOKENS = 64, 512
 CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
@@ -91,7 +92,11 @@ class Simulated:
 def progress_of(num_blocks: int, compute_s: float, load_s: float) -> RestoreProgress:
     """Progress that expects these seconds per block."""
     progress = RestoreProgress(
-        num_blocks, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s
+        num_blocks,
+        BLOCK_TOKENS,
+        CHUNK_TOKENS,
+        PrefillModel(0, compute_s / BLOCK_TOKENS),
+        [SourceProgress(num_blocks, load_s)],
     )
     progress.begin(0, progress.costs(0, load_s, 0.0))
     return progress
@@ -147,23 +152,27 @@ def test_little_is_asked_for_before_the_link_is_known() -> None:
     assert progress.claim(0.002) == [37, 36]
     progress.failed([37, 36])
     assert progress.num_loaded == 2
-    assert progress.load_s_per_block == pytest.approx(0.001)
+    assert progress.sources[0].load_s_per_block == pytest.approx(0.001)
 
 
 def test_what_a_step_costs_is_counted() -> None:
     """Half of two blocks: the time of a step more is more than what loading the other half saves."""
     model = PrefillModel(0.05, 0.001, 0.0)
-    both = RestoreProgress(40, BLOCK_TOKENS, CHUNK_TOKENS, model, 0.06)
+    both = RestoreProgress(40, BLOCK_TOKENS, CHUNK_TOKENS, model, [SourceProgress(40, 0.06)])
     assert both.begin(0, both.costs(0, 0.06, 0.0)).method == "both"
-    short = RestoreProgress(2, BLOCK_TOKENS, CHUNK_TOKENS, model, 0.06)
+    short = RestoreProgress(2, BLOCK_TOKENS, CHUNK_TOKENS, model, [SourceProgress(2, 0.06)])
     assert short.begin(0, short.costs(0, 0.09, 0.0)).method != "both"
-    progress = RestoreProgress(40, BLOCK_TOKENS, 128, PrefillModel(0.1, 0.0005, 0.0), 0.2, step_tokens=2048)
+    progress = RestoreProgress(
+        40, BLOCK_TOKENS, 128, PrefillModel(0.1, 0.0005, 0.0), [SourceProgress(40, 0.2)], step_tokens=2048
+    )
     assert progress.begin(0, progress.costs(0, 0.2, 0.0)).method == "compute", "in large steps it is quick"
 
 
 def test_a_single_method_is_preferred_where_both_save_little() -> None:
     plans = []
     for compute_s, load_s in ((0.1, 0.001), (0.001, 0.1), (0.1, 0.1)):
-        progress = RestoreProgress(20, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s)
+        progress = RestoreProgress(
+            20, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), [SourceProgress(20, load_s)]
+        )
         plans.append(progress.begin(4, progress.costs(0, load_s, 0.0)).method)
     assert plans == ["load", "compute", "both"]

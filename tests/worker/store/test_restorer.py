@@ -16,6 +16,7 @@ from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.worker.membership.compute_rate import ComputeRate
+from halfmoon.worker.store.holder import Holder
 from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.catalog.entry import Tier
 from tests.rpc.test_kvstore_client import served
@@ -46,6 +47,17 @@ def believe(worker: RunningWorker, model: PrefillModel) -> None:
 
 def counted(worker: RunningWorker, metric: str, **labels: str) -> float:
     return float(worker.metrics.registry.get_sample_value(f"halfmoon_{metric}_total", labels) or 0)
+
+
+def own_store(worker: RunningWorker) -> Holder:
+    holder = worker.restorer.holders.own
+    assert holder is not None
+    return holder
+
+
+def missed(worker: RunningWorker) -> float:
+    (metric,) = worker.metrics.store.missed_blocks.collect()
+    return sum(float(sample.value) for sample in metric.samples if sample.name.endswith("_total"))
 
 
 async def stored(start_worker: Start, tiny: Checkpoint, address: str) -> None:
@@ -126,7 +138,7 @@ async def test_a_block_that_vanished_is_computed(
         monkeypatch.setattr(KVStoreClient, "match", then_lose)
         (first,) = await prefilled(worker, single(tiny, PROMPT))
         assert [first.first_token.token.token_id] == expected
-        assert counted(worker, "store_missed_blocks") >= 1
+        assert missed(worker) >= 1
         assert worker.engine.stats().num_running == 0
 
 
@@ -149,9 +161,9 @@ async def test_a_cancelled_request_ends_its_loads(start_worker: Start, tiny: Che
         believe(worker, SLOW)
         async with worker.peer.stream(worker.prefill.Prefill, single(tiny, PROMPT), deadline_s=60) as events:
             waiting = asyncio.ensure_future(anext(events))
-            await until(lambda: worker.restorer is not None and worker.restorer.rate.bytes_under_way > 0)
+            await until(lambda: own_store(worker).rate.bytes_under_way > 0)
             waiting.cancel()
-        await until(lambda: worker.restorer is not None and worker.restorer.rate.bytes_under_way == 0)
+        await until(lambda: own_store(worker).rate.bytes_under_way == 0)
         await until(lambda: worker.num_used_blocks == 0)
         store.pool.dram.check_integrity()
 
@@ -161,9 +173,8 @@ async def test_both_sides_meet_on_a_slow_link(start_worker: Start, tiny: Checkpo
         await stored(start_worker, tiny, address)
         worker = await start_worker("prefill", store=address, link_mbps=0.1)  # 20 ms a block
         believe(worker, PrefillModel(0.0, 0.0025, 0.0))  # as long as computing it is said to take
-        assert worker.restorer is not None
         for _ in range(20):
-            worker.restorer.rate.observe("dram", 2048, 0.02)
+            own_store(worker).rate.observe("dram", 2048, 0.02)
         (first,) = await prefilled(worker, single(tiny, PROMPT))
         assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
         assert counted(worker, "restore_decisions", method="both") == 1

@@ -1,0 +1,91 @@
+"""A holder of KV that this worker loads from, a store or another worker: its link, how it lends, how fast it is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.pb import gateway_pb2
+from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.worker.store.block_source import BlockSource
+from halfmoon.worker.store.load_rate import LoadRate
+from halfmoon.worker.store.source_links import HolderKind, SourceLinks
+
+_MAX_HOLDERS = 64
+
+
+class NamedHolder(NamedTuple):
+    """A holder that a request names as a source of its prefix."""
+
+    address: str  # host:port
+    kind: HolderKind
+    num_blocks: int = 0  # leading blocks that it is believed to have
+
+
+class Holder:
+    """Owns what this worker has learned of one holder. The link belongs to `SourceLinks`."""
+
+    def __init__(self, name: NamedHolder, links: SourceLinks, layout: KVLayout) -> None:
+        self.address = name.address
+        self.kind = name.kind
+        self.rate = LoadRate()
+        self.blocks = BlockSource(layout, may_lend=name.kind == "store")
+        self.num_users = 0  # requests that may load from here now
+        self._links = links
+
+    @contextmanager
+    def use(self, salt: bytes) -> Iterator[KVStoreClient]:
+        """Gives the holder as one tenant sees it. Raises as `SourceLinks.to` and `StoreLink.use`."""
+        with self._links.to(self.address, self.kind).use(salt) as client:
+            yield client
+
+
+class Holders:
+    """Owns the holders that this worker has loaded from, the latest ones. Event-loop thread only."""
+
+    def __init__(self, links: SourceLinks, layout: KVLayout) -> None:
+        self._links = links
+        self._layout = layout
+        self._holders: OrderedDict[tuple[str, HolderKind], Holder] = OrderedDict()
+
+    @property
+    def own(self) -> Holder | None:
+        """The worker's nearest store; None without one."""
+        address = self._links.own_address
+        return None if address is None else self._get(NamedHolder(address, "store"))
+
+    async def of(self, named: Sequence[NamedHolder]) -> list[Holder]:
+        """The worker's own store, if it has one, and the named holders. Forgets the oldest unused ones beyond a few."""
+        own = self.own
+        holders = [] if own is None else [own]
+        holders += [holder for name in named if (holder := self._get(name)) not in holders]
+        unused = [key for key, holder in self._holders.items() if not holder.num_users and holder not in holders]
+        for key in unused[: max(0, len(self._holders) - _MAX_HOLDERS)]:
+            del self._holders[key]
+            await self._links.close(*key)
+        return holders
+
+    def speeds(self) -> list[gateway_pb2.LinkSpeed]:
+        """The speed of loading from each holder from which something was loaded, and from the own store."""
+        own = self.own
+        return [
+            gateway_pb2.LinkSpeed(
+                address=holder.address,
+                bandwidth_bytes_per_s=holder.rate.link.bandwidth_bytes_per_s,
+                latency_s=holder.rate.link.latency_s,
+                is_inbound=True,
+                waiting_bytes=holder.rate.bytes_under_way,
+            )
+            for holder in self._holders.values()
+            if holder.rate.is_measured or holder is own
+        ]
+
+    def _get(self, name: NamedHolder) -> Holder:
+        key = name.address, name.kind
+        if key not in self._holders:
+            self._holders[key] = Holder(name, self._links, self._layout)
+        self._holders.move_to_end(key)
+        return self._holders[key]

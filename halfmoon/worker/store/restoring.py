@@ -1,0 +1,251 @@
+"""The loads of one request: from several sources at once, each block from one of them, until both sides have met."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from halfmoon.engine.kv_memory.kv_watch import OnKV
+from halfmoon.engine.request import EngineRequest
+from halfmoon.engine.scheduling.restore_order import RestoreOrder
+from halfmoon.errors import DeadlineExceeded, HalfmoonError, NoCapacity, NotFound, Unavailable
+from halfmoon.kv.kv_layout import KVBytes
+from halfmoon.rpc.kvstore_client import TierName
+from halfmoon.worker.metrics import StoreMetrics
+from halfmoon.worker.store.holder import Holder
+from halfmoon.worker.store.restore_progress import RestoreProgress
+
+if TYPE_CHECKING:
+    from halfmoon.engine.async_engine import AsyncEngine  # needs torch
+
+log = logging.getLogger(__name__)
+
+_PREFETCH_S = 2.0
+_LOADS_AT_ONCE = 2  # of each source: keeps the link busy while a block is written
+
+
+class RestoringSource(NamedTuple):
+    """A holder, and where each of the leading blocks is that it has."""
+
+    holder: Holder
+    tiers: Sequence[TierName]
+
+
+class Restoring:
+    """Owns the loads of one request. `add` it to the engine, then `run` concurrently; leaving `run` ends the loads.
+
+    A source that is slow, away, busy or without its blocks is a miss: another one brings them, or they are computed.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        metrics: StoreMetrics,
+        request: EngineRequest,
+        keys: Sequence[bytes],
+        num_here: int,
+        sources: Sequence[RestoringSource],
+        progress: RestoreProgress,
+        predicted_s: float,
+        on_end: Callable[[Restoring], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """num_here: leading blocks that the prefix cache has; predicted_s: until both sides meet."""
+        self.first_key = keys[num_here]
+        self.predicted_s = predicted_s
+        self.ended = asyncio.Event()
+        self._engine = engine
+        self._metrics = metrics
+        self._on_end = on_end
+        self._request = request
+        self._keys = keys
+        self._sources = sources
+        self._progress = progress
+        self._now_s = now_s
+        self._has_begun = asyncio.Event()
+        self._news = asyncio.Event()
+        self._loads: dict[asyncio.Task[None], int] = {}  # and the number of its source
+        self._is_gone = False
+        self.num_planned_tokens = (progress.num_blocks - progress.fence) * engine.engine.layout.block_tokens
+        self.num_loaded_tokens = 0
+        self.num_blocks_from_workers = 0
+        self.last_s = now_s()  # when the last load ended
+        for source in sources:
+            source.holder.num_users += 1
+
+    @property
+    def keys_here(self) -> Sequence[bytes]:
+        """After the end: keys of the leading blocks that are computed or loaded."""
+        return self._keys[: self._progress.num_leading]
+
+    async def add(self, on_kv: OnKV | None) -> None:
+        """Adds the request to the engine."""
+        order = RestoreOrder(self._progress.num_blocks, self._progress.fence, self._on_progress)
+        await self._engine.add(self._request, on_kv, order)
+
+    def abandon(self) -> None:
+        """Ends it without a `run`. Idempotent."""
+        if not self.ended.is_set():
+            self.ended.set()
+            self._on_end(self)
+            for source in self._sources:
+                source.holder.num_users -= 1
+
+    async def run(self) -> None:
+        """Loads until both sides have met. Blocks not loaded by then are computed."""
+        moving: asyncio.Task[int] | None = None
+        try:
+            await self._has_begun.wait()
+            await self._prefetch()
+            while not self._is_gone:
+                self._replace_late_sources()
+                self._start_loads()
+                moving = self._moved(moving)
+                if self._progress.is_over and moving is None:
+                    return
+                await self._wait_for_news()
+        finally:
+            tasks = [*self._loads, *([moving] if moving else [])]
+            for task in tasks:
+                task.cancel()
+            self._engine.note_loaded(self._request.request_id, (), range(self._progress.num_blocks))
+            self.abandon()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _on_progress(self, num_tokens: int, num_loaded: int) -> None:
+        self.num_loaded_tokens = num_loaded
+        self._progress.advance(num_tokens, self._now_s())
+        self._has_begun.set()
+        self._news.set()
+
+    async def _wait_for_news(self) -> None:
+        try:
+            async with asyncio.timeout(self._progress.patience_s):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+        self._news.clear()
+
+    def _moved(self, moving: asyncio.Task[int] | None) -> asyncio.Task[int] | None:
+        """Applies a finished move of the fence and starts the next one if one is due."""
+        if moving is not None and not moving.done():
+            return moving
+        if moving is not None:
+            try:
+                self._progress.fence = moving.result()
+            except HalfmoonError:  # everything is here, or the request is gone
+                self._is_gone = True
+                return None
+        fence = self._progress.wanted_fence(self._now_s())
+        if fence == self._progress.fence:
+            return None
+        task = asyncio.create_task(self._engine.move_fence(self._request.request_id, fence))
+        if fence > self._progress.fence:
+            self._progress.fence = fence  # so that no more blocks are requested in the meantime
+        task.add_done_callback(lambda _: self._news.set())
+        return task
+
+    def _replace_late_sources(self) -> None:
+        for number in self._progress.replaceable(self._now_s()):
+            self._drop(number, "slow")
+            for task, of_source in self._loads.items():
+                if of_source == number:
+                    task.cancel()
+
+    def _start_loads(self) -> None:
+        parts = self._progress.sources
+        for number in sorted(range(len(parts)), key=lambda one: parts[one].load_s_per_block):
+            while list(self._loads.values()).count(number) < _LOADS_AT_ONCE:
+                blocks = self._progress.claim(self._now_s(), number)
+                if not blocks:
+                    break
+                task = asyncio.create_task(self._load(number, blocks))
+                self._loads[task] = number
+                task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._loads[task]
+        self._news.set()
+        if not task.cancelled() and task.exception() is not None:
+            log.error("restore.load_died", exc_info=task.exception())
+            self._is_gone = True
+
+    async def _load(self, number: int, blocks: list[int]) -> None:
+        num_bytes = len(blocks) * self._engine.engine.layout.block_bytes
+        source = self._sources[number]
+        rate, came, reason = source.holder.rate, [], "cancelled"
+        rate.bytes_under_way += num_bytes
+        try:
+            with source.holder.use(self._request.tenant_salt) as client:
+                keys = {block: self._keys[block] for block in blocks}
+                came = await source.holder.blocks.load(client, keys, self._write)
+            reason = "evicted"
+        except NotFound:
+            came, reason = [], "unwanted"  # the engine no longer needs them
+        except HalfmoonError as error:
+            came, reason = [], _reason(error)
+            log.info("restore.failed", extra={"address": source.holder.address, "reason": error.message})
+            self._drop(number, reason)
+        finally:
+            rate.bytes_under_way -= num_bytes
+            self._note_ended(number, blocks, came, reason)
+
+    def _note_ended(self, number: int, blocks: list[int], came: list[int], reason: str) -> None:
+        source, metrics, now_s = self._sources[number], self._metrics, self._now_s()
+        self.last_s = now_s
+        missed = [block for block in blocks if block not in came]
+        self._progress.came(came, now_s, number)
+        lost = self._progress.failed(missed, number)
+        self._engine.note_loaded(self._request.request_id, came, lost)
+        metrics.missed_blocks.labels(source.holder.kind, reason).inc(len(missed))
+        self.num_blocks_from_workers += len(came) if source.holder.kind == "worker" else 0
+        block_bytes = self._engine.engine.layout.block_bytes
+        for block in came:
+            tier = source.tiers[block]
+            metrics.loaded_bytes.labels(tier if source.holder.kind == "store" else "worker").inc(block_bytes)
+            source.holder.rate.observe(tier, block_bytes, self._progress.sources[number].measured_s_per_block)
+
+    def _drop(self, number: int, reason: str) -> None:
+        """Asks a source for nothing more."""
+        if not self._progress.sources[number].is_gone:
+            self._metrics.source_answers.labels(self._sources[number].holder.kind, reason).inc()
+            lost = self._progress.drop(number)
+            self._engine.note_loaded(self._request.request_id, (), lost)
+        self._is_gone = all(part.is_gone for part in self._progress.sources)
+
+    async def _write(self, block: int, cells: KVBytes) -> None:
+        """Writes a block. A cancelled wait ends with the write, so that no other source's block is overwritten."""
+        writing = asyncio.ensure_future(self._engine.load_block(self._request.request_id, block, cells))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait({writing})
+            if not writing.cancelled():
+                writing.exception()  # whoever waited for it has left
+            raise
+
+    async def _prefetch(self) -> None:
+        """Has stores fetch blocks from their slower tiers, in the order in which they will be requested."""
+        for source in self._sources:
+            fence = self._progress.fence
+            behind = zip(self._keys[fence:], source.tiers[fence:], strict=False)
+            wanted = [key for key, tier in behind if tier != "dram"]
+            if not wanted:
+                continue
+            try:
+                with source.holder.use(self._request.tenant_salt) as client:
+                    await client.prefetch(wanted[::-1], deadline_s=_PREFETCH_S)
+            except HalfmoonError as error:
+                log.debug("store.prefetch_failed", extra={"reason": error.message})
+
+
+def _reason(error: HalfmoonError) -> str:
+    """Why a source is not asked any more, as metrics count it."""
+    if isinstance(error, NoCapacity):
+        return "busy"
+    if isinstance(error, DeadlineExceeded):
+        return "slow"
+    return "away" if isinstance(error, Unavailable) else "failed"

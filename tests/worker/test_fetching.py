@@ -1,0 +1,244 @@
+"""A prefix that only others have: fetched from whoever they are, whatever becomes of them, and never wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.errors import NoCapacity
+from halfmoon.pb import prefill_pb2
+from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.worker.cache_servicer import CacheServicer
+from tests.rpc.test_kvstore_client import served
+from tests.worker.conftest import RunningWorker
+from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, stored
+from tests.worker.store.test_store_writer import keys_of, single
+from tests.worker.test_handover import generation, listening, prefilled, reference, tokens_of, until
+
+Start = Callable[..., Awaitable[RunningWorker]]
+LOAD_ALL = PrefillModel(0.0, 0.02, 0.0)  # 0.16 s a block: slow beside any link, and yet an end is in sight
+
+
+def naming(
+    request: prefill_pb2.PrefillRequest, *workers: RunningWorker | str, num_blocks: int = 10
+) -> prefill_pb2.PrefillRequest:
+    """The request, with these workers (or addresses of stores) as its sources."""
+    for one in workers:
+        source = request.sources.add(num_blocks=num_blocks)
+        source.address = one if isinstance(one, str) else one.peer.address
+        source.kind = prefill_pb2.KVSource.STORE if isinstance(one, str) else prefill_pb2.KVSource.WORKER
+    return request
+
+
+async def warm(
+    start_worker: Start, tiny: Checkpoint, num_tokens: int = len(PROMPT), **options: object
+) -> RunningWorker:
+    """A worker that has the prompt in its prefix cache. Readers may hold 32 of its blocks."""
+    worker = await start_worker("prefill", num_blocks=256, **options)
+    await prefilled(worker, single(tiny, PROMPT[:num_tokens], "before"))
+    return worker
+
+
+def sources(worker: RunningWorker, kind: str, outcome: str) -> float:
+    return counted(worker, "fetch_sources", kind=kind, outcome=outcome)
+
+
+async def test_a_prefix_is_fetched_from_another_worker_and_then_kept(start_worker: Start, tiny: Checkpoint) -> None:
+    holder, decode = await warm(start_worker, tiny), await start_worker("decode")
+    worker = await start_worker("prefill")  # it has no store
+    believe(worker, SLOW)
+    async with listening(decode) as steps:
+        request = prefill_pb2.PrefillRequest(generation=generation(tiny, PROMPT, 12))
+        request.decode_address = decode.peer.address
+        first, _ = await prefilled(worker, naming(request, holder))
+        tokens = [first.first_token.token.token_id, *await tokens_of(steps)]
+    assert tokens == reference(tiny, PROMPT, 12)
+    assert (first.first_token.num_cached_tokens, first.first_token.num_loaded_tokens) == (80, 80)
+    assert counted(worker, "restored_tokens", source="worker") == 80
+    assert sources(worker, "worker", "here") == 1
+    assert worker.state.cached_blocks.depth(keys_of(worker, PROMPT)) == 10, "what it fetched it reports"
+    (again,) = await prefilled(worker, single(tiny, PROMPT, "again"))
+    assert (again.first_token.num_cached_tokens, again.first_token.num_loaded_tokens) == (80, 0)
+    await until(lambda: worker.num_used_blocks + holder.num_used_blocks == 0)
+    (speed,) = worker.restorer.holders.speeds()
+    assert (speed.address, speed.is_inbound, speed.waiting_bytes) == (holder.peer.address, True, 0)
+
+
+async def test_several_sources_share_the_load(start_worker: Start, tiny: Checkpoint) -> None:
+    async with served() as (_, address):
+        await stored(start_worker, tiny, address)
+        holders = [await warm(start_worker, tiny) for _ in range(2)]
+        worker = await start_worker("prefill", store=address, link_mbps=0.1)  # 20 ms a block from each
+        believe(worker, SLOW)
+        (first,) = await prefilled(worker, naming(single(tiny, PROMPT), *holders))
+        assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+        assert first.first_token.num_loaded_tokens == 80
+        from_store, from_workers = (counted(worker, "store_loaded_bytes", tier=tier) for tier in ("dram", "worker"))
+        assert from_store > 0
+        assert from_workers > 0
+        assert from_store + from_workers == 10 * worker.engine.layout.block_bytes, "no block is brought twice"
+
+
+async def test_a_source_that_has_more_than_the_store_brings_the_rest(start_worker: Start, tiny: Checkpoint) -> None:
+    async with served() as (_, address):
+        before = await start_worker("prefill", store=address)
+        await prefilled(before, single(tiny, PROMPT[:30], "before"))
+        await before.state.chains.settled()
+        holder, worker = await warm(start_worker, tiny), await start_worker("prefill", store=address)
+        believe(worker, SLOW)
+        (first,) = await prefilled(worker, naming(single(tiny, PROMPT), holder))
+        assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+        assert first.first_token.num_loaded_tokens == 80
+        assert counted(worker, "store_loaded_bytes", tier="worker") >= 7 * worker.engine.layout.block_bytes
+
+
+async def test_a_source_that_is_away_or_unknown_costs_no_token(start_worker: Start, tiny: Checkpoint) -> None:
+    holder = await warm(start_worker, tiny)
+    worker = await start_worker("prefill")
+    believe(worker, SLOW)
+    request = naming(single(tiny, PROMPT), "127.0.0.1:1", holder)  # no gateway has named this store
+    request.sources.add(address="127.0.0.1:1", kind=prefill_pb2.KVSource.WORKER, num_blocks=10)
+    (first,) = await prefilled(worker, request)
+    assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    assert first.first_token.num_loaded_tokens == 80
+    assert sources(worker, "store", "away") == 1
+
+
+async def test_a_stale_directory_is_a_miss_and_counted(start_worker: Start, tiny: Checkpoint) -> None:
+    short, empty = await warm(start_worker, tiny, 43), await start_worker("prefill")
+    worker = await start_worker("prefill")
+    believe(worker, SLOW)
+    (first,) = await prefilled(worker, naming(single(tiny, PROMPT), short, empty))
+    assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    assert first.first_token.num_loaded_tokens == 40
+    assert sources(worker, "worker", "stale") == 2
+
+
+async def test_a_source_that_hangs_is_replaced_by_another(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, good = await warm(start_worker, tiny), await warm(start_worker, tiny)
+    worker = await start_worker("prefill")
+    believe(worker, SLOW)
+
+    async def never(block: int) -> memoryview:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(hanging.async_engine, "read_block", never)
+    (first,) = await prefilled(worker, naming(single(tiny, PROMPT), hanging, good))
+    assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    assert first.first_token.num_loaded_tokens == 80
+    assert sources(worker, "worker", "slow") == 1
+    await until(lambda: hanging.num_used_blocks == 0)
+
+
+@pytest.mark.parametrize("lost", [0, 4, 9])
+async def test_a_holder_that_evicts_what_it_promised_is_replaced(
+    start_worker: Start, tiny: Checkpoint, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fickle, good = await warm(start_worker, tiny), await warm(start_worker, tiny)
+    worker = await start_worker("prefill")
+    believe(worker, SLOW)
+    key, held = keys_of(worker, PROMPT)[lost], fickle.engine.hold_cached
+
+    def hold_cached(keys: list[bytes]) -> list[int]:
+        return held(keys[: keys.index(key)] if key in keys else keys)
+
+    monkeypatch.setattr(fickle.engine, "hold_cached", hold_cached)
+    (first,) = await prefilled(worker, naming(single(tiny, PROMPT), fickle, good))
+    assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    assert first.first_token.num_loaded_tokens == 80
+
+
+async def test_a_holder_that_dies_in_the_middle_leaves_the_rest_to_others(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = await warm(start_worker, tiny)
+    worker = await start_worker("prefill", link_mbps=0.1)
+    believe(worker, LOAD_ALL)
+    real, num_reads = CacheServicer._frames, 0
+
+    async def breaking(self: CacheServicer, *arguments: object) -> object:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads > 2:
+            raise NoCapacity("busy")
+        async for frame in real(self, *arguments):  # type: ignore[arg-type]
+            yield frame
+
+    monkeypatch.setattr(CacheServicer, "_frames", breaking)
+    (first,) = await prefilled(worker, naming(single(tiny, PROMPT), dying))
+    assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    assert 0 < first.first_token.num_loaded_tokens < 80
+    assert sources(worker, "worker", "busy") == 1
+    await until(lambda: worker.num_used_blocks == 0)
+
+
+async def test_another_tenants_prefix_is_never_served(start_worker: Start, tiny: Checkpoint) -> None:
+    holder = await start_worker("prefill", num_blocks=256)
+    await prefilled(holder, single(tiny, PROMPT, "before", tenant_salt=b"one"))
+    worker = await start_worker("prefill")
+    believe(worker, SLOW)
+    loaded = []
+    for salt in (b"", b"two", b"one"):
+        (event,) = await prefilled(worker, naming(single(tiny, PROMPT, str(salt), tenant_salt=salt), holder))
+        loaded.append(event.first_token.num_loaded_tokens)
+    assert loaded == [0, 0, 80]
+
+
+async def test_two_requests_for_one_prefix_move_it_once(start_worker: Start, tiny: Checkpoint) -> None:
+    holder = await warm(start_worker, tiny)
+    worker = await start_worker("prefill", num_blocks=128, link_mbps=0.1)
+    believe(worker, SLOW)
+    prompts = [[*PROMPT[:80], *range(5, 10 + n)] for n in range(3)]
+    requests = [naming(single(tiny, prompt, f"r{n}"), holder) for n, prompt in enumerate(prompts)]
+    results = await asyncio.gather(*(prefilled(worker, request) for request in requests))
+    for prompt, (event,) in zip(prompts, results, strict=True):
+        assert [event.first_token.token.token_id] == reference(tiny, prompt, 1)
+        assert event.first_token.num_cached_tokens == 80
+    assert counted(worker, "store_loaded_bytes", tier="worker") == 10 * worker.engine.layout.block_bytes
+    assert counted(worker, "restore_decisions", method="shared") == 2
+
+
+async def test_many_workers_fetch_from_one(start_worker: Start, tiny: Checkpoint) -> None:
+    """A storm on one holder: whatever it refuses is computed."""
+    holder = await start_worker("prefill", num_blocks=32)  # readers may hold four blocks
+    await prefilled(holder, single(tiny, PROMPT, "before"))
+    workers = [await start_worker("prefill") for _ in range(6)]
+    for worker in workers:
+        believe(worker, LOAD_ALL)
+    calls = [prefilled(worker, naming(single(tiny, PROMPT), holder)) for worker in workers]
+    own = prefilled(holder, single(tiny, PROMPT[:50], "own"))
+    (own_event,), *results = await asyncio.gather(own, *calls)
+    assert [own_event.first_token.token.token_id] == reference(tiny, PROMPT[:50], 1)
+    for (event,) in results:
+        assert [event.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    await until(lambda: sum(worker.num_used_blocks for worker in (holder, *workers)) == 0)
+
+
+async def test_links_to_workers_that_are_not_used_are_closed(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    real = KVStoreClient.close
+
+    async def close(self: KVStoreClient) -> None:
+        closed.append(self._peer.address)
+        await real(self)
+
+    monkeypatch.setattr(KVStoreClient, "close", close)
+    monkeypatch.setattr("halfmoon.worker.store.holder._MAX_HOLDERS", 1)
+    first, second, worker = (
+        await warm(start_worker, tiny),
+        await warm(start_worker, tiny),
+        await start_worker("prefill"),
+    )
+    believe(worker, SLOW)
+    for number, holder in enumerate((first, second)):
+        await prefilled(worker, naming(single(tiny, PROMPT[: 40 + 16 * number], str(number)), holder))
+    assert closed == [first.peer.address]
