@@ -1,6 +1,7 @@
 """Cost of placing one request among hundreds of workers, and size of the block index.
 
     python -m benchmarks.placement [--pairs 10000000] [--workers 256] [--prompt-tokens 131072]
+        [--conditional auto]
 
 256 prefill and 256 decode workers hold ten million blocks. Some of these are the prompt's prefix, to a different depth
 on each worker (the worst case of the match: the set of holders shrinks a hundred times along the prompt). Each
@@ -23,9 +24,10 @@ from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.forecast.handover import HandoverPrediction, predict_handover
 from halfmoon.policy.forecast.ttft import predict_ttft
 from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.placement.conditional import ConditionalMode
 from halfmoon.policy.placement.place import PlacementRules, place
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.policy.values import DecodeLoad, DecodeLoads, Placement, PlacementRequest, TtftPrediction
+from halfmoon.policy.values import DecodeLoad, DecodeLoads, Neighbours, Placement, PlacementRequest, TtftPrediction
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.key_table import Keys
@@ -59,6 +61,8 @@ def make_view(num_workers: int) -> ClusterView:
             free_blocks=20_000,
             num_running=NUM_DECODING,
             context_in_use_tokens=NUM_DECODING * 4_000,
+            step_tokens=2048,
+            chunk_tokens=512,
             prefill_model=PrefillModel(0.01, 5e-5, 1e-9),
             step_model=StepModel(0.008, 1e-4, 1e-8),
             holder=number + num_workers * (role == "decode"),
@@ -114,6 +118,12 @@ class _Forecast:
     def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
         return self.decodes.load(row, at_s, now_s)
 
+    def neighbours(self, view: ClusterView, row: int, until_s: float, now_s: float) -> Neighbours:
+        return self.decodes.neighbours(row, until_s, now_s)
+
+    def handover_s(self, num_output: float) -> float:
+        return 0.01
+
     def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:
         return predict_handover(view, request, prefill, np.zeros(view.num_rows))
 
@@ -121,9 +131,11 @@ class _Forecast:
         return placement
 
 
-def time_placements(view: ClusterView, index: BlockIndex, prompt: Keys, mode: PlacementMode) -> list[float]:
+def time_placements(
+    view: ClusterView, index: BlockIndex, prompt: Keys, mode: PlacementMode, conditional: ConditionalMode
+) -> list[float]:
     """Seconds of each placement, including noting its load."""
-    rng, rules = random.Random(0), PlacementRules(mode)
+    rng, rules = random.Random(0), PlacementRules(mode, conditional=conditional)
     forecast = _Forecast(rules.fetching_threshold)
     decodes = [view.row(worker.worker_id) for worker in view.workers if worker.role == "decode"]
     for row in decodes:
@@ -148,6 +160,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10_000_000)
     parser.add_argument("--workers", type=int, default=256, help="workers of each phase")
     parser.add_argument("--prompt-tokens", type=int, default=128 * 1024)
+    parser.add_argument("--conditional", choices=get_args(ConditionalMode), default="auto")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     prompt: Keys = rng.integers(1, 2**64, size=args.prompt_tokens // BLOCK_TOKENS, dtype=np.uint64)
@@ -157,7 +170,7 @@ def main() -> None:
         print(f"\nblocks on {copies} worker(s) each: {figures}")
         print(f"{'mode':18} {'median us':>10} {'p99 us':>10}")
         for mode in get_args(PlacementMode):
-            times = sorted(time_placements(make_view(args.workers), index, prompt, mode))
+            times = sorted(time_placements(make_view(args.workers), index, prompt, mode, args.conditional))
             print(f"{mode:18} {statistics.median(times) * 1e6:10.0f} {times[int(0.99 * len(times))] * 1e6:10.0f}")
 
 

@@ -63,6 +63,7 @@ PANELS: Mapping[str, Sequence[Flag]] = {
         Flag("--slo", "gateway.slo"),
         Flag("--placement", "gateway.placement"),
         Flag("--balancing-threshold", "gateway.balancing_threshold"),
+        Flag("--conditional-disaggregation", "gateway.conditional_disaggregation"),
         Flag("--admission", "gateway.admission"),
         Flag("--drain-s", "gateway.drain_s"),
     ),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,23 @@ class TtftPrediction(NamedTuple):
     may_fetch: bool = False  # fetching from another worker (a store does not count) may be faster for some row
 
 
+class Neighbours(NamedTuple):
+    """The requests that decode on one worker while it would compute a prompt."""
+
+    load: DecodeLoad
+    tbt_target_s: float  # the least that their classes allow; inf without targets
+    mean_life_s: float  # from first to last token of each
+    prompts_s: float  # work of other prompts there, and of those that usually come in `mean_life_s`
+
+
+NO_NEIGHBOURS = Neighbours(DecodeLoad(0, 0.0), math.inf, 0.0, 0.0)
+
+Disaggregation = Literal[
+    "kept_cached", "kept_short", "kept_idle", "not_faster", "not_short", "neighbours", "no_room", "unknown", "off"
+]
+"""Why a decode worker computes a prompt itself, or gets its KV: see `placement/conditional.py`."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
     """A prompt to place, which may grow by `max_tokens`. No worker in `exclude` may take any part of it."""
@@ -105,6 +123,7 @@ class Placement:
     held_tokens: int = 0  # leading ones whose KV the decode worker has
     behind_s: float = 0.0  # prefill work still queued on the prefill worker when the first token is there
     ranked_by: TtftPrediction | None = field(default=None, compare=False, repr=False)  # of all workers
+    disaggregation: Disaggregation | None = None  # None on a worker of role `both`, where there is nothing to choose
 
     @property
     def decode_address(self) -> str:

@@ -152,11 +152,12 @@ class _Run:
         prefill, decode = self._by_name[placement.prefill.worker_id], self._by_name[placement.decode.worker_id]
         job.prefill, job.decode = prefill.number, decode.number
         job.at = job.prefill
-        if self._spec.network.handover == "push" and not placement.is_colocated and job.num_left > 1:
-            reserved = decode.reserve(job, self._events.now_s)
+        if self._needs_room(job, placement):
+            keeps = placement.is_colocated
+            has_room = decode.may_keep(job, self._events.now_s) if keeps else decode.reserve(job, self._events.now_s)
             self._steps.schedule(decode)
             self._reports.note(decode)
-            if not reserved:
+            if not has_room:
                 job.num_refusals += 1
                 self._forget(job)
                 return False
@@ -165,6 +166,12 @@ class _Run:
         prefill.prompts.add(job)
         self._steps.wake(prefill)
         return True
+
+    def _needs_room(self, job: Job, placement: Placement) -> bool:
+        """Whether the decode worker refuses a job for which it has no room now."""
+        if placement.is_colocated:
+            return placement.decode.role == "decode"
+        return self._spec.network.handover == "push" and job.num_left > 1
 
     def _forget(self, job: Job) -> None:
         self._router.forget(job, self._events.now_s)

@@ -10,6 +10,7 @@ from contextlib import aclosing
 import grpc
 
 from halfmoon.background import cancelled, first_result, running
+from halfmoon.errors import NoCapacity
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
@@ -66,7 +67,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         """See prefill.proto."""
-        self._state.check_can_serve(request.generation, types_pb2.PREFILL)
+        keeping = () if request.decode_address else (types_pb2.DECODE,)
+        self._state.check_can_serve(request.generation, types_pb2.PREFILL, *keeping)
         sources = holders_from(request.sources)
         if not request.decode_address:
             events = self._keep(request.generation, sources)
@@ -162,8 +164,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def _keep(
         self, generation: types_pb2.Generation, sources: Sequence[NamedHolder]
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """Keeps the request here (role `both`); further tokens go to the gateway's token stream."""
+        """Keeps the request here (a worker that decodes); further tokens go to the gateway's token stream."""
         self._state.router.check_listening(generation.gateway_id)
+        if self._state.identity.role == types_pb2.DECODE:
+            self._check_room(generation)
         async with PrefillRequestScope(
             self._engine, self._state, generation, prefill_only=False, restorer=self._restorer, sources=sources
         ) as scope:
@@ -173,6 +177,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             self._state.router.trace_decoding(generation.request_id, current_span())
         if first.output.finish_reason is None:
             yield prefill_pb2.PrefillEvent(handed_over=prefill_pb2.HandedOver())
+
+    def _check_room(self, generation: types_pb2.Generation) -> None:
+        """Raises NoCapacity if a prompt might wait here: hand-overs would be refused as long as it does."""
+        stats = self._engine.stats_now()
+        num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
+        num_tokens += stats.num_waiting_tokens if stats.num_waiting else 0
+        num_requests = stats.num_running + stats.num_waiting + stats.num_reserved
+        num_blocks = -(-(num_tokens + 1) // self._state.layout.block_tokens)
+        if 0 < self._state.identity.max_running <= num_requests or num_blocks > stats.num_free_blocks:
+            raise NoCapacity("this decode worker has no room for another prompt now")
 
 
 async def _keep_lease(transfer: TransferSender) -> None:

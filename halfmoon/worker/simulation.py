@@ -121,7 +121,7 @@ class Simulation:
         identity = gateway_pb2.WorkerIdentity()
         peers = DecodePeers(is_open=self._cluster.credential is None)
         state = WorkerState(identity, model.layout, metrics, decode_peers=peers)
-        root = None if worker.role == "decode" else partial(root_key, model.fingerprint, model.layout)
+        root = partial(root_key, model.fingerprint, model.layout)
         engine = SimulatedEngine(model.profile, model.layout, root, model.answers, state.on_step)
         with closing(DecodeServicer(engine, state, metrics, self._cluster.lease_s)) as decode:
             prefill = PrefillServicer(engine, state, metrics, self._channels)

@@ -59,11 +59,14 @@ class WorkerState:
         self._context_tokens = 0  # of the last step
         self._steps: deque[tuple[float, StepResult]] = deque(maxlen=_MAX_TIMINGS)  # (ended_s, result)
 
-    def check_can_serve(self, generation: types_pb2.Generation, role: types_pb2.Role.ValueType) -> None:
-        """Raises Unavailable, InvalidRequest, Incompatible or Cancelled unless this work can be accepted."""
+    def check_can_serve(self, generation: types_pb2.Generation, *roles: types_pb2.Role.ValueType) -> None:
+        """Raises Unavailable, InvalidRequest, Incompatible or Cancelled unless this work can be accepted.
+
+        `roles`: those that do such work, apart from `both`.
+        """
         if self.draining:
             raise Unavailable("this worker is draining")
-        if self.identity.role not in (role, types_pb2.BOTH):
+        if self.identity.role not in (*roles, types_pb2.BOTH):
             raise Unavailable(f"this worker's role is {types_pb2.Role.Name(self.identity.role).lower()}")
         if not generation.request_id:
             raise InvalidRequest("a generation needs a request id", param="request_id")

@@ -174,7 +174,7 @@ async def running_gateway(
 
 
 def _routing(settings: GatewaySettings, cluster: Cluster, credential: Credential | None) -> RoutingContext:
-    rules = PlacementRules(settings.placement, settings.balancing_threshold)
+    rules = PlacementRules(settings.placement, settings.balancing_threshold, settings.conditional_disaggregation)
     admission = AdmissionController(settings.admission, rules, random.Random(), is_alone=settings.num_gateways == 1)
     copies = StoreCopies(cluster.membership, rules.fetching_threshold, credential)
     return RoutingContext(admission, cluster.membership, cluster.clock, RecentTelemetry(), copies)

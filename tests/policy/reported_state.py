@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -9,7 +10,15 @@ import numpy as np
 from halfmoon.policy.forecast.handover import HandoverPrediction, predict_handover
 from halfmoon.policy.forecast.ttft import predict_ttft
 from halfmoon.policy.placement.place import PlacementRules
-from halfmoon.policy.values import DecodeLoad, DecodeLoads, Placement, PlacementRequest, TtftPrediction
+from halfmoon.policy.values import (
+    NO_NEIGHBOURS,
+    DecodeLoad,
+    DecodeLoads,
+    Neighbours,
+    Placement,
+    PlacementRequest,
+    TtftPrediction,
+)
 from halfmoon.policy.view.cluster_view import ClusterView
 
 
@@ -25,6 +34,7 @@ class ReportedState:
         self._view = view
         self._threshold = rules.fetching_threshold
         self._loads_at = loads_at
+        self.handover_gap_s = 0.0
 
     def ttft(self, view: ClusterView, request: PlacementRequest, now_s: float) -> TtftPrediction:
         return predict_ttft(view, request, self._threshold, now_s)
@@ -44,6 +54,13 @@ class ReportedState:
 
     def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:
         return predict_handover(view, request, prefill, np.zeros(view.num_rows))
+
+    def neighbours(self, view: ClusterView, row: int, until_s: float, now_s: float) -> Neighbours:
+        load = self.decode_load(row, until_s, now_s)
+        return Neighbours(load, math.inf, 10.0, 0.0) if load.batch else NO_NEIGHBOURS
+
+    def handover_s(self, num_output: float) -> float:
+        return self.handover_gap_s
 
     def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
         return placement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -188,7 +189,9 @@ class AdmissionController:
         targets = self._feedback.targets(qos, now_s)
         if "lower_kv_precision" in qos.degradation:
             prompt = prompt._replace(fetch_factor=PRECISION_FACTOR)
-        latency, row = latency_lower_bound(self._forecast, view, prompt, priority, targets, self.mode, now_s)
+        latency, row = latency_lower_bound(
+            self._forecast, view, prompt, priority, targets, self.mode, now_s, may_keep=self._rules.may_keep
+        )
         if not has_gaps or ("cap_max_tokens" in qos.degradation and qos.capped_tokens == 1):
             latency = latency._replace(tbt_s=None)
         if qos.early_rejection == "overload":  # the prompt's own work is unknown here
@@ -262,7 +265,8 @@ class AdmissionController:
         num_tokens = num_prompt_tokens + round(admitted.num_output)
         self._reservations.take(admitted.qos.name, num_tokens)
         tbt_s = max(admitted.mean_tbt_s, admitted.placement.tbt_s)
-        work = RunningRequest(num_prompt_tokens, admitted.num_output, tbt_s, admitted.priority)
+        target_s = math.inf if admitted.qos.tbt_s is None else admitted.qos.tbt_s
+        work = RunningRequest(num_prompt_tokens, admitted.num_output, tbt_s, admitted.priority, target_s)
         unloaded = self._forecast.unloaded_latency(admitted.placement, num_prompt_tokens, admitted.num_output)
         self._inside[request_id] = _Inside(admitted.qos, work, num_tokens, unloaded, now_s)
         return work

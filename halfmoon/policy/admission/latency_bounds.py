@@ -15,6 +15,7 @@ from halfmoon.policy.forecast.request_forecast import RequestForecast
 from halfmoon.policy.forecast.ttft import prefill_seconds
 from halfmoon.policy.placement.ranking import predict_tbt
 from halfmoon.policy.values import NOTHING_CACHED, AdmissionTargets, DecodeLoads, PlacementRequest, TtftPrediction
+from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
 _ROUNDING_S = 1e-9  # two sums of the same terms may differ by as much
@@ -48,18 +49,24 @@ def latency_lower_bound(
     targets: AdmissionTargets,
     mode: AdmissionMode,
     now_s: float,
+    *,
+    may_keep: bool = False,
 ) -> tuple[PredictedLatency, int]:
     """The least TTFT and TBT, and the row of the least loaded decode worker.
 
     Chance or a cached prefix may take a prompt to any worker, so the TTFT is the least over all workers. The answer
     may begin at any moment that leaves the TTFT within its target, so the TBT is the least over all such moments.
+    `may_keep`: decode workers may compute prompts (`placement/conditional.py`).
     """
     num_rows = view.num_rows
     request = PlacementRequest(
         prompt.num_tokens, 1, fetch_factor=prompt.fetch_factor, priority=priority, cached_blocks=prompt.cached_blocks
     )
     ttft = forecast.ttft(view, request, now_s)
-    ttft_s, unloaded_s = _ttft_lower_bound(forecast, view, request, ttft, targets.ttft_s, now_s)
+    computing = view.can_prefill[:num_rows] | view.can_do_both[:num_rows]
+    if may_keep:
+        computing |= view.capabilities.may_keep
+    ttft_s, unloaded_s = _ttft_lower_bound(forecast, view, request, ttft, computing, targets.ttft_s, now_s)
     if mode == "load":
         loads = forecast.mean_load(view, now_s)
     elif targets.ttft_s is None:
@@ -78,6 +85,7 @@ def _ttft_lower_bound(
     view: ClusterView,
     request: PlacementRequest,
     ttft: TtftPrediction,
+    computing: Bools,
     target_s: float | None,
     now_s: float,
 ) -> tuple[float, float]:
@@ -86,9 +94,8 @@ def _ttft_lower_bound(
     If some worker may meet the target, no request is refused for its TTFT: the search ends there, and the bound is
     only the time on an idle worker. It also ends where no further worker can be faster.
     """
-    num_rows = view.num_rows
     cached_tokens = request.cached_blocks.max() * view.column("block_tokens")  # if all cached blocks were fetched
-    rows = np.flatnonzero(view.can_prefill[:num_rows] | view.can_do_both[:num_rows])
+    rows = np.flatnonzero(computing)
     overhead_s = forecast.overhead_s
     least_s, unloaded_s = math.inf, overhead_s + float((ttft.seconds - ttft.queue_s)[rows].min())
     if target_s is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from halfmoon.policy.forecast.colocated_decodes import DecodeIntervals
 from halfmoon.policy.forecast.colocated_workers import Spans
 from halfmoon.policy.models.latency import Floats
-from halfmoon.policy.values import DecodeLoad, DecodeLoads
+from halfmoon.policy.values import NO_NEIGHBOURS, DecodeLoad, DecodeLoads, Neighbours
 
 _PAST_S, _MAX_JOINS = 60.0, 256  # window of remembered joins
 _LEAST_PAST_S = 10.0  # of history before arrivals are predicted from it
@@ -93,6 +94,7 @@ class DecodeForecast:
         self._prompts: Floats = np.zeros(64)  # tokens
         self._outputs: Floats = np.zeros(64)  # tokens, predicted
         self._mean_contexts: Floats = np.zeros(64)  # tokens, mean over its life
+        self._tbt_targets_s: Floats = np.full(64, np.inf)
         self._free.extend(range(63, -1, -1))
         self._num_used = 0  # slots from here on were never used
         self._seen: tuple[float, Floats] | None = None  # time and result of the latest `_ends_s`
@@ -103,7 +105,14 @@ class DecodeForecast:
         return len(self._slots)
 
     def join(
-        self, request_id: str, row: int, joins_s: float, leaves_s: float, num_prompt: int, num_output: float
+        self,
+        request_id: str,
+        row: int,
+        joins_s: float,
+        leaves_s: float,
+        num_prompt: int,
+        num_output: float,
+        tbt_target_s: float = math.inf,
     ) -> None:
         """Adds a request on `row` that decodes from `joins_s` to `leaves_s` and generates `num_output` tokens."""
         self._seen = None
@@ -116,6 +125,7 @@ class DecodeForecast:
         self._joins_s[slot], self._leaves_s[slot] = joins_s, max(leaves_s, joins_s)
         self._prompts[slot], self._outputs[slot] = num_prompt, num_output
         self._mean_contexts[slot] = num_prompt + 0.5 * num_output
+        self._tbt_targets_s[slot] = tbt_target_s
 
     def begin(self, request_id: str, now_s: float) -> None:
         """Starts the decode of a request now; it takes as long as predicted."""
@@ -167,6 +177,19 @@ class DecodeForecast:
         share = (at_s - joins_s) / np.maximum(ends_s - joins_s, 1e-9)
         context = self._prompts[there] + self._outputs[there] * np.minimum(share, 1.0)
         return DecodeLoad(int(np.count_nonzero(is_there)), float(np.add.reduce(context[is_there])))
+
+    def neighbours(self, row: int, until_s: float, now_s: float) -> Neighbours:
+        """The requests that decode on `row` at any time from now to `until_s`. Knows no prompts."""
+        there = self._slots_of(row)
+        joins_s, ends_s = self._joins_s[there], self._ends_s(now_s)[there]
+        is_there = (joins_s <= until_s) & (ends_s > now_s)
+        num, there = int(np.count_nonzero(is_there)), there[is_there]
+        if not num:
+            return NO_NEIGHBOURS
+        lives_s = ends_s[is_there] - joins_s[is_there]
+        load = DecodeLoad(num, float(np.add.reduce(self._mean_contexts[there])))
+        target_s = float(np.minimum.reduce(self._tbt_targets_s[there]))
+        return Neighbours(load, target_s, float(np.add.reduce(lives_s)) / num, 0.0)
 
     def next_ends(self, row: int | None, now_s: float, without: Collection[str] = ()) -> Floats:
         """When the requests of `row`, or of all rows, are predicted to leave, soonest first."""
@@ -248,6 +271,7 @@ class DecodeForecast:
         self._prompts = np.concatenate([self._prompts, np.zeros(num)])
         self._outputs = np.concatenate([self._outputs, np.zeros(num)])
         self._mean_contexts = np.concatenate([self._mean_contexts, np.zeros(num)])
+        self._tbt_targets_s = np.concatenate([self._tbt_targets_s, np.full(num, np.inf)])
         self._free.extend(range(2 * num - 1, num - 1, -1))
 
 

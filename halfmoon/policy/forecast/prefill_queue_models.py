@@ -109,7 +109,7 @@ class PrefillQueueModels:
         Infinite where `refine` changes no placement.
         """
         worker, queue_model = view.worker(row), self._models.get(row)
-        is_undisturbed = worker.role != "both" and worker.contention < _LEAST_CONTENTION
+        is_undisturbed = worker.role == "prefill" and worker.contention < _LEAST_CONTENTION
         if not _has_steps(worker) or (not queue_model and is_undisturbed):
             return math.inf
         queue_model = self._advanced(row, view, worker, now_s)
@@ -125,11 +125,19 @@ class PrefillQueueModels:
         if row is None:
             return step_s
         step_s = self._with_interference(view, placement, step_s, num_gaps, now_s)
-        if worker.role != "both" or not _has_steps(worker) or row not in self._models:
+        if worker.role == "prefill" or not _has_steps(worker) or row not in self._models:
             return step_s
         length_s = _COME_BEFORE * placement.ttft_s + num_gaps * step_s
         prompts_s = placement.behind_s + self._models[row].usual_work_s(_speed(worker), length_s, now_s)
         return tbt_among_prompts(step_s, worker.prefill_model.seconds(worker.chunk_tokens), prompts_s, num_gaps)
+
+    def prompts_s(self, view: ClusterView, row: int, length_s: float, now_s: float) -> float:
+        """Work of the prompts that are on a worker, and of those that usually come within `length_s`."""
+        worker, queue_model = view.worker(row), self._models.get(row)
+        if queue_model is None or not worker.chunk_tokens:
+            return 0.0
+        usual_s = queue_model.usual_work_s(_speed(worker), length_s, now_s)
+        return queue_model.num_tokens * worker.prefill_model.b + usual_s
 
     def _with_interference(
         self, view: ClusterView, placement: Placement, step_s: float, num_gaps: float, now_s: float
@@ -154,14 +162,14 @@ class PrefillQueueModels:
         return queue_model
 
     def _colocated_decodes(self, row: int, worker: WorkerView, now_s: float) -> ColocatedDecodes:
-        """The requests that decode in the steps of a worker of role `both`."""
-        if worker.role != "both":
+        """The requests that decode in the steps of a worker that decodes, too."""
+        if worker.role == "prefill":
             return ColocatedDecodes(row, NO_DECODES, worker.step_model)
         return ColocatedDecodes(row, self._decodes.present(row, now_s, self._queued(row)), worker.step_model)
 
     def _decode_s(self, row: int, worker: WorkerView, now_s: float) -> float:
         """Decode time in a step that begins now."""
-        if worker.role != "both":
+        if worker.role == "prefill":
             return 0.0
         load = self._decodes.present_load(row, now_s, self._queued(row))
         return worker.step_model.seconds(load.batch, load.context_tokens) if load.batch else 0.0
@@ -173,7 +181,7 @@ class PrefillQueueModels:
 
     def _step_tokens(self, row: int, worker: WorkerView, now_s: float) -> int:
         """Prompt tokens in a step that begins now."""
-        is_shared = worker.role == "both" and any(worker.step_model)
+        is_shared = worker.role != "prefill" and any(worker.step_model)
         is_shared = is_shared and self._decodes.is_any_present(row, now_s, self._queued(row))
         return worker.chunk_tokens if is_shared else worker.step_tokens
 

@@ -18,6 +18,7 @@ from halfmoon.policy.models.overheads import Overhead
 from halfmoon.policy.values import (
     DecodeLoad,
     DecodeLoads,
+    Neighbours,
     Placement,
     PlacementRequest,
     TtftPrediction,
@@ -36,6 +37,7 @@ class RunningRequest:
     num_output: float  # predicted
     tbt_s: float  # predicted over the whole answer: determines when it leaves
     priority: int  # smaller goes first
+    tbt_target_s: float = math.inf  # of its class
 
 
 class RequestForecast:
@@ -91,6 +93,11 @@ class RequestForecast:
         """The placement with what prompts in the same steps and colocated workers add to its TBT."""
         tbt_s = self._queue_models.tbt_s(view, placement, placement.tbt_s, _MANY_GAPS, now_s)
         return replace(placement, tbt_s=tbt_s) if tbt_s != placement.tbt_s else placement
+
+    def neighbours(self, view: ClusterView, row: int, until_s: float, now_s: float) -> Neighbours:
+        """The requests that decode on `row` before `until_s`, and the prompts that they share its steps with."""
+        found = self.decodes.neighbours(row, until_s, now_s)
+        return found._replace(prompts_s=self._queue_models.prompts_s(view, row, found.mean_life_s, now_s))
 
     # The questions of admission.
 
@@ -157,7 +164,8 @@ class RequestForecast:
         """Counts an admitted request whose turn has not come: its decode from now on, its prompt not at all."""
         leaves_s = now_s + placement.ttft_s + running.num_output * running.tbt_s
         row = _decode_row(view, placement)
-        self.decodes.join(request_id, row, now_s, leaves_s, running.num_prompt_tokens, running.num_output)
+        num_prompt, num_output = running.num_prompt_tokens, running.num_output
+        self.decodes.join(request_id, row, now_s, leaves_s, num_prompt, num_output, running.tbt_target_s)
 
     def move(
         self, request_id: str, view: ClusterView, running: RunningRequest, placement: Placement, now_s: float
@@ -176,7 +184,7 @@ class RequestForecast:
         joins_s = now_s + placement.ttft_s
         self.decodes.leave(request_id)  # reserved or placed before
         leaves_s = joins_s + num_output * running.tbt_s
-        self.decodes.join(request_id, row, joins_s, leaves_s, num_prompt, num_output)
+        self.decodes.join(request_id, row, joins_s, leaves_s, num_prompt, num_output, running.tbt_target_s)
 
     def begin_decode(self, request_id: str, now_s: float) -> None:
         """Notes the first token of a request."""

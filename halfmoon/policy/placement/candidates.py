@@ -37,6 +37,8 @@ def ranked_candidates(
     num_rows = view.num_rows
     chosen = () if placement is None else (placement.prefill.worker_id,)
     present = view.can_prefill[:num_rows] | view.can_do_both[:num_rows]
+    if placement is not None and placement.disaggregation not in (None, "off"):
+        present |= view.capabilities.may_keep
     seconds = np.where(present, ttft.seconds, np.inf)
     best = np.argsort(seconds, kind="stable")[: min(limit, int(present.sum()))]
     rows = dict.fromkeys([*best.tolist(), *view.rows_of(chosen)])

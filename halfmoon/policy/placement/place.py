@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.policy.forecast.handover import HandoverPrediction
 from halfmoon.policy.models.latency import Floats
+from halfmoon.policy.placement.conditional import ConditionalDisaggregation, ConditionalMode
+from halfmoon.policy.placement.forecast import Forecast
 from halfmoon.policy.placement.ranking import PlacementMode, Ranking
-from halfmoon.policy.values import DecodeLoad, DecodeLoads, Placement, PlacementRequest, TtftPrediction
+from halfmoon.policy.values import Placement, PlacementRequest, TtftPrediction
 from halfmoon.policy.view.capabilities import RoleMasks
 from halfmoon.policy.view.cluster_view import ClusterView
 
@@ -21,30 +21,6 @@ _RETRY_AFTER_MS = 1_000  # a worker that joins or drains takes about a second to
 
 class ContextLengthExceeded(InvalidRequest):
     """Prompt and output together exceed the model's context, or the KV memory of every worker."""
-
-
-class Forecast(Protocol):
-    """Predictions that a placement asks for, seen from `now_s`."""
-
-    def ttft(self, view: ClusterView, request: PlacementRequest, now_s: float) -> TtftPrediction:
-        """Estimates the TTFT on every worker."""
-
-    def refine_prefill(
-        self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
-    ) -> Placement:
-        """The placement with the times of its prefill predicted more closely than `ttft` does."""
-
-    def decode_loads(self, view: ClusterView, at_s: float, now_s: float) -> DecodeLoads:
-        """The decode load of every worker at `at_s`."""
-
-    def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
-        """The decode load of one worker at `at_s`."""
-
-    def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:
-        """The hand-over of the prompt from the placement's prefill worker to every worker."""
-
-    def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
-        """The placement with what prompts and colocated workers add to its TBT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +37,22 @@ class PlacementRules:
 
     mode: PlacementMode = "kvcache-centric"
     balancing_threshold: float = 2.0  # best prefix / local prefix above which the best is fetched
+    conditional: ConditionalMode = "off"  # whether decode workers compute prompts; only in modes that predict TTFT
 
     @property
     def fetching_threshold(self) -> float | None:
         """The balancing threshold; None in modes that fetch nothing."""
         return self.balancing_threshold if self.mode == "kvcache-centric" else None
+
+    @property
+    def conditional_mode(self) -> ConditionalMode:
+        """`conditional`; off in modes that predict nothing."""
+        return self.conditional if self.mode in ("kvcache-centric", "cache-aware") else "off"
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether decode workers may compute prompts."""
+        return self.conditional_mode != "off"
 
 
 def place(
@@ -85,6 +72,7 @@ def place(
     """
     rows = _eligible(view, request)
     ranking = Ranking(view, rules.mode, request)
+    conditional = ConditionalDisaggregation(view, request, rules.conditional_mode, forecast, now_s)
 
     # 1. Estimate the TTFT on every worker, and rank by it.
     ttft = estimates or forecast.ttft(view, request, now_s)
@@ -96,18 +84,21 @@ def place(
         prefill = ranking.best_prefill(ttft, rows.prefill, rng)
 
     # 2. Refine the best. Estimates ignore colocated workers; if these cost more than another host would, go there.
-    chosen = forecast.refine_prefill(view, request, _on_prefill_worker(view, prefill, ttft), now_s)
+    def refined(row: int) -> Placement:
+        return forecast.refine_prefill(view, request, _on_prefill_worker(view, row, ttft), now_s)
+
+    chosen = refined(prefill)
     if chosen.prefill.contention > 0:
         elsewhere = ranking.best_elsewhere(ttft, rows.prefill, prefill, rng)
         if elsewhere is not None and ttft.seconds[elsewhere] < chosen.ttft_s - chosen.overhead_s:
-            other = forecast.refine_prefill(view, request, _on_prefill_worker(view, elsewhere, ttft), now_s)
+            other = refined(elsewhere)
             prefill, chosen = (elsewhere, other) if other.ttft_s < chosen.ttft_s else (prefill, chosen)
 
-    # 3. Choose the decode worker by the load at the moment when this prefill ends.
-    begins_s = now_s + chosen.ttft_s
+    # 3. Choose the decode worker by the load at the moment when this prefill ends. One of them may do all of it.
     if rows.both[prefill]:
-        decode, load = prefill, forecast.decode_load(prefill, begins_s, now_s)
+        decode, load = prefill, forecast.decode_load(prefill, now_s + chosen.ttft_s, now_s)
     else:
+        begins_s = now_s + chosen.ttft_s
         loads, handover = forecast.decode_loads(view, begins_s, now_s), forecast.handover(view, request, chosen)
         decode = ranking.best_decode(loads, handover, rows.decode, rng)
         load = loads.of(decode)
@@ -117,6 +108,10 @@ def place(
             handover_bytes=float(handover.num_bytes[decode]),
             held_tokens=int(handover.held_tokens[decode]),
         )
+        choice = conditional.choose(rows.decode, ttft, loads, chosen, refined, rng)
+        chosen = replace(choice.kept or chosen, disaggregation=choice.reason)
+        if choice.row is not None:
+            decode, load = choice.row, forecast.decode_load(choice.row, now_s + chosen.ttft_s, now_s)
     worker = view.worker(decode)
     tbt_s = worker.step_model.seconds(load.batch + 1, load.context_tokens + request.num_prompt_tokens)
     return forecast.refine_decode(view, replace(chosen, decode=worker, tbt_s=tbt_s), now_s)

@@ -45,6 +45,7 @@ class Capabilities(NamedTuple):
     is_complete: bool  # requests can be placed
     least_capacity_tokens: float  # of the present workers; inf if there is none
     most_capacity_tokens: float  # of all members so far; 0 if there was none
+    may_keep: Bools  # decode workers that can compute prompts themselves, at a known speed
     knows_prefills: bool  # the prefill model of some worker
     knows_steps: bool  # the step model of some worker
     is_one_speed: bool  # workers of role `both` have equal prefill models
@@ -53,7 +54,11 @@ class Capabilities(NamedTuple):
 
 
 def capabilities_of(
-    present: RoleMasks, capacity_tokens: Floats, prefill_coefficients: Floats, step_coefficients: Floats
+    present: RoleMasks,
+    capacity_tokens: Floats,
+    chunk_tokens: Floats,
+    prefill_coefficients: Floats,
+    step_coefficients: Floats,
 ) -> Capabilities:
     """Derives the capabilities from columns [num_rows] and coefficients [num_rows, 3]."""
     is_present = present.prefill | present.decode | present.both
@@ -63,6 +68,7 @@ def capabilities_of(
         present.is_any,
         float(capacity_tokens[is_present].min(initial=math.inf)),
         float(capacity_tokens.max(initial=0.0)),
+        present.decode & (chunk_tokens > 0) & prefill_coefficients.any(axis=1),
         bool(prefill_coefficients.any()),
         bool(step_coefficients.any()),
         _are_equal(prefill_coefficients[present.both]),

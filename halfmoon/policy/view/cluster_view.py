@@ -28,6 +28,8 @@ COLUMNS = {
             "others_prefill_s",
             "fetch_s_per_token",
             "total_tokens",
+            "chunk_tokens",
+            "max_running",
         )
     )
 }
@@ -72,7 +74,8 @@ class ClusterView:
             rows = slice(self.num_rows)
             present = RoleMasks(self.can_prefill[rows], self.can_decode[rows], self.can_do_both[rows])
             models = self.prefill_coefficients[rows], self.step_coefficients[rows]
-            self._capabilities = capabilities_of(present, self.column("capacity_tokens"), *models)
+            columns = self.column("capacity_tokens"), self.column("chunk_tokens")
+            self._capabilities = capabilities_of(present, *columns, *models)
         return self._capabilities
 
     @property
@@ -149,6 +152,8 @@ class ClusterView:
             worker.others_prefill_s,
             worker.fetch_s_per_token,
             worker.total_blocks * worker.block_tokens,
+            worker.chunk_tokens,
+            worker.max_running,
         )
         self.prefill_coefficients[row] = worker.prefill_model
         self.step_coefficients[row] = worker.step_model

@@ -37,6 +37,7 @@ class WorkerView:
     others_prefill_s: float = math.inf  # part of that work certainly from other gateways; inf if unreported
     step_tokens: int = 0  # prompt tokens per step; 0 if unknown
     chunk_tokens: int = 0  # prompt tokens per step that also decodes; 0 if unknown
+    max_running: float = math.inf  # most sequences in its batch; inf if unknown
     prefill_model: PrefillModel = UNKNOWN_PREFILL
     step_model: StepModel = UNKNOWN_STEP
     holder: int = -1  # its number in the block index; -1 if its blocks are unknown

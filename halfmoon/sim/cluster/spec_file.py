@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.refusal import AdmissionMode
+from halfmoon.policy.placement.conditional import ConditionalMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import (
@@ -79,8 +80,9 @@ class _Cluster(_Strict):
     block_tokens: int = 64
     report_s: float = 1.0
     failures: tuple[dict[str, float | None], ...] = ()
+    conditional_disaggregation: ConditionalMode = "off"
 
-    @field_validator("admission", mode="before")
+    @field_validator("admission", "conditional_disaggregation", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads off as False
@@ -133,6 +135,7 @@ def read_cluster(
         _validated(path, Contention, contention, "contention"),
         request_s or 0.0,
         answer_s or 0.0,
+        read.conditional_disaggregation,
     )
 
 

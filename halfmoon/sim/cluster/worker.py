@@ -104,6 +104,16 @@ class SimWorker:
         self.num_reserved += 1
         return True
 
+    def may_keep(self, job: Job, now_s: float) -> bool:
+        """Whether this decode worker accepts a job to compute: it fits now, together with those that wait."""
+        waiting = self.prompts.waiting
+        num_blocks = sum(self.blocks.num_for(each.target + 1) for each in (job, *waiting))
+        if self.places <= len(waiting):
+            return False
+        if num_blocks > self.kv.available:
+            self.interrupt(now_s)  # returns the blocks of future decode steps
+        return num_blocks <= self.kv.available
+
     def unreserve(self, job: Job) -> None:
         """Releases a reservation whose KV does not come."""
         if job in self.arrived:

@@ -93,7 +93,7 @@ class PolicyRouter:
         self._members: dict[str, _Member] = {}
         targets = spec.targets
         self._qos = QosClass(_CLASS, ttft_s=targets.ttft_s, tbt_s=targets.tpot_s)
-        rules = PlacementRules(spec.placement, spec.balancing_threshold)
+        rules = PlacementRules(spec.placement, spec.balancing_threshold, spec.conditional)
         self._admission = AdmissionController(spec.admission, rules, random.Random(seed))
         self._admission.classes = ClassTable((self._qos,))
         self._tenants = [] if tenants is None else [Tenant(str(number)) for number in tenants]
@@ -121,6 +121,7 @@ class PolicyRouter:
             free_blocks=num_prefix_blocks,
             step_tokens=min(group.limits.max_batch_tokens, kv.num_blocks * worker.block_tokens),
             chunk_tokens=group.limits.chunk_tokens if group.limits.batching == "chunked" else 0,
+            max_running=group.limits.max_running,
             prefill_model=latency.policy_prefill,
             step_model=latency.policy_step,
             kv_bytes_per_token=latency.kv_bytes_per_token * self._spec.network.kv_ratio,

@@ -37,9 +37,14 @@ class LearnedModels:
         self._num_prompts: dict[str, int] = {}
         self._learned_s: dict[str, float] = {}  # when it last did
 
-    def models_for(self, worker_id: str, kind: str, latency: WorkerLatency, now_s: float) -> WorkerModels:
-        """The models of one worker, or those of its kind as long as it has too few measurements."""
-        prefill = self._prefill_models.model_for(worker_id, kind, latency.prefill, now_s)
+    def models_for(
+        self, worker_id: str, kind: str, latency: WorkerLatency, now_s: float, like: Sequence[str] = ()
+    ) -> WorkerModels:
+        """The models of one worker, or those of its kind as long as it has too few measurements.
+
+        A worker whose kind has computed no prompt yet computes them as fast as the kinds `like` it.
+        """
+        prefill = self._prefill_models.model_for(worker_id, kind, latency.prefill, now_s, like)
         step = self._step_models.model_for(worker_id, kind, latency.step, now_s)
         return WorkerModels(prefill, step, latency.contention, latency.step_contention)
 

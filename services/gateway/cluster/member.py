@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
@@ -52,6 +53,11 @@ class Member:
         """Role and device. Workers of one kind are about equally fast."""
         return f"{self.role} {self.identity.device}"
 
+    @property
+    def like(self) -> Sequence[str]:
+        """Kinds that compute prompts about as fast; none where its own kind does so from the start."""
+        return [f"{role} {self.identity.device}" for role in ("prefill", "both")] if self.role == "decode" else ()
+
     def view(self, models: WorkerModels) -> WorkerView:
         """What the policies see."""
         identity, load, prefill = self.identity, self.load, models.prefill
@@ -75,6 +81,7 @@ class Member:
             others_prefill_s=self.prompts.others_s(prefill),
             step_tokens=identity.step_tokens,
             chunk_tokens=identity.chunk_tokens,
+            max_running=identity.max_running or math.inf,
             prefill_model=prefill,
             step_model=models.step,
             contention=models.contention,

@@ -242,7 +242,7 @@ class Membership:
         """Updates the view, unless a member has left already."""
         for member in members:
             if self._members.get(member.worker_id) is member:
-                models = self._models.models_for(member.worker_id, member.kind, member.latency, now_s)
+                models = self._models.models_for(member.worker_id, member.kind, member.latency, now_s, member.like)
                 self._view.put(member.view(models))
 
     def _capacity_tokens(self) -> int:

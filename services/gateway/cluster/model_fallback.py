@@ -5,6 +5,7 @@ Otherwise a worker whose first prompt happened to be slow would look slow foreve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 _MIN_MEASUREMENTS = 8
@@ -39,9 +40,13 @@ class ModelFallback(Generic[Model]):
         self._num_measured.pop(worker_id, None)
         self._measured_s.pop(worker_id, None)
 
-    def model_for(self, worker_id: str, kind: str, own: Model, now_s: float) -> Model:
-        """The worker's own model if it has enough recent measurements; else its kind's, if there is one."""
+    def model_for(self, worker_id: str, kind: str, own: Model, now_s: float, like: Sequence[str] = ()) -> Model:
+        """The worker's own model if it has enough recent measurements; else its kind's, if there is one.
+
+        Else that of the first of the kinds `like` it.
+        """
         is_known = self._num_measured.get(worker_id, 0) >= _MIN_MEASUREMENTS
         if is_known and now_s - self._measured_s[worker_id] <= _STALE_S:
             return own
-        return self._newest.get(kind, self._unsettled.get(kind, own))
+        known = (models[each] for models in (self._newest, self._unsettled) for each in (kind, *like) if each in models)
+        return next(known, own)

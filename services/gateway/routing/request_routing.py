@@ -86,6 +86,7 @@ class RequestRouting:
             self._is_reserved = False
             return self._begin(request, replace(self._admitted, placement=placement), now_s)
         self._admission.move(self._name, view, placement, now_s)
+        self._context.telemetry.note_placed(placement)
         move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
         self._context.telemetry.decisions.note_move(self.output.request_id, move)
         return placement
@@ -174,6 +175,7 @@ class RequestRouting:
         progress.predicted_prefill_s = placement.prefill_s
         progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
         self._note_decision(request, now_s, placement)
+        self._context.telemetry.note_placed(placement)
         self._admit(admitted)
         view, tenant = self._membership.view(), self.output.tenant
         self._admission.enter(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
@@ -208,6 +210,7 @@ class RequestRouting:
             targets=AdmissionTargets(output.qos.ttft_s, output.qos.tbt_s),
             applied=self._admission.applied(output.qos),
             refusal=outcome.reason if isinstance(outcome, Refused) else None,
+            disaggregation=placement.disaggregation if placement else None,
         )
         telemetry.decisions.note(decision)
         if self._keys is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from halfmoon.pb.prefill_pb2 import Phase
 from halfmoon.policy.placement.candidates import Candidate
-from halfmoon.policy.values import AdmissionTargets
+from halfmoon.policy.values import AdmissionTargets, Disaggregation
 from services.gateway.progress import Progress
 
 _MAX_DECISIONS = 512
@@ -32,6 +32,7 @@ class Decision:
     targets: AdmissionTargets  # the class's own
     applied: AdmissionTargets  # as feedback had tightened them
     refusal: str | None = None
+    disaggregation: Disaggregation | None = None  # why a decode worker computes the prompt, or why not
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ def _shown(entry: _Entry, now_s: float) -> dict[str, Any]:
         "prefill_worker": decision.prefill_worker,
         "decode_worker": decision.decode_worker,
         "refusal": decision.refusal,
+        "disaggregation": decision.disaggregation,
         "predicted": {"ttft_s": decision.ttft_s, "tbt_s": decision.tbt_s},
         "targets": asdict(decision.targets),
         "applied": asdict(decision.applied),

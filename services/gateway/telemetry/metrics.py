@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.policy.models.refinement import ErrorFigures
+from halfmoon.policy.values import Disaggregation
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
@@ -92,6 +94,7 @@ class GatewayMetrics:
         registry.register(_Workers(membership))
         registry.register(_Predictions(membership, telemetry))
         registry.register(_Copies(copies))
+        registry.register(_Disaggregation(telemetry))
         registry.register(_LedgerRows(ledger))
         registry.register(VllmMetrics(model_name, membership, self._vllm_histograms(), self._vllm_counters()))
 
@@ -179,6 +182,23 @@ class _Copies(Collector):
         for outcome, num_copies in self._copies.num_copies.items():
             copies.add_metric([outcome], num_copies)
         yield copies
+
+
+class _Disaggregation(Collector):
+    """Reads how often decode workers computed prompts, and why."""
+
+    def __init__(self, telemetry: RecentTelemetry) -> None:
+        self._telemetry = telemetry
+
+    def collect(self) -> Iterator[Metric]:
+        choices = CounterMetricFamily(
+            "halfmoon_gateway_disaggregation",
+            "Placements by why a decode worker computes the prompt itself (kept_...), or why not",
+            labels=["reason"],
+        )
+        for reason in get_args(Disaggregation):
+            choices.add_metric([reason], self._telemetry.disaggregation[reason])
+        yield choices
 
 
 class _LedgerRows(Collector):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from halfmoon.ledger.models import RequestRow
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.refinement import PredictionErrors
+from halfmoon.policy.values import Disaggregation, Placement
 from halfmoon.policy.view.key_table import Keys
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
@@ -37,6 +38,7 @@ class RecentTelemetry:
         self.decisions = Decisions()
         self.prefixes = HotPrefixes()
         self.recently_left = RecentlyLeft()
+        self.disaggregation: Counter[Disaggregation] = Counter()
         self.prediction_errors = {"ttft": PredictionErrors(), "tbt": PredictionErrors()}
 
     def note_members(self, members: Sequence[Member], now_s: float) -> None:
@@ -49,6 +51,11 @@ class RecentTelemetry:
         while True:
             self.note_members(membership.members(), clock())
             await asyncio.sleep(_SAMPLE_S)
+
+    def note_placed(self, placement: Placement) -> None:
+        """Counts why a decode worker computes a prompt, or why not."""
+        if placement.disaggregation is not None:
+            self.disaggregation[placement.disaggregation] += 1
 
     def note_prediction(self, progress: Progress) -> None:
         """Compares predicted and measured times. Predictions are of the first attempt: others teach nothing."""
