@@ -29,7 +29,6 @@ from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.restorer import Restorer
 from halfmoon.worker.store.source_links import SourceLinks
-from halfmoon.worker.store.store_link import StoreLink
 
 Method = Literal["compute", "load", "restore"]
 
@@ -97,8 +96,8 @@ class Worker:
     async def fill(self, prompt: Sequence[int], store: str) -> Restored:
         """Computes `prompt` and puts its blocks into the store."""
         async with (
-            aclosing(StoreLink(store_client(store, None))) as link,
-            running(store_writer(self.engine, self.state, link, self._metrics).run()),
+            aclosing(SourceLinks(store)) as sources,
+            running(store_writer(self.engine, self.state, sources, self._metrics).run()),
         ):
             first = await self.prefill(prompt, None)
             await self.state.chains.settled()

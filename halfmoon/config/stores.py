@@ -51,9 +51,9 @@ class StoreConfig(Section):
         ByteSize(64 << 30), gt=0, description="largest size of the blocks that a store keeps in the cold tier"
     )
     cold_timeout_s: float = Field(5.0, gt=0, description="timeout of one operation on the cold tier")
-    dram_policy: PolicyName = Field("lru", description="which block is evicted from memory first")
-    disk_policy: PolicyName = Field("lru", description="which block is evicted from disk first")
-    cold_policy: PolicyName = Field("lru", description="which block is evicted from the cold tier first")
+    dram_policy: PolicyName = Field("cost-aware", description="which block is evicted from memory first")
+    disk_policy: PolicyName = Field("cost-aware", description="which block is evicted from disk first")
+    cold_policy: PolicyName = Field("cost-aware", description="which block is evicted from the cold tier first")
     dram_codec: CodecName = Field(
         "raw",
         description="encoding of blocks in memory: raw, int8, int4, int2, fp8, lz4, zstd, or two, such as int8+zstd",

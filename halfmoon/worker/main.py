@@ -47,7 +47,6 @@ from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
 from halfmoon.worker.store.restorer import Restorer
 from halfmoon.worker.store.source_links import HolderKind, SourceLinks
-from halfmoon.worker.store.store_link import StoreLink
 from halfmoon.worker.store.store_writer import StoreWriter
 
 log = logging.getLogger(__name__)
@@ -126,7 +125,7 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
                     credential,
                 )
                 if store_link is not None:
-                    work.add(store_writer(async_engine, state, store_link, metrics).run())
+                    work.add(store_writer(async_engine, state, sources, metrics).run())
                 await work.until_stopped(settings.gateway, settings.drain_s, stopping, retiring)
         await prefill.close()
         decode.close()
@@ -147,9 +146,9 @@ def store_client(address: str, mbps: float | None, credential: Credential | None
     return KVStoreClient(address, b"", limit, credential)
 
 
-def store_writer(engine: AsyncEngine, state: WorkerState, link: StoreLink, metrics: WorkerMetrics) -> StoreWriter:
-    """Writer of this worker's blocks to the store."""
-    return StoreWriter(engine, link, state.chains, metrics.store, lambda: state.compute_rate.model)
+def store_writer(engine: AsyncEngine, state: WorkerState, sources: SourceLinks, metrics: WorkerMetrics) -> StoreWriter:
+    """Writer of this worker's blocks to the stores."""
+    return StoreWriter(engine, sources, state.chains, metrics.store, lambda: state.compute_rate.model)
 
 
 def _loaded_engine(settings: WorkerSettings, loaded: Engine | None) -> tuple[Engine, Profile | None]:

@@ -15,9 +15,9 @@ PLAIN = EntryCodec()
 class PoolOptions:
     """Policies, codecs and times of the tiers."""
 
-    dram_policy: PolicyName = "lru"
-    disk_policy: PolicyName = "lru"
-    cold_policy: PolicyName = "lru"
+    dram_policy: PolicyName = "cost-aware"
+    disk_policy: PolicyName = "cost-aware"
+    cold_policy: PolicyName = "cost-aware"
     dram_codec: EntryCodec = PLAIN
     disk_codec: EntryCodec = PLAIN
     cold_codec: EntryCodec = PLAIN

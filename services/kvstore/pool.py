@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -36,8 +35,6 @@ from services.kvstore.tiers.dram import Block, Draft, DramTier
 from services.kvstore.tiers.dram_encoder import DramEncoder
 from services.kvstore.tiers.record import Record
 from services.kvstore.verification import Verification
-
-_FULL = 0.97  # share of a tier's budget above which blocks make room for others
 
 
 @dataclass(slots=True, eq=False)
@@ -138,16 +135,9 @@ class Pool:
         return {place: entry for place, entry in found.items() if self._loader.is_reachable(entry)}
 
     def room_idle_s(self) -> float:
-        """How long the block was not used that would make room for another one; inf if there is room.
-
-        In the slowest tier, whose evictions are losses. 0 if nothing may be evicted.
-        """
-        now_s = self._now_s()
+        """See `Catalog.room_idle_s`; of the slowest tier, whose evictions are losses."""
         tier = max(tier for tier in Tier if self.budget_bytes(tier))
-        if self.catalog.used_bytes(tier) < _FULL * self.budget_bytes(tier):
-            return math.inf
-        coldest_s = self.catalog.coldest_s(tier)
-        return 0.0 if coldest_s is None else max(0.0, now_s - coldest_s)
+        return self.catalog.room_idle_s(tier, self.budget_bytes(tier), self._now_s())
 
     def prefetch(self, blocks: Sequence[bytes]) -> int:
         """Starts loading the leading blocks into DRAM; returns how many are there or will come."""

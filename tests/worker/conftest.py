@@ -142,8 +142,8 @@ async def _worker(
     async with AsyncEngine(engine, state.on_step) as async_engine, AsyncExitStack() as stack:
         await stack.enter_async_context(aclosing(sources))
         restorer = Restorer(async_engine, state, sources, metrics.store, ask_at_most_s=60)
-        if (link := sources.own) is not None:
-            await stack.enter_async_context(running(store_writer(async_engine, state, link, metrics).run()))
+        if sources.own is not None:
+            await stack.enter_async_context(running(store_writer(async_engine, state, sources, metrics).run()))
         channels = KVChannels(link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device)
         prefill = PrefillServicer(async_engine, state, metrics, channels, restorer)
         decode = DecodeServicer(async_engine, state, metrics, lease_s, device)

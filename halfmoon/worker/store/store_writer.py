@@ -1,19 +1,23 @@
-"""Writes computed blocks to the store in the background."""
+"""Writes computed blocks to the pool of stores in the background: each block about once."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import NamedTuple
 
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.step_result import BlockChain
 from halfmoon.errors import HalfmoonError
 from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.policy.placement.store_choice import choose_store, runs
 from halfmoon.rpc.chain import Chain
-from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.kvstore_client import KVStoreClient, LookUp
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.store.chain_queue import ChainQueue
-from halfmoon.worker.store.store_link import StoreLink
+from halfmoon.worker.store.source_links import SourceLinks
 
 log = logging.getLogger(__name__)
 
@@ -22,25 +26,30 @@ _CALL_S = 5.0
 _SLOWEST_BYTES_PER_S = 250e3  # anything slower has failed
 
 
-class StoreWriter:
-    """Puts new blocks of the prefix cache into the store. Event-loop thread only.
+class _Looked(NamedTuple):
+    address: str
+    there: LookUp
 
-    Requests never wait for it. The blocks of a chain are read from the prefix cache when their turn comes. Blocks
-    evicted by then, or finding the store full or away, are counted and forgotten; the next request with that prefix
-    offers them again.
+
+class StoreWriter:
+    """Puts blocks of the prefix cache that no store has into one of them. Event-loop thread only.
+
+    That is the worker's nearest store, or where it costs least when that one is full (`choose_store`). Requests never
+    wait for it. The blocks of a chain are read from the prefix cache when their turn comes. Blocks evicted by then, or
+    finding the store full or away, are counted and forgotten; the next request with that prefix offers them again.
     """
 
     def __init__(
         self,
         engine: AsyncEngine,
-        link: StoreLink,
+        sources: SourceLinks,
         chains: ChainQueue,
         metrics: StoreMetrics,
         prefill_model: Callable[[], PrefillModel],
     ) -> None:
         """prefill_model: cost of computing, from which the store learns what its blocks are worth."""
         self._engine = engine
-        self._link = link
+        self._sources = sources
         self._chains = chains
         self._metrics = metrics
         self._prefill_model = prefill_model
@@ -55,25 +64,51 @@ class StoreWriter:
                 self._chains.done()
 
     async def _put(self, chain: BlockChain) -> None:
-        depth = 0
+        looks = [self._look(address, chain) for address in self._sources.stores]  # the nearest first
+        looked = [one for one in await asyncio.gather(*looks) if one is not None]
+        if not looked:
+            self._metrics.put_blocks.labels("failed").inc(len(chain.keys))
+            return
+        held = frozenset[int]().union(*(one.there.tiers for one in looked))
+        chosen = looked[choose_store([one.there.room_idle_s for one in looked])]
+        is_near = chosen.address == self._sources.stores[0]
+        nearest = looked[0].there.tiers
+        self._metrics.put_blocks.labels("there").inc(len(nearest))
+        self._metrics.put_blocks.labels("elsewhere").inc(len(held) - len(nearest))
+        num_left = len(chain.keys) - len(held)
         try:
-            with self._link.use(chain.tenant_salt) as store:
-                depth = len(await store.match(chain.keys, deadline_s=_CALL_S))
-                while depth < len(chain.keys):
-                    num_put = await self._put_some(store, chain, depth)
-                    depth += num_put
-                    if not num_put:
-                        self._metrics.put_blocks.labels("evicted").inc(len(chain.keys) - depth)
-                        return
+            with self._sources.to(chosen.address).use(chain.tenant_salt) as store:
+                for run in runs(len(chain.keys), set(range(len(chain.keys))) - held):
+                    async with aclosing(self._put_run(store, chain, run, "stored" if is_near else "spilled")) as puts:
+                        async for num_held in puts:
+                            num_left -= num_held
         except HalfmoonError as error:
-            self._metrics.put_blocks.labels("failed").inc(len(chain.keys) - depth)
+            self._metrics.put_blocks.labels("failed").inc(num_left)
             log.debug("store.put_failed", extra={"reason": error.message})
+        else:
+            self._metrics.put_blocks.labels("evicted").inc(num_left)
 
-    async def _put_some(self, store: KVStoreClient, chain: BlockChain, depth: int) -> int:
-        """Puts the next blocks of a chain that are still cached; returns how many the store now holds."""
-        layout, keys = self._engine.engine.layout, chain.keys
+    async def _look(self, address: str, chain: BlockChain) -> _Looked | None:
+        try:
+            with self._sources.to(address).use(chain.tenant_salt) as store:
+                return _Looked(address, await store.look_up(chain.keys, with_room=True, deadline_s=_CALL_S))
+        except HalfmoonError as error:
+            log.debug("store.away", extra={"store": address, "reason": error.message})
+            return None
+
+    async def _put_run(
+        self, store: KVStoreClient, chain: BlockChain, run: range, outcome: str
+    ) -> AsyncGenerator[int, None]:
+        """Puts a run of blocks, until one is no longer cached; yields how many more the store holds now."""
+        while run and (num_held := await self._put_some(store, chain, run, outcome)):
+            yield num_held
+            run = run[num_held:]
+
+    async def _put_some(self, store: KVStoreClient, chain: BlockChain, run: range, outcome: str) -> int:
+        """Puts the next blocks of a run that are still cached; returns how many the store holds now."""
+        layout, keys, depth = self._engine.engine.layout, chain.keys, run.start
         most = max(1, _HELD_BYTES // layout.block_bytes)
-        async with self._engine.cached(keys[depth : depth + most]) as blocks:
+        async with self._engine.cached(keys[depth : min(depth + most, run.stop)]) as blocks:
             if not blocks:
                 return 0
             cells = [await self._engine.read_block(block) for block in blocks]
@@ -81,9 +116,9 @@ class StoreWriter:
             recompute_s = self._prefill_model().seconds(layout.block_tokens, middle)
             place = Chain(keys[depth - 1] if depth else b"", depth, recompute_s, owner=chain.owner)
             deadline_s = _CALL_S + len(blocks) * layout.block_bytes / _SLOWEST_BYTES_PER_S
-            run = keys[depth : depth + len(blocks)]
-            stored = await store.put_run(run, layout, cells, place, deadline_s=deadline_s)
-        self._metrics.put_blocks.labels("stored").inc(stored.num_new)
+            wanted = keys[depth : depth + len(blocks)]
+            stored = await store.put_run(wanted, layout, cells, place, deadline_s=deadline_s)
+        self._metrics.put_blocks.labels(outcome).inc(stored.num_new)
         self._metrics.put_blocks.labels("there").inc(stored.num_held - stored.num_new)
         self._metrics.put_bytes.inc(stored.num_new * layout.block_bytes)
         return stored.num_held

@@ -21,6 +21,7 @@ from services.kvstore.catalog.fair_queue import FairQueue
 from services.kvstore.catalog.known_costs import KnownCosts
 from services.kvstore.catalog.tenant_accounts import TenantAccounts
 
+_FULL = 0.97  # share of a tier's budget above which blocks make room for others
 _RETRY_S = 1.0  # delay until an expired block that others need is checked again
 
 
@@ -159,10 +160,12 @@ class Catalog:
         queue.prune(lambda candidate: self.is_in(candidate, tier), self._num_held[tier])
         return block
 
-    def coldest_s(self, tier: Tier) -> float | None:
-        """When the block was last used that `pop_victim` would take; None if none may be evicted."""
+    def room_idle_s(self, tier: Tier, budget_bytes: int, now_s: float) -> float:
+        """How long the block was not used that `pop_victim` would take; inf if there is room, 0 if it may take none."""
+        if self.used_bytes(tier) < _FULL * budget_bytes:
+            return math.inf
         block = self._queues[tier].lowest(*self._judges(tier))
-        return None if block is None else self._entries[block].used_s
+        return 0.0 if block is None else max(0.0, now_s - self._entries[block].used_s)
 
     def evict_of_tenant(self, tenant: str) -> bool:
         """Drops the tenant's longest unused block that no other follows, from every tier; False if there is none."""

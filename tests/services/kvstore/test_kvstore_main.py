@@ -54,8 +54,8 @@ def test_settings_do_not_change_and_are_checked() -> None:
 
 
 def test_tiers_have_policies_and_codecs() -> None:
-    options = settings("--disk-policy", "cost-aware", "--cold-codec", "int8+zstd", "--ttl-s", "60").pool_options()
-    assert (options.dram_policy, options.disk_policy, str(options.cold_codec)) == ("lru", "cost-aware", "int8+zstd")
+    options = settings("--disk-policy", "lru", "--cold-codec", "int8+zstd", "--ttl-s", "60").pool_options()
+    assert (options.dram_policy, options.disk_policy, str(options.cold_codec)) == ("cost-aware", "lru", "int8+zstd")
     assert (str(options.disk_codec), options.ttl_s) == ("raw", 60)
     with pytest.raises(InvalidRequest):
         settings("--disk-policy", "random")

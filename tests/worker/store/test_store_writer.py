@@ -101,6 +101,44 @@ async def test_a_store_that_lost_its_blocks_gets_them_again(start_worker: Start,
         assert len(store.pool.match(keys)) == 5
 
 
+async def test_each_block_is_kept_once_whichever_store_has_it(start_worker: Start, tiny: Checkpoint) -> None:
+    async with served() as (one, first_address), served() as (other, second_address):
+        near_one, near_other = [await start_worker("prefill", store=at) for at in (first_address, second_address)]
+        for worker in (near_one, near_other):
+            await worker.state.sources.name_stores("g", [first_address, second_address])
+        longer = [*PROMPT[:40], *PROMPT]
+        for worker, prompt, name in ((near_one, PROMPT, "a"), (near_other, longer, "b"), (near_one, longer, "c")):
+            await prefilled(worker, single(tiny, prompt, name))
+            await worker.state.chains.settled()
+        keys = keys_of(near_one, longer)
+        assert (one.pool.counts.num_stored, other.pool.counts.num_stored) == (5, 5)
+        assert list(one.pool.find([block_id(key) for key in keys])) == list(range(5))
+        assert list(other.pool.find([block_id(key) for key in keys])) == list(range(5, 10))
+        assert (put_blocks(near_other, "stored"), put_blocks(near_other, "elsewhere")) == (5, 5)
+        assert put_blocks(near_one, "stored") == 5, "the second time all was there"
+        await one.pool.drop([block_id(key) for key in keys])
+        await prefilled(near_other, single(tiny, longer, "d"))
+        await near_other.state.chains.settled()
+        assert list(other.pool.find([block_id(key) for key in keys])) == list(range(10)), "what was lost comes again"
+        other.pool.catalog.check_integrity()
+
+
+async def test_a_full_or_absent_store_spills_to_another(start_worker: Start, tiny: Checkpoint) -> None:
+    async with served(dram_bytes=2 * 2048) as (small, small_address), served() as (large, large_address):
+        full, away = [await start_worker("prefill", store=at) for at in (small_address, "127.0.0.1:1")]
+        for worker in (full, away):
+            await worker.state.sources.name_stores("g", [small_address, large_address])
+        await prefilled(full, single(tiny, PROMPT[:17], "a"))  # two blocks
+        await full.state.chains.settled()
+        assert (put_blocks(full, "stored"), small.pool.counts.num_stored) == (2, 2)
+        await prefilled(full, single(tiny, PROMPT, "b"))
+        await full.state.chains.settled()
+        assert (put_blocks(full, "spilled"), large.pool.counts.num_stored) == (3, 3)
+        await prefilled(away, single(tiny, PROMPT[1:], "c"))
+        await away.state.chains.settled()
+        assert (put_blocks(away, "spilled"), put_blocks(away, "failed")) == (5, 0)
+
+
 async def test_a_store_that_is_away_or_full_costs_a_count(start_worker: Start, tiny: Checkpoint) -> None:
     async with served(dram_bytes=2 * 2048) as (_, address):  # of 2 KiB blocks
         full = await start_worker("prefill", store=address)

@@ -132,9 +132,9 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(tier=TIERS)
     def look_at_the_coldest(self, tier: Tier) -> None:
         used_s = {entry.meta.id: entry.used_s for entry in self.catalog}
-        coldest_s = self.catalog.coldest_s(tier)
+        idle_s = self.catalog.room_idle_s(tier, 0, self.now_s)
         block = self.catalog.pop_victim(tier)
-        assert coldest_s == (None if block is None else used_s[block])
+        assert idle_s == (0.0 if block is None else max(0.0, self.now_s - used_s[block]))
 
     @rule(by_s=st.sampled_from([1.0, 2.5]))
     def later(self, by_s: float) -> None:
@@ -249,17 +249,17 @@ def test_a_fragment_is_evicted_from_its_end_whatever_is_missing_before_it() -> N
     assert [it.pop_victim(Tier.DRAM) for _ in range(3)] == [IDS[8], IDS[3], IDS[1]]
 
 
-def test_the_coldest_block_is_the_one_that_goes_next() -> None:
+def test_the_block_that_makes_room_is_the_one_that_goes_next() -> None:
     it = catalog()
-    assert it.coldest_s(Tier.DRAM) is None
-    it.match([], 5.0)
+    assert it.room_idle_s(Tier.DRAM, 0, 3.0) == 0, "nothing may be evicted"
     it.live(IDS[0], 5.0)
     it.add(meta(0), Tier.DRAM, 1)
     it.live(IDS[5], 7.0)
     it.add(meta(5), Tier.DRAM, 1)
-    assert it.coldest_s(Tier.DRAM) == 5.0
+    assert it.room_idle_s(Tier.DRAM, 2, 8.0) == 3.0
+    assert it.room_idle_s(Tier.DRAM, 3, 8.0) == math.inf, "there is room"
     it.find([IDS[0]], 9.0)
-    assert it.coldest_s(Tier.DRAM) == 7.0
+    assert it.room_idle_s(Tier.DRAM, 2, 9.0) == 2.0
     assert it.pop_victim(Tier.DRAM) == IDS[5]
 
 
