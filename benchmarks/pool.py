@@ -1,15 +1,17 @@
-"""One pool of KV: measurements of holders that workers share.
+"""One pool of KV: measurements of what workers and stores share.
 
 python -m benchmarks.pool stores TRACE.jsonl --stores 4 --blocks 10000
+python -m benchmarks.pool conditional --chats 4 --turns 10 --engine sim
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import pool_stores
+from benchmarks import pool_conditional, pool_stores
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -20,8 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     stores.add_argument("trace", type=Path)
     stores.add_argument("--stores", type=int, default=4)
     stores.add_argument("--blocks", type=int, default=10_000, help="of all stores together")
+    stores.set_defaults(run=lambda given: pool_stores.show(given.trace, given.stores, given.blocks))
+    pool_conditional.add_arguments(commands.add_parser("conditional", help="chats that decode workers may compute"))
     options = parser.parse_args(arguments)
-    pool_stores.show(options.trace, options.stores, options.blocks)
+    done = options.run(options)
+    if asyncio.iscoroutine(done):
+        asyncio.run(done)
 
 
 if __name__ == "__main__":
