@@ -56,9 +56,19 @@ class TtftPrediction(NamedTuple):
 
     seconds: Floats  # from now; meaningless for rows without a prefill worker
     cached_tokens: Floats  # already on the worker
-    fetched_tokens: Floats  # part of the prefix to load from the worker's store, or else from the best holder
+    fetched_tokens: Floats  # further part of the prefix that the best source has
     queue_s: Floats  # part of `seconds` before the worker starts on this prompt
     may_fetch: bool = False  # fetching from another worker (a store does not count) may be faster for some row
+    sources: NDArray[np.int64] | None = None  # holder from which each row would load, -1 for none; None: no row would
+    transfer_s: Floats | None = None  # loading what is not computed meanwhile; None: no row would load
+
+    def source_of(self, row: int) -> int:
+        """The holder from which the row would load; -1 for none."""
+        return -1 if self.sources is None else int(self.sources[row])
+
+    def transfer_s_of(self, row: int) -> float:
+        """Seconds that the row would load for."""
+        return 0.0 if self.transfer_s is None else float(self.transfer_s[row])
 
 
 class Neighbours(NamedTuple):
@@ -114,7 +124,9 @@ class Placement:
     ttft_s: float = 0.0
     tbt_s: float = 0.0  # when the answer begins
     cached_tokens: int = 0
-    fetched_tokens: int = 0  # part of the prefix to load from the worker's store, or else from the best holder
+    fetched_tokens: int = 0  # further part of the prefix that the best source has
+    source: int = -1  # that holder's number in the block index; -1 for none
+    transfer_s: float = 0.0  # loading what is not computed meanwhile
     queue_s: float = 0.0  # part of `ttft_s` before the prefill worker starts on the prompt
     overhead_s: float = 0.0  # part of `ttft_s` that is neither queue nor prefill
     work_s: float = 0.0  # restoring and computing the prompt on an idle worker

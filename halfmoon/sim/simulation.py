@@ -178,8 +178,8 @@ class _Run:
         del self._inside[job.index]
 
     def _fetch(self, job: Job, target: SimWorker, placement: Placement) -> None:
-        """Fetches the end of its prefix from the best holder, while the beginning is computed."""
-        source = self._policy_router.best_holder(job)
+        """Fetches the end of its prefix from its source, while the beginning is computed."""
+        source = self._policy_router.source(placement)
         plan = self._policy_router.restore_plan(placement, self._transfers.wait_s(source, target))
         num_tokens = plan.num_load_blocks * self._prefix_block_tokens
         if num_tokens:

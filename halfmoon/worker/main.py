@@ -237,6 +237,7 @@ def _identity(
         max_running=engine.config.max_running,
         tensor_parallel=engine.config.tensor_parallel,
         pipeline_parallel=engine.config.pipeline_parallel,
+        can_fetch=True,
     )
 
 

@@ -53,7 +53,7 @@ class PrefillRequestScope:
             generation, prefill_only=prefill_only, arrival_s=self._arrival_s, held_tokens=held_tokens
         )
         self._on_kv = on_kv
-        has_sources = restorer is not None and (bool(sources) or restorer.holders.own is not None)
+        has_sources = restorer is not None and (bool(sources) or restorer.has_stores)
         self._restorer = restorer if has_sources else None
         self._sources = sources
         self._restoring: Restoring | None = None

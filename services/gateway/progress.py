@@ -28,6 +28,7 @@ class Progress:
         self.predicted_tbt_s: float | None = None
         self.predicted_queue_s: float | None = None  # wait at the prefill worker
         self.predicted_prefill_s: float | None = None  # from there to the first token
+        self.predicted_transfer_s: float | None = None  # loading what is not computed meanwhile
         self.queue_s: float | None = None
         self.prefill_s: float | None = None
         self.ttft_s: float | None = None
@@ -40,6 +41,12 @@ class Progress:
             self.queue_s, self.prefill_s = first.queue_s, first.compute_s
             self.cached_tokens, self.loaded_tokens = first.num_cached_tokens, first.num_loaded_tokens
             self.phases += first.phases
+
+    @property
+    def transfer_s(self) -> float | None:
+        """How long the first attempt's prefill worker loaded KV for; None if it loaded none."""
+        restores = [phase for phase in self.phases if phase.kind == Phase.RESTORE and phase.num_tokens]
+        return restores[0].end_s - restores[0].start_s if restores else None
 
     def note_handed_over(self, handed_over: HandedOver) -> None:
         """Takes the prefill worker's figures of the first attempt's transfer."""

@@ -13,6 +13,8 @@ from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.worker.cache_servicer import CacheServicer
+from services.kvstore.catalog.block_identity import block_id
+from services.kvstore.catalog.entry import Tier
 from tests.rpc.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, stored
@@ -94,6 +96,21 @@ async def test_a_source_that_has_more_than_the_store_brings_the_rest(start_worke
         assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
         assert first.first_token.num_loaded_tokens == 80
         assert counted(worker, "store_loaded_bytes", tier="worker") >= 7 * worker.engine.layout.block_bytes
+
+
+async def test_a_prefix_in_fragments_on_two_stores_is_whole(start_worker: Start, tiny: Checkpoint) -> None:
+    async with served() as (first_store, first), served() as (second_store, second):
+        await stored(start_worker, tiny, first)
+        await stored(start_worker, tiny, second)
+        keys = keys_of(await start_worker("prefill"), PROMPT)
+        for place, key in enumerate(keys):
+            (first_store if place % 3 else second_store).pool.catalog.lose(block_id(key), Tier.DRAM)
+        worker = await start_worker("prefill", store=first)
+        await worker.state.sources.name_stores("gateway:1", [first, second])
+        believe(worker, SLOW)
+        (event,) = await prefilled(worker, single(tiny, PROMPT))
+        assert [event.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+        assert event.first_token.num_loaded_tokens == 80
 
 
 async def test_a_source_that_is_away_or_unknown_costs_no_token(start_worker: Start, tiny: Checkpoint) -> None:

@@ -206,6 +206,11 @@ class AdmissionController:
         request = replace(request, targets=self.applied(qos), num_output=num_output)
         return place(view, request, self._rules, self._forecast, now_s, self._rng)
 
+    @property
+    def fetching_threshold(self) -> float | None:
+        """See `PlacementRules.fetching_threshold`."""
+        return self._rules.fetching_threshold
+
     def applied(self, qos: QosClass) -> AdmissionTargets:
         """The targets of the class as tightened by feedback now."""
         tightened = self._feedback.tightenings(qos)

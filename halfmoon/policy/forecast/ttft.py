@@ -1,4 +1,7 @@
-"""TTFT of a prompt on each worker: queue, restore, prefill of the rest (Mooncake, Algorithm 1)."""
+"""TTFT of a prompt on each worker: queue, restore from whoever has its prefix, prefill of the rest.
+
+Mooncake, Algorithm 1. A transfer costs the latency of its link, what is on its way there already, and its bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,29 @@ from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.values import PlacementRequest, TtftPrediction
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.fetch_costs import FetchCosts
 
 Waits = Callable[[Floats, Floats], Floats]
 """Maps the reported queue and the prompt's own prefill time of each row to the time until the prefill starts."""
 
+_MOST_HOLDERS = 4  # that every row is compared for; those with the longest prefixes
+
 
 class _Prefixes(NamedTuple):
-    local: Floats  # tokens cached on each row
-    reachable: Floats  # tokens in each row's store; for rows without one, tokens on the best holder
-    may_fetch: Bools  # rows that load the missing part if that is faster than computing it
+    """What rows may load. Matrices are [num_rows, num_sources]."""
+
+    sources: NDArray[np.int64]  # [num_sources] holders
+    reachable: Floats  # tokens of the prefix at each of them
+    wanted: Bools  # whether the row loads from there if that is faster than computing
+    is_store: Bools  # [num_sources]
+    costs: FetchCosts
+
+
+class _Restored(NamedTuple):
+    """Loading what is missing, with what comes first computed meanwhile. Matrices are [num_rows, num_sources]."""
+
+    seconds: Floats  # until the reachable prefix is there
+    transfer_s: Floats  # of the part that is loaded
 
 
 def predict_ttft(
@@ -32,79 +49,146 @@ def predict_ttft(
 ) -> TtftPrediction:
     """Predicts the TTFT on every row.
 
-    A worker with a store restores what it lacks if that is faster than computing; it does so by itself. A worker
-    without one fetches the best holder's prefix if that is more than `balancing_threshold` times as long as its own
-    (always true of an empty one), at `request.fetch_factor` times the usual time per token; with None it never
-    fetches. `waits` predicts the queue ahead of the prompt; by default the queue is what each worker reported.
+    A worker loads what it lacks from the best source, if that is faster than computing it: a store, or another worker
+    whose prefix is more than `balancing_threshold` times as long as its own (always true of an empty one), at
+    `request.fetch_factor` times the usual time per token. With None it loads from stores alone. `waits` predicts the
+    queue ahead of the prompt; by default the queue is what each worker reported.
     """
     num_rows, num_prompt_tokens = view.num_rows, request.num_prompt_tokens
     reported_s = np.maximum(view.column("prefill_free_s") - now_s, 0.0)
-    prefixes = _prefixes(view, num_prompt_tokens, request.cached_blocks, balancing_threshold)
-    prefill_s = prefill_seconds(view, prefixes.local, float(num_prompt_tokens))
+    local = _local(view, num_prompt_tokens, request.cached_blocks)
+    prefill_s = prefill_seconds(view, local, float(num_prompt_tokens))
     queue_s = waits(reported_s, prefill_s) if waits else reported_s
     computed_s = queue_s + prefill_s
+    prefixes = _prefixes(view, request, local, balancing_threshold)
     nothing = np.zeros(num_rows)
-    if not np.logical_or.reduce(prefixes.may_fetch):
-        return TtftPrediction(computed_s, prefixes.local, nothing, queue_s)
-    factors = np.where(view.store_holders[:num_rows] < 0, request.fetch_factor, 1.0)  # a store serves its own precision
-    restored_s = _restore_s(view, prefixes, queue_s, factors)
-    fetched_s = restored_s + prefill_seconds(view, prefixes.reachable, float(num_prompt_tokens))
-    fetches = prefixes.may_fetch & (fetched_s < computed_s)
-    seconds = np.where(fetches, fetched_s, computed_s)
-    fetched = np.where(fetches, prefixes.reachable - prefixes.local, nothing)
-    from_workers = bool((prefixes.may_fetch & (view.store_holders[:num_rows] < 0)).any())
-    return TtftPrediction(seconds, prefixes.local, fetched, queue_s, from_workers)
+    if prefixes is None or not np.logical_or.reduce(prefixes.wanted, axis=None):
+        return TtftPrediction(computed_s, local, nothing, queue_s)
+    restored = _restored(view, request, local, prefixes, queue_s)
+    rest_s = prefill_seconds(view, prefixes.reachable, float(num_prompt_tokens))
+    fetched_s = np.where(prefixes.wanted, restored.seconds + rest_s, np.inf)
+    rows, best = np.arange(num_rows), np.argmin(fetched_s, axis=1)
+    fetches = fetched_s[rows, best] < computed_s
+    return TtftPrediction(
+        np.where(fetches, fetched_s[rows, best], computed_s),
+        local,
+        np.where(fetches, prefixes.reachable[rows, best] - local, nothing),
+        queue_s,
+        bool((prefixes.wanted & ~prefixes.is_store).any()),
+        np.where(fetches, prefixes.sources[best], -1),
+        np.where(fetches, restored.transfer_s[rows, best], nothing),
+    )
+
+
+def best_sources(
+    view: ClusterView,
+    row: int,
+    request: PlacementRequest,
+    balancing_threshold: float | None,
+    queue_s: float,
+    limit: int,
+) -> list[int]:
+    """The holders from which one row would soonest have the prefix, best first; none that has no more than the row.
+
+    All holders are compared, where `predict_ttft` looks at a few.
+    """
+    local = _local(view, request.num_prompt_tokens, request.cached_blocks)
+    prefixes = _prefixes(view, request, local, balancing_threshold, row)
+    if prefixes is None:
+        return []
+    queues_s = np.full(view.num_rows, queue_s)
+    restored = _restored(view, request, local, prefixes, queues_s)
+    rest_s = prefill_seconds(view, prefixes.reachable, float(request.num_prompt_tokens))
+    seconds = np.where(prefixes.wanted, restored.seconds + rest_s, np.inf)[row]
+    order = np.argsort(seconds, kind="stable")[:limit]
+    return [int(prefixes.sources[at]) for at in order if np.isfinite(seconds[at])]
+
+
+def _local(view: ClusterView, num_prompt_tokens: int, cached_blocks: NDArray[np.int64]) -> Floats:
+    """Tokens cached on each row, in whole blocks that leave at least one token to compute."""
+    if not cached_blocks.any():  # the common case where prompts share little
+        return np.zeros(view.num_rows)
+    block_tokens = view.column("block_tokens")
+    local: Floats = np.minimum(
+        _held(view.holders[: view.num_rows], cached_blocks), _max_blocks(view, num_prompt_tokens)
+    )
+    return local * block_tokens
 
 
 def _prefixes(
-    view: ClusterView, num_prompt_tokens: int, cached_blocks: NDArray[np.int64], balancing_threshold: float | None
-) -> _Prefixes:
-    """Prefixes in whole blocks that leave at least one token to compute."""
-    if not cached_blocks.any():  # the common case where prompts share little
-        nothing = np.zeros(view.num_rows)
-        return _Prefixes(nothing, nothing, np.zeros(view.num_rows, dtype=np.bool_))
-    block_tokens = view.column("block_tokens")
-    max_blocks = (num_prompt_tokens - 1) // np.maximum(block_tokens, 1)
-    local = np.minimum(_held(view.holders[: view.num_rows], cached_blocks), max_blocks) * block_tokens
-    stores = view.store_holders[: view.num_rows]
-    in_store = np.minimum(_held(stores, cached_blocks), max_blocks) * block_tokens
-    best = (np.minimum(cached_blocks.max(), max_blocks) * block_tokens).max(initial=0.0)
-    fetchable = np.zeros_like(local, dtype=np.bool_)
-    if balancing_threshold is not None:
-        fetchable = best > balancing_threshold * local
-    wanted = np.where(stores >= 0, in_store > local, fetchable)
-    can_fetch = np.isfinite(view.column("fetch_s_per_token"))
-    return _Prefixes(local, np.where(stores >= 0, in_store, best), wanted & can_fetch)
+    view: ClusterView,
+    request: PlacementRequest,
+    local: Floats,
+    balancing_threshold: float | None,
+    row: int | None = None,
+) -> _Prefixes | None:
+    """What may be loaded from the few holders with the longest prefixes, or, for one `row`, from all; None: nothing."""
+    blocks = view.fetch_links.serving(request.cached_blocks)
+    sources = np.flatnonzero(blocks)
+    if balancing_threshold is None:
+        sources = sources[view.fetch_links.is_store(sources)]
+    if not len(sources):
+        return None
+    if row is None and len(sources) > _MOST_HOLDERS:
+        sources = sources[np.argsort(-blocks[sources], kind="stable")]
+        sources = _with_stores(view, sources)
+    block_tokens = view.column("block_tokens")[:, None]
+    max_blocks = _max_blocks(view, request.num_prompt_tokens)[:, None]
+    reachable = np.minimum(blocks[sources][None, :], max_blocks) * block_tokens
+    is_store = view.fetch_links.is_store(sources)
+    threshold = np.inf if balancing_threshold is None else balancing_threshold
+    least = np.where(is_store, 1.0, max(threshold, 1.0)) * local[:, None]
+    costs = view.fetch_links.costs(view.column("fetch_s_per_token"), sources)
+    wanted = (reachable > least) & np.isfinite(costs.s_per_token)
+    return _Prefixes(sources, reachable, wanted, is_store, costs)
+
+
+def _with_stores(view: ClusterView, sources: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first few, and the few best stores: a row's own store may be much nearer than all workers."""
+    stores = sources[view.fetch_links.is_store(sources)]
+    return np.array(list(dict.fromkeys([*sources[:_MOST_HOLDERS].tolist(), *stores[:_MOST_HOLDERS].tolist()])))
+
+
+def _restored(
+    view: ClusterView, request: PlacementRequest, local: Floats, prefixes: _Prefixes, queue_s: Floats
+) -> _Restored:
+    """Loading starts now, computing after the queue. The same meeting point as in `placement/restore_plan.py`."""
+    _, b, c = (column[:, None] for column in view.prefill_coefficients[: view.num_rows].T)
+    factors = np.where(prefixes.is_store, 1.0, request.fetch_factor)  # a store serves its own precision
+    fetch_s = prefixes.costs.s_per_token * factors
+    gamma = np.where(np.isfinite(fetch_s), fetch_s, 0.0)
+    missing = np.maximum(prefixes.reachable - local[:, None], 0.0)
+    alpha = b + c * local[:, None]
+    ahead_s = np.maximum(gamma * missing + prefixes.costs.wait_s - queue_s[:, None], 0.0)
+    slope = alpha + gamma
+    reach = slope + np.sqrt(slope**2 + 2 * c * ahead_s)
+    computed = np.divide(2 * ahead_s, reach, out=np.zeros_like(reach), where=reach > 0)
+    loaded = missing - np.minimum(computed, missing)
+    transfer_s = np.where(loaded > 0, prefixes.costs.wait_s + gamma * loaded, 0.0)
+    compute_s = np.where(loaded > 0, 0.0, alpha * missing + c * missing**2 / 2)  # nothing is worth loading
+    return _Restored(np.maximum(queue_s[:, None], transfer_s) + compute_s, transfer_s)
+
+
+def prefill_seconds(view: ClusterView, cached: Floats, num_tokens: float) -> Floats:
+    """Seconds to compute a prompt of `num_tokens` on every row, of which `cached` need no computing.
+
+    cached: [num_rows] or [num_rows, n]; so is the result.
+    """
+    a, b, c = view.prefill_coefficients[: view.num_rows].T
+    if cached.ndim == 2:
+        a, b, c = a[:, None], b[:, None], c[:, None]
+    new = num_tokens - cached
+    seconds: Floats = a + b * new + c * new * (cached + new / 2)
+    return seconds
+
+
+def _max_blocks(view: ClusterView, num_prompt_tokens: int) -> Floats:
+    """Whole blocks of the prompt that leave at least one token to compute."""
+    blocks: Floats = (num_prompt_tokens - 1) // np.maximum(view.column("block_tokens"), 1)
+    return blocks
 
 
 def _held(holders: NDArray[np.int64], cached_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
     """Number of leading blocks on each of these holders."""
     held: NDArray[np.int64] = cached_blocks[np.minimum(holders, len(cached_blocks) - 1)]
     return held
-
-
-def prefill_seconds(view: ClusterView, cached: Floats, num_tokens: float) -> Floats:
-    """Seconds to compute a prompt of `num_tokens` on every row, `cached` [num_rows] of which need no computing."""
-    a, b, c = view.prefill_coefficients[: view.num_rows].T
-    new = num_tokens - cached
-    seconds: Floats = a + b * new + c * new * (cached + new / 2)
-    return seconds
-
-
-def _restore_s(view: ClusterView, prefixes: _Prefixes, queue_s: Floats, fetch_factors: Floats) -> Floats:
-    """Seconds until the reachable prefix is on each row: loading starts now, computing after the queue.
-
-    The same meeting point as in `placement/restore_plan.py`.
-    """
-    _, b, c = view.prefill_coefficients[: view.num_rows].T
-    fetch_s = view.column("fetch_s_per_token") * fetch_factors
-    gamma = np.where(np.isfinite(fetch_s), fetch_s, 0.0)
-    missing = np.maximum(prefixes.reachable - prefixes.local, 0.0)
-    alpha = b + c * prefixes.local
-    ahead_s = np.maximum(gamma * missing - queue_s, 0.0)
-    slope = alpha + gamma
-    reach = slope + np.sqrt(slope**2 + 2 * c * ahead_s)
-    computed = np.divide(2 * ahead_s, reach, out=np.zeros_like(reach), where=reach > 0)
-    loaded_s = gamma * (missing - np.minimum(computed, missing))
-    restored_s: Floats = np.maximum(queue_s, loaded_s)  # where part is computed, both sides end at once
-    return restored_s

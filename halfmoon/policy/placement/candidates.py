@@ -20,6 +20,7 @@ class Candidate(NamedTuple):
     compute_s: float
     cached_tokens: int
     fetched_tokens: int
+    transfer_s: float = 0.0  # of loading what is not computed meanwhile; hidden as far as the queue lasts
 
     @property
     def ttft_s(self) -> float:
@@ -46,7 +47,15 @@ def ranked_candidates(
     compute_s = prefill_seconds(view, known, float(num_prompt_tokens))
     columns = np.stack((ttft.seconds, ttft.queue_s, compute_s, ttft.cached_tokens, ttft.fetched_tokens))
     candidates = [
-        Candidate(view.worker(row).worker_id, queue_s, max(all_s - queue_s - own_s, 0.0), own_s, int(cached), int(more))
+        Candidate(
+            view.worker(row).worker_id,
+            queue_s,
+            max(all_s - queue_s - own_s, 0.0),
+            own_s,
+            int(cached),
+            int(more),
+            ttft.transfer_s_of(row),
+        )
         for row, (all_s, queue_s, own_s, cached, more) in zip(rows, columns[:, list(rows)].T.tolist(), strict=True)
     ]
     return candidates if placement is None else [_refined(candidate, placement) for candidate in candidates]

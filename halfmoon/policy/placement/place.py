@@ -30,7 +30,7 @@ class PlacementRules:
     - kvcache-centric: least predicted TTFT, fetching prefixes where that pays; then least predicted TBT, with what it
       takes to hand over what is missing. A conversation stays with its decode worker unless another is clearly better.
       Among workers of role `both`, those that meet both targets come first, and TBT breaks ties of TTFT.
-    - cache-aware: the same without fetching from other workers. A restore from a worker's own store always counts.
+    - cache-aware: the same without fetching from other workers. A restore from a store always counts.
     - least-loaded: fewest waiting prompt tokens; fewest requests.
     - random: any worker that fits.
     """
@@ -126,6 +126,8 @@ def _on_prefill_worker(view: ClusterView, row: int, ttft: TtftPrediction) -> Pla
         float(ttft.seconds[row]),
         cached_tokens=int(ttft.cached_tokens[row]),
         fetched_tokens=int(ttft.fetched_tokens[row]),
+        source=ttft.source_of(row),
+        transfer_s=ttft.transfer_s_of(row),
         queue_s=float(ttft.queue_s[row]),
         work_s=float(ttft.seconds[row] - ttft.queue_s[row]),
         ranked_by=ttft,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from halfmoon.policy.models.latency import NUM_COEFFICIENTS, Floats
 from halfmoon.policy.view.busy_times import BusyTimes
 from halfmoon.policy.view.capabilities import Bools, Capabilities, RoleMasks, capabilities_of
+from halfmoon.policy.view.fetch_costs import FetchLinks
 from halfmoon.policy.view.link_speeds import LinkSpeeds
 from halfmoon.policy.view.worker_view import WorkerView
 
@@ -53,6 +54,7 @@ class ClusterView:
         self._capabilities: Capabilities | None = None  # None: to be computed again
         self.busy = BusyTimes()
         self.links = LinkSpeeds()
+        self.fetch_links = FetchLinks()
         self._resize(16)
         for worker in workers:
             self.put(worker)
@@ -159,7 +161,8 @@ class ClusterView:
         self.step_coefficients[row] = worker.step_model
         self.hosts[row] = self._hosts.setdefault(worker.host, len(self._hosts))
         self.holders[row] = worker.holder
-        self.store_holders[row] = worker.store_holder
+        if worker.store_holder >= 0:
+            self.fetch_links.note_store(worker.store_holder)
 
     def note_load(
         self,
@@ -190,6 +193,7 @@ class ClusterView:
         row = self._rows.pop(worker_id, None)
         if row is not None:
             self._capabilities = None
+            self.fetch_links.report(row, ())
             self.links.leave(row, self._views.pop(worker_id).address)
             self.busy.forget(worker_id)
             self.can_prefill[row] = self.can_decode[row] = self.can_do_both[row] = False
@@ -228,6 +232,5 @@ class ClusterView:
         self.step_coefficients: Floats = np.zeros((num_rows, NUM_COEFFICIENTS), order="F")
         self.hosts: NDArray[np.int64] = np.full(num_rows + 1, -1)  # the last entry belongs to no row
         self.holders: NDArray[np.int64] = np.full(num_rows, -1)
-        self.store_holders: NDArray[np.int64] = np.full(num_rows, -1)
         for worker in tuple(self._views.values()):
             self.put(worker)

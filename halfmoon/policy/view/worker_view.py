@@ -42,7 +42,7 @@ class WorkerView:
     step_model: StepModel = UNKNOWN_STEP
     holder: int = -1  # its number in the block index; -1 if its blocks are unknown
     kv_bytes_per_token: float = 0.0  # of KV that it computes and hands over; 0 if unknown
-    fetch_s_per_token: float = math.inf  # for KV from another holder; inf if it cannot fetch
+    fetch_s_per_token: float = math.inf  # for KV from a holder whose link was not measured; inf if it cannot fetch
     contention: float = 0.0  # slowdown of its prefills per busy worker of its host, as a share of the time alone
     step_contention: float = 0.0  # the same for its decode steps
     store_holder: int = -1  # number of the pool of stores that it restores from; -1 if it has none

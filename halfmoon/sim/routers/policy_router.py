@@ -248,9 +248,9 @@ class PolicyRouter:
         if receiver is not sender:
             self._show(receiver)
 
-    def best_holder(self, job: Job) -> SimWorker:
-        """The worker that caches the longest prefix of the request."""
-        return self._holders[int(np.argmax(self._cached_blocks(job)))]
+    def source(self, placement: Placement) -> SimWorker:
+        """The worker from which a placement's prefix is to be fetched."""
+        return self._holders[placement.source]
 
     def restore_plan(self, placement: Placement, wait_s: float) -> RestorePlan:
         """How the prefix to be fetched is restored, if the link is free after `wait_s`."""

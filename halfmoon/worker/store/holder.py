@@ -57,11 +57,18 @@ class Holders:
         address = self._links.own_address
         return None if address is None else self._get(NamedHolder(address, "store"))
 
+    @property
+    def has_stores(self) -> bool:
+        """Whether the pool has a store."""
+        return bool(self._links.stores)
+
     async def of(self, named: Sequence[NamedHolder]) -> list[Holder]:
-        """The worker's own store, if it has one, and the named holders. Forgets the oldest unused ones beyond a few."""
-        own = self.own
-        holders = [] if own is None else [own]
-        holders += [holder for name in named if (holder := self._get(name)) not in holders]
+        """The stores of the pool, the worker's own first, and the named holders: blocks may lie on several stores.
+
+        Forgets the oldest unused ones beyond a few.
+        """
+        stores = [NamedHolder(address, "store") for address in self._links.stores]
+        holders = list(dict.fromkeys(self._get(name) for name in (*stores, *named)))
         unused = [key for key, holder in self._holders.items() if not holder.num_users and holder not in holders]
         for key in unused[: max(0, len(self._holders) - _MAX_HOLDERS)]:
             del self._holders[key]

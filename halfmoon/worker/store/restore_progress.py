@@ -84,8 +84,8 @@ class RestoreProgress:
         one = self.sources[source]
         lowest, most = max(self.fence, self._num_done), one.most_at_once
         claimed: list[int] = []
-        for block in range(min(one.depth, self.num_blocks) - 1, lowest - 1, -1):
-            if self._blocks[block] == _FREE and one.has(block):
+        for block in range(self.num_blocks - 1, lowest - 1, -1):
+            if self._blocks[block] == _FREE and block in one.available:
                 claimed.append(block)
                 if len(claimed) == most:
                     break
@@ -112,7 +112,7 @@ class RestoreProgress:
 
     def drop(self, source: int) -> list[int]:
         """Asks a source for nothing more. Returns the blocks not yet claimed that no other one has."""
-        self.sources[source].is_gone = True
+        self.sources[source].drop()
         return self._released([block for block in range(self.num_blocks) if self._blocks[block] == _FREE])
 
     def replaceable(self, now_s: float) -> list[int]:
@@ -156,11 +156,11 @@ class RestoreProgress:
         queue_s = sum(one.left_s(now_s) * rate for one, rate in zip(live, per_s, strict=True)) / sum(per_s)
         if not blocks:
             return 1.0 / sum(per_s), queue_s
-        seconds = 0.0  # blocks from `depth` on come from the deeper sources alone
-        for depth in {0, *(source.depth for source in live)}:
-            num = sum(block >= depth for block in blocks)
-            rate = sum(rate for source, rate in zip(live, per_s, strict=True) if source.depth > depth)
-            seconds = max(seconds, num / rate if rate else 0.0)
+        seconds, left = len(blocks) / sum(per_s), set(blocks)
+        for source in live:  # some blocks are at one source alone
+            others = [other.available for other in live if other is not source]
+            alone = (left & source.available).difference(*others)
+            seconds = max(seconds, len(alone) * source.load_s_per_block)
         return seconds / len(blocks), queue_s
 
     def begin(self, num_here: int, costs: RestoreCosts) -> RestorePlan:
@@ -202,11 +202,11 @@ class RestoreProgress:
         return self.sources[source].under_way
 
     def _has_another(self, block: int, source: int) -> bool:
-        return any(one.has(block) for number, one in enumerate(self.sources) if number != source)
+        return any(block in one.available for number, one in enumerate(self.sources) if number != source)
 
     def _released(self, blocks: Sequence[int]) -> list[int]:
         """Makes blocks free for the sources that have them; returns the others, which have to be computed."""
-        lost = [block for block in blocks if not any(source.has(block) for source in self.sources)]
+        lost = [block for block in blocks if not any(block in source.available for source in self.sources)]
         for block in blocks:
             self._blocks[block] = _FREE
         for block in lost:
@@ -219,8 +219,8 @@ class RestoreProgress:
         """Whether another source would bring all that is left before `source` brings these blocks."""
         own_s = source.left_s(now_s) + len(blocks) * source.load_s_per_block
         for other in self.sources:
-            if other is not source and not other.is_stalled(now_s) and all(map(other.has, blocks)):
-                num_left = self._blocks.count(_FREE, lowest, other.depth)
+            if other is not source and not other.is_stalled(now_s) and other.available.issuperset(blocks):
+                num_left = sum(block >= lowest and self._blocks[block] == _FREE for block in other.available)
                 if other.left_s(now_s) + num_left * other.load_s_per_block < own_s:
                     return True
         return False

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,7 +37,12 @@ _LEAST_SHARE_S = 0.25
 
 class _Answer(NamedTuple):
     holder: Holder
-    tiers: list[TierName]  # of the leading blocks that it has
+    tiers: Mapping[int, TierName]  # of the blocks that it has
+
+    @property
+    def num_leading(self) -> int:
+        """Number of leading blocks that it has."""
+        return _leading(self.tiers, 0)
 
 
 class Restorer:
@@ -57,6 +62,11 @@ class Restorer:
         self.holders = Holders(links, engine.engine.layout)
         self._state = state
         self._running: dict[bytes, Restoring] = {}  # by the key of the first block that it lacks
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether there is a store to ask."""
+        return self.holders.has_stores
 
     async def plan(self, request: EngineRequest, named: Sequence[NamedHolder] = ()) -> Restoring | None:
         """Plans how to restore what the prefix cache lacks; None if nothing is to be loaded.
@@ -82,8 +92,10 @@ class Restorer:
             believed = {(one.address, one.kind): one.num_blocks for one in named}
             answers = await self._ask(holders, believed, request.tenant_salt, keys, num_here, deadline_s)
             num_here = await self._once_shared(keys, num_here)  # another one may have asked at the same time
-            useful = [answer for answer in answers if len(answer.tiers) > num_here]
-            return self._decide(request, keys, useful, num_here, model) if useful else None
+            num_blocks = _leading(set[int]().union(*(answer.tiers for answer in answers)), num_here)
+            if num_blocks <= num_here:
+                return None
+            return self._decide(request, keys[:num_blocks], answers, num_here, model)
         finally:
             for holder in holders:
                 holder.num_users -= 1
@@ -137,7 +149,7 @@ class Restorer:
             while waiting and (left_s := end_s - time.monotonic()) > 0:
                 limit_s = None if math.isinf(left_s) else left_s
                 done, waiting = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-                if any(len(task.result().tiers) > num_here for task in done):
+                if any(task.result().num_leading > num_here for task in done):
                     end_s = min(end_s, time.monotonic() + _LATER_S)
             return [task.result() for task in tasks if task.done()]
         finally:
@@ -149,17 +161,18 @@ class Restorer:
     ) -> _Answer:
         try:
             with holder.use(salt) as client:
-                tiers = await client.match(keys, deadline_s=deadline_s)
+                answer = _Answer(holder, await client.find(keys, deadline_s=deadline_s))
         except HalfmoonError as error:
             outcome = "slow" if isinstance(error, DeadlineExceeded) else "away"
             self.metrics.source_answers.labels(holder.kind, outcome).inc()
             if holder is self.holders.own:
                 self.metrics.restore_decisions.labels("away").inc()
             log.debug("source.away", extra={"address": holder.address, "reason": error.message})
-            return _Answer(holder, [])
+            return _Answer(holder, {})
         if least:
-            self.metrics.source_answers.labels(holder.kind, "stale" if len(tiers) < least else "here").inc()
-        return _Answer(holder, tiers)
+            outcome = "stale" if answer.num_leading < least else "here"
+            self.metrics.source_answers.labels(holder.kind, outcome).inc()
+        return answer
 
     def _decide(
         self,
@@ -170,13 +183,14 @@ class Restorer:
         model: PrefillModel,
     ) -> Restoring | None:
         layout, config = self.engine.engine.layout, self.engine.engine.config
-        num_blocks = max(len(answer.tiers) for answer in answers)
-        sources, parts = [], []
+        num_blocks, sources, parts = len(keys), [], []
         for holder, tiers in answers:
-            s_per_byte = holder.rate.s_per_byte(tiers[num_here:])
-            queue_s = s_per_byte * holder.rate.bytes_under_way
-            parts.append(SourceProgress(len(tiers), s_per_byte * layout.block_bytes, queue_s))
-            sources.append(RestoringSource(holder, tiers))
+            wanted = [block for block in range(num_here, num_blocks) if block in tiers]
+            if wanted:
+                s_per_byte = holder.rate.s_per_byte([tiers[block] for block in wanted])
+                queue_s = s_per_byte * holder.rate.bytes_under_way
+                parts.append(SourceProgress(wanted, s_per_byte * layout.block_bytes, queue_s))
+                sources.append(RestoringSource(holder, tiers))
         progress = RestoreProgress(
             num_blocks, layout.block_tokens, config.prefill_chunk_tokens, model, parts, config.step_tokens
         )
@@ -192,7 +206,7 @@ class Restorer:
             self.engine,
             self.metrics,
             request,
-            keys[:num_blocks],
+            keys,
             num_here,
             sources,
             progress,
@@ -212,3 +226,10 @@ class Restorer:
                 "predicted_s": round(plan.seconds, 4),
             },
         )
+
+
+def _leading(blocks: Container[int], first: int) -> int:
+    """The first block from `first` on that is not among `blocks`."""
+    while first in blocks:
+        first += 1
+    return first

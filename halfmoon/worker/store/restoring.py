@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from halfmoon.engine.kv_memory.kv_watch import OnKV
@@ -28,10 +28,10 @@ _LOADS_AT_ONCE = 2  # of each source: keeps the link busy while a block is writt
 
 
 class RestoringSource(NamedTuple):
-    """A holder, and where each of the leading blocks is that it has."""
+    """A holder, and where each block is that it has."""
 
     holder: Holder
-    tiers: Sequence[TierName]
+    tiers: Mapping[int, TierName]  # by block
 
 
 class Restoring:
@@ -230,14 +230,13 @@ class Restoring:
     async def _prefetch(self) -> None:
         """Has stores fetch blocks from their slower tiers, in the order in which they will be requested."""
         for source in self._sources:
-            fence = self._progress.fence
-            behind = zip(self._keys[fence:], source.tiers[fence:], strict=False)
-            wanted = [key for key, tier in behind if tier != "dram"]
+            behind = [block for block in sorted(source.tiers, reverse=True) if block >= self._progress.fence]
+            wanted = [self._keys[block] for block in behind if source.tiers[block] != "dram"]
             if not wanted:
                 continue
             try:
                 with source.holder.use(self._request.tenant_salt) as client:
-                    await client.prefetch(wanted[::-1], deadline_s=_PREFETCH_S)
+                    await client.prefetch(wanted, deadline_s=_PREFETCH_S)
             except HalfmoonError as error:
                 log.debug("store.prefetch_failed", extra={"reason": error.message})
 

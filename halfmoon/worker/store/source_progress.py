@@ -12,16 +12,18 @@ _LEAST_STALL_S = 0.2
 
 
 class SourceProgress:
-    """Owns the blocks under way from one source and its measured speed. It has the first `depth` blocks, it said."""
+    """Owns the blocks under way from one source, those that it can still be asked for, and its measured speed."""
 
-    def __init__(self, depth: int, load_s_per_block: float, queue_s: float = 0.0) -> None:
-        """load_s_per_block: expected; queue_s: until what other requests load from it is here."""
-        self.depth = depth
+    def __init__(self, blocks: Iterable[int], load_s_per_block: float, queue_s: float = 0.0) -> None:
+        """blocks: that it has, as it said; load_s_per_block: expected.
+
+        queue_s: until what other requests load from it is here.
+        """
+        self.available = set(blocks)
         self.is_gone = False  # slow, away or without its blocks: it is not asked any more
         self.under_way: set[int] = set()
         self._expected_s = load_s_per_block
         self._queue_s = queue_s
-        self._lacks: set[int] = set()
         self._num_loaded = 0
         self._since_s = 0.0  # last arrival, or the request that ended an idle time
         self._busy_s = 0.0  # busy time of the link until then
@@ -43,9 +45,10 @@ class SourceProgress:
         in_time = int(_AT_ONCE_S / load_s) if load_s > 0 else _MOST_AT_ONCE
         return max(1, min(in_time, self._num_loaded, _MOST_AT_ONCE))
 
-    def has(self, block: int) -> bool:
-        """Whether it can be asked for a block."""
-        return not self.is_gone and block < self.depth and block not in self._lacks
+    def drop(self) -> None:
+        """Notes that it is asked for nothing more."""
+        self.is_gone = True
+        self.available.clear()
 
     def ask(self, blocks: Iterable[int], now_s: float) -> None:
         """Notes that blocks were requested."""
@@ -62,7 +65,7 @@ class SourceProgress:
     def failed(self, blocks: Iterable[int]) -> None:
         """Notes that requested blocks will not arrive from here."""
         self.under_way.difference_update(blocks)
-        self._lacks.update(blocks)
+        self.available.difference_update(blocks)
 
     def waited_s(self, now_s: float) -> float:
         """How long the blocks under way have been without an arrival."""

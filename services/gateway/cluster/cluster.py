@@ -15,6 +15,7 @@ from halfmoon.background import logged, running
 from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.pb.decode_pb2 import TokensRequest
 from halfmoon.pb.gateway_pb2 import (
+    CacheMembers,
     DecodeMembers,
     GatewayMessage,
     ResendBlocks,
@@ -209,6 +210,8 @@ class Cluster(ClusterServicer):
                     yield GatewayMessage(resend_blocks=ResendBlocks())
                 if worker.member.role != "decode" and (members := self._decode_members(worker)):
                     yield GatewayMessage(decode_members=members)
+                if worker.member.identity.can_fetch and (caches := self._cache_members(worker)):
+                    yield GatewayMessage(cache_members=caches)
                 if (stores := self.membership.stores) != worker.told_stores:
                     worker.told_stores = stores
                     yield GatewayMessage(stores=Stores(addresses=sorted(stores)))
@@ -218,6 +221,12 @@ class Cluster(ClusterServicer):
         now, told = self.membership.decode_addresses, worker.told
         worker.told = now
         return DecodeMembers(joined=now - told, left=told - now) if now != told else None
+
+    def _cache_members(self, worker: Worker) -> CacheMembers | None:
+        """Likewise, of the workers whose prefix caches it may read."""
+        now, told = self.membership.cache_addresses, worker.told_caches
+        worker.told_caches = now
+        return CacheMembers(joined=now - told, left=told - now) if now != told else None
 
     async def _read_reports(self, worker: Worker, messages: AsyncIterator[WorkerMessage]) -> None:
         async for message in messages:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
+from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
 from halfmoon.pb.types_pb2 import Role as PbRole
 from halfmoon.policy.models.refinement import WorkerLatency
+from halfmoon.policy.view.fetch_costs import FetchLink
+from halfmoon.policy.view.link_speeds import DEFAULT_BYTES_PER_S
 from halfmoon.policy.view.reported_prompts import ReportedPrompts
 from halfmoon.policy.view.worker_view import Role, WorkerView
 from halfmoon.rpc.layout_message import layout_from
@@ -88,13 +91,32 @@ class Member:
             step_contention=models.step_contention,
             holder=self.holder,
             kv_bytes_per_token=self.kv_bytes_per_token,
-            fetch_s_per_token=self._restore_s_per_token,
+            fetch_s_per_token=self._fetch_s_per_token,
             store_holder=self.store_holder,
         )
 
+    def fetch_links(self, holder_of: Callable[[str], int], pool: int) -> list[FetchLink]:
+        """Its measured links from holders. `holder_of`: a worker's number by its address; -1 for none.
+
+        What all stores have together comes at the speed of its links to stores in the median.
+        """
+        links = [self._fetch_link(holder, link) for link in self._inbound if (holder := holder_of(link.address)) >= 0]
+        from_stores = [self._fetch_link(pool, link) for link in self._inbound if holder_of(link.address) < 0]
+        from_stores.sort(key=lambda link: link.s_per_token)
+        return links + from_stores[len(from_stores) // 2 : len(from_stores) // 2 + 1]
+
     @property
-    def _restore_s_per_token(self) -> float:
-        """Seconds to load a token from its store, as last reported; inf if unreported."""
-        store = self.identity.kv_store
-        speeds = [link.bandwidth_bytes_per_s for link in self.load.links if store and link.address == store]
-        return self.kv_bytes_per_token / speeds[0] if speeds and speeds[0] > 0 else math.inf
+    def _inbound(self) -> list[LinkSpeed]:
+        return [link for link in self.load.links if link.is_inbound and link.bandwidth_bytes_per_s > 0]
+
+    def _fetch_link(self, holder: int, link: LinkSpeed) -> FetchLink:
+        s_per_token = self.kv_bytes_per_token / link.bandwidth_bytes_per_s
+        return FetchLink(holder, s_per_token, link.latency_s + link.waiting_bytes / link.bandwidth_bytes_per_s)
+
+    @property
+    def _fetch_s_per_token(self) -> float:
+        """Seconds to load a token from a holder whose link it has not measured; inf if it loads nothing."""
+        if not self.identity.can_fetch:
+            return math.inf
+        speeds = [link.bandwidth_bytes_per_s for link in self._inbound]
+        return self.kv_bytes_per_token / (statistics.median(speeds) if speeds else DEFAULT_BYTES_PER_S)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hmac
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from halfmoon.errors import AlreadyHere
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
+from halfmoon.pb.prefill_pb2 import KVSource
 from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel
 from halfmoon.policy.models.refinement import WorkerLatency
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex, unpack_keys
@@ -45,7 +49,9 @@ class Membership:
         self._decoders: dict[str, str] = {}  # of each running request: its decode worker
         self._last_left_s: float | None = None
         self._last_capacity_tokens: int | None = None  # at the time the last member left
+        self._holders: dict[str, int] = {}  # numbers of workers in the index, by address
         self._pool = self.index.number(_POOL)
+        self._view.fetch_links.note_store(self._pool)
         self._unite_stores()
 
     def members(self) -> list[Member]:
@@ -86,6 +92,10 @@ class Membership:
             identity, now_s, now_s, load, latency, holder, ReportedPrompts(now_s), process_key, store_holder
         )
         self._members[identity.worker_id] = member
+        self._view.fetch_links.note_holder(holder, serves=identity.can_fetch)
+        if before is not None:
+            self._holders.pop(before.identity.address, None)
+        self._holders[identity.address] = holder
         self._unite_stores()
         self._layouts[layout_from(identity.layout)] += 1
         if before is not None:
@@ -103,7 +113,8 @@ class Membership:
         member.decoding.clear()
         row = self._view.row(member.worker_id)
         if row is not None and self._members.get(member.worker_id) is member:
-            self._view.links.report(row, load.links)
+            self._view.links.report(row, [link for link in load.links if not link.is_inbound])
+            self._view.fetch_links.report(row, member.fetch_links(self._holder_at, self._pool))
             self._models.report(member.worker_id, member.kind, member.latency, load.steps, self._view, now_s)
         self._show(now_s, member)
 
@@ -123,6 +134,24 @@ class Membership:
     def decode_addresses(self) -> set[str]:
         """Addresses that prompts may be handed over to."""
         return {member.identity.address for member in self._members.values() if member.role != "prefill"}
+
+    @property
+    def cache_addresses(self) -> set[str]:
+        """Addresses of the workers whose prefix caches others may read."""
+        return {member.identity.address for member in self._members.values() if member.identity.can_fetch}
+
+    def is_pool(self, holder: int) -> bool:
+        """Whether this number in the index stands for what all stores have together."""
+        return holder == self._pool
+
+    def worker_sources(self, holders: Sequence[int], cached_blocks: NDArray[np.int64]) -> list[KVSource]:
+        """Those of `holders` that are workers, as a request names them. Stores of the pool need no naming."""
+        addresses = {number: address for address, number in self._holders.items() if number in holders}
+        return [
+            KVSource(address=addresses[number], kind=KVSource.WORKER, num_blocks=int(cached_blocks[number]))
+            for number in holders
+            if number in addresses
+        ]
 
     @property
     def stores(self) -> set[str]:
@@ -186,6 +215,7 @@ class Membership:
         self._last_capacity_tokens = self._capacity_tokens()
         del self._members[member.worker_id]
         self._view.remove(member.worker_id)
+        self._holders.pop(member.identity.address, None)
         self._forget_layout(member)
         self.index.forget(member.worker_id)
         self._forget_store(member.identity.kv_store)
@@ -236,7 +266,14 @@ class Membership:
 
     def _unite_stores(self) -> None:
         """What any store has, the pool has."""
-        self.index.unite(self._pool, [self.store_number(address) for address in sorted(self.stores)])
+        stores = [self.store_number(address) for address in sorted(self.stores)]
+        for number in stores:
+            self._view.fetch_links.note_holder(number, serves=False)  # the pool counts instead
+        self.index.unite(self._pool, stores)
+
+    def _holder_at(self, address: str) -> int:
+        """Number of the worker at this address; -1 if it is none."""
+        return self._holders.get(address, -1)
 
     def _show(self, now_s: float, *members: Member) -> None:
         """Updates the view, unless a member has left already."""

@@ -16,7 +16,7 @@ class Worker:
     """Owns the connection to one member.
 
     `gone` gets the reason when the membership ends. `has_news` is set when there is something to tell the worker:
-    `missed_blocks`, that it has to send all its blocks, or other `decode_addresses` or `stores` than it was `told`.
+    `missed_blocks`, that it has to send all its blocks, or other members or `stores` than it was `told`.
     """
 
     def __init__(self, member: Member, credential: Credential | None = None) -> None:
@@ -28,4 +28,5 @@ class Worker:
         self.missed_blocks = False
         self.told: set[str] = set()
         self.told_stores: set[str] | None = None
+        self.told_caches: set[str] = set()
         self.gone: asyncio.Future[HalfmoonError] = asyncio.get_running_loop().create_future()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from halfmoon.errors import Cancelled, ConstraintFailed, DeadlineExceeded, HalfmoonError, Unavailable
-from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, PrefillRequest
+from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, KVSource, PrefillRequest
 from halfmoon.pb.types_pb2 import (
     CANCELLED,
     CONSTRAINT_FAILED,
@@ -52,7 +52,9 @@ class Attempt:
         output: RequestOutput,
         placement: Placement,
         kv_codec: KVCodec.ValueType,
+        sources: Sequence[KVSource] = (),
     ) -> None:
+        """sources: workers from which the prefill worker may load what it lacks, best first."""
         self._cluster = cluster
         self._output = output
         self._progress = progress = output.progress
@@ -75,6 +77,7 @@ class Attempt:
             ),
             decode_address=placement.decode_address,
             kv_codec=kv_codec,
+            sources=sources,
         )
         self._order = TokenOrder(len(progress.output_token_ids))
         self._handed_over = False

@@ -136,7 +136,8 @@ class Relay:
             placement = await self._placement(routing, retries)
             num_before = len(progress.output_token_ids)
             try:
-                await Attempt(self._cluster, routing.output, placement, routing.codec(self._kv_codec)).run(sink)
+                codec, sources = routing.codec(self._kv_codec), routing.sources(placement)
+                await Attempt(self._cluster, routing.output, placement, codec, sources).run(sink)
                 progress.is_complete = True
                 return
             except GatewayStopping:

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.owner import KVOwner
-from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec
+from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec, KVSource
 from halfmoon.policy.admission.degradation import Admitted
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
+from halfmoon.policy.forecast.ttft import best_sources
 from halfmoon.policy.values import NOTHING_CACHED, AdmissionTargets, Placement, PlacementRequest
 from services.gateway.cluster.prefix_replication import PromptBlocks
 from services.gateway.cluster.prompt_keys import PromptKeys
@@ -23,6 +24,8 @@ from services.gateway.routing.token_flow import NotifyingSink, TokenSink
 from services.gateway.telemetry.decisions import Decision, Move
 
 _LOWER: dict[KVCodec.ValueType, KVCodec.ValueType] = {RAW: INT8, FP8: INT4, INT8: INT4, INT4: INT4}
+
+_MAX_SOURCES = 4  # of a request; the stores of the pool come on top
 
 
 class RequestRouting:
@@ -94,6 +97,16 @@ class RequestRouting:
     def codec(self, default: KVCodec.ValueType) -> KVCodec.ValueType:
         """The encoding of its KV in transfer: `default`, or a lossier one where admission degraded the output."""
         return _LOWER[default] if self._admitted and self._admitted.lower_kv_precision else default
+
+    def sources(self, placement: Placement) -> list[KVSource]:
+        """Workers from whose prefix caches the prefill worker may load what it lacks, best first."""
+        request, view = self._placement_request(()), self._membership.view()
+        row = view.row(placement.prefill.worker_id)
+        if row is None or not request.cached_blocks.any():
+            return []
+        threshold = self._admission.fetching_threshold
+        holders = best_sources(view, row, request, threshold, placement.queue_s, _MAX_SOURCES)
+        return self._membership.worker_sources(holders, request.cached_blocks)
 
     def observing(self, sink: TokenSink) -> TokenSink:
         """`sink`, which reports the first token of each attempt to the admission controller."""
@@ -173,6 +186,7 @@ class RequestRouting:
         progress.predicted_ttft_s = self._waited_s + placement.ttft_s
         progress.predicted_queue_s = placement.queue_s
         progress.predicted_prefill_s = placement.prefill_s
+        progress.predicted_transfer_s = placement.transfer_s
         progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
         self._note_decision(request, now_s, placement)
         self._context.telemetry.note_placed(placement)
@@ -213,9 +227,26 @@ class RequestRouting:
             disaggregation=placement.disaggregation if placement else None,
         )
         telemetry.decisions.note(decision)
+        if placement is not None:
+            telemetry.fetch_decisions[self._fetch_decision(placement, request)] += 1
         if self._keys is not None:
             layout, _, keys = self._keys.chains[0]
             telemetry.prefixes.note(keys, request.cached_blocks, layout.block_tokens, now_s)
+
+    def _fetch_decision(self, placement: Placement, request: PlacementRequest) -> str:
+        """Where the prefix is expected to come from, and else why it is not loaded."""
+        serving = self._membership.view().fetch_links.serving(request.cached_blocks)
+        best = int(serving.max(initial=0)) * placement.prefill.block_tokens
+        if placement.source >= 0:
+            return "store" if self._membership.is_pool(placement.source) else "worker"
+        if not best:
+            return "unknown"
+        if best <= placement.cached_tokens or placement.cached_tokens >= request.num_prompt_tokens - 1:
+            return "local"
+        threshold = self._admission.fetching_threshold
+        if threshold is None or best <= threshold * placement.cached_tokens:
+            return "below_threshold"
+        return "slower"
 
     def _cached_blocks(self) -> NDArray[np.int64]:
         """How many of the prompt's leading blocks each worker has."""

@@ -79,6 +79,7 @@ class Decisions:
                 "status": status,
                 "queue_s": progress.queue_s,
                 "prefill_s": progress.prefill_s,
+                "transfer_s": progress.transfer_s,
                 "ttft_s": progress.ttft_s,
                 "tbt_s": progress.mean_tbt_s,
                 "e2e_s": e2e_s,

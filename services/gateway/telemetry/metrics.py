@@ -95,6 +95,7 @@ class GatewayMetrics:
         registry.register(_Predictions(membership, telemetry))
         registry.register(_Copies(copies))
         registry.register(_Disaggregation(telemetry))
+        registry.register(_FetchDecisions(telemetry))
         registry.register(_LedgerRows(ledger))
         registry.register(VllmMetrics(model_name, membership, self._vllm_histograms(), self._vllm_counters()))
 
@@ -199,6 +200,23 @@ class _Disaggregation(Collector):
         for reason in get_args(Disaggregation):
             choices.add_metric([reason], self._telemetry.disaggregation[reason])
         yield choices
+
+
+class _FetchDecisions(Collector):
+    """Reads the counts of where prefixes were to come from."""
+
+    def __init__(self, telemetry: RecentTelemetry) -> None:
+        self._telemetry = telemetry
+
+    def collect(self) -> Iterator[Metric]:
+        decisions = CounterMetricFamily(
+            "halfmoon_gateway_fetch_decisions",
+            "Placed prompts by where the rest of their prefix was to come from: a worker, a store, or why not",
+            labels=["reason"],
+        )
+        for reason, num in self._telemetry.fetch_decisions.items():
+            decisions.add_metric([reason], num)
+        yield decisions
 
 
 class _LedgerRows(Collector):

@@ -39,7 +39,8 @@ class RecentTelemetry:
         self.prefixes = HotPrefixes()
         self.recently_left = RecentlyLeft()
         self.disaggregation: Counter[Disaggregation] = Counter()
-        self.prediction_errors = {"ttft": PredictionErrors(), "tbt": PredictionErrors()}
+        self.prediction_errors = {kind: PredictionErrors() for kind in ("ttft", "tbt", "transfer")}
+        self.fetch_decisions: Counter[str] = Counter()  # by where prefixes were to come from, or why not
 
     def note_members(self, members: Sequence[Member], now_s: float) -> None:
         """Takes the workers as they are now."""
@@ -64,6 +65,7 @@ class RecentTelemetry:
         pairs = {
             "ttft": (progress.predicted_ttft_s, progress.ttft_s),
             "tbt": (progress.predicted_tbt_s, progress.mean_tbt_s),
+            "transfer": (progress.predicted_transfer_s, progress.transfer_s),
         }
         for kind, (predicted_s, measured_s) in pairs.items():
             if predicted_s and measured_s:

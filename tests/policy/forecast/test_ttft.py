@@ -58,9 +58,11 @@ def test_fetching_never_makes_a_prompt_later(
 def test_rows_do_not_depend_on_each_other_without_fetching(members: list[WorkerView], blocks: list[int]) -> None:
     together = estimate(view_of(members), blocks, None)
     for row, member in enumerate(members):
-        own_store = blocks[member.store_holder] if member.store_holder >= 0 else 0
-        alone = replace(member, holder=0, store_holder=1 if member.store_holder >= 0 else -1)
-        single = estimate(ClusterView([alone]), [blocks[row], own_store], None)
+        alone = ClusterView([replace(member, holder=row)])
+        for other in members:
+            if other.store_holder >= 0:
+                alone.fetch_links.note_store(other.store_holder)
+        single = estimate(alone, blocks, None)
         assert together.seconds[row] == pytest.approx(single.seconds[0])
 
 

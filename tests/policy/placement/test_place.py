@@ -214,9 +214,8 @@ def test_what_the_store_has_and_the_worker_lacks_is_restored() -> None:
     for own, fetched in ((0, 96), (2, 64), (5, 16), (6, 0)):  # whatever the ratio of the two
         placement = placed(stored, E0, cached_blocks=cached(0, own, 6, 0), mode="cache-aware")
         assert (placement.cached_tokens, placement.fetched_tokens) == (16 * own, fetched)
-    assert (
-        placed(stored, E0, cached_blocks=cached(6, 0, 0, 0)).fetched_tokens == 0
-    )  # another worker has it: out of reach
+    assert placed(stored, E0, cached_blocks=cached(6, 0, 0, 0), mode="cache-aware").fetched_tokens == 0
+    assert placed(stored, E0, cached_blocks=cached(6, 0, 0, 0)).fetched_tokens == 96  # another worker has it
     assert placed(replace(stored, fetch_s_per_token=math.inf), E0, cached_blocks=cached(0, 0, 6, 0)).fetched_tokens == 0
     busy = replace(Q0, prefill_free_s=0.05, fetch_s_per_token=1e-5, store_holder=2)
     assert placed(busy, stored, E0, cached_blocks=cached(6, 0, 6, 0)).prefill.worker_id == "q1"

@@ -96,7 +96,7 @@ def progress_of(num_blocks: int, compute_s: float, load_s: float) -> RestoreProg
         BLOCK_TOKENS,
         CHUNK_TOKENS,
         PrefillModel(0, compute_s / BLOCK_TOKENS),
-        [SourceProgress(num_blocks, load_s)],
+        [SourceProgress(range(num_blocks), load_s)],
     )
     progress.begin(0, progress.costs(0, load_s, 0.0))
     return progress
@@ -158,12 +158,12 @@ def test_little_is_asked_for_before_the_link_is_known() -> None:
 def test_what_a_step_costs_is_counted() -> None:
     """Half of two blocks: the time of a step more is more than what loading the other half saves."""
     model = PrefillModel(0.05, 0.001, 0.0)
-    both = RestoreProgress(40, BLOCK_TOKENS, CHUNK_TOKENS, model, [SourceProgress(40, 0.06)])
+    both = RestoreProgress(40, BLOCK_TOKENS, CHUNK_TOKENS, model, [SourceProgress(range(40), 0.06)])
     assert both.begin(0, both.costs(0, 0.06, 0.0)).method == "both"
-    short = RestoreProgress(2, BLOCK_TOKENS, CHUNK_TOKENS, model, [SourceProgress(2, 0.06)])
+    short = RestoreProgress(2, BLOCK_TOKENS, CHUNK_TOKENS, model, [SourceProgress(range(2), 0.06)])
     assert short.begin(0, short.costs(0, 0.09, 0.0)).method != "both"
     progress = RestoreProgress(
-        40, BLOCK_TOKENS, 128, PrefillModel(0.1, 0.0005, 0.0), [SourceProgress(40, 0.2)], step_tokens=2048
+        40, BLOCK_TOKENS, 128, PrefillModel(0.1, 0.0005, 0.0), [SourceProgress(range(40), 0.2)], step_tokens=2048
     )
     assert progress.begin(0, progress.costs(0, 0.2, 0.0)).method == "compute", "in large steps it is quick"
 
@@ -172,7 +172,11 @@ def test_a_single_method_is_preferred_where_both_save_little() -> None:
     plans = []
     for compute_s, load_s in ((0.1, 0.001), (0.001, 0.1), (0.1, 0.1)):
         progress = RestoreProgress(
-            20, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), [SourceProgress(20, load_s)]
+            20,
+            BLOCK_TOKENS,
+            CHUNK_TOKENS,
+            PrefillModel(0, compute_s / BLOCK_TOKENS),
+            [SourceProgress(range(20), load_s)],
         )
         plans.append(progress.begin(4, progress.costs(0, load_s, 0.0)).method)
     assert plans == ["load", "compute", "both"]

@@ -128,14 +128,14 @@ async def test_a_block_that_vanished_is_computed(
         worker = await start_worker("prefill", store=address)
         believe(worker, SLOW)
         key = keys_of(worker, PROMPT)[lost]
-        match = KVStoreClient.match
+        find = KVStoreClient.find
 
         async def then_lose(self: KVStoreClient, keys: Any, *, deadline_s: float) -> Any:
-            found = await match(self, keys, deadline_s=deadline_s)
+            found = await find(self, keys, deadline_s=deadline_s)
             store.pool.catalog.lose(block_id(key), Tier.DRAM)
             return found
 
-        monkeypatch.setattr(KVStoreClient, "match", then_lose)
+        monkeypatch.setattr(KVStoreClient, "find", then_lose)
         (first,) = await prefilled(worker, single(tiny, PROMPT))
         assert [first.first_token.token.token_id] == expected
         assert missed(worker) >= 1
