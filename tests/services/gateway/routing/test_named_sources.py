@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -16,7 +17,7 @@ from tests.services.gateway.test_gateway_admission import complete
 HELD = b"".join(key[:8] for key in KEYS[:6])
 
 
-async def holding(fleet: Fleet, name: str, **changes: object) -> FakeWorker:
+async def holding(fleet: Fleet, name: str, **changes: Any) -> FakeWorker:
     """A worker whose prefix cache has the prompt's first six blocks."""
     worker = await fleet.add(name, "prefill", step_tokens=64, profile=MODELLED, **changes)
     worker.loads.put_nowait(BlockEvents(sequence=1, is_snapshot=True, stored=HELD))
