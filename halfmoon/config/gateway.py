@@ -17,10 +17,12 @@ from halfmoon.policy.wait_limits import WaitLimits
 class HandoverConfig(Section):
     """The encoding of KV in transfer, the same for all workers of a system."""
 
-    handover_codec: Literal["raw", "int8", "int4", "fp8"] = Field(
+    handover_codec: Literal["raw", "lz4", "zstd", "int8", "int4", "fp8", "auto"] = Field(
         "raw",
-        description="encoding of KV in transfer; anything but raw is smaller and slightly lossy: int8 and "
-        "fp8 take half of 16 bits, int4 less than a third; int8 changes answers least, int4 most",
+        description="encoding of KV in transfer; lz4 and zstd are exact and a little smaller; int8 and fp8 take half "
+        "of 16 bits, int4 less than a third, and are lossy: int8 changes answers least, int4 most; auto: raw or an "
+        "exact one, whichever is quickest over each link, and int8 for requests that were degraded to a lower KV "
+        "precision, where that is quicker still",
     )
 
 
@@ -36,25 +38,19 @@ class GatewayConfig(Section):
     placement: PlacementMode = Field(
         "kvcache-centric",
         description="how workers are chosen: kvcache-centric and cache-aware by predicted times and cached prefixes "
-        "(kvcache-centric also fetches and copies prefixes), least-loaded, random",
+        "(kvcache-centric also copies prefixes from one store to another), least-loaded, random",
     )
     balancing_threshold: float = Field(
         2.0,
         ge=1,
-        description="kvcache-centric: longest cached prefix / own cached prefix above which a worker "
-        "may fetch it from the best holder",
+        description="kvcache-centric: longest cached prefix / own cached prefix above which the blocks are copied "
+        "between the two workers' stores",
     )
     conditional_disaggregation: Annotated[ConditionalMode, BeforeValidator(off_is_a_word)] = Field(
         "off",
         description="whether a decode worker may compute a prompt itself, with no hand-over: auto, where the answer "
         "begins sooner and no answer there becomes slower than its class allows; strict, only if also the uncached "
         "part fits one step and prompts take at most 5 % of the worker's time; off",
-    )
-    replica_mbps: float = Field(
-        100.0,
-        ge=0,
-        description="kvcache-centric: most megabytes a second by which stores copy prefixes from each other that are "
-        "asked for again and again near a store without them; 0 copies nothing",
     )
     admission: Annotated[AdmissionMode, BeforeValidator(off_is_a_word)] = Field(
         "predicted",

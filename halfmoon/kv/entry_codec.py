@@ -8,12 +8,13 @@ from typing import Self
 import numpy as np
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.codec import Codec, decode, encode, encoded_bytes
+from halfmoon.kv.codec import LOSSLESS, Codec, decode, encode, encoded_bytes
 from halfmoon.kv.codec.floats import UNSIGNED
 from halfmoon.kv.codec.lossless import Lossless, compress, compress_planes, decompress, decompress_planes
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
 
 _RESIDUAL_TOKENS = 128
+_QUANTISERS = tuple(codec.name for codec in Codec if codec not in LOSSLESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,10 @@ class EntryCodec:
         Raises InvalidRequest for anything else, Incompatible if a package that it needs is not installed.
         """
         parts = text.upper().split("+")
-        quantisers = [part for part in parts if part in Codec.__members__]
+        quantisers = [part for part in parts if part in _QUANTISERS]
         coders = [part for part in parts if part in Lossless.__members__ and part != "NONE"]
         if len(quantisers) + len(coders) != len(parts) or len(quantisers) > 1 or len(coders) > 1:
-            names = ", ".join(name.lower() for name in (*Codec.__members__, *list(Lossless.__members__)[1:]))
+            names = ", ".join(name.lower() for name in (*_QUANTISERS, *list(Lossless.__members__)[1:]))
             raise InvalidRequest(f"no codec is called {text!r}: there are {names}, and two of them joined by +")
         lossless = Lossless[coders[0]] if coders else Lossless.NONE
         compress(b"", lossless)

@@ -4,6 +4,7 @@ already holds. Sans-IO.
     OPEN    the offers, best first: name and parameters of each; then what the transfer is for
     ACCEPT  the chosen transport; then the offers that were declined, each with the reason; then how long OPEN took at
             the receiver, in microseconds (4 bytes); then how many leading tokens of OPEN's range it holds (4 bytes)
+            and which codecs it decodes (4 bytes, a bit for each number)
 
 `grpc`, with payloads inside the messages, is never offered: it is the fallback.
 
@@ -20,13 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.kv_layout import KVBytes
 
 INLINE = "grpc"  # the transport that always works
 MAX_OFFERS = 8
 
 _LENGTHS = struct.Struct("<BH")
-_COUNTS = struct.Struct("<II")
+_COUNTS = struct.Struct("<III")
 _MAX_TAKEN_US = (1 << 32) - 1
 
 
@@ -46,6 +48,7 @@ class Acceptance:
     declined: tuple[tuple[str, str], ...] = ()  # (transport, reason)
     taken_us: int = 0  # from OPEN's arrival to this answer; the rest of the sender's wait is the round trip
     held_tokens: int = 0  # leading tokens of the range that the receiver has: all but these are sent
+    codecs: frozenset[Codec] = frozenset({Codec.RAW})  # that it decodes
 
 
 def encode_open(offers: Sequence[Offer], body: bytes) -> bytes:
@@ -62,7 +65,8 @@ def decode_open(payload: KVBytes) -> tuple[tuple[Offer, ...], bytes]:
 def encode_accept(acceptance: Acceptance) -> bytes:
     """The payload of ACCEPT."""
     entries = [(acceptance.name, b""), *((name, reason.encode()[:500]) for name, reason in acceptance.declined)]
-    return _encode(entries) + _COUNTS.pack(min(acceptance.taken_us, _MAX_TAKEN_US), acceptance.held_tokens)
+    codecs = sum(1 << codec for codec in acceptance.codecs)
+    return _encode(entries) + _COUNTS.pack(min(acceptance.taken_us, _MAX_TAKEN_US), acceptance.held_tokens, codecs)
 
 
 def decode_accept(payload: KVBytes) -> Acceptance:
@@ -71,9 +75,11 @@ def decode_accept(payload: KVBytes) -> Acceptance:
     if not entries:
         raise InvalidRequest("an ACCEPT frame must name the transport")
     if len(rest) != _COUNTS.size:
-        raise InvalidRequest("an ACCEPT frame must say how long its OPEN took, and how many tokens are held")
+        raise InvalidRequest("an ACCEPT frame must say how long its OPEN took, what is held and which codecs are known")
     declined = tuple((name, value.decode(errors="replace")) for name, value in entries[1:])
-    return Acceptance(entries[0][0], declined, *_COUNTS.unpack(rest))
+    taken_us, held_tokens, codecs = _COUNTS.unpack(rest)
+    known = frozenset(codec for codec in Codec if codecs >> codec & 1)
+    return Acceptance(entries[0][0], declined, taken_us, held_tokens, known)
 
 
 def _encode(entries: Sequence[tuple[str, bytes]]) -> bytes:

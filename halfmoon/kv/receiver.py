@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from halfmoon.errors import Cancelled, DataLoss, Incompatible, InvalidRequest
-from halfmoon.kv.codec import Codec, encoded_bytes
+from halfmoon.kv.codec import Codec, check_size
 from halfmoon.kv.device_bytes import DeviceBytes
 from halfmoon.kv.frame import Frame, FrameKind, KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVDtype, KVLayout
@@ -201,12 +201,7 @@ class TransferReceiver:
     def _write(self, frame: Frame) -> Write | WriteFromDevice:
         frame.range.check_within(self._coverage.whole)
         dtype = self._dtypes[self._fingerprint]
-        got = frame.payload_bytes
-        want = encoded_bytes(frame.codec, frame.range.shape(self._layout), dtype)
-        if got != want:
-            raise InvalidRequest(
-                f"a DATA frame of {frame.range} in {frame.codec.name} must hold {want} bytes, it holds {got}"
-            )
+        check_size(frame.codec, frame.payload_bytes, frame.range.shape(self._layout), dtype)
         if frame.device is not None and frame.codec is not Codec.RAW:
             raise InvalidRequest(f"a DATA frame in device memory must be raw, not {frame.codec.name}")
         self._coverage.add(frame.range)

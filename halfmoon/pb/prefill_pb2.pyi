@@ -30,6 +30,8 @@ class _KVCodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KVCodec.Value
     INT8: _KVCodec.ValueType  # 1
     INT4: _KVCodec.ValueType  # 2
     FP8: _KVCodec.ValueType  # 3
+    LZ4: _KVCodec.ValueType  # 5
+    ZSTD: _KVCodec.ValueType  # 6
 
 class KVCodec(_KVCodec, metaclass=_KVCodecEnumTypeWrapper):
     """halfmoon.kv.codec.Codec"""
@@ -38,6 +40,8 @@ RAW: KVCodec.ValueType  # 0
 INT8: KVCodec.ValueType  # 1
 INT4: KVCodec.ValueType  # 2
 FP8: KVCodec.ValueType  # 3
+LZ4: KVCodec.ValueType  # 5
+ZSTD: KVCodec.ValueType  # 6
 Global___KVCodec: _TypeAlias = KVCodec  # noqa: Y015
 
 @_typing.final
@@ -48,10 +52,13 @@ class PrefillRequest(_message.Message):
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     KV_CODEC_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    CHOOSES_CODEC_FIELD_NUMBER: _builtins.int
     decode_address: _builtins.str
     """empty: this worker decodes it too (role "both")"""
     kv_codec: Global___KVCodec.ValueType
     """encoding of the KV in transfer"""
+    chooses_codec: _builtins.bool
+    """the worker takes RAW, a lossless codec or kv_codec, whichever is quickest over the link"""
     @_builtins.property
     def generation(self) -> _types_pb2.Generation: ...
     @_builtins.property
@@ -65,10 +72,11 @@ class PrefillRequest(_message.Message):
         decode_address: _builtins.str = ...,
         kv_codec: Global___KVCodec.ValueType = ...,
         sources: _abc.Iterable[Global___KVSource] | None = ...,
+        chooses_codec: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "generation", b"generation", "kv_codec", b"kv_codec", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chooses_codec", b"chooses_codec", "decode_address", b"decode_address", "generation", b"generation", "kv_codec", b"kv_codec", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from halfmoon.background import running
 from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.errors import NotFound
-from halfmoon.kv.codec import Codec, encoded_bytes, gainful
+from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes, gainful
+from halfmoon.kv.device_bytes import KVPlace
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.frame_plan import FramePlan, Written
 from halfmoon.kv.kv_layout import KVLayout
@@ -46,6 +47,7 @@ class LayerwiseSender:
         self._news = asyncio.Event()
         self.dropped = RequestDropped(engine)
         self.num_bytes = 0
+        self.num_raw_bytes = 0
 
     def on_kv(self, written: Written | None) -> None:
         """Takes the engine's report: what is written now, or None when the request is gone."""
@@ -83,6 +85,14 @@ class LayerwiseSender:
     async def _send(self, part: KVRange) -> None:
         shape, dtype = part.shape(self._layout), self._layout.dtype
         codec = gainful(self._codec, shape, dtype)
+        self.num_raw_bytes += part.num_bytes(self._layout)
+        if codec in LOSSLESS:
+            payload = await self._compressed(part, codec)
+            if payload.nbytes < part.num_bytes(self._layout):
+                await self._transfer.data(part, payload, codec)
+                self._note_sent(part, payload.nbytes)
+                return
+            codec = Codec.RAW
         num_bytes = encoded_bytes(codec, shape, dtype)
         buffer = await self._transfer.buffer(num_bytes)
         while not await self._gather(part, buffer, codec):
@@ -90,16 +100,27 @@ class LayerwiseSender:
             await self._newer()
             buffer = await self._transfer.buffer(num_bytes)
         await self._transfer.data(part, buffer, codec)
+        self._note_sent(part, num_bytes)
+
+    def _note_sent(self, part: KVRange, num_bytes: int) -> None:
         self._plan.sent(part)
         self.num_bytes += num_bytes
 
+    async def _compressed(self, part: KVRange, codec: Codec) -> memoryview:
+        """Gathers a frame whose size is not known before."""
+        while (payload := await self._read(part, None, codec)) is None:
+            await self._newer()
+        return payload
+
     async def _gather(self, part: KVRange, buffer: StagingBuffer, codec: Codec) -> bool:
         """Gathers a frame; False if a preemption took the KV back. The engine reports when it is written again."""
+        return await self._read(part, buffer.place, codec) is not None
+
+    async def _read(self, part: KVRange, out: KVPlace | None, codec: Codec) -> memoryview | None:
         where = (part.layer_start, part.layer_end, part.token_start, part.num_tokens)
         try:
-            await self._engine.kv_read(self._request_id, *where, buffer.place, codec)
+            return await self._engine.kv_read(self._request_id, *where, out, codec)
         except NotWritten:
-            return False
+            return None
         except NotFound:
             raise self.dropped.error() from None
-        return True

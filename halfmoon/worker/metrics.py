@@ -56,6 +56,12 @@ class WorkerMetrics:
             ["kind"],
             registry=self.registry,
         )
+        self.handover_codecs = Counter(
+            "halfmoon_handover_codecs",
+            "Hand-overs by codec and by why it was chosen: configured, measuring the link, or the quickest",
+            ["codec", "reason"],
+            registry=self.registry,
+        )
         self.handover_seconds = Histogram(
             "halfmoon_handover_seconds", "From the decode worker's ACCEPT to its DONE", registry=self.registry
         )

@@ -18,6 +18,7 @@ from halfmoon.rpc.telemetry.spans import current_span, operation
 from halfmoon.rpc.transfer import TransferSender, transfer_to
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.worker.decode_servicer import RENEW_S
+from halfmoon.worker.handover_codecs import HandoverCodecs
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.layerwise_sender import LayerwiseSender
 from halfmoon.worker.metrics import WorkerMetrics
@@ -54,6 +55,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._metrics = metrics
         self._restorer = restorer
         self._channels = channels
+        self._codecs = HandoverCodecs(state.layout)
 
     def links(self) -> dict[str, LinkEstimate]:
         """Measured speed of KV links, by the receiving worker's address."""
@@ -75,8 +77,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         elif _tokens_left(request.generation) <= 1:
             events = self._first_only(request.generation, sources)
         else:
-            codec = codec_from(request.kv_codec)
-            events = self._hand_over(request.generation, request.decode_address, codec, sources)
+            events = self._hand_over(request, sources)
         async with aclosing(events):
             async for event in events:
                 yield event
@@ -91,9 +92,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             yield scope.event(await scope.first)
 
     async def _hand_over(
-        self, generation: types_pb2.Generation, address: str, codec: Codec, sources: Sequence[NamedHolder]
+        self, request: prefill_pb2.PrefillRequest, sources: Sequence[NamedHolder]
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Reserves on the decode worker, computes here while sending, then commits."""
+        generation, address, wanted = request.generation, request.decode_address, codec_from(request.kv_codec)
         await self._state.decode_peers.check(address)
         layout = self._state.layout
         num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
@@ -103,8 +105,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         called_s = now_s()
         prefill = current_span()
         with operation(prefill.child("transfer", called_s)) as span, self._channels.to(address) as link:
+            codec, reason = wanted, "configured"
+            if request.chooses_codec:
+                codec, reason = await self._codecs.choose(link, wanted)
             async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
                 await transfer.open(whole, body, codec)
+                if codec not in transfer.codecs:
+                    codec = Codec.RAW
                 self._state.check_can_serve(generation, types_pb2.PREFILL)  # it may have been cancelled in the meantime
                 opened_s = now_s()
                 sender = LayerwiseSender(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
@@ -140,6 +147,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             held_tokens = transfer.held_tokens
             phase = Phase("transfer", called_s, done_s, num_tokens - held_tokens, num_bytes=sender.num_bytes)
             phase.end(span)
+        self._metrics.handover_codecs.labels(codec.name.lower(), reason).inc()
+        if sender.num_raw_bytes:
+            self._codecs.note_ratio(codec, sender.num_raw_bytes, sender.num_bytes)
         self._metrics.handover_tokens.labels("held").inc(held_tokens)
         self._metrics.handover_tokens.labels("sent").inc(num_tokens - held_tokens)
         self._note_handed_over(sender.num_bytes, done_s - opened_s, done_s - first.ended_s)

@@ -25,7 +25,7 @@ from halfmoon.engine.scheduling.scheduler import SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NotFound
-from halfmoon.kv.codec import Codec, encoded_bytes
+from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
@@ -148,7 +148,8 @@ class SimulatedEngine:
         if isinstance(out, memoryview):
             return out
         shape = self.layout.shape(layer_end - layer_start, num_tokens)
-        return memoryview(bytes(encoded_bytes(codec, shape, self.layout.dtype)))
+        num_bytes = encoded_bytes(Codec.RAW if codec in LOSSLESS else codec, shape, self.layout.dtype)
+        return memoryview(bytes(num_bytes))
 
     def check_open(self) -> None:
         """Does nothing: a simulated engine is always open."""

@@ -17,7 +17,6 @@ from halfmoon.background import logged, running
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
-from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.wait_limits import WaitLimits
@@ -31,7 +30,7 @@ from services.gateway.app import Access, Endpoints, make_app
 from services.gateway.cluster.cluster import Cluster, running_cluster
 from services.gateway.cluster.held_answers import HeldAnswers
 from services.gateway.cluster.membership import Membership
-from services.gateway.cluster.prefix_replication import PrefixCopies
+from services.gateway.cluster.prefix_replication import StoreCopies
 from services.gateway.cluster.store_watch import StoreWatch
 from services.gateway.constraints.checker import ConstraintChecker
 from services.gateway.control.active_admission import ActiveAdmission, AdmissionEndpoint
@@ -59,6 +58,7 @@ from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
 from services.gateway.routing.early_rejection import EarlyRejection
+from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.relay import Relay
 from services.gateway.routing.routing_context import RoutingContext
 from services.gateway.running_repeats import RunningRepeats
@@ -176,13 +176,12 @@ async def running_gateway(
 def _routing(settings: GatewaySettings, cluster: Cluster, credential: Credential | None) -> RoutingContext:
     rules = PlacementRules(settings.placement, settings.balancing_threshold, settings.conditional_disaggregation)
     admission = AdmissionController(settings.admission, rules, random.Random(), is_alone=settings.num_gateways == 1)
-    copies_bytes_per_s = settings.replica_mbps * 1e6 if settings.placement == "kvcache-centric" else 0.0
-    copies = PrefixCopies(cluster.membership, copies_bytes_per_s, credential)
+    copies = StoreCopies(cluster.membership, rules.fetching_threshold, credential)
     return RoutingContext(admission, cluster.membership, cluster.clock, RecentTelemetry(), copies)
 
 
 def _relay(settings: GatewaySettings, cluster: Cluster, routing: RoutingContext) -> Relay:
-    codec = KVCodec.Value(settings.handover_codec.upper())
+    codec = HandoverCodec.parse(settings.handover_codec)
     wait_limits = WaitLimits(settings.failover_wait_s, settings.return_wait_s)
     return Relay(cluster, routing, settings.request_deadline_s, wait_limits, codec)
 

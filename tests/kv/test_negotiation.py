@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.negotiation import (
     MAX_OFFERS,
     Acceptance,
@@ -18,6 +19,7 @@ from halfmoon.kv.negotiation import (
 )
 
 names = st.text(min_size=1, max_size=20)
+codecs = st.frozensets(st.sampled_from(Codec))
 counts = st.integers(0, (1 << 32) - 1)
 offers = st.lists(st.builds(Offer, names, st.binary(max_size=300)), max_size=MAX_OFFERS)
 
@@ -27,9 +29,11 @@ def test_offers_and_body_come_back(offered: list[Offer], body: bytes) -> None:
     assert decode_open(encode_open(offered, body)) == (tuple(offered), body)
 
 
-@given(names, st.lists(st.tuples(names, st.text(max_size=50)), max_size=MAX_OFFERS), counts, counts)
-def test_an_acceptance_comes_back(name: str, declined: list[tuple[str, str]], taken_us: int, held_tokens: int) -> None:
-    acceptance = Acceptance(name, tuple(declined), taken_us, held_tokens)
+@given(names, st.lists(st.tuples(names, st.text(max_size=50)), max_size=MAX_OFFERS), counts, counts, codecs)
+def test_an_acceptance_comes_back(
+    name: str, declined: list[tuple[str, str]], taken_us: int, held_tokens: int, known: frozenset[Codec]
+) -> None:
+    acceptance = Acceptance(name, tuple(declined), taken_us, held_tokens, known)
     assert decode_accept(encode_accept(acceptance)) == acceptance
 
 

@@ -102,11 +102,12 @@ async def start_worker(tiny: Checkpoint) -> AsyncIterator[Callable[..., object]]
             device: DeviceMemory | None = None,
             store: str | None = None,
             link_mbps: float | None = None,
+            link_bytes_per_s: float | None = None,
             **options: Any,
         ) -> RunningWorker:
             settings: dict[str, Any] = {"dtype": "float32", "block_tokens": 8, "num_blocks": 32, **options}
             engine = Engine(tiny, EngineConfig(**settings))
-            links = LinkSettings(transports=transports, stall_s=stall_s)
+            links = LinkSettings(transports=transports, stall_s=stall_s, bytes_per_s=link_bytes_per_s)
             return await stack.enter_async_context(_worker(engine, role, lease_s, links, device, store, link_mbps))
 
         yield start

@@ -25,11 +25,12 @@ class PreemptedEngine:
         self.was_asked = asyncio.Event()
         self.is_computed = False
 
-    async def kv_read(self, request_id: str, *arguments: Any) -> None:
+    async def kv_read(self, request_id: str, *arguments: Any) -> memoryview:
         self.was_asked.set()
         if not self.is_computed:
             raise NotWritten("preempted")
         np.frombuffer(arguments[4], np.uint8)[:] = 7
+        return memoryview(arguments[4])
 
 
 @pytest.mark.parametrize("transports", [(), ("shm",)], ids=["grpc", "shm"])

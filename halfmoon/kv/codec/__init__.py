@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.codec import fp8, int2, int4, int8
 from halfmoon.kv.codec.floats import UNSIGNED, Bits, convert
+from halfmoon.kv.codec.lossless import Lossless, compress_planes, decompress_planes, is_installed
 from halfmoon.kv.codec.names import Codec
 from halfmoon.kv.kv_layout import KVBytes, KVDtype
 
-__all__ = ["Codec", "decode", "encode", "encoded_bytes", "gainful"]
+__all__ = ["LOSSLESS", "Codec", "check_size", "decodable", "decode", "encode", "encoded_bytes", "gainful"]
 
 Shape = tuple[int, ...]  # [layers, 2, heads, tokens, head_dim], none of them 0
 
@@ -36,9 +37,31 @@ class _Quantiser(Protocol):
 
 _QUANTISERS: dict[Codec, _Quantiser] = {Codec.INT8: int8, Codec.INT4: int4, Codec.FP8: fp8, Codec.INT2: int2}
 
+LOSSLESS: dict[Codec, Lossless] = {Codec.LZ4: Lossless.LZ4, Codec.ZSTD: Lossless.ZSTD}
+"""Codecs whose size is known only from what they encode."""
+
+
+def decodable() -> frozenset[Codec]:
+    """The codecs of transfers that this process can decode: LZ4 and ZSTD need packages."""
+    return frozenset(
+        codec for codec in Codec if codec is not Codec.INT2 and (codec not in LOSSLESS or is_installed(LOSSLESS[codec]))
+    )
+
+
+def check_size(codec: Codec, num_bytes: int, shape: Shape, dtype: KVDtype) -> None:
+    """Raises InvalidRequest unless a payload of `num_bytes` may hold values of `shape`."""
+    if codec in LOSSLESS:
+        if not 0 < num_bytes < encoded_bytes(Codec.RAW, shape, dtype):
+            raise InvalidRequest(
+                f"a KV payload of {shape} in {codec.name} is smaller than raw, this one has {num_bytes}"
+            )
+    elif num_bytes != encoded_bytes(codec, shape, dtype):
+        want = encoded_bytes(codec, shape, dtype)
+        raise InvalidRequest(f"a KV payload of {shape} in {codec.name} has {want} bytes, this one {num_bytes}")
+
 
 def encoded_bytes(codec: Codec, shape: Shape, dtype: KVDtype) -> int:
-    """The exact size of what `encode` returns for values of this shape and dtype."""
+    """The exact size of what `encode` returns for values of this shape and dtype, unless `codec` is lossless."""
     if codec is Codec.RAW:
         return math.prod(shape) * UNSIGNED[dtype].itemsize
     return _QUANTISERS[codec].encoded_bytes(shape)
@@ -46,6 +69,8 @@ def encoded_bytes(codec: Codec, shape: Shape, dtype: KVDtype) -> int:
 
 def gainful(codec: Codec, shape: Shape, dtype: KVDtype) -> Codec:
     """`codec` if it makes these values smaller, else RAW: scales may outweigh few tokens or short rows."""
+    if codec in LOSSLESS:
+        return codec
     smaller = encoded_bytes(codec, shape, dtype) < encoded_bytes(Codec.RAW, shape, dtype)
     return codec if smaller else Codec.RAW
 
@@ -54,12 +79,17 @@ def encode(codec: Codec, values: NDArray[np.integer[Any]], dtype: KVDtype, out: 
     """Encodes integers of the dtype's size, of either signedness, in canonical order and not empty.
 
     Fills `out`, which has exactly `encoded_bytes`, or else new memory; RAW without `out` returns a view where it can.
+    Lossless codecs take no `out`. What they do not make smaller cannot be decoded: it is to be sent RAW.
     """
     assert values.ndim == 5, "the canonical order"
     assert values.shape[1] == 2, "the canonical order"
     bits = np.ascontiguousarray(values).view(UNSIGNED[dtype])
     if codec is Codec.RAW and out is None:
         return bits.reshape(-1).view(np.uint8).data
+    if codec in LOSSLESS:
+        assert out is None, "the size of what is compressed is not known before"
+        raw = bits.reshape(-1).view(np.uint8).data
+        return memoryview(compress_planes(raw, bits.shape, bits.itemsize, LOSSLESS[codec]))
     num_bytes = encoded_bytes(codec, bits.shape, dtype)
     payload = np.empty(num_bytes, np.uint8) if out is None else np.frombuffer(out, np.uint8)
     assert payload.size == num_bytes, "a payload has no room to spare"
@@ -74,13 +104,14 @@ def decode(codec: Codec, payload: KVBytes, shape: Shape, dtype: KVDtype, to: KVD
     """Values of `shape` as unsigned integers that hold the bits of `to`, or else of `dtype`.
 
     dtype: the dtype of the values when they were encoded. RAW without a change of dtype returns a view of `payload`.
-    Raises InvalidRequest, before anything is allocated, unless `payload` has exactly `encoded_bytes`.
+    Raises InvalidRequest, before anything is allocated, unless `payload` has exactly `encoded_bytes`. Of lossless
+    codecs: Incompatible without their package, DataLoss for what is not an encoding.
     """
-    got, want = memoryview(payload).nbytes, encoded_bytes(codec, shape, dtype)
-    if got != want:
-        raise InvalidRequest(f"a KV payload of {shape} in {codec.name} has {want} bytes, this one {got}")
+    check_size(codec, memoryview(payload).nbytes, shape, dtype)
     to = to or dtype
-    if codec is Codec.RAW:
+    if codec is Codec.RAW or codec in LOSSLESS:
+        if codec in LOSSLESS:
+            payload = decompress_planes(payload, shape, np.dtype(UNSIGNED[dtype]).itemsize, LOSSLESS[codec]).data
         bits = np.frombuffer(payload, UNSIGNED[dtype]).reshape(shape)
         return bits if dtype == to else convert(bits, dtype, to)
     with np.errstate(over="ignore", invalid="ignore"):  # the scales come from a peer

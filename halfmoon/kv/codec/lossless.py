@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from enum import IntEnum
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import numpy as np
@@ -85,6 +86,11 @@ def decompress(data: KVBytes, num_bytes: int, method: Lossless) -> KVBytes:
     if memoryview(unpacked).nbytes != num_bytes:
         raise DataLoss("a compressed KV payload decompresses to another size than it had")
     return unpacked
+
+
+def is_installed(method: Lossless) -> bool:
+    """Whether the method's package is there."""
+    return method is Lossless.NONE or find_spec("lz4" if method is Lossless.LZ4 else "zstandard") is not None
 
 
 def _module(name: str) -> ModuleType:

@@ -13,3 +13,10 @@ class Codec(IntEnum):
     INT4 = 2
     FP8 = 3
     INT2 = 4  # store only, and never the last tokens of a prompt: see `EntryCodec.residual_tokens`
+    LZ4 = 5  # exact, of any size below RAW's; stored blocks say it apart from their quantiser: see `EntryCodec`
+    ZSTD = 6
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether values come back as they were."""
+        return self in (Codec.RAW, Codec.LZ4, Codec.ZSTD)

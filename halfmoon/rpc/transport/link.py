@@ -71,6 +71,7 @@ class KVLink:
         self.settings = settings or LinkSettings()
         self.window = Window(self.settings.window_bytes)
         self.estimator = LinkEstimator()
+        self.raw_estimator = LinkEstimator()  # of raw frames alone: others wait for their decoder, too
         self.clock: Clock = WallClock()
         self.limiter: LinkLimiter | None = None
         if self.settings.bytes_per_s is not None or self.settings.delay_s:
@@ -85,6 +86,10 @@ class KVLink:
         self._making = asyncio.Lock()  # guards creating an outlet, which the next transfer will use, too
         self._declined_at_s: dict[str, float] = {}
         self._parked: list[tuple[Outlet, StagingBuffer, Share]] = []  # of ended transfers, possibly still being filled
+
+    def estimators(self, codec: Codec) -> tuple[LinkEstimator, ...]:
+        """The estimators that frames in `codec` are measured by."""
+        return (self.estimator, self.raw_estimator) if codec is Codec.RAW else (self.estimator,)
 
     async def offers(self, codec: Codec = Codec.RAW) -> list[Offer]:
         """Offers to make now for a transfer in `codec`, best first."""

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from halfmoon.errors import DataLoss, DeadlineExceeded, HalfmoonError, Incompatible, InvalidRequest, Unavailable
+from halfmoon.kv.codec import decodable
 from halfmoon.kv.frame import Elsewhere, Frame, FrameKind, decode_message, encode_frame
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.kv.negotiation import INLINE, Acceptance, Offer
@@ -38,6 +39,7 @@ class KVIntake:
             everywhere.append(CudaIpcInlet(device))
         self._inlets = {inlet.name: inlet for inlet in (everywhere if inlets is None else inlets)}
         self._running: set[bytes] = set()
+        self._codecs = decodable()
 
     async def receive(
         self,
@@ -82,7 +84,9 @@ class KVIntake:
                 if isinstance(effect, Reserve):
                     acceptance, source = await self._choose(effect.offers)
                     taken_us = int(1e6 * (time.monotonic() - arrived_s))
-                    acceptance = replace(acceptance, taken_us=taken_us, held_tokens=held_tokens or 0)
+                    acceptance = replace(
+                        acceptance, taken_us=taken_us, held_tokens=held_tokens or 0, codecs=self._codecs
+                    )
                     yield encode_frame(receiver.accept(acceptance))
                 elif isinstance(effect, Commit):
                     yield encode_frame(receiver.done())

@@ -45,7 +45,7 @@ class TransferSender:
         self._outlet: Outlet = InlineOutlet()
         self._share = Share()
         self._staged: set[StagingBuffer] = set()  # handed out, not sent
-        self._under_way: dict[int, tuple[StagingBuffer, int]] = {}  # by sequence number; payload bytes
+        self._under_way: dict[int, tuple[StagingBuffer, int, Codec]] = {}  # by sequence number; payload bytes
         self._messages: deque[tuple[bytes, float]] = deque()  # with the time of arrival at the far end
         self._has_messages = asyncio.Event()
         self._heard: asyncio.Future[None] = self._loop.create_future()  # the next answer, of any kind
@@ -76,6 +76,12 @@ class TransferSender:
     def held_tokens(self) -> int:
         """Leading tokens that the receiver holds already: `data` must not send them."""
         return self._machine.held_tokens
+
+    @property
+    def codecs(self) -> frozenset[Codec]:
+        """The codecs that the receiver decodes."""
+        acceptance = self._machine.acceptance
+        return frozenset({Codec.RAW}) if acceptance is None else acceptance.codecs
 
     @property
     def transport(self) -> str:
@@ -115,8 +121,9 @@ class TransferSender:
             buffer = self._outlet.hold(view)
         frame = self._machine.data(part, buffer.place, codec)
         now_s, num_bytes = self._link.clock.time(), buffer.num_bytes
-        self._under_way[frame.sequence] = buffer, num_bytes
-        self._link.estimator.sent(num_bytes, now_s)
+        self._under_way[frame.sequence] = buffer, num_bytes, codec
+        for estimator in self._link.estimators(codec):
+            estimator.sent(num_bytes, now_s)
         self._send(frame, buffer.reference)
         if not buffer.reference:
             self._outlet.reuse(buffer)
@@ -144,8 +151,9 @@ class TransferSender:
     def _give_all_back(self) -> None:
         for buffer in self._staged:
             self._link.abandon(self._outlet, buffer, self._share)
-        for buffer, num_bytes in self._under_way.values():
-            self._link.estimator.lost(num_bytes, self._link.clock.time())
+        for buffer, num_bytes, codec in self._under_way.values():
+            for estimator in self._link.estimators(codec):
+                estimator.lost(num_bytes, self._link.clock.time())
             self._settle(buffer)
 
     async def _take(self, num_bytes: int) -> None:
@@ -240,8 +248,9 @@ class TransferSender:
         if not credited:
             self._answers.append(answer)
         for sequence in credited:
-            buffer, num_bytes = self._under_way.pop(sequence)
-            self._link.estimator.consumed(num_bytes, self._link.clock.time())
+            buffer, num_bytes, codec = self._under_way.pop(sequence)
+            for estimator in self._link.estimators(codec):
+                estimator.consumed(num_bytes, self._link.clock.time())
             self._settle(buffer)
         heard, self._heard = self._heard, self._loop.create_future()
         heard.set_result(None)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from halfmoon.errors import Cancelled, ConstraintFailed, DeadlineExceeded, HalfmoonError, Unavailable
-from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, KVSource, PrefillRequest
+from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVSource, PrefillRequest
 from halfmoon.pb.types_pb2 import (
     CANCELLED,
     CONSTRAINT_FAILED,
@@ -36,6 +36,7 @@ from services.gateway.cluster.token_router import (
 )
 from services.gateway.cluster.worker import Worker
 from services.gateway.request import RequestOutput
+from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.token_flow import TokenFlow, TokenSink
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Attempt:
         cluster: Cluster,
         output: RequestOutput,
         placement: Placement,
-        kv_codec: KVCodec.ValueType,
+        codec: HandoverCodec,
         sources: Sequence[KVSource] = (),
     ) -> None:
         """sources: workers from which the prefill worker may load what it lacks, best first."""
@@ -76,7 +77,8 @@ class Attempt:
                 repeatable=output.repeat.next_attempt(progress.cached_tokens) if output.repeat else None,
             ),
             decode_address=placement.decode_address,
-            kv_codec=kv_codec,
+            kv_codec=codec.codec,
+            chooses_codec=codec.is_choice,
             sources=sources,
         )
         self._order = TokenOrder(len(progress.output_token_ids))

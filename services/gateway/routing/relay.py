@@ -14,7 +14,6 @@ from functools import partial
 from typing import TypeVar
 
 from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable, leaf_errors
-from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries
 from halfmoon.policy.values import Placement
@@ -26,6 +25,7 @@ from services.gateway.cluster.token_router import GatewayStopping
 from services.gateway.request import RequestOutput
 from services.gateway.routing.adoption import Adoption
 from services.gateway.routing.attempt import Attempt
+from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.request_routing import RequestRouting, reserve_together
 from services.gateway.routing.routing_context import RoutingContext
 from services.gateway.routing.token_flow import NotifyingSink, TokenSink
@@ -47,11 +47,11 @@ class Relay:
         context: RoutingContext,
         deadline_s: float,
         wait_limits: WaitLimits,
-        kv_codec: KVCodec.ValueType,
+        codec: HandoverCodec,
     ) -> None:
         self._cluster = cluster
         self._context = context
-        self._kv_codec = kv_codec
+        self._codec = codec
         self._deadline_s = deadline_s
         self._wait_limits = wait_limits
 
@@ -136,7 +136,7 @@ class Relay:
             placement = await self._placement(routing, retries)
             num_before = len(progress.output_token_ids)
             try:
-                codec, sources = routing.codec(self._kv_codec), routing.sources(placement)
+                codec, sources = routing.codec(self._codec), routing.sources(placement)
                 await Attempt(self._cluster, routing.output, placement, codec, sources).run(sink)
                 progress.is_complete = True
                 return

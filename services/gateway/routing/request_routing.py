@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.owner import KVOwner
-from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec, KVSource
+from halfmoon.pb.prefill_pb2 import KVSource
 from halfmoon.policy.admission.degradation import Admitted
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
@@ -19,11 +19,10 @@ from halfmoon.policy.values import NOTHING_CACHED, AdmissionTargets, Placement, 
 from services.gateway.cluster.prefix_replication import PromptBlocks
 from services.gateway.cluster.prompt_keys import PromptKeys
 from services.gateway.request import RequestOutput
+from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.routing_context import RoutingContext, trace_admission
 from services.gateway.routing.token_flow import NotifyingSink, TokenSink
 from services.gateway.telemetry.decisions import Decision, Move
-
-_LOWER: dict[KVCodec.ValueType, KVCodec.ValueType] = {RAW: INT8, FP8: INT4, INT8: INT4, INT4: INT4}
 
 _MAX_SOURCES = 4  # of a request; the stores of the pool come on top
 
@@ -94,9 +93,9 @@ class RequestRouting:
         self._context.telemetry.decisions.note_move(self.output.request_id, move)
         return placement
 
-    def codec(self, default: KVCodec.ValueType) -> KVCodec.ValueType:
+    def codec(self, default: HandoverCodec) -> HandoverCodec:
         """The encoding of its KV in transfer: `default`, or a lossier one where admission degraded the output."""
-        return _LOWER[default] if self._admitted and self._admitted.lower_kv_precision else default
+        return default.lower if self._admitted and self._admitted.lower_kv_precision else default
 
     def sources(self, placement: Placement) -> list[KVSource]:
         """Workers from whose prefix caches the prefill worker may load what it lacks, best first."""
@@ -171,7 +170,6 @@ class RequestRouting:
             return replace(admitted, qos=qos)
         except Refused as refusal:
             self._note_decision(request, now_s, refusal)
-            self._count_prefix(request, now_s)
             trace_admission(self._progress.arrived_s, now_s, refusal)
             raise
 
@@ -190,27 +188,17 @@ class RequestRouting:
         progress.predicted_transfer_s = placement.transfer_s
         progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
         self._note_decision(request, now_s, placement)
-        self._count_prefix(request, now_s, placement.prefill.worker_id)
         self._context.telemetry.note_placed(placement)
         self._admit(admitted)
         view, tenant = self._membership.view(), self.output.tenant
         self._admission.enter(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
-        return placement
-
-    def _count_prefix(self, request: PlacementRequest, now_s: float, prefill_worker: str | None = None) -> None:
-        """Counts the known prefix where it was asked for, and has it copied there if it is hot."""
-        if self._keys is None or not self._keys.chains:
-            return
-        layout = None if prefill_worker is None else self._membership.layout_of(prefill_worker)
-        chain = self._keys.chain(layout) or self._keys.chains[0]
-        near = "" if prefill_worker is None else self._membership.nearest_store(prefill_worker)
-        cached_blocks, block_tokens = request.cached_blocks, chain.layout.block_tokens
-        num_uses = self._context.telemetry.prefixes.note(chain.short, cached_blocks, block_tokens, now_s, near)
-        if near:
-            tenant, depth = self.output.tenant, min(int(cached_blocks.max(initial=0)), len(chain.keys))
+        chain = self._keys and self._keys.chain(self._membership.layout_of(placement.prefill.worker_id))
+        if chain:
+            tenant = self.output.tenant
             owner = KVOwner(tenant.name, tenant.kv_bytes or 0)
-            blocks = PromptBlocks(chain.keys[:depth], chain.layout, self.output.tenant_salt, owner)
-            self._context.copies.consider(near, num_uses, blocks, now_s)
+            blocks = PromptBlocks(chain.keys, chain.layout, self.output.tenant_salt, owner)
+            self._context.copies.consider(placement.prefill, request.cached_blocks, blocks, now_s)
+        return placement
 
     def _note_decision(
         self,
@@ -218,7 +206,7 @@ class RequestRouting:
         now_s: float,
         outcome: Placement | Refused,
     ) -> None:
-        """Shows the decision with its reasons."""
+        """Shows the decision with its reasons, and counts the prefix."""
         output, telemetry = self.output, self._context.telemetry
         placement = None if isinstance(outcome, Refused) else outcome
         decision = Decision(
@@ -240,6 +228,9 @@ class RequestRouting:
         telemetry.decisions.note(decision)
         if placement is not None:
             telemetry.fetch_decisions[self._fetch_decision(placement, request)] += 1
+        if self._keys is not None:
+            layout, _, keys = self._keys.chains[0]
+            telemetry.prefixes.note(keys, request.cached_blocks, layout.block_tokens, now_s)
 
     def _fetch_decision(self, placement: Placement, request: PlacementRequest) -> str:
         """Where the prefix is expected to come from, and else why it is not loaded."""

@@ -308,9 +308,11 @@ async def test_request_ids(tmp_path: Path) -> None:
             assert response.headers["X-Request-Id"]
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("codec", ["raw", "lz4", "zstd", "int8", "int4", "fp8", "auto"])
 async def test_the_prefill_worker_hears_how_kv_is_to_travel(tmp_path: Path, codec: str) -> None:
     async with running_fleet(tmp_path, handover_codec=codec) as fleet:
         prefill, _ = await fleet.pair()
         await fleet.client.chat.completions.create(model=MODEL, messages=HI)
-        assert KVCodec.Name(prefill.calls.prefills[0].kv_codec).lower() == codec
+        request = prefill.calls.prefills[0]
+        assert KVCodec.Name(request.kv_codec).lower() == codec.replace("auto", "raw")
+        assert request.chooses_codec == (codec == "auto")
