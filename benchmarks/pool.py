@@ -1,6 +1,7 @@
 """One pool of KV: measurements of what workers and stores share.
 
 python -m benchmarks.pool stores TRACE.jsonl --stores 4 --blocks 10000
+python -m benchmarks.pool fetch --rates 50 200 1000 --repeat 7
 python -m benchmarks.pool conditional --chats 4 --turns 10 --engine sim
 python -m benchmarks.pool chats --chats 4 --mbps 50 200 1000
 """
@@ -12,7 +13,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import pool_chats, pool_conditional, pool_stores
+from benchmarks import pool_chats, pool_conditional, pool_fetch, pool_stores
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     stores.add_argument("--stores", type=int, default=4)
     stores.add_argument("--blocks", type=int, default=10_000, help="of all stores together")
     stores.set_defaults(run=lambda given: pool_stores.show(given.trace, given.stores, given.blocks))
+    pool_fetch.add_arguments(commands.add_parser("fetch", help="a prefix that only another worker has"))
     pool_conditional.add_arguments(commands.add_parser("conditional", help="chats that decode workers may compute"))
     pool_chats.add_arguments(commands.add_parser("chats", help="bytes handed over in chats of several turns"))
     options = parser.parse_args(arguments)

@@ -20,15 +20,18 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.worker.main import store_client, store_writer
+from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.worker.main import store_writer
 from halfmoon.worker.membership.block_feed import CachedBlocks
 from halfmoon.worker.membership.compute_rate import ComputeRate
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import ChainQueue
+from halfmoon.worker.store.holder import NamedHolder
 from halfmoon.worker.store.restorer import Restorer
-from halfmoon.worker.store.source_links import SourceLinks
+from halfmoon.worker.store.source_links import HolderKind, SourceLinks
 
 Method = Literal["compute", "load", "restore"]
 
@@ -52,7 +55,7 @@ class _SlowCompute(ComputeRate):
 
 
 class Worker:
-    """Owns the engine and its connection to the store."""
+    """Owns the engine and its connections to holders."""
 
     def __init__(self, engine: AsyncEngine, state: WorkerState, metrics: WorkerMetrics) -> None:
         self.engine = engine
@@ -60,38 +63,49 @@ class Worker:
         self._metrics = metrics
         self._measured = state.compute_rate
         self._num_requests = 0
-        self._restorers: dict[
-            tuple[str, float | None], tuple[SourceLinks, Restorer]
-        ] = {}  # each has learned the speed of its link
+        # Each has learned the speed of its link.
+        self._restorers: dict[tuple[NamedHolder, float | None], tuple[SourceLinks, Restorer]] = {}
 
-    async def prefill(self, prompt: Sequence[int], restorer: Restorer | None) -> Restored:
+    async def prefill(
+        self, prompt: Sequence[int], restorer: Restorer | None, sources: Sequence[NamedHolder] = ()
+    ) -> Restored:
         """Obtains the first token of `prompt`."""
         began_s = time.perf_counter()
-        async with PrefillRequestScope(self.engine, self.state, self._generation(prompt), restorer=restorer) as scope:
+        generation = self._generation(prompt)
+        async with PrefillRequestScope(
+            self.engine, self.state, generation, restorer=restorer, sources=sources
+        ) as scope:
             first = await scope.first
             ttft_s = time.perf_counter() - began_s
             event = scope.event(first).first_token
         return Restored(ttft_s, event.token.token_id, event.num_loaded_tokens)
 
-    async def restore(self, prompt: Sequence[int], store: str, mbps: float | None, method: Method) -> Restored:
-        """Obtains the first token of `prompt` with an empty prefix cache."""
+    async def restore(
+        self, prompt: Sequence[int], address: str, mbps: float | None, method: Method, kind: HolderKind = "store"
+    ) -> Restored:
+        """Obtains the first token of `prompt` with an empty prefix cache, from a store or from another worker."""
+        holder = NamedHolder(address, kind)
         await self.forget()
         self.state.compute_rate = _SlowCompute() if method == "load" else self._measured
         try:
-            return await self.prefill(prompt, None if method == "compute" else self._restorer(store, mbps))
+            if method == "compute":
+                return await self.prefill(prompt, None)
+            return await self.prefill(prompt, self._restorer(holder, mbps), [holder] if kind == "worker" else ())
         finally:
             self.state.compute_rate = self._measured
 
     async def aclose(self) -> None:
-        """Closes the connections to stores."""
+        """Closes the connections to holders."""
         for links, _ in self._restorers.values():
             await links.aclose()
 
-    def _restorer(self, store: str, mbps: float | None) -> Restorer:
-        if (store, mbps) not in self._restorers:
-            links = SourceLinks(store, lambda address, _: store_client(address, mbps))
-            self._restorers[store, mbps] = links, Restorer(self.engine, self.state, links, self._metrics.store)
-        return self._restorers[store, mbps][1]
+    def _restorer(self, holder: NamedHolder, mbps: float | None) -> Restorer:
+        if (holder, mbps) not in self._restorers:
+            limit = LinkSettings(bytes_per_s=mbps and mbps * 1e6)
+            own = holder.address if holder.kind == "store" else None
+            links = SourceLinks(own, lambda address, kind: KVStoreClient(address, b"", limit, server_role=kind))
+            self._restorers[holder, mbps] = links, Restorer(self.engine, self.state, links, self._metrics.store)
+        return self._restorers[holder, mbps][1]
 
     async def fill(self, prompt: Sequence[int], store: str) -> Restored:
         """Computes `prompt` and puts its blocks into the store."""

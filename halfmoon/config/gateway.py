@@ -38,19 +38,25 @@ class GatewayConfig(Section):
     placement: PlacementMode = Field(
         "kvcache-centric",
         description="how workers are chosen: kvcache-centric and cache-aware by predicted times and cached prefixes "
-        "(kvcache-centric also copies prefixes from one store to another), least-loaded, random",
+        "(kvcache-centric also fetches and copies prefixes), least-loaded, random",
     )
     balancing_threshold: float = Field(
         2.0,
         ge=1,
-        description="kvcache-centric: longest cached prefix / own cached prefix above which the blocks are copied "
-        "between the two workers' stores",
+        description="kvcache-centric: longest cached prefix / own cached prefix above which a worker "
+        "may fetch it from the best holder",
     )
     conditional_disaggregation: Annotated[ConditionalMode, BeforeValidator(off_is_a_word)] = Field(
         "off",
         description="whether a decode worker may compute a prompt itself, with no hand-over: auto, where the answer "
         "begins sooner and no answer there becomes slower than its class allows; strict, only if also the uncached "
         "part fits one step and prompts take at most 5 % of the worker's time; off",
+    )
+    replica_mbps: float = Field(
+        100.0,
+        ge=0,
+        description="kvcache-centric: most megabytes a second by which stores copy prefixes from each other that are "
+        "asked for again and again near a store without them; 0 copies nothing",
     )
     admission: Annotated[AdmissionMode, BeforeValidator(off_is_a_word)] = Field(
         "predicted",

@@ -30,7 +30,7 @@ from services.gateway.app import Access, Endpoints, make_app
 from services.gateway.cluster.cluster import Cluster, running_cluster
 from services.gateway.cluster.held_answers import HeldAnswers
 from services.gateway.cluster.membership import Membership
-from services.gateway.cluster.prefix_replication import StoreCopies
+from services.gateway.cluster.prefix_replication import PrefixCopies
 from services.gateway.cluster.store_watch import StoreWatch
 from services.gateway.constraints.checker import ConstraintChecker
 from services.gateway.control.active_admission import ActiveAdmission, AdmissionEndpoint
@@ -176,7 +176,8 @@ async def running_gateway(
 def _routing(settings: GatewaySettings, cluster: Cluster, credential: Credential | None) -> RoutingContext:
     rules = PlacementRules(settings.placement, settings.balancing_threshold, settings.conditional_disaggregation)
     admission = AdmissionController(settings.admission, rules, random.Random(), is_alone=settings.num_gateways == 1)
-    copies = StoreCopies(cluster.membership, rules.fetching_threshold, credential)
+    copies_bytes_per_s = settings.replica_mbps * 1e6 if settings.placement == "kvcache-centric" else 0.0
+    copies = PrefixCopies(cluster.membership, copies_bytes_per_s, credential)
     return RoutingContext(admission, cluster.membership, cluster.clock, RecentTelemetry(), copies)
 
 

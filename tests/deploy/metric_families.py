@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.worker.metrics import WorkerMetrics
 from services.gateway.cluster.membership import Membership
-from services.gateway.cluster.prefix_replication import StoreCopies
+from services.gateway.cluster.prefix_replication import PrefixCopies
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.kvstore.metrics import KVStoreMetrics
@@ -44,7 +44,7 @@ def _families(registry: CollectorRegistry) -> Iterator[Family]:
 async def all_families(tmp_path: Path) -> dict[Family, set[str]]:
     """With the services that have them."""
     membership = Membership("f", 1.0)
-    copies = StoreCopies(membership, None)
+    copies = PrefixCopies(membership, 1.0)
     async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         registries = {
             "gateway": GatewayMetrics(membership, ledger, RecentTelemetry(), copies, "m").registry,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,39 +14,10 @@ from halfmoon.rpc.tls.identity_files import TLS_VARIABLES, paths_in
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.metrics_targets import TARGETS_FILE
 from halfmoon.up.service import CONFIG_VARIABLE, SERVICES
-from services.decode.settings import DecodeSettings
-from services.gateway.settings import GatewaySettings
-from services.kvstore.settings import KVStoreSettings
-from services.planner.settings import PlannerSettings
-from services.prefill.settings import PrefillSettings
+from tests.deploy.deployments import ROLES, ROOT, SETTINGS, compose, dockerfile, options
 
-ROOT = Path(__file__).parents[2]
 MOUNTED = Path("/run/halfmoon")
 PROMETHEUS = ROOT / "deploy" / "prometheus"
-SETTINGS: dict[str, Any] = {
-    "gateway": GatewaySettings,
-    "prefill": PrefillSettings,
-    "decode": DecodeSettings,
-    "kvstore": KVStoreSettings,
-    "planner": PlannerSettings,
-}
-ROLES = {
-    "gateway": "gateway",
-    "prefill": "worker",
-    "decode": "worker",
-    "kvstore": "store",
-    "planner": "planner",
-    "console": "operator",
-}
-
-
-def compose() -> dict[str, Any]:
-    services: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    return services
-
-
-def options(service: dict[str, Any]) -> dict[str, str]:
-    return dict(one.removeprefix("--").split("=", 1) for one in service.get("command", ()))
 
 
 def scraped(name: str) -> dict[str, list[str]]:
@@ -93,9 +63,9 @@ def test_every_container_takes_its_part_of_the_same_file() -> None:
     for service in services.values():
         assert mount in service["volumes"]
         assert service["environment"][CONFIG_VARIABLE] == "/etc/halfmoon.yaml"
-    entries = re.findall(r'^ENTRYPOINT \["python", "-m", "halfmoon.up.service", "(\w+)"', _dockerfile(), re.MULTILINE)
+    entries = re.findall(r'^ENTRYPOINT \["python", "-m", "halfmoon.up.service", "(\w+)"', dockerfile(), re.MULTILINE)
     assert set(entries) == set(SERVICES)
-    assert _dockerfile().count("\nENTRYPOINT") == len(SERVICES)
+    assert dockerfile().count("\nENTRYPOINT") == len(SERVICES)
 
 
 def test_each_role_gets_its_own_credential_and_no_other() -> None:
@@ -111,8 +81,4 @@ def test_each_role_gets_its_own_credential_and_no_other() -> None:
         assert service["environment"][FILE_VARIABLE] == f"/run/halfmoon/{CREDENTIAL_FILE}"
         assert [service["environment"][variable] for variable in TLS_VARIABLES] == [*map(str, paths_in(MOUNTED))]
         assert service["depends_on"]["secret"] == {"condition": "service_completed_successfully"}
-        assert f"/secrets/{ROLES[name]}" in _dockerfile()
-
-
-def _dockerfile() -> str:
-    return (ROOT / "Dockerfile").read_text()
+        assert f"/secrets/{ROLES[name]}" in dockerfile()

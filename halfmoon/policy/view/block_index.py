@@ -113,6 +113,10 @@ class BlockIndex:
         """Number of blocks of a holder."""
         return self._num_blocks[number]
 
+    def holds(self, keys: Keys, number: int) -> NDArray[np.bool_]:
+        """Whether the holder has each of these blocks."""
+        return self._sets.holds(self._table.get(keys), number)
+
     def match(self, keys: Keys) -> NDArray[np.int64]:
         """How many leading blocks of the prompt each holder has: [num_holders + 1], with a last 0 for index -1."""
         if not len(keys):

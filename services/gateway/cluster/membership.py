@@ -163,6 +163,11 @@ class Membership:
         """The number of one store as a holder in the index. Members' `store_holder` is that of the whole pool."""
         return self.index.number(_store_name(address))
 
+    def nearest_store(self, worker_id: str) -> str:
+        """Address of the store nearest to a member; empty without one."""
+        member = self._members.get(worker_id)
+        return "" if member is None else member.identity.kv_store
+
     def note_stored(self, address: str, events: BlockEvents) -> bool:
         """Takes changes of a store of the pool. False if messages are missing: a snapshot is needed."""
         return address not in self.stores or self.index.apply(self.store_number(address), events)

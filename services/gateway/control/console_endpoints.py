@@ -84,7 +84,17 @@ class ConsoleEndpoints:
             }
             for member in membership.members()
         ]
-        prefixes = self._telemetry.prefixes.hottest(limit, self._cluster.clock())
+        now_s = self._cluster.clock()
+        prefixes = [
+            {
+                "key": prefix.key.to_bytes(8, "little").hex(),
+                "tokens": prefix.num_tokens,
+                "uses": round(prefix.num_uses, 1),
+                "replicas": prefix.num_holders,
+                "age_s": now_s - prefix.last_s,
+            }
+            for prefix in self._telemetry.prefixes.hottest(limit, now_s)
+        ]
         block_bytes = next((layout.block_bytes for layout in membership.kv_layouts), None)  # on a worker
         return web.json_response({"workers": workers, "block_bytes": block_bytes, "prefixes": prefixes})
 

@@ -170,6 +170,7 @@ class RequestRouting:
             return replace(admitted, qos=qos)
         except Refused as refusal:
             self._note_decision(request, now_s, refusal)
+            self._count_prefix(request, now_s)
             trace_admission(self._progress.arrived_s, now_s, refusal)
             raise
 
@@ -188,17 +189,27 @@ class RequestRouting:
         progress.predicted_transfer_s = placement.transfer_s
         progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
         self._note_decision(request, now_s, placement)
+        self._count_prefix(request, now_s, placement.prefill.worker_id)
         self._context.telemetry.note_placed(placement)
         self._admit(admitted)
         view, tenant = self._membership.view(), self.output.tenant
         self._admission.enter(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
-        chain = self._keys and self._keys.chain(self._membership.layout_of(placement.prefill.worker_id))
-        if chain:
-            tenant = self.output.tenant
-            owner = KVOwner(tenant.name, tenant.kv_bytes or 0)
-            blocks = PromptBlocks(chain.keys, chain.layout, self.output.tenant_salt, owner)
-            self._context.copies.consider(placement.prefill, request.cached_blocks, blocks, now_s)
         return placement
+
+    def _count_prefix(self, request: PlacementRequest, now_s: float, prefill_worker: str | None = None) -> None:
+        """Counts the known prefix where it was asked for, and has it copied there if it is hot."""
+        if self._keys is None or not self._keys.chains:
+            return
+        layout = None if prefill_worker is None else self._membership.layout_of(prefill_worker)
+        chain = self._keys.chain(layout) or self._keys.chains[0]
+        near = "" if prefill_worker is None else self._membership.nearest_store(prefill_worker)
+        cached_blocks, block_tokens = request.cached_blocks, chain.layout.block_tokens
+        num_uses = self._context.telemetry.prefixes.note(chain.short, cached_blocks, block_tokens, now_s, near)
+        if near:
+            tenant, depth = self.output.tenant, min(int(cached_blocks.max(initial=0)), len(chain.keys))
+            owner = KVOwner(tenant.name, tenant.kv_bytes or 0)
+            blocks = PromptBlocks(chain.keys[:depth], chain.layout, self.output.tenant_salt, owner)
+            self._context.copies.consider(near, num_uses, blocks, now_s)
 
     def _note_decision(
         self,
@@ -206,7 +217,7 @@ class RequestRouting:
         now_s: float,
         outcome: Placement | Refused,
     ) -> None:
-        """Shows the decision with its reasons, and counts the prefix."""
+        """Shows the decision with its reasons."""
         output, telemetry = self.output, self._context.telemetry
         placement = None if isinstance(outcome, Refused) else outcome
         decision = Decision(
@@ -228,9 +239,6 @@ class RequestRouting:
         telemetry.decisions.note(decision)
         if placement is not None:
             telemetry.fetch_decisions[self._fetch_decision(placement, request)] += 1
-        if self._keys is not None:
-            layout, _, keys = self._keys.chains[0]
-            telemetry.prefixes.note(keys, request.cached_blocks, layout.block_tokens, now_s)
 
     def _fetch_decision(self, placement: Placement, request: PlacementRequest) -> str:
         """Where the prefix is expected to come from, and else why it is not loaded."""

@@ -12,7 +12,7 @@ from halfmoon.policy.placement.candidates import Candidate, ranked_candidates
 from halfmoon.policy.values import Placement, TtftPrediction
 from halfmoon.rpc.telemetry.spans import current_span
 from services.gateway.cluster.membership import Membership
-from services.gateway.cluster.prefix_replication import StoreCopies
+from services.gateway.cluster.prefix_replication import PrefixCopies
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 
 _SHOWN_CANDIDATES = 6  # of the prefill workers that a prompt could have gone to
@@ -33,7 +33,7 @@ class RoutingContext:
     membership: Membership
     clock: Callable[[], float]
     telemetry: RecentTelemetry
-    copies: StoreCopies
+    copies: PrefixCopies
     names: Iterator[str] = field(default_factory=_names)
 
     def candidates(

@@ -11,11 +11,12 @@ from prometheus_client.registry import Collector
 
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.policy.models.refinement import ErrorFigures
+from halfmoon.policy.placement.replication import CopyDecision
 from halfmoon.policy.values import Disaggregation
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
-from services.gateway.cluster.prefix_replication import StoreCopies
+from services.gateway.cluster.prefix_replication import PrefixCopies
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
 from services.gateway.telemetry.vllm_metrics import VllmMetrics
@@ -41,7 +42,7 @@ class GatewayMetrics:
         membership: Membership,
         ledger: Ledger,
         telemetry: RecentTelemetry,
-        copies: StoreCopies,
+        copies: PrefixCopies,
         model_name: str,
     ) -> None:
         self.registry = registry = CollectorRegistry()
@@ -171,9 +172,9 @@ class _Predictions(Collector):
 
 
 class _Copies(Collector):
-    """Reads the counts of copies between stores."""
+    """Reads the counts of copies between stores, and of decisions on them."""
 
-    def __init__(self, copies: StoreCopies) -> None:
+    def __init__(self, copies: PrefixCopies) -> None:
         self._copies = copies
 
     def collect(self) -> Iterator[Metric]:
@@ -183,6 +184,14 @@ class _Copies(Collector):
         for outcome, num_copies in self._copies.num_copies.items():
             copies.add_metric([outcome], num_copies)
         yield copies
+        decisions = CounterMetricFamily(
+            "halfmoon_gateway_copy_decisions",
+            "Prompts near a store by whether their prefix is copied there, and why not",
+            labels=["decision"],
+        )
+        for decision in get_args(CopyDecision):
+            decisions.add_metric([decision], self._copies.num_decisions[decision])
+        yield decisions
 
 
 class _Disaggregation(Collector):

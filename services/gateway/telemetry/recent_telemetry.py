@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from halfmoon.ledger.models import RequestRow
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.refinement import PredictionErrors
 from halfmoon.policy.values import Disaggregation, Placement
-from halfmoon.policy.view.key_table import Keys
+from halfmoon.policy.view.hot_prefixes import HotPrefixes
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
 from services.gateway.progress import Progress
@@ -25,7 +21,6 @@ from services.gateway.telemetry.time_series import Ended, Sample, Series
 
 _SAMPLE_S = 1.0
 _NO_CLASS = "none"  # of a request that was refused before its class was known
-_MAX_PREFIXES = 4_096
 _REMEMBERED_S = 120.0
 _MAX_LEFT = 256
 
@@ -108,51 +103,6 @@ def sample_of(members: Sequence[Member]) -> Sample:
         output_tokens_total={member.worker_id: member.load.num_output_tokens_total for member in members},
         prefill_tokens_total={member.worker_id: member.load.num_prefill_tokens_total for member in members},
     )
-
-
-@dataclass(slots=True)
-class _Prefix:
-    num_tokens: int
-    num_uses: int = 0
-    num_replicas: int = 0  # workers that had all of it at its last use
-    last_s: float = 0.0
-
-
-class HotPrefixes:
-    """Counts the longest cached prefix of each request. Owns the counts, by the key of the prefix's last block; drops
-    the least recently used."""
-
-    def __init__(self, limit: int = _MAX_PREFIXES) -> None:
-        self._limit = limit
-        self._prefixes: OrderedDict[int, _Prefix] = OrderedDict()
-
-    def note(self, keys: Keys, cached_blocks: NDArray[np.int64], block_tokens: int, now_s: float) -> None:
-        """Counts one request. `cached_blocks` is `BlockIndex.match` of its keys."""
-        depth = min(int(cached_blocks.max(initial=0)), len(keys))
-        if depth == 0:
-            return
-        key = int(keys[depth - 1])
-        prefix = self._prefixes.setdefault(key, _Prefix(depth * block_tokens))
-        self._prefixes.move_to_end(key)
-        prefix.num_uses += 1
-        prefix.num_replicas = int((cached_blocks >= depth).sum())
-        prefix.last_s = now_s
-        if len(self._prefixes) > self._limit:
-            self._prefixes.popitem(last=False)
-
-    def hottest(self, limit: int, now_s: float) -> list[dict[str, Any]]:
-        """The prefixes that saved the most tokens, as JSON values."""
-        ranked = sorted(self._prefixes.items(), key=lambda item: -item[1].num_uses * item[1].num_tokens)
-        return [
-            {
-                "key": key.to_bytes(8, "little").hex(),
-                "tokens": prefix.num_tokens,
-                "uses": prefix.num_uses,
-                "replicas": prefix.num_replicas,
-                "age_s": now_s - prefix.last_s,
-            }
-            for key, prefix in ranked[:limit]
-        ]
 
 
 class RecentlyLeft:

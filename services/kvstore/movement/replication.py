@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 16  # prompts
 _BLOCK_DEADLINE_S = 10.0
+_MOST_SHARE = 0.5  # of the memory: copies push out what only this store has
 _RETRY_AFTER_MS = 1000
 
 
@@ -113,6 +114,8 @@ class Replicator:
             return
         if is_joined and parent not in self._pool.catalog:
             raise NotFound("the block before this one was dropped")
+        if (len(self._pool.replicas) + 1) * layout.block_bytes > _MOST_SHARE * self._pool.dram.capacity_bytes:
+            raise NoCapacity(f"copies of other stores' blocks take {_MOST_SHARE:.0%} of the memory already")
         draft = self._pool.reserve(meta)
         try:
             draft.write(KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, layout.block_tokens), cells)

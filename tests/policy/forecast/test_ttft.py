@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.forecast.ttft import predict_ttft, prefill_seconds
+from halfmoon.policy.forecast.ttft import best_sources, predict_ttft, prefill_seconds
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.values import PlacementRequest, TtftPrediction
 from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.fetch_costs import FetchLink
 from halfmoon.policy.view.worker_view import WorkerView
 
 P = WorkerView("p", "prefill", "p:1", 9_000, 10, 900, 900, prefill_model=PrefillModel(0.1, 0.01, 1e-6))
@@ -80,3 +81,40 @@ def test_only_other_workers_count_as_fetching() -> None:
     assert not estimate(ClusterView([replace(stored, holder=0)]), [0, 50]).may_fetch
     assert estimate(ClusterView([replace(fetching, holder=0)]), [0, 50]).may_fetch
     assert not estimate(ClusterView([replace(fetching, holder=0)]), [0, 50], None).may_fetch
+
+
+def test_the_measured_link_decides_from_whom_to_fetch() -> None:
+    view = view_of([replace(P, fetch_s_per_token=1e-4), P, P, P])
+    view.fetch_links.report(0, [FetchLink(1, 1e-3), FetchLink(2, 1e-5), FetchLink(3, 1e-5, wait_s=0.1)])
+    blocks = [0, 50, 50, 50]
+    ttft = estimate(view, blocks)
+    assert ttft.source_of(0) == 2
+    assert ttft.transfer_s_of(0) == pytest.approx(500 * 1e-5, rel=0.01)
+    request = PlacementRequest(1_000, 10, cached_blocks=np.array([*blocks, 0]))
+    assert best_sources(view, 0, request, 2.0, 0.0, 4) == [2, 3, 1]
+    assert best_sources(view, 0, request, 2.0, 0.0, 1) == [2]
+    assert best_sources(view, 0, request, None, 0.0, 4) == []
+    assert ttft.source_of(1) == -1, "it has the prefix itself"
+
+
+def test_a_shorter_prefix_that_is_near_may_beat_a_longer_one_far_away() -> None:
+    view = view_of([replace(P, fetch_s_per_token=1e-4), P, P])
+    view.fetch_links.report(0, [FetchLink(1, 1.0), FetchLink(2, 1e-6)])
+    ttft = estimate(view, [0, 90, 60])
+    assert (ttft.source_of(0), ttft.fetched_tokens[0]) == (2, 600)
+
+
+def test_the_threshold_holds_for_workers_and_not_for_stores() -> None:
+    view = view_of([replace(P, fetch_s_per_token=1e-6), P])
+    for threshold, sources in ((1.9, 1), (2.0, -1), (4.0, -1), (None, -1)):
+        assert estimate(view, [30, 60], threshold).source_of(0) == sources
+    view.fetch_links.note_store(1)
+    for threshold in (1.9, 4.0, None):
+        assert estimate(view, [30, 60], threshold).source_of(0) == 1
+
+
+def test_a_transfer_that_waits_for_others_is_weighed_against_computing() -> None:
+    view = view_of([replace(P, fetch_s_per_token=1e-4), P])
+    for wait_s, source in ((0.0, 1), (1e3, -1)):
+        view.fetch_links.report(0, [FetchLink(1, 1e-5, wait_s)])
+        assert estimate(view, [0, 90]).source_of(0) == source

@@ -209,6 +209,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.loads: asyncio.Queue[WorkerLoad | BlockEvents] = asyncio.Queue()
         self.asked_for_blocks = asyncio.Event()
         self.decode_members: set[str] = set()
+        self.cache_members: set[str] = set()
         self.stores: list[str] | None = None  # None: not told yet
         self.members_changed = asyncio.Event()
 
@@ -352,6 +353,10 @@ class FakeWorker(PrefillServicer, DecodeServicer):
                 if answer.HasField("stores"):
                     self.stores = list(answer.stores.addresses)
                     self.members_changed.set()
+                if answer.HasField("cache_members"):
+                    self.cache_members |= set(answer.cache_members.joined)
+                    self.cache_members -= set(answer.cache_members.left)
+                    self.members_changed.set()
                 if answer.HasField("decode_members"):
                     self.decode_members |= set(answer.decode_members.joined)
                     self.decode_members -= set(answer.decode_members.left)
@@ -360,6 +365,12 @@ class FakeWorker(PrefillServicer, DecodeServicer):
     async def until_told(self, addresses: set[str]) -> None:
         """Returns once these are the addresses that prompts may be handed over to."""
         while self.decode_members != addresses:
+            self.members_changed.clear()
+            await self.members_changed.wait()
+
+    async def until_caches(self, addresses: set[str]) -> None:
+        """Returns once these are the addresses of the workers whose prefix caches it may read."""
+        while self.cache_members != addresses:
             self.members_changed.clear()
             await self.members_changed.wait()
 

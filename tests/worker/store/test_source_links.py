@@ -37,6 +37,24 @@ def name_of(links: SourceLinks, address: str, kind: HolderKind = "store") -> tup
     return client.name
 
 
+async def test_only_workers_that_a_gateway_has_named_are_read() -> None:
+    links = SourceLinks(None, Client, is_open=False)
+    with pytest.raises(Unavailable, match="no gateway of this worker names a worker at w:1"):
+        links.to("w:1", "worker")
+    links.begin_anew("g0")
+    links.change_workers("g0", ["w:1", "w:2"], [])
+    assert name_of(links, "w:1", "worker") == ("w:1", "worker")
+    with pytest.raises(Unavailable, match="store"):
+        links.to("w:1")
+    links.change_workers("g0", [], ["w:1"])
+    with pytest.raises(Unavailable, match="worker at w:1"):
+        links.to("w:1", "worker")
+    links.begin_anew("g0")
+    with pytest.raises(Unavailable, match="worker at w:2"):
+        links.to("w:2", "worker")
+    assert name_of(SourceLinks(None, Client), "w:9", "worker") == ("w:9", "worker")
+
+
 async def test_only_stores_that_a_gateway_has_named_are_called() -> None:
     links = SourceLinks("own:1", Client)
     assert name_of(links, "own:1") == ("own:1", "store")

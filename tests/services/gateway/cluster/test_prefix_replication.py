@@ -1,10 +1,12 @@
-"""A prompt placed far from its prefix has the prefix copied between the stores beside the two workers."""
+"""A prefix that is asked for again near a store without it is copied there from the stores that have it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -12,8 +14,14 @@ from prometheus_client import CollectorRegistry
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.pb.gateway_pb2 import BlockEvents
-from halfmoon.pb.kvstore_pb2 import ReplicateRequest, ReplicateResponse
+from halfmoon.pb.kvstore_pb2 import (
+    DRAM,
+    BlockPlace,
+    ReplicateRequest,
+    ReplicateResponse,
+    WatchRequest,
+    WatchResponse,
+)
 from halfmoon.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
@@ -33,9 +41,15 @@ KEYS = keys_of("")
 class FakeStore(KVStoreServicer):
     """Keeps what it is asked; refuses when it is told to."""
 
-    def __init__(self, is_full: bool) -> None:
+    def __init__(self, held: Sequence[bytes], is_full: bool) -> None:
         self.asked: list[ReplicateRequest] = []
+        self._held = held
         self._is_full = is_full
+
+    async def Watch(self, request: WatchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[WatchResponse]:
+        blocks = [BlockPlace(key=key, tiers=[DRAM]) for key in self._held]
+        yield WatchResponse(sequence=1, is_snapshot=True, is_last_part=True, blocks=blocks)
+        await asyncio.Event().wait()
 
     async def Replicate(self, request: ReplicateRequest, context: grpc.aio.ServicerContext) -> ReplicateResponse:
         self.asked.append(request)
@@ -45,61 +59,75 @@ class FakeStore(KVStoreServicer):
 
 
 @asynccontextmanager
-async def fake_store(is_full: bool = False) -> AsyncIterator[tuple[FakeStore, str]]:
-    store = FakeStore(is_full)  # type: ignore[abstract]
+async def fake_store(held: Sequence[bytes] = (), is_full: bool = False) -> AsyncIterator[tuple[FakeStore, str]]:
+    store = FakeStore(held, is_full)  # type: ignore[abstract]
     services = [lambda server: add_KVStoreServicer_to_server(store, server)]
     async with running_server("127.0.0.1:0", services, RpcMetrics(CollectorRegistry()), grace_s=0) as server:
         yield store, f"127.0.0.1:{server.port}"
 
 
-async def placed_far(
-    tmp_path: Path, near_store: str, far_store: str, near_blocks: int = 0, times: int = 2, salt: str = ""
+async def placed_near(
+    tmp_path: Path, *stores: str, num_held: int, times: int = 2, salt: str = "", **gateway: Any
 ) -> str:
-    """The far worker has six blocks and is slow; gives the gateway's metrics."""
+    """A worker near the first store is asked so often for a prompt whose stores hold `num_held` blocks in all.
+
+    Gives the gateway's metrics.
+    """
     named = {"cache_salt": salt} if salt else {}
-    async with running_fleet(tmp_path) as fleet:
-        far = await fleet.add("far", "prefill", kv_store=far_store)
-        near = await fleet.add("near", "prefill", kv_store=near_store)
+    async with running_fleet(tmp_path, kv_store=stores, **gateway) as fleet:
+        near = await fleet.add("near", "prefill", kv_store=stores[0])
         await fleet.add("d0", "decode")
-        measured(fleet, far, 1.0)
         measured(fleet, near, 0.001)
-        stored = b"".join(key[:8] for key in keys_of(salt))
-        far.loads.put_nowait(BlockEvents(sequence=1, is_snapshot=True, stored=stored[: 8 * 6]))
-        near.loads.put_nowait(BlockEvents(sequence=1, is_snapshot=True, stored=stored[: 8 * near_blocks]))
-        await fleet.until_told(lambda: fleet.cluster.membership.index.num_pairs == 6 + near_blocks)
+        await fleet.until_told(lambda: fleet.cluster.membership.index.num_pairs == num_held)
         for _ in range(times):
             assert (await complete(fleet, **named))[0] == 200
-        assert len(near.calls.prefills) == times
         copies = fleet.gateway.routing.copies
-        await fleet.until(lambda: copies.is_idle)
+        await fleet.until_told(lambda: copies.is_idle)
         return await fleet.metrics()
 
 
-async def test_the_store_beside_the_chosen_worker_is_asked_once(tmp_path: Path) -> None:
-    async with fake_store() as (store, address):
-        metrics = await placed_far(tmp_path, address, "far:1")
+async def test_a_prefix_that_is_asked_for_again_is_copied_once(tmp_path: Path) -> None:
+    async with fake_store() as (store, address), fake_store(KEYS[:6]) as (_, far):
+        metrics = await placed_near(tmp_path, address, far, num_held=6, times=3)
     [request] = store.asked
-    assert (request.source, list(request.keys), request.layout.block_tokens) == ("far:1", KEYS[:6], KV.block_tokens)
+    assert (request.source, list(request.keys), request.layout.block_tokens) == (far, KEYS[:6], KV.block_tokens)
     assert 'halfmoon_gateway_store_copies_total{outcome="asked"} 1.0' in metrics
+    for decision, num in (("cold", 1), ("copy", 1), ("asked", 1)):
+        assert f'halfmoon_gateway_copy_decisions_total{{decision="{decision}"}} {num}.0' in metrics
+
+
+async def test_fragments_come_from_each_store_that_has_some(tmp_path: Path) -> None:
+    async with (
+        fake_store(KEYS[2:3]) as (store, address),
+        fake_store([*KEYS[:2], *KEYS[5:6]]) as (_, one),
+        fake_store(KEYS[:5]) as (_, other),
+    ):
+        await placed_near(tmp_path, address, one, other, num_held=9)
+    assert [request.source for request in store.asked] == sorted([one, other])
+    assert {tuple(request.keys) for request in store.asked} == {tuple(KEYS[:6])}
 
 
 async def test_a_tenants_prefix_is_copied_as_the_tenants(tmp_path: Path) -> None:
-    async with fake_store() as (store, address):
-        await placed_far(tmp_path, address, "far:1", salt="mine", times=1)
+    async with fake_store() as (store, address), fake_store(keys_of("mine")[:6]) as (_, far):
+        await placed_near(tmp_path, address, far, num_held=6, salt="mine")
     [request] = store.asked
     assert (request.tenant_salt, list(request.keys)) == (b"mine", keys_of("mine")[:6])
 
 
 async def test_nothing_is_asked_where_nothing_would_be_gained(tmp_path: Path) -> None:
-    async with fake_store() as (store, address):
-        await placed_far(tmp_path / "ratio", address, "far:1", near_blocks=3)  # half of the best is not too little
-        await placed_far(tmp_path / "same", address, address)
-        await placed_far(tmp_path / "none", address, "")
+    async with fake_store(KEYS[:6]) as (store, address), fake_store(KEYS[:6]) as (_, far):
+        metrics = await placed_near(tmp_path / "here", address, far, num_held=12)
+        assert 'halfmoon_gateway_copy_decisions_total{decision="here"} 1.0' in metrics
+        await placed_near(tmp_path / "once", address, far, num_held=12, times=1)
+    assert store.asked == []
+    async with fake_store() as (store, address), fake_store(KEYS[:6]) as (_, far):
+        await placed_near(tmp_path / "off", address, far, num_held=6, replica_mbps=0.0)
+        await placed_near(tmp_path / "aware", address, far, num_held=6, placement="cache-aware")
     assert store.asked == []
 
 
 async def test_a_store_that_refuses_changes_nothing_for_the_request(tmp_path: Path) -> None:
-    async with fake_store(is_full=True) as (store, address):
-        metrics = await placed_far(tmp_path, address, "far:1")
+    async with fake_store(is_full=True) as (store, address), fake_store(KEYS[:6]) as (_, far):
+        metrics = await placed_near(tmp_path, address, far, num_held=6)
     assert len(store.asked) == 1
     assert 'halfmoon_gateway_store_copies_total{outcome="failed"} 1.0' in metrics

@@ -13,7 +13,7 @@ from halfmoon.pb.prefill_pb2 import Phase
 from halfmoon.policy.values import AdmissionTargets
 from services.gateway.progress import Progress
 from services.gateway.telemetry.decisions import Decision, Decisions
-from services.gateway.telemetry.recent_telemetry import HotPrefixes, RecentlyLeft, RecentTelemetry
+from services.gateway.telemetry.recent_telemetry import RecentlyLeft, RecentTelemetry
 from services.gateway.telemetry.time_series import BUCKET_S, Ended, Sample, Series
 from services.gateway.telemetry.timeline import timeline
 
@@ -81,18 +81,6 @@ def test_the_oldest_decisions_go_first() -> None:
         decisions.note(decision(name))
     assert [one["request_id"] for one in decisions.newest(9, 1.0)] == ["c", "b"]
     assert decisions.of("a", 1.0) is None
-
-
-def test_hot_prefixes_are_ranked_by_tokens_saved() -> None:
-    prefixes = HotPrefixes(limit=2)
-    keys = np.array([1, 2, 3], dtype=np.uint64)
-    for depth in (1, 1, 3):
-        prefixes.note(keys, np.array([depth, depth, 0]), 64, 0.0)
-    prefixes.note(keys, np.array([0, 0]), 64, 0.0)  # nothing is known of it
-    told = [(one["tokens"], one["uses"], one["replicas"]) for one in prefixes.hottest(9, 1.0)]
-    assert told == [(192, 1, 2), (64, 2, 2)]
-    prefixes.note(keys, np.array([2, 0]), 64, 0.0)
-    assert len(prefixes.hottest(9, 1.0)) == 2
 
 
 def test_a_worker_that_left_is_shown_until_it_is_back() -> None:

@@ -67,7 +67,7 @@ async def store(
 ) -> AsyncIterator[Store]:
     clock, intake = Clock(), KVIntake()
     options = PoolOptions(sweep_s=3600, drain_s=0, replica_cool_s=60, dram_codec=EntryCodec.parse(codec))
-    pool = Pool(memoryview(bytearray(16 * LAYOUT.block_bytes)), options, disk, now_s=clock)
+    pool = Pool(memoryview(bytearray(32 * LAYOUT.block_bytes)), options, disk, now_s=clock)
     replicator, arrivals = Replicator(pool, peers=peers), Arrivals(pool)
     control = KVStoreServicer(pool, SharedMemoryGet(pool, 30, None), SharedMemoryPut(pool, arrivals), replicator)
     services = (
@@ -195,6 +195,21 @@ async def test_a_copy_that_is_dropped_while_the_block_behind_it_is_encoded_anew(
         goes_on.set()
         await near.replicator.settled()
         assert not list(near.pool.catalog)
+
+
+async def test_fragments_of_several_stores_come_together_and_copies_take_half_at_most() -> None:
+    keys = [key(n) for n in range(24)]
+    async with store() as one, store() as other, store() as near:
+        await fill(one, keys)
+        await one.pool.drop([block_id(keys[10], SALT)])
+        await fill(other, keys)
+        await near.client.replicate(one.address, keys[:14], LAYOUT, deadline_s=10)
+        await near.replicator.settled()
+        assert list(near.pool.find([block_id(one, SALT) for one in keys])) == list(range(10))
+        await near.client.replicate(other.address, keys, LAYOUT, deadline_s=10)
+        await near.replicator.settled()
+        assert list(near.pool.find([block_id(one, SALT) for one in keys])) == list(range(16)), "of 32"
+        near.pool.catalog.check_integrity()
 
 
 async def test_an_error_of_ours_ends_one_copy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
