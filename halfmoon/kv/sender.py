@@ -54,7 +54,7 @@ class TransferSending:
         self.state: State = "fresh"
         self.transfer_id = transfer_id
         self.acceptance: Acceptance | None = None
-        self._whole = KVRange()
+        self._whole, self._most_held = KVRange(), 0
         self._fingerprint = layout.fingerprint()
         self._sequence = 0
         self._next_answer = 0
@@ -65,10 +65,10 @@ class TransferSending:
         """Leading tokens that the receiver holds, so that they must not be sent; 0 before ACCEPT."""
         return 0 if self.acceptance is None else self.acceptance.held_tokens
 
-    def open(self, whole: KVRange, payload: bytes) -> Frame:
-        """The OPEN frame: reserves room for `whole`."""
+    def open(self, whole: KVRange, payload: bytes, *, skips_held: bool = False) -> Frame:
+        """The OPEN frame: reserves room for `whole`. `skips_held`: the receiver may hold leading tokens of it."""
         assert self.state == "fresh"
-        self.state, self._whole = "opening", whole
+        self.state, self._whole, self._most_held = "opening", whole, whole.num_tokens if skips_held else 0
         return self._frame(FrameKind.OPEN, whole, payload)
 
     def renew(self) -> Frame:
@@ -116,8 +116,8 @@ class TransferSending:
         return []
 
     def _accept(self, acceptance: Acceptance) -> None:
-        if acceptance.held_tokens > self._whole.num_tokens:
-            raise Incompatible(f"the receiver holds {acceptance.held_tokens} of {self._whole.num_tokens} tokens")
+        if acceptance.held_tokens > self._most_held:
+            raise Incompatible(f"the receiver holds {acceptance.held_tokens} tokens, and at most {self._most_held} may be")
         self.state, self.acceptance = "opened", acceptance
 
     def _credited(self, body: KVBytes) -> list[int]:

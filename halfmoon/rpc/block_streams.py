@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.errors import AlreadyHere, DataLoss, InvalidRequest, NoCapacity
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
 from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
 from halfmoon.kv.negotiation import decode_open, encode_open
@@ -135,11 +136,23 @@ async def _next_block(
         if out is None:
             out = np.empty((*wanted.shape(layout)[:-1], layout.head_dim * layout.item_bytes), np.uint8)
         coverage.add(frame.range)
+        _check_raw(frame, layout)
         into = out[_slices(_from_start(frame.range, wanted))]
         np.copyto(into, np.frombuffer(frame.payload, np.uint8).reshape(into.shape))
         await arrival(into.nbytes)
     assert out is not None, "no block is empty"
     return memoryview(out.reshape(-1).data)
+
+
+def _check_raw(frame: Frame, layout: KVLayout) -> None:
+    """Raises DataLoss unless the frame carries raw KV of its range in this layout."""
+    is_raw = frame.kind is FrameKind.DATA and frame.codec is Codec.RAW
+    if (
+        not is_raw
+        or frame.layout_fingerprint != layout.fingerprint()
+        or frame.payload_bytes != frame.range.num_bytes(layout)
+    ):
+        raise DataLoss("a block came in another layout, encoding or size than it was asked for")
 
 
 def whole_blocks(layout: KVLayout, token_start: int, num_blocks: int) -> KVRange:

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 import xxhash
@@ -101,8 +102,8 @@ class KVStoreClient:
     async def match(self, keys: Sequence[bytes], *, deadline_s: float) -> list[TierName]:
         """Returns the fastest tier that has the block, for each of the leading keys that are present."""
         request = kvstore_pb2.MatchRequest(keys=keys, tenant_salt=self._salt)
-        response = await self._peer.call(self._stub.Match, request, deadline_s=deadline_s)
-        return [_TIERS[tier] for tier in response.tiers]
+        tiers = (await self._matched(request, deadline_s)).tiers
+        return [tiers[place] for place in takewhile(tiers.__contains__, range(len(keys)))]
 
     async def find(self, keys: Sequence[bytes], *, deadline_s: float) -> dict[int, TierName]:
         """Returns the fastest tier of each key that is present, by its place in `keys`, also behind gaps."""
@@ -113,12 +114,7 @@ class KVStoreClient:
         request = kvstore_pb2.MatchRequest(
             keys=keys, tenant_salt=self._salt, beyond_gaps=True, with_room=with_room
         )  # fmt: skip
-        response = await self._peer.call(self._stub.Match, request, deadline_s=deadline_s)
-        places = response.places or range(len(response.tiers))  # some holders know leading blocks only
-        if len(places) != len(response.tiers) or any(place >= len(keys) for place in places):
-            raise DataLoss("an answer names other blocks than it was asked for")
-        tiers = {place: _TIERS[tier] for place, tier in zip(places, response.tiers, strict=True)}
-        return LookUp(tiers, response.room_idle_s)
+        return await self._matched(request, deadline_s)
 
     async def prefetch(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         """Brings leading blocks into the store's DRAM; returns how many are there or on their way."""
@@ -216,6 +212,17 @@ class KVStoreClient:
         request = kvstore_pb2.WatchRequest()
         async with self._peer.stream(self._stub.Watch, request, deadline_s=LONG_LIVED_S) as responses:
             yield responses
+
+    async def _matched(self, request: kvstore_pb2.MatchRequest, deadline_s: float) -> LookUp:
+        """Asks for keys. Raises DataLoss for an answer that is none: what a holder says is not trusted."""
+        response = await self._peer.call(self._stub.Match, request, deadline_s=deadline_s)
+        places = response.places or range(len(response.tiers))  # some holders know leading blocks only
+        if len(places) != len(response.tiers) or any(place >= len(request.keys) for place in places):
+            raise DataLoss("an answer names other blocks than it was asked for")
+        if not _TIERS.keys() >= set(response.tiers):
+            raise DataLoss("an answer names a tier that is not known here")
+        tiers = {place: _TIERS[tier] for place, tier in zip(places, response.tiers, strict=True)}
+        return LookUp(tiers, response.room_idle_s)
 
     async def _arrival(self, num_bytes: int) -> None:
         clock = self._link.clock

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from halfmoon.errors import Incompatible
+from halfmoon.errors import DataLoss, Incompatible
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from halfmoon.rpc.chain import Chain, Stored
@@ -62,6 +62,8 @@ class Outbox:
             self._offer_from_s = self._link.clock.time() + _OFFER_AGAIN_S
             log.info("store.not_taking", extra={"reason": str(error)})
             return None
+        if not response.num_new <= response.num_held <= len(request.blocks):
+            raise DataLoss("the store speaks of more blocks than it was offered")
         return Stored(response.num_held, response.num_new)
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ so nobody finds blocks that are not theirs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Protocol
 
 import grpc
@@ -89,10 +89,11 @@ class CacheServicer:
             raise Incompatible("the cached blocks have another KV layout than their reader")
         opening.range.check_within(whole_blocks(layout, opening.range.token_start, 1))
         with self._reading(len(opened.keys)) as most:
-            async for frame in self._frames(opening, opened.keys[:most]):
-                yield encode_frame(frame)
+            async with aclosing(self._frames(opening, opened.keys[:most])) as frames:
+                async for frame in frames:
+                    yield encode_frame(frame)
 
-    async def _frames(self, opening: Frame, keys: Sequence[bytes]) -> AsyncIterator[Frame]:
+    async def _frames(self, opening: Frame, keys: Sequence[bytes]) -> AsyncGenerator[Frame, None]:
         layout, num_sent = self._state.layout, 0
         async with self._engine.cached(keys) as blocks:
             if not blocks:

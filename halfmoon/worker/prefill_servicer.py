@@ -109,7 +109,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             if request.chooses_codec:
                 codec, reason = await self._codecs.choose(link, wanted)
             async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
-                await transfer.open(whole, body, codec)
+                await transfer.open(whole, body, codec, skips_held=True)
                 if codec not in transfer.codecs:
                     codec = Codec.RAW
                 self._state.check_can_serve(generation, types_pb2.PREFILL)  # it may have been cancelled in the meantime

@@ -113,9 +113,16 @@ def test_nothing_is_heard_before_open_or_after_done(kind: FrameKind) -> None:
 
 def test_no_more_is_held_than_was_offered() -> None:
     ends = Ends()
-    ends.send(ends.sending.open(WHOLE, encode_open((), b"")))
-    with pytest.raises(Incompatible, match="holds 5 of 4 tokens"):
+    ends.send(ends.sending.open(WHOLE, encode_open((), b""), skips_held=True))
+    with pytest.raises(Incompatible, match="holds 5 tokens, and at most 4"):
         ends.sending.handle(ends.answer(FrameKind.ACCEPT, 0, encode_accept(Acceptance("grpc", held_tokens=5))))
+
+
+def test_nothing_is_held_by_the_receiver_of_a_sender_that_sends_everything() -> None:
+    ends = Ends()
+    ends.send(ends.sending.open(WHOLE, encode_open((), b"")))
+    with pytest.raises(Incompatible, match="holds 1 tokens, and at most 0"):
+        ends.sending.handle(ends.answer(FrameKind.ACCEPT, 0, encode_accept(Acceptance("grpc", held_tokens=1))))
 
 
 _KINDS = st.sampled_from(["data", "data", "data", "renew", "credit", "commit", "lose", "repeat", "swap"])
@@ -129,7 +136,7 @@ def test_whatever_happens_on_the_way_nothing_wrong_is_committed(held: int, steps
     It holds the first tokens and never writes them, since others read them.
     """
     sending, receiver = TransferSending(LAYOUT, ID), TransferReceiver(LAYOUT)
-    receiver.handle(sending.open(WHOLE, encode_open((), b"")))
+    receiver.handle(sending.open(WHOLE, encode_open((), b""), skips_held=True))
     sending.handle(receiver.accept(Acceptance("grpc", held_tokens=held)))
     due = [(layer, head, token) for layer in range(4) for head in range(2) for token in range(held, 4)]
     memory = {(layer, head, token): _value(layer, head, token) for layer, head, token in _CELLS if token < held}

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from typing import cast
 
+import grpc
 import pytest
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.errors import HalfmoonError, Incompatible, NoCapacity, NotFound
+from halfmoon.kv.frame import Frame, FrameKind, encode_frame
+from halfmoon.kv.negotiation import encode_open
+from halfmoon.pb import kvstore_pb2
+from halfmoon.rpc.block_streams import whole_blocks
 from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.credentials.roles import may_call
 from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.worker.cache_servicer import CacheServicer
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_store_writer import keys_of, single
 from tests.worker.test_handover import prefilled, until
@@ -167,6 +174,38 @@ async def test_a_reader_that_leaves_gives_its_blocks_back(
             call.cancel()
             await until(lambda: worker.num_used_blocks == 0)
         assert len(await got(client, worker, keys_of(worker, PROMPT)[:4])) == 4
+
+
+async def test_blocks_are_given_back_as_the_stream_is_closed_and_not_when_it_is_collected(
+    start_worker: Start, tiny: Checkpoint
+) -> None:
+    worker = await holder(start_worker, tiny)
+    layout, held = worker.engine.layout, 0
+
+    class Engine:
+        @asynccontextmanager
+        async def cached(self, keys: Sequence[bytes]) -> AsyncIterator[list[int]]:
+            nonlocal held
+            held = len(keys)
+            try:
+                yield list(range(held))
+            finally:
+                held = 0
+
+        async def read_block(self, block: int) -> memoryview:
+            return memoryview(bytes(layout.block_bytes))
+
+    async def opening() -> AsyncIterator[bytes]:
+        body = kvstore_pb2.BlocksOpen(keys=[b"k" * 16] * 2).SerializeToString()
+        frame = Frame(FrameKind.OPEN, bytes(16), layout.fingerprint(), 0, whole_blocks(layout, 0, 1))
+        yield encode_frame(replace(frame, payload=encode_open((), body)))
+
+    servicer = CacheServicer(Engine(), 64, worker.state, worker.metrics)
+    stream = servicer.get(opening(), cast(grpc.aio.ServicerContext, None))
+    await anext(stream)
+    assert held == 2
+    await cast(AsyncGenerator[bytes, None], stream).aclose()
+    assert held == 0
 
 
 def test_workers_alone_may_read() -> None:

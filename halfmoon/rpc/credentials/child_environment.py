@@ -6,13 +6,17 @@ import re
 from collections.abc import Mapping
 
 _CLOUDS = ("AWS_", "AZURE_", "GOOGLE_")
+_WORDS = (
+    "API_?KEYS?|KEYS?|TOKEN|SECRETS?|(PG)?PASS(WORD|WD|PHRASE|FILE)?|PWD|PAT|CREDENTIALS?|AUTH(ORIZATION)?|COOKIES?|DSN"
+    "|HEADERS"
+)
 _SECRET_NAME = re.compile(
     rf"({'|'.join(_CLOUDS)})"
     r"|HALFMOON_(.*_URL|CLUSTER_SECRET.*|TLS_.*)$"
-    r"|(.*_)?(API_?KEYS?|KEYS?|KEY_ID|TOKEN|SECRETS?|(PG)?PASS(WORD|WD|FILE)?|CREDENTIALS?|AUTH|HEADERS)(_FILE|_PATH)?$",
-    re.IGNORECASE,
+    rf"|(?!(OLD)?PWD$)(.*[^A-Z0-9])?({_WORDS})([^A-Z0-9].*)?$",  # one of the words, whatever else is in the name
+    re.IGNORECASE | re.DOTALL,
 )
-_PASSWORD_IN_URL = re.compile(r"://[^/\s]*:[^/\s]*@")
+_SECRET_VALUE = re.compile(r"(^|://)[^/\s:]*:[^/\s]*@|\bpassword\s*=", re.IGNORECASE)  # in a URL, or in a DSN
 
 _OUTSIDE = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")  # a proxy's address may hold a password
 _HUB = ("HF_", "HUGGING_FACE_", *_OUTSIDE)
@@ -41,4 +45,4 @@ def child_environment(inherited: Mapping[str, str], module: str = "") -> dict[st
 
 
 def _is_secret(name: str, value: str) -> bool:
-    return _SECRET_NAME.match(name) is not None or _PASSWORD_IN_URL.search(value) is not None
+    return _SECRET_NAME.match(name) is not None or _SECRET_VALUE.search(value) is not None

@@ -60,10 +60,9 @@ class SourceLinks:
     async def name_stores(self, gateway: str, addresses: Iterable[str]) -> None:
         """Takes all stores that a gateway knows, in place of those it named before."""
         self._named[gateway] = frozenset(addresses)
-        stores = self.stores
         for address, kind in list(self._links):
-            if kind == "store" and address not in stores:
-                await self._links.pop((address, kind)).aclose()
+            if kind == "store" and address not in self.stores:
+                await self.close(address, kind)
 
     def begin_anew(self, gateway: str) -> None:
         """Forgets the workers that the gateway has named: it is about to name all."""

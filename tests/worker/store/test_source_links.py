@@ -86,6 +86,19 @@ async def test_a_link_is_closed_when_no_gateway_names_the_store_any_more() -> No
     assert all(isinstance(client, Client) and client.is_closed for client in clients)
 
 
+async def test_two_gateways_may_speak_while_links_are_closed() -> None:
+    class Slow(Client):
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            self.is_closed = True
+
+    links = SourceLinks(None, Slow)
+    await links.name_stores("g0", ["a:1", "b:1", "c:1"])
+    clients = [links.to(address).client for address in ("a:1", "b:1", "c:1")]
+    await asyncio.gather(links.name_stores("g0", []), links.name_stores("g1", []))
+    assert all(isinstance(client, Slow) and client.is_closed for client in clients)
+
+
 async def test_what_a_gateway_says_on_the_registration_stream_counts() -> None:
     class Gateway(gateway_pb2_grpc.ClusterServicer):
         async def Register(self, request_iterator: object, context: grpc.aio.ServicerContext) -> object:  # type: ignore[override]
