@@ -117,7 +117,9 @@ class TransferSending:
 
     def _accept(self, acceptance: Acceptance) -> None:
         if acceptance.held_tokens > self._most_held:
-            raise Incompatible(f"the receiver holds {acceptance.held_tokens} tokens, and at most {self._most_held} may be")
+            raise Incompatible(
+                f"the receiver holds {acceptance.held_tokens} tokens, and at most {self._most_held} may be"
+            )
         self.state, self.acceptance = "opened", acceptance
 
     def _credited(self, body: KVBytes) -> list[int]:

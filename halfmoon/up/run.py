@@ -54,6 +54,7 @@ from halfmoon.up.metrics_targets import MetricsTargets
 from halfmoon.up.reserved_ports import ReservedPorts
 from halfmoon.up.service_specs import PreparedModel, WorkerSpec, gateway_spec, other_specs, traced, trusted, worker_spec
 from halfmoon.up.simulated import simulated_model
+from halfmoon.up.state_lock import locked_state_dir
 from halfmoon.up.stores import idle_directories, remember_stores
 from halfmoon.up.supervisor import Supervisor
 from halfmoon.up.up_options import UpOptions, WorkerStart
@@ -66,10 +67,16 @@ async def up(options: UpOptions, terminal: Console) -> bool:
 
     Returns whether there was a second one.
 
-    Raises ServiceFailed if a service ends for good on its own, and InvalidRequest for an unusable state directory.
+    Raises ServiceFailed if a service ends for good on its own, and InvalidRequest for a state directory that cannot be
+    used or that another `halfmoon up` uses.
     """
     raise_descriptor_limit()
     _open_state_dir(options.state_dir, terminal)
+    with locked_state_dir(options.state_dir):
+        return await _until_stopped(options, terminal)
+
+
+async def _until_stopped(options: UpOptions, terminal: Console) -> bool:
     stopping, killing = asyncio.Event(), asyncio.Event()
     with progress_bars(terminal) as bars:
         supervisor = Supervisor(

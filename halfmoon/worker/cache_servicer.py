@@ -1,7 +1,7 @@
 """Serves the worker's prefix cache to other workers, by the calls by which a store serves its blocks.
 
-Read-only: halfmoon.KVStore.Match and halfmoon.KVStoreBytes.Get. Block keys depend on model, KV layout and tenant salt,
-so nobody finds blocks that are not theirs.
+Read-only: halfmoon.KVStore.Match and halfmoon.KVStoreBytes.Get. Block keys depend on model, KV layout and tenant salt:
+a worker finds the blocks of the requests that it is given, and those whose tenant and tokens it guesses.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _MAX_READERS = 16
 _COPIED_BYTES = 64 << 20  # most bytes of blocks that are copied and not yet sent
 _HELD_SHARE = 8  # readers hold at most one block in so many
 _FIRST_MESSAGE_S = 5.0
+_LONGEST_S = 60.0  # a reader that does not read on holds its blocks until its deadline
 _BUSY_MS = 200
 
 
@@ -78,6 +79,9 @@ class CacheServicer:
 
     async def get(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Sends the leading blocks that are cached, as many as readers may hold: DATA frames for each, then DONE."""
+        left_s = context.time_remaining()
+        if left_s is None or left_s > _LONGEST_S:
+            raise InvalidRequest(f"a Get holds blocks: give it a deadline of at most {_LONGEST_S:g} s")
         message = await next_message(messages, _FIRST_MESSAGE_S)
         if message is None:
             raise Unavailable("the reader ended the stream before its OPEN")

@@ -44,6 +44,11 @@ class _Closing:
         await self.client.close()
 
 
+class _Limited:
+    def time_remaining(self) -> float:
+        return LIMIT_S
+
+
 async def holder(start_worker: Start, tiny: Checkpoint, **options: object) -> RunningWorker:
     """A worker that has the prompt in its prefix cache."""
     worker = await start_worker("prefill", **options)
@@ -201,11 +206,23 @@ async def test_blocks_are_given_back_as_the_stream_is_closed_and_not_when_it_is_
         yield encode_frame(replace(frame, payload=encode_open((), body)))
 
     servicer = CacheServicer(Engine(), 64, worker.state, worker.metrics)
-    stream = servicer.get(opening(), cast(grpc.aio.ServicerContext, None))
+    stream = servicer.get(opening(), cast(grpc.aio.ServicerContext, _Limited()))
     await anext(stream)
     assert held == 2
     await cast(AsyncGenerator[bytes, None], stream).aclose()
     assert held == 0
+
+
+@pytest.mark.parametrize("deadline_s", [None, 3600.0])
+async def test_nobody_holds_blocks_for_long(start_worker: Start, tiny: Checkpoint, deadline_s: float | None) -> None:
+    """One reader that did not read on held all that readers may have, and others were refused meanwhile."""
+    worker = await holder(start_worker, tiny)
+    layout, body = worker.engine.layout, kvstore_pb2.BlocksOpen(keys=keys_of(worker, PROMPT)).SerializeToString()
+    frame = Frame(FrameKind.OPEN, bytes(16), layout.fingerprint(), 0, whole_blocks(layout, 0, 1))
+    call = worker.peer.channel.stream_stream("/halfmoon.KVStoreBytes/Get")(timeout=deadline_s)
+    await call.write(encode_frame(replace(frame, payload=encode_open((), body))))
+    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert worker.num_used_blocks == 0
 
 
 def test_workers_alone_may_read() -> None:

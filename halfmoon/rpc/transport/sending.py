@@ -53,9 +53,7 @@ class TransferSender:
         self._broken: asyncio.Future[HalfmoonError] = self._loop.create_future()
         self._tasks = [self._loop.create_task(work) for work in (self._write(), self._read())]
 
-    async def open(
-        self, whole: KVRange, body: bytes, codec: Codec = Codec.RAW, *, skips_held: bool = False
-    ) -> None:
+    async def open(self, whole: KVRange, body: bytes, codec: Codec = Codec.RAW, *, skips_held: bool = False) -> None:
         """Reserves room and agrees on a transport; returns when the receiver has accepted. Raises a refusal's reason.
 
         Payloads will be in `codec`: some transports take only raw ones. `skips_held`: the caller sends only what the
