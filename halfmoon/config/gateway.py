@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from halfmoon.config.section import Section, Texts, off_is_a_word
 from halfmoon.policy.admission.refusal import AdmissionMode
-from halfmoon.policy.placement.conditional import ConditionalMode
+from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.wait_limits import WaitLimits
 
@@ -47,7 +47,7 @@ class GatewayConfig(Section):
         "may fetch it from the best holder",
     )
     conditional_disaggregation: Annotated[ConditionalMode, BeforeValidator(off_is_a_word)] = Field(
-        "off",
+        DEFAULT_MODE,
         description="whether a decode worker may compute a prompt itself, with no hand-over: auto, where the answer "
         "begins sooner and no answer there becomes slower than its class allows; strict, only if also the uncached "
         "part fits one step and prompts take at most 5 % of the worker's time; off",

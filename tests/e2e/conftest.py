@@ -15,8 +15,9 @@ from tests.e2e.system import System, running_system
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
-    """1 prefill and 1 decode worker, float32: what the golden test compares."""
-    async with running_system(tmp_path_factory.mktemp("state"), "--dtype", "float32") as found:
+    """1 prefill and 1 decode worker, float32, and a hand-over for every request: what the golden test compares."""
+    options = ("--dtype", "float32", "--conditional-disaggregation", "off")
+    async with running_system(tmp_path_factory.mktemp("state"), *options) as found:
         yield found
 
 

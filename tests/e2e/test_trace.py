@@ -36,6 +36,7 @@ EVERY_PART = {
 }
 
 
+HANDED_OVER = ("--conditional-disaggregation", "off")  # so that every request has a hand-over
 RESTORED = "halfmoon.KVStore/Borrow"
 NONE: frozenset[str] = frozenset()
 _PATIENCE_S = 60.0
@@ -69,7 +70,7 @@ async def test_a_request_is_one_trace(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     async with (
         running_receiver() as receiver,
-        running_system(tmp_path, "--dtype", "float32", "--otlp-endpoint", receiver.url) as system,
+        running_system(tmp_path, *HANDED_OVER, "--dtype", "float32", "--otlp-endpoint", receiver.url) as system,
         aiohttp.ClientSession(system.url) as http,
     ):
         async with http.post("/v1/completions", json=body(8), headers=traceparent(1)) as response:

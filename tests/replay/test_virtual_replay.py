@@ -30,7 +30,7 @@ def test_every_request_has_one_end_and_idle_latencies_bound_them() -> None:
     found = summary(ReplayTargets(ttft_s=1.0))
     ends = found.num_in_time + found.num_late + found.num_refused + found.num_failed
     assert ends == found.num_requests == len(WORKLOAD)
-    assert found.ttft_s.p50 >= PROFILE.latency.prefill_s(2000)
+    assert found.ttft_s.p50 >= PROFILE.latency.prefill_s(2000) - 1e-9  # sums of the same terms
     step = PROFILE.latency.cycle(1)
     assert found.tbt_s.p50 >= step.base_s + step.slope_s * 2000
     assert found.ttft_s.p50 <= found.ttft_s.p90 <= found.ttft_s.p99

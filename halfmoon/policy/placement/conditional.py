@@ -24,6 +24,8 @@ ConditionalMode = Literal["off", "auto", "strict"]
 - strict: only if besides the rest of the prompt fits one step, and prompts slow the others by at most a twentieth.
 """
 
+DEFAULT_MODE: ConditionalMode = "auto"  # of gateways
+
 _MOST_TRIED = 3  # decode workers that are examined closely
 _TIE = 0.01  # share of the least TTFT within which decode workers are equal
 _LONGEST_STEP = 4.0  # of a step without prompts: a step with a chunk, where no class has a TBT target
