@@ -20,6 +20,14 @@ from console.quantities import NOTHING, ago, count, share, size
 _MINUTES = 30
 _PLACEMENTS = 200
 _WORKERS_SHOWN = 12
+_SOURCES = {
+    "worker": "from another worker's cache",
+    "store": "from the stores",
+    "local": "already on the worker",
+    "slower": "computed, because loading is slower",
+    "below_threshold": "computed, because others have too little more (balancing threshold)",
+    "unknown": "known to nobody",
+}
 
 
 class Seen(NamedTuple):
@@ -117,6 +125,7 @@ def _draw(seen: Seen) -> None:
     with right.container(border=True, height="stretch"):
         st.markdown("**Restore decisions** of the latest prompts")
         _restores(seen.placements)
+        _sources(cache.get("fetch_decisions") or {})
     st.subheader("Stores")
     _stores(seen.stores, cache.get("block_bytes"))
     left, right = st.columns([3, 2])
@@ -159,6 +168,13 @@ def _restores(placements: Sequence[Mapping[str, Any]]) -> None:
         f"{count(measured['computed'])} computed. Loading and computing proceed towards each other until they meet, so "
         "the outcome differs from the plan if either was faster than expected."
     )
+
+
+def _sources(decisions: Mapping[str, int]) -> None:
+    """Where the rest of prompts' prefixes was to come from, since the gateway started."""
+    parts = [f"{count(num)} {_SOURCES.get(reason, reason)}" for reason, num in sorted(decisions.items()) if num]
+    if parts:
+        st.caption(f"Prefixes of the prompts that this gateway has placed: {', '.join(parts)}.")
 
 
 def _stores(stores: Sequence[Mapping[str, Any]], block_bytes: int | None) -> None:

@@ -159,6 +159,7 @@ def _draw_figures(placement: Placement) -> None:
         ("Outcome", plain(outcome(placement))),
         ("Prompt", f"{count(placement['prompt_tokens'])} tokens"),
         ("Cached", NOTHING if not measured else f"{count(measured['cached_tokens'])} tokens"),
+        ("Transfer", f"{seconds(measured.get('transfer_s'))} (≈ {seconds(placement['predicted'].get('transfer_s'))})"),
         ("TTFT", f"{seconds(measured.get('ttft_s'))} (≈ {seconds(predicted_ttft_s(placement))})"),
         ("TBT", f"{seconds(measured.get('tbt_s'))} (≈ {seconds(placement['predicted']['tbt_s'])})"),
         ("Output", NOTHING if not measured else f"{measured['output_tokens']} tokens"),

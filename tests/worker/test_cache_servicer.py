@@ -10,16 +10,21 @@ from typing import cast
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
-from halfmoon.errors import HalfmoonError, Incompatible, NoCapacity, NotFound
+from halfmoon.errors import Forbidden, HalfmoonError, Incompatible, NoCapacity, NotFound, Unauthenticated
 from halfmoon.kv.frame import Frame, FrameKind, encode_frame
 from halfmoon.kv.negotiation import encode_open
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.block_streams import whole_blocks
 from halfmoon.rpc.chain import Chain
+from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.credentials.roles import may_call
 from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.server import running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.worker.cache_servicer import CacheServicer
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_store_writer import keys_of, single
@@ -223,6 +228,33 @@ async def test_nobody_holds_blocks_for_long(start_worker: Start, tiny: Checkpoin
     await call.write(encode_frame(replace(frame, payload=encode_open((), body))))
     assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert worker.num_used_blocks == 0
+
+
+async def test_callers_need_the_credential_of_a_worker(start_worker: Start, tiny: Checkpoint) -> None:
+    worker = await holder(start_worker, tiny)
+    keys, layout = keys_of(worker, PROMPT), worker.engine.layout
+    cache = CacheServicer(worker.async_engine, 32, worker.state, worker.metrics)
+    access, metrics = CallAccess(credential_from("s" * 40, "worker")), RpcMetrics(CollectorRegistry())
+    async with running_server("127.0.0.1:0", cache.registrations(), metrics, grace_s=0, access=access) as server:
+        for credential, error in (
+            (credential_from("s" * 40, "worker"), None),
+            (credential_from("s" * 40, "gateway"), Forbidden),
+            (credential_from("t" * 40, "worker"), Unauthenticated),
+        ):
+            client = KVStoreClient(f"127.0.0.1:{server.port}", credential=credential, server_role="worker")
+            try:
+                if error is None:
+                    assert len(await client.match(keys, deadline_s=LIMIT_S)) == 10
+                    assert bytes(await client.get(keys[0], layout, deadline_s=LIMIT_S)) == await content(
+                        worker, keys[0]
+                    )
+                    continue
+                with pytest.raises(error):
+                    await client.match(keys, deadline_s=LIMIT_S)
+                with pytest.raises(error):
+                    await client.get(keys[0], layout, deadline_s=LIMIT_S)
+            finally:
+                await client.close()
 
 
 def test_workers_alone_may_read() -> None:

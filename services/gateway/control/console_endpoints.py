@@ -96,7 +96,14 @@ class ConsoleEndpoints:
             for prefix in self._telemetry.prefixes.hottest(limit, now_s)
         ]
         block_bytes = next((layout.block_bytes for layout in membership.kv_layouts), None)  # on a worker
-        return web.json_response({"workers": workers, "block_bytes": block_bytes, "prefixes": prefixes})
+        return web.json_response(
+            {
+                "workers": workers,
+                "block_bytes": block_bytes,
+                "prefixes": prefixes,
+                "fetch_decisions": dict(self._telemetry.fetch_decisions),
+            }
+        )
 
     async def stores(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/stores: the figures of the stores that workers use, and of the gateway's own."""

@@ -234,6 +234,7 @@ class RequestRouting:
             targets=AdmissionTargets(output.qos.ttft_s, output.qos.tbt_s),
             applied=self._admission.applied(output.qos),
             refusal=outcome.reason if isinstance(outcome, Refused) else None,
+            transfer_s=(placement.transfer_s or None) if placement else None,
             disaggregation=placement.disaggregation if placement else None,
         )
         telemetry.decisions.note(decision)

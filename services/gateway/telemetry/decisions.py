@@ -32,6 +32,7 @@ class Decision:
     targets: AdmissionTargets  # the class's own
     applied: AdmissionTargets  # as feedback had tightened them
     refusal: str | None = None
+    transfer_s: float | None = None  # of what is to be loaded; None where nothing is
     disaggregation: Disaggregation | None = None  # why a decode worker computes the prompt, or why not
 
 
@@ -116,7 +117,7 @@ def _shown(entry: _Entry, now_s: float) -> dict[str, Any]:
         "decode_worker": decision.decode_worker,
         "refusal": decision.refusal,
         "disaggregation": decision.disaggregation,
-        "predicted": {"ttft_s": decision.ttft_s, "tbt_s": decision.tbt_s},
+        "predicted": {"ttft_s": decision.ttft_s, "tbt_s": decision.tbt_s, "transfer_s": decision.transfer_s},
         "targets": asdict(decision.targets),
         "applied": asdict(decision.applied),
         "measured": entry.measured,
