@@ -48,7 +48,7 @@ async def show(num_chats: int, num_turns: int, num_decode: int, speeds_mbps: Seq
     """Prints a table for each speed of the link."""
     for mbps in speeds_mbps:
         os.environ["HALFMOON_PREFILL_KV_LINK_MBPS"] = str(mbps)
-        workers = ("--prefill", "1", "--decode", str(num_decode))
+        workers = ("--prefill", "1", "--decode", str(num_decode), "--conditional-disaggregation", "off")
         with tempfile.TemporaryDirectory() as directory:
             async with (
                 running_system(workers, Path(directory), 1 + num_decode) as url,

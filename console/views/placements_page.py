@@ -20,6 +20,18 @@ _MS = 1000
 
 Placement = Mapping[str, Any]
 
+_HANDED_OVER = "Computed by a prefill worker and handed over"
+_PROMPT_SIDE = {
+    "kept_cached": "Computed by the decode worker, which has most of the prompt.",
+    "kept_short": "Computed by the decode worker: little of the prompt was left to compute.",
+    "kept_idle": "Computed by the decode worker: prefill workers had longer queues.",
+    "not_faster": f"{_HANDED_OVER}: a decode worker would not have been sooner.",
+    "not_short": f"{_HANDED_OVER}: too long for one step of a decode worker.",
+    "neighbours": f"{_HANDED_OVER}: it would have slowed down what decode workers had.",
+    "no_room": f"{_HANDED_OVER}: decode workers were nearly full.",
+    "unknown": f"{_HANDED_OVER}: how fast decode workers compute prompts was not known.",
+}
+
 
 def render(api: GatewayApi) -> None:
     """Draws the page."""
@@ -53,6 +65,11 @@ def outcome(placement: Placement) -> str:
         return f"refused: {placement['refusal']}"
     status = (placement["measured"] or {}).get("status", "running")
     return f"{status}, moved" if placement["moves"] else str(status)
+
+
+def prompt_side(placement: Placement) -> str | None:
+    """Says why a decode worker computed the prompt, or why not; None where there was nothing to choose."""
+    return _PROMPT_SIDE.get(placement.get("disaggregation") or "")
 
 
 def predicted_ttft_s(placement: Placement) -> float:
@@ -167,6 +184,8 @@ def _draw_figures(placement: Placement) -> None:
     for column, (label, value) in zip(st.columns(len(tiles)), tiles, strict=True):
         column.caption(label)
         column.markdown(f"**{value}**")
+    if (where := prompt_side(placement)) is not None:
+        st.caption(where)
     for move in placement["moves"]:
         st.caption(
             f"Moved after {seconds(move['after_s'])} to {plain(move['prefill_worker'])} and "

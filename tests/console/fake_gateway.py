@@ -46,7 +46,7 @@ _CANDIDATE = {
 }  # fmt: skip
 PLACEMENT: dict[str, Any] = {
     "request_id": "r-1", "age_s": 3.0, "waited_s": 0.002, "qos_class": "gold", "prompt_tokens": 100,
-    "prefill_worker": "prefill-1", "decode_worker": "decode-1", "refusal": None,
+    "prefill_worker": "prefill-1", "decode_worker": "decode-1", "refusal": None, "disaggregation": "not_faster",
     "predicted": {"ttft_s": 0.06, "tbt_s": 0.01}, "moves": [],
     "measured": {
         "status": "ok", "queue_s": 0.01, "prefill_s": 0.05, "ttft_s": 0.08, "tbt_s": 0.012, "e2e_s": 0.5,
@@ -56,6 +56,7 @@ PLACEMENT: dict[str, Any] = {
 }  # fmt: skip
 REFUSED = PLACEMENT | {
     "request_id": "r-2", "refusal": "ttft", "prefill_worker": None, "decode_worker": None, "measured": None,
+    "disaggregation": None,
 }  # fmt: skip
 _SPAN: dict[str, Any] = {
     "service": "gateway",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 from xml.etree import ElementTree
 
 import pytest
@@ -20,7 +20,8 @@ from console.quantities import ago, count, seconds, share, size
 from console.sign_in import is_right
 from console.views.cache_page import restored
 from console.views.overview_page import attainment, outcome_rates
-from console.views.placements_page import candidate_parts, pairs
+from console.views.placements_page import candidate_parts, pairs, prompt_side
+from halfmoon.policy.values import Disaggregation
 from tests.console.fake_gateway import CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, STORES, WORKER
 
 
@@ -141,6 +142,12 @@ def test_forms_become_bodies() -> None:
         {"value": None},
     ]
     assert rules_of(rows) == [{"kind": "header", "header": "X", "value": "y"}]
+
+
+def test_each_reason_of_a_decode_worker_is_a_sentence() -> None:
+    for reason in set(get_args(Disaggregation)) - {"off"}:
+        assert (prompt_side(PLACEMENT | {"disaggregation": reason}) or "").startswith("Computed by")
+    assert prompt_side(PLACEMENT | {"disaggregation": "off"}) is prompt_side(REFUSED) is None
 
 
 def test_refusals_count_against_attainment_and_strangers_do_not() -> None:
