@@ -13,7 +13,7 @@ from halfmoon.policy.placement.restore_plan import RestoreCosts, RestorePlan, pl
 from halfmoon.worker.store.source_progress import SourceProgress
 
 _GAIN = 0.9  # share of the remaining time: a smaller saving is not worth a step that cannot be undone
-_GAIN_OF_BOTH = 0.85  # share of the better single method's time: two sides are harder to predict than one
+_GAIN_OF_BOTH = 0.75  # share of the better single method's time: both disturb each other, and steps cannot be undone
 
 _FREE, _TAKEN, _LOADED, _LOST = range(4)  # not requested; under way from one source; here; to be computed
 
