@@ -121,7 +121,7 @@ class _Forecast:
     def neighbours(self, view: ClusterView, row: int, until_s: float, now_s: float) -> Neighbours:
         return self.decodes.neighbours(row, until_s, now_s)
 
-    def handover_s(self, num_output: float) -> float:
+    def handover_s(self, placement: Placement, num_output: float) -> float:
         return 0.01
 
     def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:

@@ -77,9 +77,9 @@ class AsyncEngine:
             partial(self.engine.reserve, request, self._on_loop(on_kv)), request.request_id
         )
 
-    async def start(self, request_id: str, first_token_id: int) -> None:
+    async def start(self, request_id: str, first_token_id: int, *, is_private: bool = False) -> None:
         """Calls `Engine.start`."""
-        await self._thread.call(partial(self.engine.start, request_id, first_token_id))
+        await self._thread.call(partial(self.engine.start, request_id, first_token_id, is_private=is_private))
 
     async def cancel(self, request_id: str) -> bool:
         """Calls `Engine.cancel`. Once it returns, no more output of the request is delivered."""

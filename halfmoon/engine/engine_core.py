@@ -101,15 +101,15 @@ class EngineCore:
             self._kv_watch.add(request.request_id, on_kv)
         return sequence.num_cached
 
-    def start(self, request_id: str, first_token_id: int) -> None:
-        """Moves a reserved request, whose KV is complete, to the running batch.
+    def start(self, request_id: str, first_token_id: int, *, is_private: bool = False) -> None:
+        """Moves a reserved request, whose KV is complete, to the running batch; `is_private`: no other finds its KV.
 
         The next token computed has position `len(output_token_ids) + 1`. Raises NotFound for a request that is not
         reserved, InvalidRequest for a token outside the vocabulary or one that ends the request.
         """
         sequence = self.find_in("reserved", request_id)
         self._limits.check_token_ids((first_token_id,), "first_token_id")
-        self._scheduler.start(sequence, first_token_id)
+        self._scheduler.start(sequence, first_token_id, is_private=is_private)
         self._kv_watch.forget(request_id)
         if self._finish_reason(sequence) is not None:
             self._remove(sequence)

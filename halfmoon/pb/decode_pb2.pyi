@@ -293,7 +293,10 @@ class HandoverCommit(_message.Message):
 
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
+    IS_PRIVATE_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
+    is_private: _builtins.bool
+    """no other request may find this KV in the prefix cache"""
     @_builtins.property
     def first(self) -> _prefill_pb2.FirstToken:
         """of an output that is repeatable"""
@@ -303,10 +306,11 @@ class HandoverCommit(_message.Message):
         *,
         first_token_id: _builtins.int = ...,
         first: _prefill_pb2.FirstToken | None = ...,
+        is_private: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "first_token_id", b"first_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "first_token_id", b"first_token_id", "is_private", b"is_private"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

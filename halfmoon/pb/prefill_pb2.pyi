@@ -52,11 +52,14 @@ class PrefillRequest(_message.Message):
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     KV_CODEC_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    IS_DEGRADED_FIELD_NUMBER: _builtins.int
     CHOOSES_CODEC_FIELD_NUMBER: _builtins.int
     decode_address: _builtins.str
     """empty: this worker decodes it too (role "both")"""
     kv_codec: Global___KVCodec.ValueType
     """encoding of the KV in transfer"""
+    is_degraded: _builtins.bool
+    """lossy KV of this request is for it alone: others need not bear it"""
     chooses_codec: _builtins.bool
     """the worker takes RAW, a lossless codec or kv_codec, whichever is quickest over the link"""
     @_builtins.property
@@ -72,11 +75,12 @@ class PrefillRequest(_message.Message):
         decode_address: _builtins.str = ...,
         kv_codec: Global___KVCodec.ValueType = ...,
         sources: _abc.Iterable[Global___KVSource] | None = ...,
+        is_degraded: _builtins.bool = ...,
         chooses_codec: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chooses_codec", b"chooses_codec", "decode_address", b"decode_address", "generation", b"generation", "kv_codec", b"kv_codec", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chooses_codec", b"chooses_codec", "decode_address", b"decode_address", "generation", b"generation", "is_degraded", b"is_degraded", "kv_codec", b"kv_codec", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

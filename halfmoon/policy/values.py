@@ -58,7 +58,6 @@ class TtftPrediction(NamedTuple):
     cached_tokens: Floats  # already on the worker
     fetched_tokens: Floats  # further part of the prefix that the best source has
     queue_s: Floats  # part of `seconds` before the worker starts on this prompt
-    may_fetch: bool = False  # fetching from another worker (a store does not count) may be faster for some row
     sources: NDArray[np.int64] | None = None  # holder from which each row would load, -1 for none; None: no row would
     transfer_s: Floats | None = None  # loading what is not computed meanwhile; None: no row would load
 
@@ -95,7 +94,7 @@ class PlacementRequest:
     num_prompt_tokens: int
     max_tokens: int
     exclude: tuple[str, ...] = ()
-    fetch_factor: float = 1.0  # scales the time to fetch KV; below 1 at a lower precision
+    kv_factor: float = 1.0  # bytes of its KV in a hand-over; below 1 at a lower precision
     num_output: float = 0.0  # predicted; 0 if unknown
     priority: int = 0  # smaller goes first
     least_tokens: int = 0  # the answer has at least as many

@@ -193,7 +193,7 @@ class _Reception:
         if commit.HasField("first"):
             self._state.router.keep(self._generation, commit.first)
         try:
-            await self._engine.start(request_id, commit.first_token_id)
+            await self._engine.start(request_id, commit.first_token_id, is_private=commit.is_private)
         except BaseException:
             self._state.router.forget(request_id)
             raise

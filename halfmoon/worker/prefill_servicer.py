@@ -139,7 +139,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     await cancelled(lease)
                     is_kept = generation.HasField("repeatable")
                     commit = decode_pb2.HandoverCommit(
-                        first_token_id=first.output.token_id, first=event.first_token if is_kept else None
+                        first_token_id=first.output.token_id,
+                        first=event.first_token if is_kept else None,
+                        is_private=request.is_degraded and not codec.is_exact,
                     )
                     async with running(transfer.commit(commit.SerializeToString())) as done:
                         await first_result(done, sender.dropped.event)

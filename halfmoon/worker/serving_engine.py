@@ -23,8 +23,8 @@ class ServingEngine(Protocol):
         """Reserves room for a request whose KV comes from elsewhere. Returns how many leading tokens are here."""
         ...
 
-    async def start(self, request_id: str, first_token_id: int) -> None:
-        """Starts a reserved request once its KV is here."""
+    async def start(self, request_id: str, first_token_id: int, *, is_private: bool = False) -> None:
+        """Starts a reserved request once its KV is here, which no other request may find if it is private."""
         ...
 
     async def cancel(self, request_id: str) -> bool:

@@ -104,9 +104,9 @@ class SimulatedEngine:
         self._enter(request)
         return held_tokens
 
-    async def start(self, request_id: str, first_token_id: int) -> None:
+    async def start(self, request_id: str, first_token_id: int, *, is_private: bool = False) -> None:
         """See `AsyncEngine.start`."""
-        self._core.start(request_id, first_token_id)
+        self._core.start(request_id, first_token_id, is_private=is_private)
         self._wake.set()
 
     async def cancel(self, request_id: str) -> bool:

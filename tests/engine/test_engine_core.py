@@ -181,6 +181,19 @@ def test_an_answer_is_found_by_the_next_turn_of_its_chat() -> None:
     assert end(core, core.begin_step()).outputs
 
 
+def test_private_kv_is_found_by_no_other_request() -> None:
+    core = make()
+    core.reserve(request("lossy", 40, 30))
+    core.start("lossy", 1, is_private=True)
+    stored: list[bytes] = []
+    while core.has_work():
+        result = end(core, core.begin_step())
+        stored += result.stored_keys
+        assert not result.chains
+    assert not stored
+    assert core.reserve(request("next", 64, 30)) == 0
+
+
 @pytest.mark.parametrize("state", ["reserved", "held"])
 def test_a_request_is_found_in_its_state_alone(state: Any) -> None:
     core = make()

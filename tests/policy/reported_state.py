@@ -59,7 +59,7 @@ class ReportedState:
         load = self.decode_load(row, until_s, now_s)
         return Neighbours(load, math.inf, 10.0, 0.0) if load.batch else NO_NEIGHBOURS
 
-    def handover_s(self, num_output: float) -> float:
+    def handover_s(self, placement: Placement, num_output: float) -> float:
         return self.handover_gap_s
 
     def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:

@@ -15,6 +15,8 @@ from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.frame_plan import Written
 
+_EVERY_BLOCK = 1 << 62
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -108,10 +110,15 @@ class Scheduler:
         sequence.state = "reserved"
         self._reserved[sequence.request_id] = sequence
 
-    def start(self, sequence: Sequence, first_token_id: int) -> None:
-        """Starts decoding a reserved sequence, whose K and V are in place, with the next step."""
+    def start(self, sequence: Sequence, first_token_id: int, *, is_private: bool = False) -> None:
+        """Starts decoding a reserved sequence, whose K and V are in place, with the next step.
+
+        Private K and V never enter the prefix cache, nor what is computed from them.
+        """
         del self._reserved[sequence.request_id]
         sequence.num_computed = sequence.num_received = len(sequence.token_ids)
+        if is_private:
+            sequence.num_known_blocks = _EVERY_BLOCK
         sequence.token_ids.append(first_token_id)
         self._run(sequence)
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from halfmoon.policy.admission.degradation import (
     LIKELY,
-    PRECISION_FACTOR,
     Admitted,
     degraded_requests,
     may_place_elsewhere,
@@ -56,6 +55,7 @@ class _Inside:
     work: RunningRequest
     reserved_tokens: int
     unloaded: UnloadedLatency
+    handover_s: float  # predicted
     entered_s: float
 
 
@@ -114,8 +114,7 @@ class AdmissionController:
                 break
             less = replace(less, num_output=self._num_output(less, qos))
             if may_place_elsewhere(view, less, request, placement):
-                estimates = placement.ranked_by if less.fetch_factor == request.fetch_factor else None
-                placement = place(view, less, self._rules, self._forecast, now_s, self._rng, estimates)
+                placement = place(view, less, self._rules, self._forecast, now_s, self._rng, placement.ranked_by)
             request, admitted = less, self._as_admitted(view, less, qos, placement, now_s)
         if missed is None:
             message = f"class {qos.name} has used its share of the cluster, and others need theirs"
@@ -135,10 +134,10 @@ class AdmissionController:
     ) -> Admitted:
         num_prompt, max_tokens, num_output = request.num_prompt_tokens, request.max_tokens, request.num_output
         mean_tbt_s = self._forecast.mean_tbt_s(view, num_prompt, placement, num_output, now_s)
-        handover_s = self._forecast.handover_s(num_output)
+        handover_s = self._forecast.handover_s(placement, num_output)
         if handover_s:
             placement = replace(placement, tbt_s=placement.tbt_s + handover_s)
-        return Admitted(placement, qos, max_tokens, request.fetch_factor < 1, num_output, request.priority, mean_tbt_s)
+        return Admitted(placement, qos, max_tokens, request.kv_factor < 1, num_output, request.priority, mean_tbt_s)
 
     def _num_output(self, request: PlacementRequest, qos: QosClass) -> float:
         """The predicted length of its answer."""
@@ -187,8 +186,6 @@ class AdmissionController:
         self, view: ClusterView, prompt: PromptLowerBound, priority: int, has_gaps: bool, qos: QosClass, now_s: float
     ) -> _EarlyJudgement:
         targets = self._feedback.targets(qos, now_s)
-        if "lower_kv_precision" in qos.degradation:
-            prompt = prompt._replace(fetch_factor=PRECISION_FACTOR)
         latency, row = latency_lower_bound(
             self._forecast, view, prompt, priority, targets, self.mode, now_s, may_keep=self._rules.may_keep
         )
@@ -273,7 +270,8 @@ class AdmissionController:
         target_s = math.inf if admitted.qos.tbt_s is None else admitted.qos.tbt_s
         work = RunningRequest(num_prompt_tokens, admitted.num_output, tbt_s, admitted.priority, target_s)
         unloaded = self._forecast.unloaded_latency(admitted.placement, num_prompt_tokens, admitted.num_output)
-        self._inside[request_id] = _Inside(admitted.qos, work, num_tokens, unloaded, now_s)
+        handover_s = admitted.placement.handover_s
+        self._inside[request_id] = _Inside(admitted.qos, work, num_tokens, unloaded, handover_s, now_s)
         return work
 
     def _let_out(self, request_id: str, now_s: float) -> _Inside:
@@ -292,8 +290,11 @@ class AdmissionController:
         self.shares.begin(request_id)
         self._forecast.begin_decode(request_id, now_s)
 
-    def note_overheads(self, before_token_s: float, handover_s: float | None) -> None:
-        """Learns the measured overheads of one request: `RequestForecast.note_overheads`."""
+    def note_overheads(self, before_token_s: float, handover_s: float | None, request_id: str = "") -> None:
+        """Learns the measured overheads of one request, still inside: `RequestForecast.note_overheads`."""
+        inside = self._inside.get(request_id)
+        if handover_s is not None and inside is not None:
+            handover_s -= inside.handover_s
         self._forecast.note_overheads(before_token_s, handover_s)
 
     def leave(

@@ -11,7 +11,7 @@ from halfmoon.policy.placement.place import some_decode_only_fewer
 from halfmoon.policy.values import Placement, PlacementRequest
 from halfmoon.policy.view.cluster_view import ClusterView
 
-PRECISION_FACTOR = 0.5  # bytes of fetched KV at the lower precision, relative to the usual one
+PRECISION_FACTOR = 0.5  # bytes of handed-over KV at the lower precision, relative to the usual one
 LIKELY = 0.8  # quantile of the predicted output length: a request assumed gone too early makes others miss their TBT
 
 
@@ -51,8 +51,8 @@ def may_place_elsewhere(
     view: ClusterView, less: PlacementRequest, request: PlacementRequest, placement: Placement
 ) -> bool:
     """Whether another worker may serve `less` better than `placement`, which was made for `request`."""
-    if less.fetch_factor != request.fetch_factor:
-        return placement.ranked_by is None or placement.ranked_by.may_fetch
+    if less.kv_factor != request.kv_factor:
+        return placement.handover_s > 0
     num_prompt = request.num_prompt_tokens
     return some_decode_only_fewer(view, num_prompt + request.max_tokens, num_prompt + less.max_tokens)
 
@@ -61,4 +61,4 @@ def _degraded(request: PlacementRequest, qos: QosClass, step: Degradation) -> Pl
     """The request after one step; the same if the step changes nothing that placement depends on."""
     if step == "cap_max_tokens" and request.max_tokens > qos.capped_tokens:
         return replace(request, max_tokens=qos.capped_tokens)
-    return replace(request, fetch_factor=PRECISION_FACTOR) if step == "lower_kv_precision" else request
+    return replace(request, kv_factor=PRECISION_FACTOR) if step == "lower_kv_precision" else request

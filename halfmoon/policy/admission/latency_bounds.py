@@ -30,7 +30,6 @@ class PromptLowerBound(NamedTuple):
 
     num_tokens: int = 1  # at least
     cached_blocks: NDArray[np.int64] = NOTHING_CACHED  # `BlockIndex.match`
-    fetch_factor: float = 1.0  # the least that its class allows
 
     @property
     def is_any(self) -> bool:
@@ -59,9 +58,7 @@ def latency_lower_bound(
     `may_keep`: decode workers may compute prompts (`placement/conditional.py`).
     """
     num_rows = view.num_rows
-    request = PlacementRequest(
-        prompt.num_tokens, 1, fetch_factor=prompt.fetch_factor, priority=priority, cached_blocks=prompt.cached_blocks
-    )
+    request = PlacementRequest(prompt.num_tokens, 1, priority=priority, cached_blocks=prompt.cached_blocks)
     ttft = forecast.ttft(view, request, now_s)
     computing = view.can_prefill[:num_rows] | view.can_do_both[:num_rows]
     if may_keep:

@@ -112,9 +112,9 @@ class RequestForecast:
         """Lower bound [num_rows] on the wait that `earliest_s` of any prompt contains."""
         return self._queue_models.steps_left_s(view, now_s)
 
-    def handover_s(self, num_output: float) -> float:
-        """What the hand-over adds to the mean TBT of an answer."""
-        return self._handover.seconds / max(num_output - 1, 1)
+    def handover_s(self, placement: Placement, num_output: float) -> float:
+        """What the hand-over adds to the mean TBT of an answer: as predicted, and what usually comes on top."""
+        return (placement.handover_s + self._handover.seconds) / max(num_output - 1, 1)
 
     def mean_tbt_s(
         self, view: ClusterView, num_prompt_tokens: int, placement: Placement, num_output: float, now_s: float
@@ -126,12 +126,12 @@ class RequestForecast:
         own_tokens = num_prompt_tokens + num_output / 2
         step_s = placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + own_tokens)
         tbt_s = self._queue_models.tbt_s(view, placement, step_s, max(num_output - 1, 1), now_s)
-        return tbt_s + self.handover_s(num_output)
+        return tbt_s + self.handover_s(placement, num_output)
 
     def unloaded_latency(self, placement: Placement, num_prompt_tokens: int, num_output: float) -> UnloadedLatency:
         """The latency of the request on these workers if they were idle."""
         step_s = placement.decode.step_model.seconds(1, num_prompt_tokens + num_output / 2)
-        return UnloadedLatency(placement.work_s + placement.overhead_s, step_s + self.handover_s(num_output))
+        return UnloadedLatency(placement.work_s + placement.overhead_s, step_s + self.handover_s(placement, num_output))
 
     def tbt_at(
         self, view: ClusterView, placement: Placement, num_prompt_tokens: int, at_s: float, now_s: float
@@ -203,8 +203,8 @@ class RequestForecast:
     def note_overheads(self, before_token_s: float, handover_s: float | None) -> None:
         """Learns the measured overheads of one request.
 
-        `before_token_s` is its TTFT less queue and prefill, `handover_s` its first gap less a decode step; None if
-        unknown.
+        `before_token_s` is its TTFT less queue and prefill, `handover_s` its first gaps less decode steps and less what
+        was predicted of the hand-over; None if unknown.
         """
         self._before_token.add(before_token_s)
         if handover_s is not None:

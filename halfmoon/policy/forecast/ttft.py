@@ -50,9 +50,9 @@ def predict_ttft(
     """Predicts the TTFT on every row.
 
     A worker loads what it lacks from the best source, if that is faster than computing it: a store, or another worker
-    whose prefix is more than `balancing_threshold` times as long as its own (always true of an empty one), at
-    `request.fetch_factor` times the usual time per token. With None it loads from stores alone. `waits` predicts the
-    queue ahead of the prompt; by default the queue is what each worker reported.
+    whose prefix is more than `balancing_threshold` times as long as its own (always true of an empty one). With None it
+    loads from stores alone. `waits` predicts the queue ahead of the prompt; by default the queue is what each worker
+    reported.
     """
     num_rows, num_prompt_tokens = view.num_rows, request.num_prompt_tokens
     reported_s = np.maximum(view.column("prefill_free_s") - now_s, 0.0)
@@ -74,7 +74,6 @@ def predict_ttft(
         local,
         np.where(fetches, prefixes.reachable[rows, best] - local, nothing),
         queue_s,
-        bool((prefixes.wanted & ~prefixes.is_store).any()),
         np.where(fetches, prefixes.sources[best], -1),
         np.where(fetches, restored.transfer_s[rows, best], nothing),
     )
@@ -154,8 +153,7 @@ def _restored(
 ) -> _Restored:
     """Loading starts now, computing after the queue. The same meeting point as in `placement/restore_plan.py`."""
     _, b, c = (column[:, None] for column in view.prefill_coefficients[: view.num_rows].T)
-    factors = np.where(prefixes.is_store, 1.0, request.fetch_factor)  # a store serves its own precision
-    fetch_s = prefixes.costs.s_per_token * factors
+    fetch_s = prefixes.costs.s_per_token
     gamma = np.where(np.isfinite(fetch_s), fetch_s, 0.0)
     missing = np.maximum(prefixes.reachable - local[:, None], 0.0)
     alpha = b + c * local[:, None]

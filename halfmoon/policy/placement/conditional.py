@@ -76,7 +76,7 @@ class ConditionalDisaggregation:
         if not np.logical_or.reduce(rows):
             return Choice("no_room")
         is_handover_seen = self.mode == "auto" and self.request.max_tokens > 1
-        handover_s = max(elsewhere.handover_s, self.forecast.handover_s(2)) if is_handover_seen else 0.0
+        handover_s = self.forecast.handover_s(elsewhere, 2) if is_handover_seen else 0.0
         limit_s = elsewhere.ttft_s + handover_s
         estimates_s = elsewhere.overhead_s + self._among_decodes(ttft, loads)
         reason: Disaggregation = "not_faster"

@@ -26,7 +26,7 @@ class Forecast(Protocol):
     def neighbours(self, view: ClusterView, row: int, until_s: float, now_s: float) -> Neighbours:
         """The requests that decode on `row` before `until_s`, and the prompts that they share its steps with."""
 
-    def handover_s(self, num_output: float) -> float:
+    def handover_s(self, placement: Placement, num_output: float) -> float:
         """What the hand-over adds to the mean TBT of an answer."""
 
     def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:

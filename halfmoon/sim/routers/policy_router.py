@@ -297,7 +297,8 @@ class PolicyRouter:
         """Learns from a request that needed one attempt. All overheads except the hand-over are the same for all."""
         if self._spec.learns_overheads and not (job.num_refusals or job.num_failovers):
             gaps_s = in_order(job.first_s, job.later_s).tolist() if job.later_s else ()
-            self._admission.note_overheads(self._spec.request_s + self._spec.answer_s, handover_s(gaps_s))
+            overhead_s = self._spec.request_s + self._spec.answer_s
+            self._admission.note_overheads(overhead_s, handover_s(gaps_s), str(job.index))
 
     def _cached_blocks(self, job: Job) -> NDArray[np.int64]:
         if self._keys is None or self._offsets is None or not job.prefix_blocks:

@@ -79,6 +79,7 @@ class Attempt:
             decode_address=placement.decode_address,
             kv_codec=codec.codec,
             chooses_codec=codec.is_choice,
+            is_degraded=codec.is_degraded,
             sources=sources,
         )
         self._order = TokenOrder(len(progress.output_token_ids))

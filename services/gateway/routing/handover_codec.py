@@ -21,6 +21,7 @@ class HandoverCodec(NamedTuple):
 
     codec: KVCodec.ValueType
     is_choice: bool = False
+    is_degraded: bool = False  # lossier than it is for others, who must not find such KV in a cache
 
     @classmethod
     def parse(cls, setting: str) -> HandoverCodec:
@@ -30,4 +31,4 @@ class HandoverCodec(NamedTuple):
     @property
     def lower(self) -> HandoverCodec:
         """The next lossier one, for a request whose class gives precision up."""
-        return self._replace(codec=_LOWER[self.codec])
+        return self._replace(codec=_LOWER[self.codec], is_degraded=True)

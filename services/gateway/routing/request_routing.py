@@ -138,7 +138,7 @@ class RequestRouting:
             return
         worker_s = (progress.queue_s or 0.0) + (progress.prefill_s or 0.0)
         before_token_s = (progress.ttft_s or 0.0) - self._waited_s - worker_s
-        self._admission.note_overheads(before_token_s, progress.handover_s)
+        self._admission.note_overheads(before_token_s, progress.handover_s, self._name)
 
     def _placement_request(self, exclude: Sequence[str]) -> PlacementRequest:
         num_output = len(self._progress.output_token_ids)

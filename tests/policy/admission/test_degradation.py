@@ -36,7 +36,7 @@ QOS = QosClass("x", ttft_s=0.01, capped_tokens=100, degradation=("cap_max_tokens
     [
         ((P, D), [0, 0], 1, 1),
         ((P, D, replace(D, worker_id="small", total_blocks=30)), [0, 0], 1, 2),  # it may serve a short answer
-        ((replace(P, holder=0, fetch_s_per_token=1e-3), D), [0, 9, 0], 2, 2),  # fetching may be faster
+        ((replace(P, kv_bytes_per_token=1e9), D), [0, 0], 1, 2),  # less to hand over, over a slow link
     ],
 )
 def test_a_step_is_placed_anew_only_if_another_worker_may_serve_it_better(
@@ -66,8 +66,23 @@ def test_a_step_is_placed_anew_only_if_another_worker_may_serve_it_better(
     assert (counts["ttft"], counts["refine_decode"]) == (num_estimates, num_placed)
 
 
+def test_lower_kv_precision_admits_what_the_hand_over_would_make_late() -> None:
+    """A token takes 10 ms of the link, the prompt 4 s, or 2 s at the lower precision, over 99 gaps."""
+    view = ClusterView((replace(P, kv_bytes_per_token=1e7), replace(D, step_model=StepModel(0.01, 0.0, 0.0))))
+    qos = QosClass("x", tbt_s=0.035, degradation=("lower_kv_precision",))
+    request = PlacementRequest(400, 100, least_tokens=100)
+    view.put(replace(P, kv_bytes_per_token=1e7, prefill_model=PrefillModel(0.0, 1e-6, 0.0)))
+    controller = AdmissionController("predicted", PlacementRules(), random.Random(0))
+    admitted = controller.decide(view, request, qos, 0.0)
+    assert admitted.lower_kv_precision
+    assert admitted.placement.handover_s == pytest.approx(2.0, rel=0.01)
+    assert not controller.decide(view, request, replace(qos, tbt_s=0.06), 0.0).lower_kv_precision
+    with pytest.raises(Refused, match="token"):
+        controller.decide(view, request, replace(qos, degradation=()), 0.0)
+
+
 def test_steps_add_up_and_those_without_effect_are_left_out() -> None:
-    steps = [(one.max_tokens, one.fetch_factor) for one in degraded_requests(PlacementRequest(200, 500), QOS)]
+    steps = [(one.max_tokens, one.kv_factor) for one in degraded_requests(PlacementRequest(200, 500), QOS)]
     assert steps == [(100, 1.0), (100, PRECISION_FACTOR)]
     assert [one.max_tokens for one in degraded_requests(PlacementRequest(200, 50), QOS)] == [50]
     assert list(degraded_requests(PlacementRequest(200, 50), replace(QOS, degradation=("cap_max_tokens",)))) == []
@@ -84,7 +99,7 @@ def test_no_step_asks_for_more(max_tokens: int, capped: int, degradation: tuple[
     for less in degraded_requests(request, qos):
         assert less != request
         assert less.max_tokens <= request.max_tokens
-        assert less.fetch_factor <= request.fetch_factor
+        assert less.kv_factor <= request.kv_factor
         request = less
 
 
