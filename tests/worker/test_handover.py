@@ -24,6 +24,7 @@ from halfmoon.errors import (
 from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, types_pb2
 from halfmoon.rpc.transfer import transfer_to
+from halfmoon.worker.wire import request_from
 from tests.worker.conftest import RunningWorker
 
 Start = Callable[..., Awaitable[RunningWorker]]
@@ -328,3 +329,17 @@ async def test_what_is_held_stays_while_its_reservation_is_cancelled_and_made_ag
                 await transfer.open(KVRange(0, 2, 0, 2, 0, 40), body, skips_held=True)
                 assert transfer.held_tokens == 40
             await until(lambda: decode.num_used_blocks == 0)
+
+
+async def test_the_engine_takes_no_kv_for_blocks_that_others_share(start_worker: Start, tiny: Checkpoint) -> None:
+    prefill, decode = await start_worker("prefill"), await start_worker("decode")
+    prompt = list(range(3, 43))
+    async with listening(decode) as steps:
+        request = prefill_pb2.PrefillRequest(generation=generation(tiny, prompt, 4), decode_address=decode.peer.address)
+        await prefilled(prefill, request)
+        await tokens_of(steps)
+    again = request_from(generation(tiny, prompt, 4, "again"), prefill_only=False, arrival_s=0.0)
+    assert await decode.async_engine.reserve(again) == 40
+    with pytest.raises(InvalidRequest, match="shared with others"):
+        await decode.async_engine.kv_write("again", 0, 2, 32, 8, bytes(8 * decode.engine.layout.token_bytes))
+    await decode.async_engine.cancel("again")
