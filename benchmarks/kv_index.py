@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from halfmoon.config.stores import PolicyName
+from halfmoon.policy.eviction import PolicyName, policy_named
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Tier
-from services.kvstore.catalog.eviction import policy_named
 
 BLOCK_TOKENS = 512
 

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.kv_index import BLOCK_TOKENS, Hits, Prompt
-from halfmoon.config.stores import PolicyName
+from halfmoon.policy.eviction import PolicyName, policy_named
 from halfmoon.policy.placement.store_choice import choose_store, runs
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Tier
-from services.kvstore.catalog.eviction import policy_named
 
 Spread = Literal["even", "crowded", "apart"]
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, ByteSize, Field
 
 from halfmoon.config.section import Section
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv.entry_codec import EntryCodec
-
-PolicyName = Literal["lru", "lfu", "length-aware", "cost-aware"]
+from halfmoon.policy.eviction import PolicyName
 
 
 def _known(codec: str) -> str:

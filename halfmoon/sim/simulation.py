@@ -13,6 +13,8 @@ from halfmoon.sim.cluster.job import Job, Outcome
 from halfmoon.sim.cluster.kv_transfers import KvTransfers
 from halfmoon.sim.cluster.load_reports import LoadReports
 from halfmoon.sim.cluster.shared_cores import SharedCores
+from halfmoon.sim.cluster.store_pool import StorePool
+from halfmoon.sim.cluster.store_traffic import StoreTraffic
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.cluster.worker_steps import WorkerSteps
 from halfmoon.sim.event_queue import EventQueue
@@ -84,14 +86,19 @@ class _Run:
         self._workers = idle_workers(spec, self._prefix_block_tokens, keeps_times=self._keeps_times)
         self._by_name = {worker.name: worker for worker in self._workers}
         longest = int(workload.output_tokens.max(initial=1))
-        self._policy_router = PolicyRouter(spec, self._workers, prefixes, longest, seed, workload.tenants)
+        pool = StorePool(spec, self._prefix_block_tokens) if spec.stores.count else None
+        self._policy_router = PolicyRouter(spec, self._workers, prefixes, longest, seed, workload.tenants, pool)
         self._router = choose_router(spec, self._workers, longest, policies, self._policy_router, tracker)
         self._events = EventQueue()
         reader = self._policy_router if self._router.wants_reports else None
         self._reports = LoadReports(self._events, spec.report_s, reader)
         cores = None if spec.contention.is_none else SharedCores(spec.contention, self._workers)
         self._steps = WorkerSteps(self._events, self._reports, self._workers, cores, self)
-        self._transfers = KvTransfers(spec.network, self._workers, self._events, self._steps)
+        self._transfers = KvTransfers(spec.network, self._workers, self._events, self._steps, spec.stores)
+        directory = self._policy_router.stores
+        self._stores = None
+        if pool is not None and directory is not None:
+            self._stores = StoreTraffic(pool, self._transfers, self._prefix_block_tokens, directory.note_stored)
         self._attempts = Attempts(self._events, self._router, self._workers, longest, self._begin, self.end)
         self._inside: dict[int, Job] = {}
         self._jobs: dict[int, Job] = {}  # arrived and not ended
@@ -161,6 +168,11 @@ class _Run:
                 job.num_refusals += 1
                 self._forget(job)
                 return False
+        if self._stores is not None and self._policy_router.stores is not None:
+            self._stores.use(job, self._events.now_s)
+            copies = self._policy_router.stores.copies
+            while copies:
+                self._stores.copy(prefill, *copies.pop())
         if placement.fetched_tokens:
             self._fetch(job, prefill, placement)
         prefill.prompts.add(job)
@@ -179,6 +191,10 @@ class _Run:
 
     def _fetch(self, job: Job, target: SimWorker, placement: Placement) -> None:
         """Fetches the end of its prefix from its source, while the beginning is computed."""
+        stores = self._policy_router.stores
+        if self._stores is not None and stores is not None and placement.source == stores.holder:
+            self._stores.load(job, target, placement, self._policy_router.restore_plan)
+            return
         source = self._policy_router.source(placement)
         plan = self._policy_router.restore_plan(placement, self._transfers.wait_s(source, target))
         num_tokens = plan.num_load_blocks * self._prefix_block_tokens
@@ -197,6 +213,8 @@ class _Run:
         if not job.is_prefilled:  # otherwise it was preempted and computed again
             job.is_prefilled = True
             self._router.prefilled(job, worker, now_s)
+            if self._stores is not None:
+                self._stores.write(job, worker, now_s)
         if not job.num_left:
             worker.blocks.release(job)
             self.end(job, "completed")

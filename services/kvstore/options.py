@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from halfmoon.config.stores import PolicyName
 from halfmoon.kv.entry_codec import EntryCodec
+from halfmoon.policy.eviction import PolicyName
 
 PLAIN = EntryCodec()
 

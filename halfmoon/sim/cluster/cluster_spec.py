@@ -90,6 +90,24 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
+class Stores:
+    """Equal stores, each with a network port of its own. Workers are near them in turns; what no store has is put."""
+
+    count: int = 0
+    tokens: int = 0  # of KV that each has room for
+    memory_tokens: int | None = None  # of these in memory, the others are on disk; None: all
+    disk_bytes_per_s: float = 2e9
+    replica_mbps: float = 100.0  # most megabytes a second of hot prefixes that stores copy from each other
+
+    def __post_init__(self) -> None:
+        _check(self.count >= 0 and self.tokens >= 0, "stores", "must not be negative")
+        _check(self.disk_bytes_per_s > 0, "disk_bytes_per_s", "must be above 0")
+
+
+NO_STORES = Stores()
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """A worker dies at `at_s` and returns at `back_s` with empty memory; None: it never returns."""
 
@@ -136,6 +154,8 @@ class ClusterSpec:
     request_s: float = 0.0  # from the client to the worker: HTTP, placement, calls
     answer_s: float = 0.0  # from the worker to the client, for each token
     conditional: ConditionalMode = "off"  # whether decode workers compute prompts
+
+    stores: Stores = NO_STORES
 
     def __post_init__(self) -> None:
         _check(self.block_tokens >= 1, "block_tokens", "must be at least 1")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from halfmoon.sim.cluster.cluster_spec import Network
+from halfmoon.sim.cluster.cluster_spec import NO_STORES, Network, Stores
 from halfmoon.sim.cluster.job import Job
+from halfmoon.sim.cluster.store import SimStore
+from halfmoon.sim.cluster.store_pool import StorePart
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.cluster.worker_steps import WorkerSteps
 from halfmoon.sim.event_queue import EventQueue
@@ -84,9 +86,17 @@ class KvTransfers:
     The simulation decides which KV is sent where. A job that was placed again ignores earlier transfers.
     """
 
-    def __init__(self, network: Network, workers: Sequence[SimWorker], events: EventQueue, steps: WorkerSteps) -> None:
+    def __init__(
+        self,
+        network: Network,
+        workers: Sequence[SimWorker],
+        events: EventQueue,
+        steps: WorkerSteps,
+        stores: Stores = NO_STORES,
+    ) -> None:
         self._network = network
-        self._ports = Ports(network, max(worker.node for worker in workers) + 1)
+        self._stores = stores
+        self._ports = Ports(network, max(worker.node for worker in workers) + 1 + stores.count)
         self._codec_queues = CodecQueues(network, len(workers))
         self._events = events
         self._steps = steps
@@ -109,6 +119,35 @@ class KvTransfers:
         num_bytes, now_s = self._kv_bytes(target, num_tokens), self._events.now_s
         end_s = self._ports.send(source.node, target.node, num_bytes, now_s, now_s)
         self._events.at(end_s, self._on_fetched, job, target, job.attempt)
+
+    def load(self, job: Job, parts: Sequence[StorePart], target: SimWorker, load_end: int, num_tokens: int) -> None:
+        """Loads the last `num_tokens` of the job's first `load_end` tokens from several stores at once."""
+        job.load_end, job.front_end = load_end, load_end - num_tokens
+        job.is_loading = True
+        block_bytes = self._kv_bytes(target, num_tokens) / max(1, sum(part.num_blocks for part in parts))
+        now_s, ends_s = self._events.now_s, [self._events.now_s]
+        for part in parts:
+            read_s = now_s + part.num_on_disk * block_bytes / self._stores.disk_bytes_per_s
+            ends_s.append(self._ports.send(part.store.node, target.node, part.num_blocks * block_bytes, now_s, read_s))
+        self._events.at(max(ends_s), self._on_fetched, job, target, job.attempt)
+
+    def store(
+        self,
+        sender: int,
+        store: SimStore,
+        num_bytes: float,
+        on_stored: Callable[[SimStore, Sequence[int], float], None],
+        blocks: Sequence[int],
+    ) -> None:
+        """Sends blocks from a node to a store; `on_stored` is called when they are there, with the time."""
+        now_s = self._events.now_s
+        there_s = self._ports.send(sender, store.node, num_bytes, now_s, now_s)
+        self._events.at(there_s, on_stored, store, blocks, there_s)
+
+    def wait_from_s(self, stores: Sequence[SimStore], target: SimWorker) -> float:
+        """Seconds until the paths from all of these are free."""
+        now_s = self._events.now_s
+        return max((self._ports.wait_s(store.node, target.node, now_s) for store in stores), default=0.0)
 
     def hand_over(self, job: Job, sender: SimWorker, receiver: SimWorker) -> None:
         """Sends the KV of a computed prompt that its decode worker lacks, which has reserved room for it."""

@@ -31,6 +31,7 @@ from halfmoon.sim.cluster.cluster_spec import (
     Failure,
     Network,
     SloTargets,
+    Stores,
     WorkerGroup,
 )
 from halfmoon.sim.cluster.contention import Contention
@@ -81,6 +82,7 @@ class _Cluster(_Strict):
     report_s: float = 1.0
     failures: tuple[dict[str, float | None], ...] = ()
     conditional_disaggregation: ConditionalMode = "off"
+    stores: dict[str, Any] = {}
 
     @field_validator("admission", "conditional_disaggregation", mode="before")
     @classmethod
@@ -136,6 +138,7 @@ def read_cluster(
         request_s or 0.0,
         answer_s or 0.0,
         read.conditional_disaggregation,
+        _validated(path, Stores, read.stores, "stores"),
     )
 
 

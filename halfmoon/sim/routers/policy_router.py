@@ -23,14 +23,16 @@ from halfmoon.policy.view.reported_prompts import ReportedPrompts
 from halfmoon.policy.view.worker_view import WorkerView
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.cluster.job import Job
+from halfmoon.sim.cluster.store_pool import StorePool
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.colocation import SimulatedColocation
+from halfmoon.sim.routers.prefix_keys import NO_KEYS, prefix_keys
 from halfmoon.sim.routers.simulated_links import SimulatedLinks
+from halfmoon.sim.routers.store_directory import StoreDirectory
 from halfmoon.sim.token_times import in_order
 from halfmoon.sim.workloads.workload import Ints, Prefixes
 
 _CLASS = "simulated"
-_NO_KEYS: Keys = np.zeros(0, dtype=np.uint64)
 
 
 class _Member:
@@ -77,15 +79,17 @@ class PolicyRouter:
         longest_output: int,
         seed: int,
         tenants: Ints | None = None,
+        stores: StorePool | None = None,
     ) -> None:
         """`tenants` has the number of each request's tenant."""
         self._spec = spec
         self._workers = workers
+        self._by_name = {worker.name: worker for worker in workers}
         self._holders: dict[int, SimWorker] = {}
         self._admitted: set[int] = set()
         self._unindexed: dict[str, _Member] = {}
         self._prefix_block_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
-        self._keys = None if prefixes is None else _keys(prefixes.ids)
+        self._keys = None if prefixes is None else prefix_keys(prefixes.ids)
         self._offsets = None if prefixes is None else prefixes.offsets
         self.index = BlockIndex()
         self.view = ClusterView()
@@ -99,6 +103,7 @@ class PolicyRouter:
         self._tenants = [] if tenants is None else [Tenant(str(number)) for number in tenants]
         self._admission.shares.is_on = len({tenant.name for tenant in self._tenants}) > 1
         self._longest = longest_output  # what clients send as `max_tokens`
+        self.stores = None if stores is None else StoreDirectory(spec, stores, self.index, self._prefix_block_tokens)
         for worker in workers:
             self.join(worker, 0.0)
 
@@ -126,7 +131,8 @@ class PolicyRouter:
             step_model=latency.policy_step,
             kv_bytes_per_token=latency.kv_bytes_per_token * self._spec.network.kv_ratio,
             holder=self.index.number(worker.name) if kv.is_cache else -1,
-            fetch_s_per_token=fetch_s if self._spec.network.can_fetch and kv.is_cache else math.inf,
+            store_holder=-1 if self.stores is None else self.stores.holder,
+            fetch_s_per_token=fetch_s if self._may_load and kv.is_cache else math.inf,
             contention=colocation.prefill,
             step_contention=colocation.step,
         )
@@ -135,9 +141,15 @@ class PolicyRouter:
         assert row is not None
         self._members[worker.name] = _Member(view, row, now_s)
         self.view.links.report(row, SimulatedLinks(worker, self._spec.network, self._workers, self._colocation))
+        if self.stores is not None and view.holder >= 0:
+            self.view.fetch_links.note_holder(view.holder, serves=self._spec.network.can_fetch)
         if kv.is_cache:
             self._holders[view.holder] = worker
             self.index.apply(view.holder, BlockEvents(0, is_snapshot=True))
+
+    @property
+    def _may_load(self) -> bool:
+        return self._spec.network.can_fetch or self.stores is not None
 
     def leave(self, worker: SimWorker) -> None:
         """Removes a worker."""
@@ -172,7 +184,7 @@ class PolicyRouter:
 
     def _update_index(self) -> None:
         for member in self._unindexed.values():
-            stored, evicted = (_keys(np.array(list(ids), np.int64)) for ids in (member.stored, member.evicted))
+            stored, evicted = (prefix_keys(np.array(list(ids), np.int64)) for ids in (member.stored, member.evicted))
             member.stored.clear()
             member.evicted.clear()
             member.sequence += 1
@@ -216,6 +228,9 @@ class PolicyRouter:
             placement = self._admission.place_again(self.view, request, self._qos, now_s)
             self._admission.move(name, self.view, placement, now_s)
         self._note_placed(job, placement)
+        if self.stores is not None and self._keys is not None:
+            worker = self._by_name[placement.prefill.worker_id]
+            self.stores.note_use(job, self._keys_of(job), worker, cached_blocks, placement, now_s)
         self._colocation.placed(job, placement, now_s)
         return placement
 
@@ -304,21 +319,14 @@ class PolicyRouter:
         if self._keys is None or self._offsets is None or not job.prefix_blocks:
             return NOTHING_CACHED
         self._update_index()
+        return self.index.match(self._keys_of(job))
+
+    def _keys_of(self, job: Job) -> Keys:
+        if self._keys is None or self._offsets is None:
+            return NO_KEYS
         first = self._offsets[job.index]
-        return self.index.match(self._keys[first : first + len(job.prefix_blocks)])
+        return self._keys[first : first + len(job.prefix_blocks)]
 
     def _max_output(self, num_prompt: int) -> int:
         """Output tokens that the largest worker's memory leaves for such a prompt."""
         return int(self.view.capabilities.most_capacity_tokens) - num_prompt
-
-
-def _keys(ids: Ints) -> Keys:
-    """Uniformly distributed and never 0, like block keys (the finalizer of splitmix64, which is a bijection)."""
-    if not len(ids):
-        return _NO_KEYS
-    keys = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    keys ^= keys >> np.uint64(31)
-    keys[keys == 0] = 1
-    return keys

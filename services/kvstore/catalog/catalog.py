@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from halfmoon.policy.eviction import EvictionPolicy, Usage
+from halfmoon.policy.eviction_queue import Evaluation
 from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.catalog.entry import Change, Entry, Holding, Tier
-from services.kvstore.catalog.eviction import EvictionPolicy, Usage
-from services.kvstore.catalog.eviction_queue import Evaluation
 from services.kvstore.catalog.fair_queue import FairQueue
 from services.kvstore.catalog.known_costs import KnownCosts
 from services.kvstore.catalog.tenant_accounts import TenantAccounts

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from services.kvstore.catalog.eviction import Rank
-from services.kvstore.catalog.eviction_queue import Evaluation, EvictionQueue
+from halfmoon.policy.eviction import Rank
+from halfmoon.policy.eviction_queue import Evaluation, EvictionQueue
 
 _COMPARED = 32  # tenants
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from halfmoon.kv.owner import KVOwner
+from halfmoon.policy.eviction_queue import Evaluation, EvictionQueue
 from services.kvstore.catalog.entry import Entry
-from services.kvstore.catalog.eviction_queue import Evaluation, EvictionQueue
 
 _MAX_EMPTY = 4096  # tenants that are remembered for their quota alone
 

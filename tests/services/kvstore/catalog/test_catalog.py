@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from benchmarks.kv_index import Prompt, read_trace, replay
-from halfmoon.config.stores import PolicyName
 from halfmoon.kv.owner import KVOwner
+from halfmoon.policy.eviction import PolicyName, policy_named
 from services.kvstore.catalog.block_identity import BlockMeta, block_id, key_of, tag_of, tenant_tag
 from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Change, Tier
-from services.kvstore.catalog.eviction import policy_named
 
 PARENTS = [None, 0, 1, 1, 3, None, 5, 3, 4]  # two trees: 0-1-{2, 3-{4-8, 7}} and 5-6
 IDS = [block_id(bytes([n]) * 16) for n in range(len(PARENTS))]

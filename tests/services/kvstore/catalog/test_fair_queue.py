@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from halfmoon.config.stores import PolicyName
 from halfmoon.kv.owner import KVOwner
+from halfmoon.policy.eviction import PolicyName, policy_named
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Tier
-from services.kvstore.catalog.eviction import policy_named
 
 
 def catalog(policy: PolicyName = "lru") -> Catalog:

@@ -12,10 +12,10 @@ from halfmoon.errors import DataLoss, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.policy.eviction import policy_named
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Change, Tier
-from services.kvstore.catalog.eviction import policy_named
 from services.kvstore.tiers.dram import Block, Draft, DramTier, cells
 
 SMALL = KVLayout(2, 1, 4, "float16", 2)  # 64 bytes a block

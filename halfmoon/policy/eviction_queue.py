@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Literal
 
-from services.kvstore.catalog.eviction import Rank
+from halfmoon.policy.eviction import Rank
 
 Evaluation = Rank | Literal["kept", "blocked"]  # current rank; "kept": not to be evicted; "blocked": not now
 

@@ -1,4 +1,4 @@
-"""Eviction policies, which rank the blocks of a tier. The catalog ensures that prefixes are evicted from their ends.
+"""Eviction policies of stores, which rank the blocks of a tier. Their owner sees to it that prefixes go from the end.
 
 lru           the longest unused
 lfu           the least often used, then the longest unused
@@ -10,9 +10,9 @@ cost-aware    the fewest seconds of recompute saved per byte, times its uses, ag
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from halfmoon.config.stores import PolicyName
+PolicyName = Literal["lru", "lfu", "length-aware", "cost-aware"]
 
 Rank = tuple[float, ...]  # lowest is evicted first; a block's rank never falls while it is used
 
