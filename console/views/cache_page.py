@@ -61,6 +61,8 @@ def tier_row(store: Mapping[str, Any], tier: Mapping[str, Any], block_bytes: int
         "used": size(tier["used_bytes"]),
         "budget": size(tier["budget_bytes"]),
         "blocks": tier["num_blocks"],
+        "copies": store.get("num_replicas") if tier["tier"] == "dram" else None,
+        "begun elsewhere": store.get("num_begun_elsewhere") if tier["tier"] == "dram" else None,
         "compression": compression(tier, block_bytes),
         "hits": tier["num_hits_total"],
         "evicted": tier["num_evicted_total"],
@@ -198,6 +200,12 @@ def _stores(stores: Sequence[Mapping[str, Any]], block_bytes: int | None) -> Non
     st.dataframe(
         rows, column_config={"full": bar, "compression": times}, hide_index=True, placeholder=NOTHING, key="tiers"
     )
+    if len(stores) > 1:
+        st.caption(
+            "The stores are one pool: each block is kept about once, so a prompt that several workers computed lies on "
+            "several stores (*begun elsewhere*: runs of blocks behind another store's). *Copies* are of prefixes asked "
+            "for again and again near a store; unused ones are dropped."
+        )
     hits = [{"label": "blocks read", "part": name, "value": value} for name, value in tier_hits(stores).items()]
     if hits:
         charts.show(charts.parts(hits, TIERS, "blocks"), "tier-hits")

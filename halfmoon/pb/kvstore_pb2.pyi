@@ -561,6 +561,7 @@ class StatsResponse(_message.Message):
     NUM_UNREPLICATED_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_COOLED_TOTAL_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    NUM_BEGUN_ELSEWHERE_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """in DRAM; blocks still arriving are not counted"""
     used_bytes: _builtins.int
@@ -590,6 +591,8 @@ class StatsResponse(_message.Message):
     """requested but not copied"""
     num_cooled_total: _builtins.int
     """copies dropped because they were not used"""
+    num_begun_elsewhere: _builtins.int
+    """runs of blocks here whose beginning is on another store, or lost"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]:
         """configured tiers"""
@@ -618,10 +621,11 @@ class StatsResponse(_message.Message):
         num_unreplicated_total: _builtins.int = ...,
         num_cooled_total: _builtins.int = ...,
         tenants: _abc.Iterable[Global___TenantStats] | None = ...,
+        num_begun_elsewhere: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_blocks", b"num_blocks", "num_cooled_total", b"num_cooled_total", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_expired_total", b"num_expired_total", "num_hits_total", b"num_hits_total", "num_misses_total", b"num_misses_total", "num_replicas", b"num_replicas", "num_replicated_total", b"num_replicated_total", "num_stored_total", b"num_stored_total", "num_unreplicated_total", b"num_unreplicated_total", "reserved_bytes", b"reserved_bytes", "sequence", b"sequence", "tenants", b"tenants", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_begun_elsewhere", b"num_begun_elsewhere", "num_blocks", b"num_blocks", "num_cooled_total", b"num_cooled_total", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_expired_total", b"num_expired_total", "num_hits_total", b"num_hits_total", "num_misses_total", b"num_misses_total", "num_replicas", b"num_replicas", "num_replicated_total", b"num_replicated_total", "num_stored_total", b"num_stored_total", "num_unreplicated_total", b"num_unreplicated_total", "reserved_bytes", b"reserved_bytes", "sequence", b"sequence", "tenants", b"tenants", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

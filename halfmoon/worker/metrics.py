@@ -105,7 +105,10 @@ class StoreMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.put_blocks = Counter(
-            "halfmoon_store_put_blocks", "Blocks offered to the store by outcome", ["outcome"], registry=registry
+            "halfmoon_store_put_blocks",
+            "Blocks of prompts by outcome: stored near or (spilled) elsewhere, there already, kept elsewhere, ...",
+            ["outcome"],
+            registry=registry,
         )
         self.put_chains_dropped = Counter(
             "halfmoon_store_put_chains_dropped", "Prompts not offered: too many waited", registry=registry

@@ -56,6 +56,11 @@ class KVStoreMetrics(Collector):
         stats = stats_message(self._pool)
         yield GaugeMetricFamily(f"{_PREFIX}reserved_bytes", "Bytes of blocks still arriving", stats.reserved_bytes)
         yield GaugeMetricFamily(f"{_PREFIX}replicas", "Blocks that are copies of another store's", stats.num_replicas)
+        yield GaugeMetricFamily(
+            f"{_PREFIX}begun_elsewhere",
+            "Runs of blocks whose beginning is on another store, or lost",
+            stats.num_begun_elsewhere,
+        )
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"{_PREFIX}{name}_total", text, getattr(stats, f"num_{name}_total"))
         for name, text in _TIER_GAUGES.items():

@@ -53,6 +53,9 @@ def stats_shown(stats: kvstore_pb2.StatsResponse) -> dict[str, Any]:
         "num_stored_total": stats.num_stored_total,
         "num_misses_total": stats.num_misses_total,
         "num_expired_total": stats.num_expired_total,
+        "num_replicas": stats.num_replicas,
+        "num_replicated_total": stats.num_replicated_total,
+        "num_begun_elsewhere": stats.num_begun_elsewhere,
         "tenants": [
             {field.name: getattr(tenant, field.name) for field in tenant.DESCRIPTOR.fields} for tenant in stats.tenants
         ],

@@ -62,6 +62,11 @@ class Catalog:
         """Number of blocks in the tier."""
         return self._num_held.get(tier, 0)
 
+    @property
+    def num_begun_elsewhere(self) -> int:
+        """Number of fragments that are no prompt's beginning."""
+        return sum(map(len, self._orphans.values()))
+
     def is_in(self, block: bytes, tier: Tier) -> bool:
         """Whether the tier holds the block."""
         entry = self._entries.get(block)
