@@ -23,6 +23,17 @@ Waits = Callable[[Floats, Floats], Floats]
 _MOST_HOLDERS = 4  # that every row is compared for; those with the longest prefixes
 
 
+class _Rows(NamedTuple):
+    """Successive rows of the view. Columns are [num_rows, 1]."""
+
+    first: int
+    coefficients: Floats  # [num_rows, 3]
+    block_tokens: Floats
+    max_blocks: Floats  # of the prompt
+    local: Floats  # tokens cached
+    usual_s_per_token: Floats  # [num_rows]
+
+
 class _Prefixes(NamedTuple):
     """What rows may load. Matrices are [num_rows, num_sources]."""
 
@@ -60,22 +71,22 @@ def predict_ttft(
     prefill_s = prefill_seconds(view, local, float(num_prompt_tokens))
     queue_s = waits(reported_s, prefill_s) if waits else reported_s
     computed_s = queue_s + prefill_s
-    prefixes = _prefixes(view, request, local, balancing_threshold)
+    rows = _rows(view, num_prompt_tokens, local, slice(num_rows))
+    prefixes = _prefixes(view, request, rows, balancing_threshold)
     nothing = np.zeros(num_rows)
     if prefixes is None or not np.logical_or.reduce(prefixes.wanted, axis=None):
         return TtftPrediction(computed_s, local, nothing, queue_s)
-    restored = _restored(view, request, local, prefixes, queue_s)
-    rest_s = prefill_seconds(view, prefixes.reachable, float(num_prompt_tokens))
-    fetched_s = np.where(prefixes.wanted, restored.seconds + rest_s, np.inf)
-    rows, best = np.arange(num_rows), np.argmin(fetched_s, axis=1)
-    fetches = fetched_s[rows, best] < computed_s
+    restored = _restored(rows, prefixes, queue_s[:, None])
+    fetched_s = _fetched_s(rows, num_prompt_tokens, prefixes, restored)
+    each, best = np.arange(num_rows), np.argmin(fetched_s, axis=1)
+    fetches = fetched_s[each, best] < computed_s
     return TtftPrediction(
-        np.where(fetches, fetched_s[rows, best], computed_s),
+        np.where(fetches, fetched_s[each, best], computed_s),
         local,
-        np.where(fetches, prefixes.reachable[rows, best] - local, nothing),
+        np.where(fetches, prefixes.reachable[each, best] - local, nothing),
         queue_s,
         np.where(fetches, prefixes.sources[best], -1),
-        np.where(fetches, restored.transfer_s[rows, best], nothing),
+        np.where(fetches, restored.transfer_s[each, best], nothing),
     )
 
 
@@ -92,13 +103,12 @@ def best_sources(
     All holders are compared, where `predict_ttft` looks at a few.
     """
     local = _local(view, request.num_prompt_tokens, request.cached_blocks)
-    prefixes = _prefixes(view, request, local, balancing_threshold, row)
+    rows = _rows(view, request.num_prompt_tokens, local, slice(row, row + 1))
+    prefixes = _prefixes(view, request, rows, balancing_threshold, has_all=True)
     if prefixes is None:
         return []
-    queues_s = np.full(view.num_rows, queue_s)
-    restored = _restored(view, request, local, prefixes, queues_s)
-    rest_s = prefill_seconds(view, prefixes.reachable, float(request.num_prompt_tokens))
-    seconds = np.where(prefixes.wanted, restored.seconds + rest_s, np.inf)[row]
+    restored = _restored(rows, prefixes, np.full((1, 1), queue_s))
+    (seconds,) = _fetched_s(rows, request.num_prompt_tokens, prefixes, restored)
     order = np.argsort(seconds, kind="stable")[:limit]
     return [int(prefixes.sources[at]) for at in order if np.isfinite(seconds[at])]
 
@@ -117,27 +127,26 @@ def _local(view: ClusterView, num_prompt_tokens: int, cached_blocks: NDArray[np.
 def _prefixes(
     view: ClusterView,
     request: PlacementRequest,
-    local: Floats,
+    rows: _Rows,
     balancing_threshold: float | None,
-    row: int | None = None,
+    *,
+    has_all: bool = False,
 ) -> _Prefixes | None:
-    """What may be loaded from the few holders with the longest prefixes, or, for one `row`, from all; None: nothing."""
+    """What may be loaded from the few holders with the longest prefixes, or from all; None: nothing."""
     blocks = view.fetch_links.serving(request.cached_blocks)
     sources = np.flatnonzero(blocks)
     if balancing_threshold is None:
         sources = sources[view.fetch_links.is_store(sources)]
     if not len(sources):
         return None
-    if row is None and len(sources) > _MOST_HOLDERS:
+    if not has_all and len(sources) > _MOST_HOLDERS:
         sources = sources[np.argsort(-blocks[sources], kind="stable")]
         sources = _with_stores(view, sources)
-    block_tokens = view.column("block_tokens")[:, None]
-    max_blocks = _max_blocks(view, request.num_prompt_tokens)[:, None]
-    reachable = np.minimum(blocks[sources][None, :], max_blocks) * block_tokens
+    reachable = np.minimum(blocks[sources][None, :], rows.max_blocks) * rows.block_tokens
     is_store = view.fetch_links.is_store(sources)
     threshold = np.inf if balancing_threshold is None else balancing_threshold
-    least = np.where(is_store, 1.0, max(threshold, 1.0)) * local[:, None]
-    costs = view.fetch_links.costs(view.column("fetch_s_per_token"), sources)
+    least = np.where(is_store, 1.0, max(threshold, 1.0)) * rows.local
+    costs = view.fetch_links.costs(rows.usual_s_per_token, sources, rows.first)
     wanted = (reachable > least) & np.isfinite(costs.s_per_token)
     return _Prefixes(sources, reachable, wanted, is_store, costs)
 
@@ -148,36 +157,53 @@ def _with_stores(view: ClusterView, sources: NDArray[np.int64]) -> NDArray[np.in
     return np.array(list(dict.fromkeys([*sources[:_MOST_HOLDERS].tolist(), *stores[:_MOST_HOLDERS].tolist()])))
 
 
-def _restored(
-    view: ClusterView, request: PlacementRequest, local: Floats, prefixes: _Prefixes, queue_s: Floats
-) -> _Restored:
-    """Loading starts now, computing after the queue. The same meeting point as in `placement/restore_plan.py`."""
-    _, b, c = (column[:, None] for column in view.prefill_coefficients[: view.num_rows].T)
+def _restored(rows: _Rows, prefixes: _Prefixes, queue_s: Floats) -> _Restored:
+    """Loading starts now, computing after the queue. The same meeting point as in `placement/restore_plan.py`.
+
+    queue_s: [num_rows, 1].
+    """
+    _, b, c = (column[:, None] for column in rows.coefficients.T)
     fetch_s = prefixes.costs.s_per_token
     gamma = np.where(np.isfinite(fetch_s), fetch_s, 0.0)
-    missing = np.maximum(prefixes.reachable - local[:, None], 0.0)
-    alpha = b + c * local[:, None]
-    ahead_s = np.maximum(gamma * missing + prefixes.costs.wait_s - queue_s[:, None], 0.0)
+    missing = np.maximum(prefixes.reachable - rows.local, 0.0)
+    alpha = b + c * rows.local
+    ahead_s = np.maximum(gamma * missing + prefixes.costs.wait_s - queue_s, 0.0)
     slope = alpha + gamma
     reach = slope + np.sqrt(slope**2 + 2 * c * ahead_s)
     computed = np.divide(2 * ahead_s, reach, out=np.zeros_like(reach), where=reach > 0)
     loaded = missing - np.minimum(computed, missing)
     transfer_s = np.where(loaded > 0, prefixes.costs.wait_s + gamma * loaded, 0.0)
     compute_s = np.where(loaded > 0, 0.0, alpha * missing + c * missing**2 / 2)  # nothing is worth loading
-    return _Restored(np.maximum(queue_s[:, None], transfer_s) + compute_s, transfer_s)
+    return _Restored(np.maximum(queue_s, transfer_s) + compute_s, transfer_s)
 
 
 def prefill_seconds(view: ClusterView, cached: Floats, num_tokens: float) -> Floats:
-    """Seconds to compute a prompt of `num_tokens` on every row, of which `cached` need no computing.
+    """Seconds to compute a prompt of `num_tokens` on every row, `cached` [num_rows] of which need no computing."""
+    return _compute_s(view.prefill_coefficients[: view.num_rows].T, cached, num_tokens)
 
-    cached: [num_rows] or [num_rows, n]; so is the result.
-    """
-    a, b, c = view.prefill_coefficients[: view.num_rows].T
-    if cached.ndim == 2:
-        a, b, c = a[:, None], b[:, None], c[:, None]
+
+def _fetched_s(rows: _Rows, num_prompt_tokens: int, prefixes: _Prefixes, restored: _Restored) -> Floats:
+    """TTFT [num_rows, num_sources] with each source; inf where the row does not load from it."""
+    rest_s = _compute_s(rows.coefficients.T[:, :, None], prefixes.reachable, float(num_prompt_tokens))
+    return np.where(prefixes.wanted, restored.seconds + rest_s, np.inf)
+
+
+def _compute_s(coefficients: Floats, cached: Floats, num_tokens: float) -> Floats:
+    a, b, c = coefficients
     new = num_tokens - cached
     seconds: Floats = a + b * new + c * new * (cached + new / 2)
     return seconds
+
+
+def _rows(view: ClusterView, num_prompt_tokens: int, local: Floats, rows: slice) -> _Rows:
+    return _Rows(
+        rows.start or 0,
+        view.prefill_coefficients[: view.num_rows][rows],
+        view.column("block_tokens")[rows, None],
+        _max_blocks(view, num_prompt_tokens)[rows, None],
+        local[rows, None],
+        view.column("fetch_s_per_token")[rows],
+    )
 
 
 def _max_blocks(view: ClusterView, num_prompt_tokens: int) -> Floats:

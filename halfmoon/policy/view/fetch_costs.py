@@ -75,16 +75,20 @@ class FetchLinks:
         blocks: NDArray[np.int64] = cached_blocks[:-1] * self._serves[: len(cached_blocks) - 1]
         return blocks
 
-    def costs(self, usual_s_per_token: Floats, holders: NDArray[np.int64]) -> FetchCosts:
-        """Costs of every row from these holders. usual_s_per_token: [num_rows] where nothing was measured."""
+    def costs(self, usual_s_per_token: Floats, holders: NDArray[np.int64], first_row: int = 0) -> FetchCosts:
+        """Costs of the rows from `first_row` on, from these holders.
+
+        usual_s_per_token: [num_rows] where nothing was measured.
+        """
         num_rows, usual = len(usual_s_per_token), usual_s_per_token[:, None]
         if not self._has_any:
             shape = num_rows, len(holders)
             return FetchCosts(np.broadcast_to(usual, shape), np.zeros(shape))
-        self._make_room(num_rows, int(holders.max(initial=0)))
-        measured = self._s_per_token[:num_rows, holders]
+        rows = slice(first_row, first_row + num_rows)
+        self._make_room(rows.stop, int(holders.max(initial=0)))
+        measured = self._s_per_token[rows, holders]
         s_per_token = np.where(np.isnan(measured) | np.isinf(usual), usual, measured)
-        return FetchCosts(s_per_token, self._wait_s[:num_rows, holders])
+        return FetchCosts(s_per_token, self._wait_s[rows, holders])
 
     def _make_room(self, row: int, holder: int) -> None:
         while row >= len(self._s_per_token):
