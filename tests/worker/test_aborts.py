@@ -44,12 +44,12 @@ def stop_before(worker: RunningWorker, method: str, gate: Gate, monkeypatch: pyt
     call = getattr(worker.async_engine, method)
     num_calls = 0
 
-    async def gated(*args: Any) -> Any:
+    async def gated(*args: Any, **options: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls == nth + 1:
             await gate.stop()
-        return await call(*args)
+        return await call(*args, **options)
 
     monkeypatch.setattr(worker.async_engine, method, gated)
 
