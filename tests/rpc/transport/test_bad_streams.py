@@ -49,7 +49,7 @@ async def exchange(it: Ends, messages: Sequence[bytes]) -> None:
     ("messages", "error", "match"),
     [
         ([b"hello"], Incompatible, "not a Halfmoon KV frame"),
-        ([OTHER_VERSION], Incompatible, "version 1, expected 3"),
+        ([OTHER_VERSION], Incompatible, "version 1, expected 4"),
         ([encode_frame(replace(OPEN, layout_fingerprint=1))], Incompatible, "layouts differ"),
         ([encode_frame(OPEN)[:-3]], DataLoss, "payload bytes arrived"),
         ([encode_frame(OPEN)[:40]], Incompatible, "shorter than its header"),
