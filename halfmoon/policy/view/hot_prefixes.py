@@ -49,11 +49,18 @@ class HotPrefixes:
         self._prefixes: OrderedDict[int, _Prefix] = OrderedDict()
 
     def note(
-        self, keys: Keys, cached_blocks: NDArray[np.int64], block_tokens: int, now_s: float, near: str = ""
+        self,
+        keys: Keys,
+        cached_blocks: NDArray[np.int64],
+        block_tokens: int,
+        now_s: float,
+        near: str = "",
+        pool: int | None = None,
     ) -> float:
         """Counts one request; returns how often its prefix was lately asked for near that store.
 
         cached_blocks: `BlockIndex.match` of its keys. near: the store nearest to the chosen worker; empty: none.
+        pool: the holder that stands for all stores, which are counted by themselves.
         """
         depth = min(int(cached_blocks.max(initial=0)), len(keys))
         if depth == 0:
@@ -63,7 +70,8 @@ class HotPrefixes:
         self._prefixes.move_to_end(key)
         prefix.decay(now_s)
         prefix.num_uses += 1
-        prefix.num_holders = int((cached_blocks >= depth).sum())
+        has_all = cached_blocks >= depth
+        prefix.num_holders = int(has_all.sum()) - (pool is not None and bool(has_all[pool]))
         if near:
             prefix.near[near] = prefix.near.get(near, 0.0) + 1
         if len(self._prefixes) > self._limit:

@@ -140,6 +140,11 @@ class Membership:
         """Addresses of the workers whose prefix caches others may read."""
         return {member.identity.address for member in self._members.values() if member.identity.can_fetch}
 
+    @property
+    def pool(self) -> int:
+        """The number in the index of all stores together."""
+        return self._pool
+
     def is_pool(self, holder: int) -> bool:
         """Whether this number in the index stands for what all stores have together."""
         return holder == self._pool

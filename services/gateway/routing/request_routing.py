@@ -204,7 +204,9 @@ class RequestRouting:
         chain = self._keys.chain(layout) or self._keys.chains[0]
         near = "" if prefill_worker is None else self._membership.nearest_store(prefill_worker)
         cached_blocks, block_tokens = request.cached_blocks, chain.layout.block_tokens
-        num_uses = self._context.telemetry.prefixes.note(chain.short, cached_blocks, block_tokens, now_s, near)
+        num_uses = self._context.telemetry.prefixes.note(
+            chain.short, cached_blocks, block_tokens, now_s, near, self._membership.pool
+        )
         if near:
             tenant, depth = self.output.tenant, min(int(cached_blocks.max(initial=0)), len(chain.keys))
             owner = KVOwner(tenant.name, tenant.kv_bytes or 0)

@@ -34,6 +34,12 @@ def test_a_use_counts_half_after_the_half_life() -> None:
     assert prefixes.hottest(1, 10.0 + HALF_LIFE_S)[0].num_uses == pytest.approx(3)
 
 
+def test_the_pool_of_stores_is_no_holder_of_its_own() -> None:
+    prefixes = HotPrefixes()
+    prefixes.note(KEYS, cached(3, 3, 0, 3), 64, 0.0, pool=1)
+    assert prefixes.hottest(1, 0.0)[0].num_holders == 2
+
+
 def test_uses_near_each_store_are_counted_apart() -> None:
     prefixes = HotPrefixes()
     assert prefixes.note(KEYS, cached(3), 64, 0.0, "a:1") == 1
