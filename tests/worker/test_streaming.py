@@ -102,7 +102,7 @@ async def test_a_layer_has_arrived_before_the_next_one_is_computed(
 async def test_a_known_prefix_leaves_before_the_rest_is_computed(
     start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, decode = await start_worker("prefill"), await start_worker("decode", num_blocks=64)
+    prefill, decode = await start_worker("prefill"), await start_worker("decode", num_blocks=64, prefix_cache=False)
     prompt = prompt_of(100)
     _, once = await handed_over(prefill, decode, tiny, prompt)
     written = record_writes(decode, monkeypatch)
