@@ -67,6 +67,7 @@ class HeldAnswers:
         return self._seen.has_all_since(self._cluster.clock() - max(self._longest_s, keep_s) - keep_s)
 
     async def _ask(self, worker: Worker, key: bytes, most_s: float) -> list[HeldAnswer]:
+        settling = self._cluster.ends.settling  # before the worker is asked: it may learn of them meanwhile
         try:
             response: FindResponse = await worker.peer.call(worker.decode.Find, FindRequest(key=key), deadline_s=most_s)
         except HalfmoonError as error:
@@ -75,7 +76,13 @@ class HeldAnswers:
             return []
         worker_id = worker.member.worker_id
         return [
-            HeldAnswer(worker_id, held.request_id, held.repeatable, held.num_tokens, held.is_settled)
+            HeldAnswer(
+                worker_id,
+                held.request_id,
+                held.repeatable,
+                held.num_tokens,
+                held.is_settled or held.request_id in settling,
+            )
             for held in response.answers
         ]
 

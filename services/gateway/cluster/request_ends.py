@@ -33,6 +33,12 @@ class RequestEnds:
         self._gateway_id = gateway_id
         self._spawn = spawn
         self._tasks: set[asyncio.Task[None]] = set()
+        self._settling: set[str] = set()
+
+    @property
+    def settling(self) -> frozenset[str]:
+        """Answers that have ended here, on their workers by these ids, which the workers may not know yet."""
+        return frozenset(self._settling)
 
     def cancel(self, worker: Worker, wire_id: str) -> None:
         """Sends Decode.Cancel, even past the end of the request and its deadline."""
@@ -40,7 +46,10 @@ class RequestEnds:
 
     def settle(self, worker: Worker, wire_id: str) -> None:
         """Sends Decode.Settle, likewise."""
-        self._send(worker, wire_id, worker.decode.Settle, SettleRequest)
+        task = self._send(worker, wire_id, worker.decode.Settle, SettleRequest)
+        if task is not None:
+            self._settling.add(wire_id)
+            task.add_done_callback(lambda _: self._settling.discard(wire_id))
 
     async def close(self, grace_s: float) -> None:
         """Gives what is under way `grace_s` to arrive."""
@@ -55,12 +64,14 @@ class RequestEnds:
         wire_id: str,
         method: Callable[..., Any],
         kind: type[CancelRequest] | type[SettleRequest],
-    ) -> None:
+    ) -> asyncio.Task[None] | None:
         request = kind(request_ids=[wire_id], gateway_id=self._gateway_id)
         with suppress(GatewayStopping):  # the workers notice that this gateway has ended
             task = self._spawn(self._deliver(worker, wire_id, method, request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            return task
+        return None
 
     async def _deliver(self, worker: Worker, wire_id: str, method: Callable[..., Any], request: Message) -> None:
         """Tries until the worker has received it or has left."""

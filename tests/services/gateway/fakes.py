@@ -202,6 +202,8 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.kept = KeptAnswers()
         self.finds_answered = asyncio.Event()
         self.finds_answered.set()
+        self.settles_taken = asyncio.Event()
+        self.settles_taken.set()
         self.steps: dict[str, asyncio.Queue[StepTokens | HalfmoonError]] = {}
         self.decoding: list[asyncio.Task[None]] = []
         self.end_registration = asyncio.Event()
@@ -286,6 +288,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         return CancelResponse(num_cancelled=len(request.request_ids))
 
     async def Settle(self, request: SettleRequest, context: grpc.aio.ServicerContext) -> SettleResponse:
+        await self.settles_taken.wait()
         for request_id in request.request_ids:
             self.kept.settle(request_id, 0.0)
         self.calls.settled += request.request_ids

@@ -127,6 +127,19 @@ async def test_a_whole_answer_is_repeated_without_being_computed_again(tmp_path:
         assert len(await rows_of(one, "once", 1)) == 1
 
 
+async def test_a_repeat_that_overtakes_the_news_of_the_end_is_not_billed(tmp_path: Path) -> None:
+    async with two_gateways(tmp_path) as (one, _, prefill, decode):
+        decode.settles_taken.clear()
+        first = await whole(one, HI, KEY)
+        assert decode.calls.settled == []
+        assert await whole(one, HI, KEY) == first
+        decode.settles_taken.set()
+        await whole(one, HI, {"Idempotency-Key": "later"})
+        assert len(await rows_of(one, "later", 1)) == 1, "rows are written in order"
+        assert len(await rows_of(one, "once", 1)) == 1
+        assert len(prefill.calls.prefills) == 2
+
+
 async def test_a_reused_key_is_refused(tmp_path: Path) -> None:
     async with two_gateways(tmp_path) as (one, other, prefill, _):
         await whole(one, HI, KEY)
