@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _HELD_BYTES = 16 << 20  # bytes of blocks pinned in the prefix cache at a time: they go in one call
 _CALL_S = 5.0
+_OTHERS_S = 1.0  # for the answer of another store than the nearest: one that hangs must not hold up writing
 _SLOWEST_BYTES_PER_S = 250e3  # anything slower has failed
 
 
@@ -90,8 +91,9 @@ class StoreWriter:
 
     async def _look(self, address: str, chain: BlockChain) -> _Looked | None:
         try:
+            deadline_s = _CALL_S if address == self._sources.stores[0] else _OTHERS_S
             with self._sources.to(address).use(chain.tenant_salt) as store:
-                return _Looked(address, await store.look_up(chain.keys, with_room=True, deadline_s=_CALL_S))
+                return _Looked(address, await store.look_up(chain.keys, with_room=True, deadline_s=deadline_s))
         except HalfmoonError as error:
             log.debug("store.away", extra={"store": address, "reason": error.message})
             return None

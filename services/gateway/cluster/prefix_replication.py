@@ -60,16 +60,17 @@ class PrefixCopies:
         """Requests a copy if it pays for a prompt that was placed near a store; `num_uses` of its prefix `blocks`."""
         if self._replication is None or not blocks.keys:
             return
+        if not self._replication.is_hot(num_uses):  # the usual case costs nothing more
+            self.num_decisions["cold"] += 1
+            return
         keys, index, number = short_keys(blocks.keys), self._membership.index, self._membership.store_number
-        missing = np.zeros(len(keys), dtype=np.bool_)
-        sources: list[str] = []
-        if self._replication.is_hot(num_uses):
-            wanted = ~index.holds(keys, number(near))
-            for store in sorted(self._membership.stores - {near}):
-                found = wanted & ~missing & index.holds(keys, number(store))
-                if found.any():
-                    sources.append(store)
-                    missing |= found
+        missing, sources = np.zeros(len(keys), dtype=np.bool_), list[str]()
+        wanted = ~index.holds(keys, number(near))
+        for store in sorted(self._membership.stores - {near}):
+            found = wanted & ~missing & index.holds(keys, number(store))
+            if found.any():
+                sources.append(store)
+                missing |= found
         num_bytes = float(missing.sum()) * blocks.layout.block_bytes
         decision = self._replication.decide(near, int(keys[-1]), num_uses, num_bytes, now_s)
         self.num_decisions[decision] += 1
