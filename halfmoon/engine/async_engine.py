@@ -21,7 +21,7 @@ from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVDtype
+from halfmoon.kv.kv_layout import KVDtype, KVLayout
 
 T = TypeVar("T")
 
@@ -60,6 +60,26 @@ class AsyncEngine:
     def failed(self) -> BaseException | None:
         """The exception that killed the engine's thread."""
         return self._thread.failed
+
+    @property
+    def layout(self) -> KVLayout:
+        """Layout of a block."""
+        return self.engine.layout
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model, a part of block keys."""
+        return self.engine.checkpoint.fingerprint
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of a step beside other work."""
+        return self.engine.config.prefill_chunk_tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """Most prompt tokens of a step."""
+        return self.engine.config.step_tokens
 
     def check_open(self) -> None:
         """Raises Unavailable, with the reason, once nothing is computed any more."""

@@ -116,7 +116,7 @@ def other_specs(
         specs.append(_console_spec(options, planner))
     if options.simulation is not None:
         settings = variables("simulation", options.settings)
-        simulated = simulation_specs(options.simulation, simulated_workers(options), cluster, served)
+        simulated = simulation_specs(options.simulation, simulated_workers(options), cluster, served, stores)
         return [*specs, *(replace(spec, environment={**spec.environment, **settings}) for spec in simulated)]
     workers = wanted_workers(options)
     shares = _gpus([start for _, start in workers], options.device)

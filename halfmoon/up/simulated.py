@@ -75,7 +75,11 @@ def simulated_model(model: Path, simulated: SimulatedWorkers, state_dir: Path) -
 
 
 def simulation_specs(
-    simulated: SimulatedWorkers, workers: Sequence[tuple[Role, Mapping[str, str]]], cluster: str, model: Sequence[str]
+    simulated: SimulatedWorkers,
+    workers: Sequence[tuple[Role, Mapping[str, str]]],
+    cluster: str,
+    model: Sequence[str],
+    stores: Sequence[str] = (),
 ) -> list[ServiceSpec]:
     """Returns processes that share the workers of each role evenly; workers with other options have other processes.
 
@@ -89,7 +93,8 @@ def simulation_specs(
         "--length": simulated.length,
         "--median-tokens": simulated.median_tokens,
     }
-    options = tuple(str(part) for pair in settings.items() for part in pair)
+    kv_stores = (("--kv-store", store) for store in stores)
+    options = tuple(str(part) for pair in (*settings.items(), *kv_stores) for part in pair)
     alike: dict[tuple[str, ...], Counter[Role]] = defaultdict(Counter)
     for role, arguments in workers:
         taken = tuple(part for name in _TAKEN if name in arguments for part in (name, arguments[name]))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
+from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVDtype
+from halfmoon.kv.kv_layout import KVDtype, KVLayout
 
 
 class ServingEngine(Protocol):
@@ -64,4 +67,52 @@ class ServingEngine(Protocol):
 
     def stats_now(self) -> EngineStats:
         """Returns counts without waiting for the end of a step."""
+        ...
+
+
+class PoolingEngine(ServingEngine, Protocol):
+    """A `ServingEngine` whose blocks can be loaded from elsewhere, and read by others."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Layout of a block."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model, a part of block keys."""
+        ...
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of a step beside other work."""
+        ...
+
+    @property
+    def step_tokens(self) -> int:
+        """Most prompt tokens of a step."""
+        ...
+
+    async def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
+        """Queues a request, some blocks of which are awaited."""
+        ...
+
+    async def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
+        """Writes an awaited block."""
+        ...
+
+    def note_loaded(self, request_id: str, loaded: Sequence[int], given_up: Sequence[int] = ()) -> None:
+        """Notes which awaited blocks were written, and which will not be."""
+        ...
+
+    async def move_fence(self, request_id: str, fence: int) -> int:
+        """Moves the first awaited block."""
+        ...
+
+    def cached(self, keys: Sequence[bytes]) -> AbstractAsyncContextManager[list[int]]:
+        """Holds the blocks of the leading keys that are cached."""
+        ...
+
+    async def read_block(self, block: int) -> memoryview:
+        """Reads a held block."""
         ...

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as SequenceOf
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from halfmoon.background import running
 from halfmoon.engine.engine_core import EngineCore, Step
@@ -21,17 +23,20 @@ from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest, FinishReason, SampledToken, TokenLogprobs
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.scheduling.scheduler import SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import StepResult
-from halfmoon.errors import InvalidRequest, NotFound
+from halfmoon.errors import HalfmoonError, InvalidRequest, NotFound
 from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
-from halfmoon.rpc.transport.limiter import LinkLimiter
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
+from halfmoon.worker.simulated_links import SimulatedLinks
+
+T = TypeVar("T")
 
 _LEAST_STEP_S = 1e-6  # shortest reported step, since no real step takes zero time
 _MAX_LAG_S = 0.05  # a delay beyond this is not caught up with: the machine is too slow for the model
@@ -52,7 +57,7 @@ class SimulatedEngine:
 
     Steps follow each other without a gap: each ends when it is due, counted from the due end of the one before, so
     delays of late timers do not add up. A prompt's KV is reported as written when it would have crossed the modelled
-    link.
+    link; blocks that are loaded or read by others cross it, too.
     """
 
     def __init__(
@@ -63,9 +68,17 @@ class SimulatedEngine:
         answers: AnswerModel,
         on_step: Callable[[StepResult], None],
         clock: Callable[[], float] = time.monotonic,
+        fingerprint: str = "",
     ) -> None:
-        """`root` computes the parent of a tenant's first block keys from its salt; with None nothing is cached."""
+        """`root` computes the parent of a tenant's first block keys from its salt; with None nothing is cached.
+
+        fingerprint: of the model.
+        """
         self.layout = layout
+        self.fingerprint = fingerprint
+        self.chunk_tokens = profile.chunk_tokens
+        self.step_tokens = profile.max_batch_tokens
+        self.links = SimulatedLinks(profile, clock)
         self.num_blocks = profile.kv_tokens // layout.block_tokens
         self._profile = profile
         self._answers = answers
@@ -78,9 +91,10 @@ class SimulatedEngine:
             root,
             self._finish_reason,
         )
-        self._link = LinkLimiter(profile.link_bytes_per_s or None, profile.link_latency_s)
         self._entries: dict[str, _Entry] = {}
         self._wake = asyncio.Event()
+        self._is_stepping = False
+        self._deferred: list[Callable[[], None]] = []  # until the step has ended
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Future[BaseException]]:
@@ -90,10 +104,11 @@ class SimulatedEngine:
             stepping.add_done_callback(lambda task: _note_death(task, death))
             yield death
 
-    async def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
+    async def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
         """See `AsyncEngine.add`. Raises InvalidRequest for requests that need a model."""
         _check_needs_no_model(request)
-        self._core.add(request, None if on_kv is None else partial(self._put_on_link, request.request_id, on_kv))
+        on_link = None if on_kv is None else partial(self._put_on_link, request.request_id, on_kv)
+        self._core.add(request, on_link, order)
         self._enter(request)
         self._wake.set()
 
@@ -151,6 +166,36 @@ class SimulatedEngine:
         num_bytes = encoded_bytes(Codec.RAW if codec in LOSSLESS else codec, shape, self.layout.dtype)
         return memoryview(bytes(num_bytes))
 
+    async def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
+        """See `AsyncEngine.load_block`; the payload is dropped once the modelled link has brought the block."""
+        self._check_awaited(request_id, block)
+        await self.links.load(self.layout.block_tokens)
+        self._check_awaited(request_id, block)
+
+    def note_loaded(self, request_id: str, loaded: SequenceOf[int], given_up: SequenceOf[int] = ()) -> None:
+        """See `AsyncEngine.note_loaded`."""
+        self._before_next_step(partial(self._core.note_loaded, request_id, loaded, given_up))
+
+    async def move_fence(self, request_id: str, fence: int) -> int:
+        """See `AsyncEngine.move_fence`."""
+        return await self._before_next_step(partial(self._core.move_fence, request_id, fence))
+
+    @asynccontextmanager
+    async def cached(self, keys: SequenceOf[bytes]) -> AsyncIterator[list[int]]:
+        """See `AsyncEngine.cached`."""
+        blocks: list[int] = []
+        try:
+            await self._before_next_step(lambda: blocks.extend(self._core.hold_cached(keys)))
+            yield blocks
+        finally:
+            self._core.let_cached_go(blocks)
+            self._wake.set()  # requests that wait for blocks may get some now
+
+    async def read_block(self, block: int) -> memoryview:
+        """See `AsyncEngine.read_block`; the bytes are meaningless, and have left on the modelled link."""
+        await self.links.read(self.layout.block_tokens)
+        return memoryview(bytes(self.layout.block_bytes))
+
     def check_open(self) -> None:
         """Does nothing: a simulated engine is always open."""
 
@@ -169,8 +214,38 @@ class SimulatedEngine:
                 continue
             seconds = self._seconds(step)
             due_s = max(due_s, self._clock() - _MAX_LAG_S) + seconds
+            self._is_stepping = True
             await asyncio.sleep(max(due_s - self._clock(), 0.0))
-            self._on_step(self._ended(step, seconds))
+            result = self._ended(step, seconds)
+            self._is_stepping = False
+            self._on_step(result)
+            deferred, self._deferred = self._deferred, []
+            for call in deferred:
+                call()
+
+    def _before_next_step(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Calls once no step runs, as the real engine's thread does. The future has the result, or the error."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def complete() -> None:
+            if done.cancelled():
+                return
+            try:
+                done.set_result(call())
+            except HalfmoonError as error:
+                done.set_exception(error)
+
+        if self._is_stepping:
+            self._deferred.append(complete)
+        else:
+            complete()
+        self._wake.set()
+        return done
+
+    def _check_awaited(self, request_id: str, block: int) -> None:
+        sequence = self._core.find(request_id)
+        if sequence.restore is None or not sequence.blocks or not sequence.restore.is_waited_for(block):
+            raise NotFound(f"block {block} of request {request_id} is not, or no longer, to be loaded")
 
     def _seconds(self, step: Step) -> float:
         """Seconds of a step, in which chunks and decodes share one forward pass."""
@@ -221,10 +296,8 @@ class SimulatedEngine:
         if num_tokens <= entry.num_queued:  # computed again after a preemption
             return
         num_crossing = max(num_tokens - max(entry.num_queued, entry.request.held_tokens), 0)
-        num_bytes = num_crossing * self._profile.kv_token_bytes
         entry.num_queued = num_tokens
-        now_s = self._clock()
-        wait_s = self._link.arrival_s(num_bytes, now_s) - now_s
+        wait_s = self.links.crossing_s(num_crossing)
         if wait_s > 0:
             asyncio.get_running_loop().call_later(wait_s, self._report, entry, on_kv, num_tokens)
         else:

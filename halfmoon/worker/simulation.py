@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import aclosing, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,15 +16,18 @@ from halfmoon.kv import frame
 from halfmoon.kv.keys import root_key
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2
+from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
+from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.decode_servicer import LEASE_S, DecodeServicer
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.membership.decode_peers import DecodePeers
@@ -32,8 +36,13 @@ from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import ROLES, Serving, worker_services
 from halfmoon.worker.simulated_engine import SimulatedEngine
 from halfmoon.worker.state import WorkerState
+from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
+from halfmoon.worker.store.restorer import Restorer
+from halfmoon.worker.store.source_links import HolderKind, SourceLinks
+from halfmoon.worker.store.store_writer import StoreWriter
 
 _MAX_IDLE_LINKS = 1024  # for the whole process, whose workers share them
+_KNOWN_PREFILLS = ((256, 0), (2048, 0), (8192, 0), (2048, 8192))  # (new, cached) tokens of steps of a known length
 _GRACE_S = 0.2  # given by a worker's server to streams that have nothing more to send
 
 
@@ -49,8 +58,14 @@ class SimulatedModel:
 
     @property
     def layout(self) -> KVLayout:
-        """Layout sent in the protocol, four bytes a token. Transfer times come from the profile instead."""
+        """Layout of what is sent and stored, four bytes a token. Times of transfers are those of the profile's KV."""
         return KVLayout(1, 1, 1, "float16", self.block_tokens)
+
+    @property
+    def known_prefills(self) -> list[PrefillSample]:
+        """What the workers know of their speed from the start, as real ones do from warming up."""
+        seconds = self.profile.prefill.seconds
+        return [PrefillSample(new, cached, seconds(new, cached)) for new, cached in _KNOWN_PREFILLS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +78,16 @@ class SimulatedCluster:
     drain_s: float = 0.0  # time for running requests when the simulation stops
     report_s: float = 1.0  # longest interval between load reports
     credential: Credential | None = None  # of all workers
+    stores: tuple[str, ...] = ()  # host:port of each; assigned to the workers of each role in turn
 
 
 class SimulatedWorker:
     """Owns nothing: names a worker that `Simulation` runs."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, kv_store: str | None = None) -> None:
         self.role = role
+        self.kv_store = kv_store
+        self.metrics = WorkerMetrics()
         self.worker_id = f"sim-{role}-{uuid.uuid4().hex[:8]}"
         self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -85,14 +103,17 @@ class Simulation:
         self._cluster = cluster
         self._workers = workers
         self._tasks: dict[SimulatedWorker, asyncio.Task[None]] = {}
+        self._num_started: Counter[Role] = Counter()
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        links = LinkSettings(transports=())
-        self._channels = KVChannels(links, max_idle=_MAX_IDLE_LINKS, credential=cluster.credential)
+        self._links = LinkSettings(transports=())
+        self._channels = KVChannels(self._links, max_idle=_MAX_IDLE_LINKS, credential=cluster.credential)
         self._access = CallAccess(cluster.credential)
 
     async def start(self, role: Role) -> SimulatedWorker:
         """Starts a worker; returns when it listens. It becomes a member a moment later."""
-        worker = SimulatedWorker(role)
+        stores = self._cluster.stores
+        worker = SimulatedWorker(role, stores[self._num_started[role] % len(stores)] if stores else None)
+        self._num_started[role] += 1
         self._tasks[worker] = self._workers.create_task(self._run(worker))
         await worker.address
         return worker
@@ -117,29 +138,49 @@ class Simulation:
         await self._channels.close_idle(0)
 
     async def _run(self, worker: SimulatedWorker) -> None:
-        model, metrics = self._model, WorkerMetrics()
-        identity = gateway_pb2.WorkerIdentity()
-        peers = DecodePeers(is_open=self._cluster.credential is None)
-        state = WorkerState(identity, model.layout, metrics, decode_peers=peers)
+        model, cluster, metrics = self._model, self._cluster, worker.metrics
+        identity, is_open = gateway_pb2.WorkerIdentity(), cluster.credential is None
+        chains = ChainQueue(MAX_WAITING if worker.kv_store else 0, metrics.store.put_chains_dropped.inc)
+        sources = SourceLinks(worker.kv_store, self._holder_client, is_open=is_open)
+        state = WorkerState(identity, model.layout, metrics, chains, DecodePeers(is_open=is_open), sources=sources)
+        state.compute_rate.begin_with(model.known_prefills)
         root = partial(root_key, model.fingerprint, model.layout)
-        engine = SimulatedEngine(model.profile, model.layout, root, model.answers, state.on_step)
-        with closing(DecodeServicer(engine, state, metrics, self._cluster.lease_s)) as decode:
-            prefill = PrefillServicer(engine, state, metrics, self._channels)
-            services = worker_services(prefill, decode)
-            async with (
-                engine.running() as death,
-                running_server(
-                    f"{self._cluster.host}:0", services, metrics.rpc, _GRACE_S, self._tracer, access=self._access
-                ) as server,
-            ):
-                address = f"{self._cluster.host}:{server.port}"
-                identity.CopyFrom(self._identity(worker, address, engine.num_blocks))
-                await server.set_serving()
-                worker.address.set_result(address)
-                cluster = self._cluster
-                load = partial(state.load, engine, {})
-                serving = Serving(engine, state, load, death, cluster.credential, cluster.report_s)
-                await serving.until_stopped(cluster.gateways, cluster.drain_s, self._stopping)
+        engine = SimulatedEngine(
+            model.profile, model.layout, root, model.answers, state.on_step, fingerprint=model.fingerprint
+        )
+        async with aclosing(sources):
+            restorer = Restorer(engine, state, sources, metrics.store)
+            with closing(DecodeServicer(engine, state, metrics, cluster.lease_s)) as decode:
+                prefill = PrefillServicer(engine, state, metrics, self._channels, restorer)
+                cache = CacheServicer(engine, engine.num_blocks, state, metrics)
+                services = worker_services(prefill, decode, cache)
+                async with (
+                    engine.running() as death,
+                    running_server(
+                        f"{cluster.host}:0", services, metrics.rpc, _GRACE_S, self._tracer, access=self._access
+                    ) as server,
+                ):
+                    address = f"{cluster.host}:{server.port}"
+                    identity.CopyFrom(self._identity(worker, address, engine.num_blocks))
+                    await server.set_serving()
+                    worker.address.set_result(address)
+                    load = partial(self._load, engine, state, prefill, restorer)
+                    serving = Serving(engine, state, load, death, cluster.credential, cluster.report_s)
+                    if worker.kv_store is not None:
+                        rate = state.compute_rate
+                        serving.add(StoreWriter(engine, sources, chains, metrics.store, lambda: rate.model).run())
+                    await serving.until_stopped(cluster.gateways, cluster.drain_s, self._stopping)
+
+    def _holder_client(self, address: str, kind: HolderKind) -> KVStoreClient:
+        return KVStoreClient(address, b"", self._links, self._cluster.credential, kind)
+
+    def _load(
+        self, engine: SimulatedEngine, state: WorkerState, prefill: PrefillServicer, restorer: Restorer
+    ) -> gateway_pb2.WorkerLoad:
+        """A load report, in which the link to each decode worker has its modelled speed."""
+        link = engine.links.estimate(self._model.layout)
+        links = {} if link is None else dict.fromkeys(prefill.links(), link)
+        return state.load(engine, links, restorer.holders.speeds())
 
     def _identity(self, worker: SimulatedWorker, address: str, num_blocks: int) -> gateway_pb2.WorkerIdentity:
         model, profile = self._model, self._model.profile
@@ -163,6 +204,8 @@ class Simulation:
             max_running=profile.max_running,
             tensor_parallel=1,
             pipeline_parallel=1,
+            kv_store=worker.kv_store or "",
+            can_fetch=True,
         )
 
 

@@ -31,7 +31,13 @@ async def serve(settings: SimulationSettings) -> None:
     stopping = asyncio.create_task(until_told_to_stop())
     report_s = max(_REPORT_S / settings.time_scale, _LEAST_REPORT_S)
     cluster = SimulatedCluster(
-        settings.gateway, settings.host, settings.lease_s, settings.drain_s, report_s, own_credential("worker")
+        settings.gateway,
+        settings.host,
+        settings.lease_s,
+        settings.drain_s,
+        report_s,
+        own_credential("worker"),
+        settings.kv_store,
     )
     with tracing("simulation", settings.otlp_endpoint) as tracer:
         async with running_simulation(_model(settings), cluster, tracer) as simulation:

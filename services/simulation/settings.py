@@ -6,6 +6,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from halfmoon.config.observability import ObservedConfig
+from halfmoon.config.section import Texts
 from halfmoon.config.simulation import SimulationConfig
 from halfmoon.rpc.service import service_config
 
@@ -16,6 +17,9 @@ class SimulationSettings(SimulationConfig, ObservedConfig, BaseSettings):
     model_config = service_config("simulation")
 
     gateway: str = Field(description="host:port of the gateway's cluster service; several separated by commas")
+    kv_store: Texts = Field(
+        (), description="host:port of a KV store; several: assigned to the workers of each role in turn; none: no store"
+    )
     host: str = Field("127.0.0.1", description="host on which the workers listen; each takes a free port")
     model: str = Field("demo", description="model whose vocabulary and name are used; its weights are never read")
     model_name: str | None = Field(None, description="name under which the model is served; default: its own")

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import DeadlineExceeded, HalfmoonError
@@ -17,15 +17,13 @@ from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.placement.restore_plan import RestorePlan
 from halfmoon.rpc.kvstore_client import TierName
 from halfmoon.worker.metrics import StoreMetrics
+from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.holder import Holder, Holders, NamedHolder
 from halfmoon.worker.store.restore_progress import RestoreProgress
 from halfmoon.worker.store.restoring import Restoring, RestoringSource
 from halfmoon.worker.store.source_links import HolderKind, SourceLinks
 from halfmoon.worker.store.source_progress import SourceProgress
-
-if TYPE_CHECKING:
-    from halfmoon.engine.async_engine import AsyncEngine  # needs torch
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ class Restorer:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: PoolingEngine,
         state: WorkerState,
         links: SourceLinks,
         metrics: StoreMetrics,
@@ -59,7 +57,7 @@ class Restorer:
         self.engine = engine
         self.ask_at_most_s = ask_at_most_s  # limit on holders' answers about what they have
         self.metrics = metrics
-        self.holders = Holders(links, engine.engine.layout)
+        self.holders = Holders(links, engine.layout)
         self._state = state
         self._running: dict[bytes, Restoring] = {}  # by the key of the first block that it lacks
 
@@ -73,11 +71,11 @@ class Restorer:
 
         `named`: holders beside the worker's own store that are believed to have more of the prefix.
         """
-        engine = self.engine.engine
+        engine = self.engine
         block_tokens = engine.layout.block_tokens
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         num_whole = (len(tokens) - 1) // block_tokens  # at least one token is left to compute
-        root = root_key(engine.checkpoint.fingerprint, engine.layout, request.tenant_salt)
+        root = root_key(engine.fingerprint, engine.layout, request.tenant_salt)
         keys = block_keys(root, tokens[: num_whole * block_tokens], block_tokens)
         holders = await self.holders.of(named)
         for holder in holders:
@@ -182,7 +180,7 @@ class Restorer:
         num_here: int,
         model: PrefillModel,
     ) -> Restoring | None:
-        layout, config = self.engine.engine.layout, self.engine.engine.config
+        engine, layout = self.engine, self.engine.layout
         num_blocks, sources, parts = len(keys), [], []
         for holder, tiers in answers:
             wanted = [block for block in range(num_here, num_blocks) if block in tiers]
@@ -192,11 +190,11 @@ class Restorer:
                 parts.append(SourceProgress(wanted, s_per_byte * layout.block_bytes, queue_s))
                 sources.append(RestoringSource(holder, tiers))
         progress = RestoreProgress(
-            num_blocks, layout.block_tokens, config.prefill_chunk_tokens, model, parts, config.step_tokens
+            num_blocks, layout.block_tokens, engine.chunk_tokens, model, parts, engine.step_tokens
         )
         load_s, queue_s = progress.load_s(range(num_here, num_blocks), 0.0)
         costs = progress.costs(num_here * layout.block_tokens, load_s, queue_s)
-        waiting_tokens = self.engine.engine.stats().num_waiting_tokens
+        waiting_tokens = engine.stats_now().num_waiting_tokens
         costs = costs._replace(compute_queue_s=costs.compute_queue_s + waiting_tokens * model.b)
         plan = progress.begin(num_here, costs)
         self._note(plan)

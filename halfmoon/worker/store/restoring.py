@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
@@ -15,11 +15,9 @@ from halfmoon.errors import DeadlineExceeded, HalfmoonError, NoCapacity, NotFoun
 from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.rpc.kvstore_client import TierName
 from halfmoon.worker.metrics import StoreMetrics
+from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.store.holder import Holder
 from halfmoon.worker.store.restore_progress import RestoreProgress
-
-if TYPE_CHECKING:
-    from halfmoon.engine.async_engine import AsyncEngine  # needs torch
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ class Restoring:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: PoolingEngine,
         metrics: StoreMetrics,
         request: EngineRequest,
         keys: Sequence[bytes],
@@ -69,7 +67,7 @@ class Restoring:
         self._news = asyncio.Event()
         self._loads: dict[asyncio.Task[None], int] = {}  # and the number of its source
         self._is_gone = False
-        self.num_planned_tokens = (progress.num_blocks - progress.fence) * engine.engine.layout.block_tokens
+        self.num_planned_tokens = (progress.num_blocks - progress.fence) * engine.layout.block_tokens
         self.num_loaded_tokens = 0
         self.num_blocks_from_workers = 0
         self.last_s = now_s()  # when the last load ended
@@ -174,7 +172,7 @@ class Restoring:
             self._is_gone = True
 
     async def _load(self, number: int, blocks: list[int]) -> None:
-        num_bytes = len(blocks) * self._engine.engine.layout.block_bytes
+        num_bytes = len(blocks) * self._engine.layout.block_bytes
         source = self._sources[number]
         rate, came, reason = source.holder.rate, [], "cancelled"
         rate.bytes_under_way += num_bytes
@@ -202,7 +200,7 @@ class Restoring:
         self._engine.note_loaded(self._request.request_id, came, lost)
         metrics.missed_blocks.labels(source.holder.kind, reason).inc(len(missed))
         self.num_blocks_from_workers += len(came) if source.holder.kind == "worker" else 0
-        block_bytes = self._engine.engine.layout.block_bytes
+        block_bytes = self._engine.layout.block_bytes
         for block in came:
             tier = source.tiers[block]
             metrics.loaded_bytes.labels(tier if source.holder.kind == "store" else "worker").inc(block_bytes)

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import NamedTuple
 
-from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.step_result import BlockChain
 from halfmoon.errors import HalfmoonError
 from halfmoon.policy.models.latency import PrefillModel
@@ -16,6 +15,7 @@ from halfmoon.policy.placement.store_choice import choose_store, runs
 from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.kvstore_client import KVStoreClient, LookUp
 from halfmoon.worker.metrics import StoreMetrics
+from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.source_links import SourceLinks
 
@@ -42,7 +42,7 @@ class StoreWriter:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: PoolingEngine,
         sources: SourceLinks,
         chains: ChainQueue,
         metrics: StoreMetrics,
@@ -108,7 +108,7 @@ class StoreWriter:
 
     async def _put_some(self, store: KVStoreClient, chain: BlockChain, run: range, outcome: str) -> int:
         """Puts the next blocks of a run that are still cached; returns how many the store holds now."""
-        layout, keys, depth = self._engine.engine.layout, chain.keys, run.start
+        layout, keys, depth = self._engine.layout, chain.keys, run.start
         most = max(1, _HELD_BYTES // layout.block_bytes)
         async with self._engine.cached(keys[depth : min(depth + most, run.stop)]) as blocks:
             if not blocks:

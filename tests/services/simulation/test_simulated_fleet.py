@@ -90,7 +90,9 @@ class SimulatedFleet:
 
 
 @asynccontextmanager
-async def running_fleet(tmp_path: Path, profile: WorkerProfile, **settings: Any) -> AsyncIterator[SimulatedFleet]:
+async def running_fleet(
+    tmp_path: Path, profile: WorkerProfile, stores: tuple[str, ...] = (), **settings: Any
+) -> AsyncIterator[SimulatedFleet]:
     """With workers that repeat the prompt, so that an answer shows what is lost or doubled."""
     options: dict[str, Any] = {"heartbeat_interval_s": 5.0, "drain_s": 0.0, **settings}
     answers = AnswerModel(VOCAB_SIZE, text="echo")
@@ -99,7 +101,7 @@ async def running_fleet(tmp_path: Path, profile: WorkerProfile, **settings: Any)
     chosen = GatewaySettings(port=0, state_dir=tmp_path, slo="off", **options)
     connector = aiohttp.TCPConnector(limit=0)
     async with running_gateway(chosen, served) as gateway, aiohttp.ClientSession(connector=connector) as session:
-        cluster = SimulatedCluster(gateway.address, report_s=0.1)
+        cluster = SimulatedCluster(gateway.address, report_s=0.1, stores=stores)
         async with running_simulation(model, cluster) as simulation:
             yield SimulatedFleet(gateway, simulation, session)
 
