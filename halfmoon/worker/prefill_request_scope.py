@@ -102,12 +102,16 @@ class PrefillRequestScope:
         return restoring
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._loading is not None:
-            await cancelled(self._loading)
-        if self._kept:
-            self.first.cancel()
-            self._state.router.forget(self._request.request_id)
-            await asyncio.shield(self._engine.cancel(self._request.request_id))
+        try:
+            if self._loading is not None:
+                await cancelled(self._loading)
+        finally:  # the call may be cancelled while it waits
+            if self._restoring is not None:
+                self._restoring.abandon()  # a task that is cancelled before its first step does nothing
+            if self._kept:
+                self.first.cancel()
+                self._state.router.forget(self._request.request_id)
+                await asyncio.shield(self._engine.cancel(self._request.request_id))
         self._restore_span.end(error="ended before the first token")
 
     def detach(self) -> None:

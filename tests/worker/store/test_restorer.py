@@ -16,6 +16,7 @@ from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.worker.membership.compute_rate import ComputeRate
+from halfmoon.worker.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.store.holder import Holder
 from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.catalog.entry import Tier
@@ -166,6 +167,38 @@ async def test_a_cancelled_request_ends_its_loads(start_worker: Start, tiny: Che
         await until(lambda: own_store(worker).rate.bytes_under_way == 0)
         await until(lambda: worker.num_used_blocks == 0)
         store.pool.dram.check_integrity()
+
+
+async def test_a_request_that_ends_before_its_loads_begin_leaves_no_user(start_worker: Start, tiny: Checkpoint) -> None:
+    async with served() as (_, address):
+        await stored(start_worker, tiny, address)
+        worker = await start_worker("prefill", store=address)
+        believe(worker, SLOW)
+        message = single(tiny, PROMPT, "short-lived").generation
+        async with PrefillRequestScope(worker.async_engine, worker.state, message, restorer=worker.restorer):
+            assert own_store(worker).num_users == 1
+        assert own_store(worker).num_users == 0
+
+
+async def test_a_call_that_is_cancelled_while_its_loads_end_leaves_nothing(
+    start_worker: Start, tiny: Checkpoint
+) -> None:
+    async with served() as (_, address):
+        await stored(start_worker, tiny, address)
+        worker = await start_worker("prefill", store=address, link_mbps=0.001)
+        believe(worker, SLOW)
+        message = single(tiny, PROMPT, "failed").generation
+        scope = PrefillRequestScope(worker.async_engine, worker.state, message, restorer=worker.restorer)
+        await scope.__aenter__()
+        await until(lambda: own_store(worker).rate.bytes_under_way > 0)
+        assert worker.num_used_blocks > 0
+        leaving = asyncio.create_task(scope.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        assert leaving.cancelled()
+        await until(lambda: worker.num_used_blocks == 0)
+        assert own_store(worker).num_users == 0
 
 
 async def test_both_sides_meet_on_a_slow_link(start_worker: Start, tiny: Checkpoint) -> None:
