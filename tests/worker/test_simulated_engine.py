@@ -216,3 +216,21 @@ async def test_what_needs_a_model_is_refused() -> None:
     sampling = SamplingParams(5, constraint=Constraint("regex", "a"))
     with pytest.raises(InvalidRequest, match="response_format"):
         await Simulated().engine.add(request("r", 5, sampling=sampling))
+
+
+async def test_prefix_cache_and_loads_change_between_steps_only() -> None:
+    simulated = Simulated()
+    engine = simulated.engine
+    await engine.add(request("r", 600))
+    async with engine.running():
+        await asyncio.sleep(0)  # the first step runs
+        engine.note_loaded("r", [0])
+        with pytest.raises(NotFound):
+            await engine.move_fence("gone", 0)
+        assert len(simulated.steps) == 1
+        async with engine.cached(block_keys(ROOT(b""), range(600), BLOCK)) as blocks:
+            assert len(simulated.steps) == 2
+            assert len(blocks) == 2 * 256 // BLOCK
+            assert len(await engine.read_block(blocks[0])) == LAYOUT.block_bytes
+        with pytest.raises(NotFound):
+            await engine.load_block("r", 0, b"")
