@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10_000_000)
     parser.add_argument("--workers", type=int, default=256, help="workers of each phase")
     parser.add_argument("--prompt-tokens", type=int, default=128 * 1024)
-    parser.add_argument("--conditional", choices=get_args(ConditionalMode), default="auto")
+    parser.add_argument("--conditional", choices=get_args(ConditionalMode), default="off")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     prompt: Keys = rng.integers(1, 2**64, size=args.prompt_tokens // BLOCK_TOKENS, dtype=np.uint64)

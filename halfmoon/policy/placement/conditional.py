@@ -24,7 +24,7 @@ ConditionalMode = Literal["off", "auto", "strict"]
 - strict: only if besides the rest of the prompt fits one step, and prompts slow the others by at most a twentieth.
 """
 
-DEFAULT_MODE: ConditionalMode = "auto"  # of gateways
+DEFAULT_MODE: ConditionalMode = "off"  # of gateways, as the planner simulates them
 
 _MOST_TRIED = 3  # decode workers that are examined closely
 _TIE = 0.01  # share of the least TTFT within which decode workers are equal
