@@ -120,7 +120,7 @@ class Child:
             if not self.ready.done():
                 self.ready.set_result(event)
         if event.get("event") == "service.killed":
-            self._on_killed(self, event["reason"])
+            self._on_killed(self, str(event.get("reason", "without a reason")))
         if event.get("event") == "registration.welcome":
             self._welcome(event)
         if event.get("level") in ("ERROR", "CRITICAL"):
