@@ -106,7 +106,7 @@ class ColdTier:
 
     async def sweep(self) -> None:
         """Deletes forgotten blocks. Raises Unavailable; the rest is tried again next time."""
-        while self._forgotten:
+        while self._forgotten or self._deleting:  # by somebody else
             async with self._deletion:
                 if not self._forgotten:
                     return  # somebody else has deleted the last one

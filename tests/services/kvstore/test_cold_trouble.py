@@ -144,3 +144,16 @@ async def test_a_read_of_a_dead_tier_is_given_up_soon() -> None:
         results = await asyncio.gather(*(it.acquire(block) for block in IDS[:3]), return_exceptions=True)
         assert [type(result) for result in results] == [Unavailable] * 3
         assert cold.objects, "an outage is no loss"
+
+
+async def test_a_sweep_waits_for_what_another_one_is_deleting() -> None:
+    cold = ColdMemory()
+    tier = ColdTier(cold, 1 << 20, 5.0, CircuitBreaker(2, 0.01))
+    block = meta(IDS[0])
+    await tier.put(block, b"record")
+    tier.forget(block)
+    other = asyncio.create_task(tier.sweep())
+    await asyncio.sleep(0)  # the other one is deleting
+    await tier.sweep()
+    assert not cold.objects
+    await other
