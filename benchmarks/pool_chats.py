@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
 
+from benchmarks.chat_turns import question, timed_answer
 from benchmarks.live_system import running_system
 
-_WORDS = ("harbour", "lantern", "meadow", "copper", "glacier", "violin", "pepper", "thunder", "willow", "canvas")
 _FIRST_WORDS, _LATER_WORDS = 150, 30  # of a question
 _ANSWER_TOKENS = 48
 _LEDGER_S = 60.0
@@ -76,37 +75,11 @@ async def _chat(http: aiohttp.ClientSession, model: str, number: int, num_turns:
     turns = []
     for turn in range(num_turns):
         num_words = _LATER_WORDS if turn else _FIRST_WORDS
-        words = [_WORDS[(number * 7 + turn * 3 + n * n) % len(_WORDS)] for n in range(num_words)]
-        messages.append({"role": "user", "content": f"Chat {number}, turn {turn}: {' '.join(words)}"})
-        request_id, times_s, text = await _answer(http, model, messages)
+        messages.append(question(number, turn, num_words))
+        request_id, times_s, text = await timed_answer(http, model, messages, _ANSWER_TOKENS)
         messages.append({"role": "assistant", "content": text})
         turns.append(Turn(times_s[0], max(map(sub, times_s[1:], times_s)), await _handed_over(http, request_id)))
     return turns
-
-
-async def _answer(
-    http: aiohttp.ClientSession, model: str, messages: Sequence[Mapping[str, str]]
-) -> tuple[str, list[float], str]:
-    """Returns (request id, seconds from the request to each chunk, text)."""
-    body = {
-        "model": model, "messages": messages, "max_tokens": _ANSWER_TOKENS, "temperature": 0, "stream": True,
-        "ignore_eos": True,
-    }  # fmt: skip
-    times_s, text = list[float](), ""
-    began_s = time.perf_counter()
-    async with http.post("/v1/chat/completions", json=body) as response:
-        response.raise_for_status()
-        request_id = response.headers["X-Request-Id"]
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            for choice in chunk["choices"]:
-                piece = choice["delta"].get("content")
-                if piece:
-                    times_s.append(time.perf_counter() - began_s)
-                    text += piece
-    return request_id, times_s, text
 
 
 async def _handed_over(http: aiohttp.ClientSession, request_id: str) -> int:

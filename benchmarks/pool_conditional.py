@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import re
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 
+from benchmarks.chat_turns import WORDS, question, timed_answer
 from benchmarks.live_system import running_system
 
-_WORDS = ("harbour", "lantern", "meadow", "copper", "glacier", "violin", "pepper", "thunder", "willow", "canvas")
 _COUNT = re.compile(r'halfmoon_gateway_disaggregation_total\{reason="(\w+)"\} ([0-9.]+)')
 
 
@@ -130,9 +128,8 @@ async def _chat(
         if rng is not None:
             await asyncio.sleep(rng.expovariate(1 / load.think_s))
         num_words = load.later_words if turn else load.first_words
-        words = [_WORDS[(number * 7 + turn * 3 + n * n) % len(_WORDS)] for n in range(num_words)]
-        messages.append({"role": "user", "content": f"Chat {number}, turn {turn}: {' '.join(words)}"})
-        times_s, text = await _answer(http, model, messages, load.answer_tokens)
+        messages.append(question(number, turn, num_words))
+        _, times_s, text = await timed_answer(http, model, messages, load.answer_tokens)
         messages.append({"role": "assistant", "content": text})
         (found.ttfts_s if turn else found.first_ttfts_s).append(times_s[0])
         gaps_s = np.diff(times_s).tolist()
@@ -146,37 +143,16 @@ async def _long_prompts(http: aiohttp.ClientSession, model: str, load: Load, fou
     async with asyncio.TaskGroup() as group:
 
         async def send(number: int) -> None:
-            words = [_WORDS[rng.randrange(len(_WORDS))] for _ in range(load.long_words)]
+            words = [WORDS[rng.randrange(len(WORDS))] for _ in range(load.long_words)]
             content = f"Long prompt {number}: {' '.join(words)}"
-            times_s, _ = await _answer(http, model, [{"role": "user", "content": content}], 8)
-            found.long_ttfts_s.append(times_s[0])
+            answer = await timed_answer(http, model, [{"role": "user", "content": content}], 8)
+            found.long_ttfts_s.append(answer.times_s[0])
 
         number = 0
         while True:
             await asyncio.sleep(rng.expovariate(1 / load.long_every_s))
             number += 1
             group.create_task(send(number))
-
-
-async def _answer(
-    http: aiohttp.ClientSession, model: str, messages: Sequence[Mapping[str, str]], num_tokens: int
-) -> tuple[list[float], str]:
-    """Returns the seconds from the request to each chunk, and the text."""
-    body = {
-        "model": model, "messages": messages, "max_tokens": num_tokens, "temperature": 0, "stream": True,
-        "ignore_eos": True,
-    }  # fmt: skip
-    times_s, text = list[float](), ""
-    began_s = time.perf_counter()
-    async with http.post("/v1/chat/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    if piece := choice["delta"].get("content"):
-                        times_s.append(time.perf_counter() - began_s)
-                        text += piece
-    return times_s, text
 
 
 async def _reasons(http: aiohttp.ClientSession) -> dict[str, float]:
