@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.rpc.chain import Chain
-from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.store.chain import Chain
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transport.link import LinkSettings
 from services.kvstore.assembly import Store, running_store

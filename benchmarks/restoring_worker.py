@@ -20,7 +20,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.main import store_writer
 from halfmoon.worker.membership.block_feed import CachedBlocks

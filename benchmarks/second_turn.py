@@ -26,8 +26,8 @@ from typing import NamedTuple
 from benchmarks.restoring_worker import killed_at_the_end, made_up
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.pb import kvstore_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
-from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 
 _SETTLE_S = 120.0
 _PREFILL_S = 200.0

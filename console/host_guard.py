@@ -7,8 +7,8 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from halfmoon.rpc.allowed_hosts import AllowedHosts, is_same_origin
-from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.addresses.allowed_hosts import AllowedHosts, is_same_origin
+from halfmoon.rpc.addresses.loopback import is_loopback
 
 _FOREIGN_HOST = (
     "The console does not answer to this Host: call it localhost or 127.0.0.1, or name it in --server.allowedHosts.\n"

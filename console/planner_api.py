@@ -16,7 +16,7 @@ import grpc
 from console.gateway_api import GatewayError
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.credentials.credential import Credential
-from halfmoon.rpc.operator_token import AUTHORIZATION_KEY
+from halfmoon.rpc.credentials.operator_token import AUTHORIZATION_KEY
 from halfmoon.rpc.status import is_told
 from halfmoon.rpc.tls.channel import client_credentials, server_option
 

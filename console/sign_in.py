@@ -6,7 +6,7 @@ import hmac
 
 import streamlit as st
 
-from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.addresses.loopback import is_loopback
 
 
 def is_right(given: str, token: str) -> bool:

@@ -26,7 +26,7 @@ from halfmoon.cli.simulate import simulate
 from halfmoon.cli.top import TopOptions, top
 from halfmoon.cli.up_flags import with_up_flags
 from halfmoon.errors import HalfmoonError, InvalidRequest
-from halfmoon.rpc.operator_token import TOKEN_HELP, client_token
+from halfmoon.rpc.credentials.operator_token import TOKEN_HELP, client_token
 from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.run import run_up

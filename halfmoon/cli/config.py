@@ -16,7 +16,7 @@ from halfmoon.config.qos_classes import DEFAULT_TARGETS
 from halfmoon.errors import HalfmoonError
 from halfmoon.policy.admission.qos_classes import DEFAULT_CLASS
 from halfmoon.policy.view.worker_view import ROLES
-from halfmoon.rpc.masked_url import HIDDEN, masked_url
+from halfmoon.rpc.addresses.masked_url import HIDDEN, masked_url
 from halfmoon.up.config.human_bytes import human_bytes
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import read_config

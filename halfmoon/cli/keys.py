@@ -20,7 +20,7 @@ from halfmoon.config.tenants import TenantConfig, check_tenant_classes, check_te
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.ledger.ledger import Ledger, open_ledger
 from halfmoon.ledger.stored_tenants import StoredKey
-from halfmoon.rpc.api_keys import key_digest, key_id, new_api_key
+from halfmoon.rpc.credentials.api_keys import key_digest, key_id, new_api_key
 from halfmoon.up.config.human_bytes import human_bytes
 
 app = typer.Typer(no_args_is_help=True, help="Adds, lists and revokes API keys, and edits what tenants may use.")

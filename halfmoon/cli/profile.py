@@ -19,8 +19,8 @@ from halfmoon.cli.progress_bars import stage_bars
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
+from halfmoon.rpc.credentials.operator_token import TOKEN_HELP, client_token
 from halfmoon.rpc.credentials.sources import client_credential
-from halfmoon.rpc.operator_token import TOKEN_HELP, client_token
 from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, read_profile, write_profile
 

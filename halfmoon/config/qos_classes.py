@@ -22,7 +22,7 @@ from halfmoon.policy.admission.qos_classes import (
     MatchRule,
     QosClass,
 )
-from halfmoon.rpc.api_keys import rule_value
+from halfmoon.rpc.credentials.api_keys import rule_value
 
 _MAX_RULES = 256
 _MAX_VALUE_CHARS = 1_024

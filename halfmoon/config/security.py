@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from halfmoon.config.section import Section, Texts
-from halfmoon.rpc.api_keys import DeclaredKey, declared_key, keys_of_file, secret_of_file
+from halfmoon.rpc.credentials.api_keys import DeclaredKey, declared_key, keys_of_file, secret_of_file
 
 
 class OperatorConfig(Section):

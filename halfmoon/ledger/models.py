@@ -106,7 +106,7 @@ class ApiKeyRow(Base):
 
     __tablename__ = "api_keys"
 
-    digest: Mapped[str] = mapped_column(String(64), primary_key=True)  # `halfmoon.rpc.api_keys.key_digest`
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)  # `halfmoon.rpc.credentials.api_keys.key_digest`
     tenant: Mapped[str] = mapped_column(String(64))
     label: Mapped[str] = mapped_column(String(128))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)

@@ -1,4 +1,4 @@
 """How a service runs: server life, interceptors, channels with deadlines, logs, bulk transfers.
 
-Read in this order: peer, status, context, interceptor, server, service, transfer, kvstore_client.
+Read in this order: peer, status, context, interceptor, server, service, transfer, store/kvstore_client.
 """

@@ -17,10 +17,11 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
+from halfmoon.rpc.addresses.masked_url import masked_url
 from halfmoon.rpc.credentials.access import CallAccess
-from halfmoon.rpc.descriptors import raise_descriptor_limit
-from halfmoon.rpc.masked_url import masked_url
-from halfmoon.rpc.private_files import PRIVATE_UMASK, make_private
+from halfmoon.rpc.processes.descriptors import raise_descriptor_limit
+from halfmoon.rpc.processes.private_files import PRIVATE_UMASK, make_private
+from halfmoon.rpc.processes.template_process import fork_service, is_template
 from halfmoon.rpc.server import (
     MAX_MESSAGE_BYTES,
     SUPERVISED_ENV,
@@ -32,7 +33,6 @@ from halfmoon.rpc.server import (
 from halfmoon.rpc.telemetry.logs import configure_logs
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.telemetry.tracing import tracing
-from halfmoon.rpc.template_process import fork_service, is_template
 
 log = logging.getLogger(__name__)
 

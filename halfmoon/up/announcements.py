@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
-from halfmoon.rpc.operator_token import token_file
+from halfmoon.rpc.credentials.operator_token import token_file
 from halfmoon.up.child import Child
 from halfmoon.up.fleet_diff import WorkerChange
 from halfmoon.up.service_specs import http_url

@@ -16,7 +16,7 @@ from typing import Any
 
 from halfmoon.errors import ServiceFailed
 from halfmoon.rpc.credentials.roles import ClusterRole
-from halfmoon.rpc.template_process import FORK_AGAIN
+from halfmoon.rpc.processes.template_process import FORK_AGAIN
 from halfmoon.up.log_files import LogFile
 
 _TAIL_LINES = 15

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.credentials.access import OPEN_ACCESS, CallAccess
-from halfmoon.rpc.owned_directory import owned_directory
+from halfmoon.rpc.processes.owned_directory import owned_directory
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.up.fleet import WorkerFleet

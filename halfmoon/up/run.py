@@ -21,18 +21,18 @@ from rich.progress import Progress
 from halfmoon.background import running
 from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_errors
 from halfmoon.policy.view.worker_view import Role
+from halfmoon.rpc.addresses.loopback import is_loopback
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.credentials.credential import checked_secret, credential_from
+from halfmoon.rpc.credentials.operator_token import made_token
 from halfmoon.rpc.credentials.sources import (
     environment_secret,
     secret_text,
     state_secret,
 )
-from halfmoon.rpc.descriptors import raise_descriptor_limit
-from halfmoon.rpc.loopback import is_loopback
-from halfmoon.rpc.operator_token import made_token
-from halfmoon.rpc.private_files import PRIVATE_UMASK, make_private
+from halfmoon.rpc.processes.descriptors import raise_descriptor_limit
+from halfmoon.rpc.processes.private_files import PRIVATE_UMASK, make_private
 from halfmoon.up.announcements import (
     WeightsProgress,
     print_change,

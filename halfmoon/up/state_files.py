@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halfmoon.rpc.private_files import write_private
+from halfmoon.rpc.processes.private_files import write_private
 from halfmoon.up.log_files import OnTrouble
 
 

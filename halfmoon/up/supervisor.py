@@ -18,8 +18,8 @@ from pathlib import Path
 from halfmoon.background import cancelled
 from halfmoon.errors import ServiceFailed
 from halfmoon.rpc.credentials.child_environment import child_environment
+from halfmoon.rpc.processes.template_process import was_ended_from_outside
 from halfmoon.rpc.server import SUPERVISED_ENV
-from halfmoon.rpc.template_process import was_ended_from_outside
 from halfmoon.up.child import Child, OnEvent, ServiceSpec
 from halfmoon.up.log_files import LogFiles, LogLimits, OnTrouble
 from halfmoon.up.restarts import DELAYS_S, RestartPolicy

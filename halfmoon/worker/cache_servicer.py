@@ -16,7 +16,7 @@ import grpc
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.frame import Frame, FrameKind, decode_frame, encode_frame
 from halfmoon.pb import kvstore_pb2
-from halfmoon.rpc.block_streams import BYTES_SERVICE, block_frames, opened_run, whole_blocks
+from halfmoon.rpc.store.block_streams import BYTES_SERVICE, block_frames, opened_run, whole_blocks
 from halfmoon.rpc.transfer import next_message, raw_service
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.state import WorkerState

@@ -20,9 +20,9 @@ from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import Credential
-from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.sim.answer_model import AnswerModel

@@ -22,7 +22,7 @@ from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import Credential
-from halfmoon.rpc.operator_token import kept_token
+from halfmoon.rpc.credentials.operator_token import kept_token
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from halfmoon.rpc.tls.http_context import server_context

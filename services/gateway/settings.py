@@ -14,7 +14,7 @@ from halfmoon.config.section import Texts
 from halfmoon.config.security import SecurityConfig
 from halfmoon.config.state import StateConfig
 from halfmoon.config.tenants import TenantsConfig
-from halfmoon.rpc.masked_url import HIDDEN, masked_url
+from halfmoon.rpc.addresses.masked_url import HIDDEN, masked_url
 from halfmoon.rpc.service import service_config
 
 

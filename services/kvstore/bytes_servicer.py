@@ -20,7 +20,7 @@ from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.owner import KVOwner
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import kvstore_pb2
-from halfmoon.rpc.block_streams import BYTES_SERVICE, block_frames, opened_run, whole_blocks
+from halfmoon.rpc.store.block_streams import BYTES_SERVICE, block_frames, opened_run, whole_blocks
 from halfmoon.rpc.transfer import KVIntake, next_message, parse_body, raw_service
 from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.movement.incoming import Arrivals, Run, run_metas

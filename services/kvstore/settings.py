@@ -11,7 +11,7 @@ from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.section import Texts
 from halfmoon.config.stores import StoreConfig
 from halfmoon.kv.entry_codec import EntryCodec
-from halfmoon.rpc.masked_url import masked_url
+from halfmoon.rpc.addresses.masked_url import masked_url
 from halfmoon.rpc.service import service_config
 from services.kvstore.options import PoolOptions
 

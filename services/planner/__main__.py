@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.operator_token import OperatorToken
 from halfmoon.rpc.credentials.sources import own_credential
-from halfmoon.rpc.operator_token import OperatorToken
 from halfmoon.rpc.service import serve_until_told_to_stop, service_main
 from services.planner.fleet import Fleet
 from services.planner.job_process import run_job

@@ -15,7 +15,7 @@ from typing import Any
 
 from halfmoon.errors import InvalidRequest, ServiceFailed, Unavailable
 from halfmoon.rpc.credentials.child_environment import child_environment
-from halfmoon.rpc.owned_directory import owned_directory
+from halfmoon.rpc.processes.owned_directory import owned_directory
 from services.planner.job import JobProgress, JobResult, PlanJob, job_line
 
 _MODULE = "services.planner.job_main"

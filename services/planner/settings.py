@@ -11,7 +11,7 @@ from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.planner import PlannerConfig
 from halfmoon.config.security import OperatorConfig
 from halfmoon.config.state import StateConfig
-from halfmoon.rpc.masked_url import HIDDEN, masked_url
+from halfmoon.rpc.addresses.masked_url import HIDDEN, masked_url
 from halfmoon.rpc.service import service_config
 
 

@@ -12,7 +12,7 @@ from halfmoon.cli.app import app
 from halfmoon.ledger.declared_classes import Declaration
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.ledger.stored_tenants import TenantsAt
-from halfmoon.rpc.api_keys import key_digest, key_id
+from halfmoon.rpc.credentials.api_keys import key_digest, key_id
 
 
 def keys(tmp_path: Path, *arguments: str, stdin: str | None = None) -> Result:

@@ -12,7 +12,7 @@ import aiohttp
 import psutil
 import pytest
 
-from halfmoon.rpc.operator_token import kept_token
+from halfmoon.rpc.credentials.operator_token import kept_token
 from tests.e2e.system import System, running_system
 
 pytestmark = pytest.mark.e2e

@@ -22,9 +22,9 @@ from halfmoon.pb.gateway_pb2_grpc import ClusterStub
 from halfmoon.pb.kvstore_pb2_grpc import KVStoreAdminStub, KVStoreStub
 from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.rpc.credentials.credential import Credential, credential_from, new_secret
+from halfmoon.rpc.credentials.operator_token import kept_token
 from halfmoon.rpc.credentials.refusals import NEEDS_CREDENTIAL
 from halfmoon.rpc.credentials.roles import CALLERS, CLUSTER_ROLES, ClusterRole
-from halfmoon.rpc.operator_token import kept_token
 from halfmoon.rpc.peer import Peer
 from halfmoon.up.stores import known_stores
 from tests.e2e.system import System, running_system

@@ -12,7 +12,7 @@ from halfmoon.ledger.database import make_engine
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.ledger.stored_classes import VersionConflict
 from halfmoon.ledger.stored_tenants import StoredKey
-from halfmoon.rpc.api_keys import key_digest, rule_value
+from halfmoon.rpc.credentials.api_keys import key_digest, rule_value
 from tests.ledger.test_upgrade import upgraded_to
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)

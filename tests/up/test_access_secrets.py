@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from halfmoon.cli.app import app
 from halfmoon.errors import InvalidRequest
-from halfmoon.rpc.api_keys import key_digest
+from halfmoon.rpc.credentials.api_keys import key_digest
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import parse_config
 from halfmoon.up.service_specs import PreparedModel, gateway_spec, other_specs

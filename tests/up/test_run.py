@@ -12,7 +12,7 @@ from rich.console import Console
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.credential import credential_from, new_secret
-from halfmoon.rpc.operator_token import kept_token, made_token
+from halfmoon.rpc.credentials.operator_token import kept_token, made_token
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
 from halfmoon.up.announcements import print_ready
 from halfmoon.up.certificates import RoleCertificates

@@ -196,7 +196,7 @@ async def test_who_dies_is_started_again_after_ever_longer_waits(tmp_path: Path)
 
 TEMPLATE = """
 import json, os, sys
-from halfmoon.rpc.template_process import fork_service
+from halfmoon.rpc.processes.template_process import fork_service
 from halfmoon.rpc.telemetry.logs import configure_logs
 configure_logs("demo")
 fork_service()

@@ -17,13 +17,13 @@ from halfmoon.errors import Forbidden, HalfmoonError, Incompatible, NoCapacity, 
 from halfmoon.kv.frame import Frame, FrameKind, encode_frame
 from halfmoon.kv.negotiation import encode_open
 from halfmoon.pb import kvstore_pb2
-from halfmoon.rpc.block_streams import whole_blocks
-from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.credentials.roles import may_call
-from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.store.block_streams import whole_blocks
+from halfmoon.rpc.store.chain import Chain
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.worker.cache_servicer import CacheServicer
 from tests.worker.conftest import RunningWorker

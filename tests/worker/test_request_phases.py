@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.pb.prefill_pb2 import FirstToken, Phase, PrefillRequest
-from tests.rpc.test_kvstore_client import served
+from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_restorer import PROMPT, SLOW, believe, stored
 from tests.worker.test_handover import generation, listening, prefilled, tokens_of

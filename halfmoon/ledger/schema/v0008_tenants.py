@@ -58,7 +58,7 @@ def _hash_keys(table: str, key: str, columns: tuple[str, ...]) -> None:
 
 
 def _hashed(definition: Any) -> Any:
-    """The definition with the digest of each key, as `halfmoon.rpc.api_keys.rule_value` writes it."""
+    """The definition with the digest of each key, as `halfmoon.rpc.credentials.api_keys.rule_value` writes it."""
     if not isinstance(definition, dict) or not isinstance(definition.get("rules"), list):
         return definition
     return {**definition, "rules": [_hashed_rule(rule) for rule in definition["rules"]]}

@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 from halfmoon.errors import Forbidden, HalfmoonError, Unauthenticated
 from halfmoon.rpc.credentials.credential import CREDENTIAL_KEY, Credential
+from halfmoon.rpc.credentials.operator_token import AUTHORIZATION_KEY, OperatorToken
 from halfmoon.rpc.credentials.refusals import stranger, wrong_role
 from halfmoon.rpc.credentials.roles import ClusterRole, cluster_role, is_open, may_call
-from halfmoon.rpc.operator_token import AUTHORIZATION_KEY, OperatorToken
 from halfmoon.rpc.tls.server_credentials import caller_role
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]

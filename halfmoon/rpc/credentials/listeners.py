@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.addresses.loopback import is_loopback
 from halfmoon.rpc.credentials.credential import Credential
-from halfmoon.rpc.loopback import is_loopback
 
 
 def check_listener(listen: str, credential: Credential | None) -> None:

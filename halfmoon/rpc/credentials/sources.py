@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.addresses.loopback import is_loopback
 from halfmoon.rpc.credentials.credential import (
     Credential,
     checked_secret,
@@ -16,8 +17,7 @@ from halfmoon.rpc.credentials.credential import (
     new_secret,
 )
 from halfmoon.rpc.credentials.roles import ClusterRole
-from halfmoon.rpc.loopback import is_loopback
-from halfmoon.rpc.private_files import kept_private, write_private
+from halfmoon.rpc.processes.private_files import kept_private, write_private
 from halfmoon.rpc.tls.identity_files import (
     IdentityFiles,
     environment_paths,

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from halfmoon.errors import AlreadyHere, InvalidRequest, NotFound
-from halfmoon.rpc.private_files import write_private
+from halfmoon.rpc.processes.private_files import write_private
 from halfmoon.rpc.tls.certificates import belongs_to, certificates_in, summary_of, utc_now
 from halfmoon.rpc.tls.identity_files import paths_in
 from halfmoon.rpc.tls.names import server_name, spiffe_id

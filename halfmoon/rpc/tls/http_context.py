@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.addresses.loopback import is_loopback
 from halfmoon.rpc.tls.watched_files import CHECK_S, WatchedFiles
 
 CA_VARIABLE = "HALFMOON_HTTP_CA"

@@ -29,7 +29,7 @@ from halfmoon.policy.models.latency import (
     profile_prefill,
     profile_step,
 )
-from halfmoon.rpc.private_files import write_private
+from halfmoon.rpc.processes.private_files import write_private
 
 log = logging.getLogger(__name__)
 

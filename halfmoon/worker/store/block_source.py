@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from halfmoon.errors import DataLoss, Incompatible, NotFound
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
-from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 
 log = logging.getLogger(__name__)
 

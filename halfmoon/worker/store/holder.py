@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2
-from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.worker.store.block_source import BlockSource
 from halfmoon.worker.store.load_rate import LoadRate
 from halfmoon.worker.store.source_links import HolderKind, SourceLinks

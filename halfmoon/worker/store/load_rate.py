@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halfmoon.rpc.kvstore_client import TierName
+from halfmoon.rpc.store.kvstore_client import TierName
 from halfmoon.rpc.transport.estimate import LinkEstimate
 
 # Assumed seconds per byte before the first measurement: the least that a slow disk and a slow network need.

@@ -15,7 +15,7 @@ from halfmoon.errors import DeadlineExceeded, HalfmoonError
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.placement.restore_plan import RestorePlan
-from halfmoon.rpc.kvstore_client import TierName
+from halfmoon.rpc.store.kvstore_client import TierName
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.state import WorkerState

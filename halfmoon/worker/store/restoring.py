@@ -13,7 +13,7 @@ from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.errors import DeadlineExceeded, HalfmoonError, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.kv_layout import KVBytes
-from halfmoon.rpc.kvstore_client import TierName
+from halfmoon.rpc.store.kvstore_client import TierName
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.store.holder import Holder

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from halfmoon.errors import Unavailable
-from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.worker.store.store_link import StoreLink
 
 HolderKind = Literal["store", "worker"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from halfmoon.errors import DeadlineExceeded, Unavailable
 from halfmoon.rpc.breaker import CircuitBreaker
-from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 
 
 class StoreAway(Unavailable):

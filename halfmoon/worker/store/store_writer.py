@@ -12,8 +12,8 @@ from halfmoon.engine.step_result import BlockChain
 from halfmoon.errors import HalfmoonError
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.placement.store_choice import choose_store, runs
-from halfmoon.rpc.chain import Chain
-from halfmoon.rpc.kvstore_client import KVStoreClient, LookUp
+from halfmoon.rpc.store.chain import Chain
+from halfmoon.rpc.store.kvstore_client import KVStoreClient, LookUp
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.store.chain_queue import ChainQueue

@@ -16,7 +16,7 @@ from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.policy.placement.replication import CopyDecision, Replication
 from halfmoon.policy.view.block_index import short_keys
 from halfmoon.rpc.credentials.credential import Credential
-from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from services.gateway.cluster.membership import Membership
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.pb.kvstore_pb2 import BlockEvent, WatchResponse
 from halfmoon.policy.view.block_index import SHORT_KEY_BYTES, BlockEvents, short_keys
 from halfmoon.rpc.credentials.credential import Credential
-from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.membership import Membership
 

@@ -14,8 +14,8 @@ from halfmoon.config.tenants import TenantConfig, check_tenant_classes, check_te
 from halfmoon.ledger.stored_tenants import StoredKey, StoredTenant, StoredTenants
 from halfmoon.policy.admission.fair_shares import FairShares
 from halfmoon.policy.admission.tenants import Tenant
-from halfmoon.rpc.api_keys import DeclaredKey, declared_key
-from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.addresses.loopback import is_loopback
+from halfmoon.rpc.credentials.api_keys import DeclaredKey, declared_key
 from services.gateway.control.known_rows import KnownRows
 from services.gateway.http.api_keys import AcceptedKey, ApiKeys, KeyTable
 from services.gateway.settings import GatewaySettings

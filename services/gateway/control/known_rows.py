@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.rpc.private_files import write_private
+from halfmoon.rpc.processes.private_files import write_private
 
 log = logging.getLogger(__name__)
 

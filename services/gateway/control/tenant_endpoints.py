@@ -14,7 +14,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.stored_tenants import StoredKey
 from halfmoon.policy.admission.tenants import Tenant
-from halfmoon.rpc.api_keys import key_digest, key_id, new_api_key
+from halfmoon.rpc.credentials.api_keys import key_digest, key_id, new_api_key
 from services.gateway.control.active_tenants import ActiveTenants
 from services.gateway.control.class_endpoints import version_of
 from services.gateway.control.store_view import StoreView

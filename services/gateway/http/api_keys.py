@@ -11,7 +11,7 @@ from aiohttp import web
 
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.policy.admission.tenants import ANYONE, Tenant
-from halfmoon.rpc.api_keys import bearer, key_digest
+from halfmoon.rpc.credentials.api_keys import bearer, key_digest
 
 _OPEN_PATHS = frozenset(
     ("/health", "/metrics", "/openapi.json")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from aiohttp import hdrs, web
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.rpc.allowed_hosts import AllowedHosts, is_same_origin
+from halfmoon.rpc.addresses.allowed_hosts import AllowedHosts, is_same_origin
 from services.gateway.http.operator_access import CONTROL_PREFIX
 
 _READS = frozenset(("GET", "HEAD", "OPTIONS"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from halfmoon.rpc.loopback import is_loopback
-from halfmoon.rpc.operator_token import OperatorToken
+from halfmoon.rpc.addresses.loopback import is_loopback
+from halfmoon.rpc.credentials.operator_token import OperatorToken
 from services.gateway.http.api_keys import ApiKeys, WrongKey
 
 CONTROL_PREFIX = "/halfmoon/"

@@ -10,7 +10,7 @@ from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBoun
 from halfmoon.policy.admission.qos_classes import Caller, QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.admission.tenants import Tenant
-from halfmoon.rpc.api_keys import bearer, sent_value
+from halfmoon.rpc.credentials.api_keys import bearer, sent_value
 from services.gateway.openai.served_model import PromptPrefix
 from services.gateway.request import GatewayRequest
 from services.gateway.routing.prompt_prefix import held_blocks

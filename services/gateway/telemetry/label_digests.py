@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from halfmoon.rpc.private_files import kept_private
+from halfmoon.rpc.processes.private_files import kept_private
 
 log = logging.getLogger(__name__)
 

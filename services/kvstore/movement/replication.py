@@ -18,7 +18,7 @@ from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.policy.placement.store_choice import runs
 from halfmoon.rpc.credentials.credential import Credential
-from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.pool import Pool
 

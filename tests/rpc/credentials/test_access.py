@@ -16,16 +16,16 @@ from prometheus_client import CollectorRegistry
 import halfmoon.pb
 from halfmoon.errors import Forbidden, HalfmoonError, InvalidRequest, Unauthenticated
 from halfmoon.pb import decode_pb2, decode_pb2_grpc
-from halfmoon.rpc.block_streams import BYTES_SERVICE
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import Credential, credential_from
 from halfmoon.rpc.credentials.listeners import check_listener
+from halfmoon.rpc.credentials.operator_token import OperatorToken
 from halfmoon.rpc.credentials.refusals import NEEDS_CREDENTIAL, RefusalLog
 from halfmoon.rpc.credentials.roles import CALLERS, CLUSTER_ROLES, ClusterRole, may_call
-from halfmoon.rpc.operator_token import OperatorToken
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.status import in_our_tree
+from halfmoon.rpc.store.block_streams import BYTES_SERVICE
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.rpc.private_files import write_private
+from halfmoon.rpc.processes.private_files import write_private
 from halfmoon.rpc.tls.authority import Authority
 from halfmoon.rpc.tls.http_context import client_context, server_context
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.rpc.private_files import write_private
+from halfmoon.rpc.processes.private_files import write_private
 from halfmoon.rpc.tls.authority import Authority
 from halfmoon.rpc.tls.certificates import utc_now
 from halfmoon.rpc.tls.identity_files import TlsPaths, identity_files, read_identity

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from halfmoon.rpc.private_files import write_private
+from halfmoon.rpc.processes.private_files import write_private
 from halfmoon.rpc.tls.authority import Authority, IssuedCertificate
 from halfmoon.rpc.tls.channel import TlsChannel
 from halfmoon.rpc.tls.identity_files import IdentityFiles, TlsPaths, identity_files

@@ -18,7 +18,7 @@ from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.fair_shares import FairShares
 from halfmoon.policy.admission.tenants import Tenant, kv_salt
 from halfmoon.policy.placement.place import PlacementRules
-from halfmoon.rpc.api_keys import key_digest, key_id, rule_value
+from halfmoon.rpc.credentials.api_keys import key_digest, key_id, rule_value
 from services.gateway.control.active_classes import ActiveClasses, declarations_of
 from services.gateway.control.active_tenants import ActiveTenants, declared_tenants
 from services.gateway.control.known_rows import KnownRows

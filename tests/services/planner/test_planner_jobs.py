@@ -20,7 +20,7 @@ from halfmoon.ledger.plans import NewPlan, StoredPlan
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import Credential
-from halfmoon.rpc.operator_token import OperatorToken
+from halfmoon.rpc.credentials.operator_token import OperatorToken
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.status import error_from

@@ -21,7 +21,7 @@ from halfmoon.worker.simulated_links import SimulatedLinks
 from halfmoon.worker.simulation import SimulatedWorker
 from services.kvstore.assembly import Store
 from services.kvstore.catalog.entry import Tier
-from tests.rpc.test_kvstore_client import served
+from tests.rpc.store.test_kvstore_client import served
 from tests.services.gateway.fakes import FINGERPRINT
 from tests.services.simulation.test_simulated_fleet import INSTANTLY, SimulatedFleet, running_fleet
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from halfmoon.errors import Incompatible
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
-from halfmoon.rpc.kvstore_client import KVStoreClient, Lent
+from halfmoon.rpc.store.kvstore_client import KVStoreClient, Lent
 from halfmoon.worker.store.block_source import BlockSource
 
 LAYOUT = KVLayout(2, 2, 8, "bfloat16", 16)

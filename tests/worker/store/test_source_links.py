@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from halfmoon.errors import Unavailable
 from halfmoon.pb import gateway_pb2, gateway_pb2_grpc
-from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.worker.membership.block_feed import CachedBlocks
 from halfmoon.worker.membership.decode_peers import DecodePeers

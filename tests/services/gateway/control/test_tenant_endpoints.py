@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from halfmoon.rpc.api_keys import key_digest, key_id
+from halfmoon.rpc.credentials.api_keys import key_digest, key_id
 from tests.services.gateway.fakes import MODEL, Fleet, running_fleet
 from tests.services.gateway.test_access import ask
 from tests.services.gateway.test_tenants import everything_in, status_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from halfmoon.rpc.descriptors import raise_descriptor_limit
+from halfmoon.rpc.processes.descriptors import raise_descriptor_limit
 from services.gateway.http.connection_guard import ConnectionGuard
 from tests.services.gateway.fakes import MODEL, PATIENCE_S, Fleet, Script, running_fleet
 

@@ -12,8 +12,8 @@ from halfmoon.cli.profile_store import ledger_at
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.ledger.stored_tenants import StoredKey
-from halfmoon.rpc.api_keys import key_digest
-from halfmoon.rpc.operator_token import client_token, made_token
+from halfmoon.rpc.credentials.api_keys import key_digest
+from halfmoon.rpc.credentials.operator_token import client_token, made_token
 from tests.services.gateway.fakes import Fleet, running_fleet
 from tests.services.gateway.test_access import ask
 

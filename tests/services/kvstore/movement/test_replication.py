@@ -15,9 +15,9 @@ from halfmoon.errors import Forbidden, InvalidRequest, NoCapacity
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.pb import kvstore_pb2_grpc
-from halfmoon.rpc.chain import Chain
-from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.store.chain import Chain
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.transfer import KVIntake
 from services.kvstore.bytes_servicer import KVBytesServicer
 from services.kvstore.catalog.block_identity import block_id

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.addresses.loopback import is_loopback
 
 _EVERY_INTERFACE = ("", "0.0.0.0", "::")
 _DEFAULT_PORTS = {"http": 80, "https": 443}

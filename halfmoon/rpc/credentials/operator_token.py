@@ -8,9 +8,9 @@ from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from halfmoon.rpc.api_keys import secret_of_file
+from halfmoon.rpc.addresses.loopback import is_loopback
+from halfmoon.rpc.credentials.api_keys import secret_of_file
 from halfmoon.rpc.credentials.sources import kept_text
-from halfmoon.rpc.loopback import is_loopback
 
 AUTHORIZATION_KEY = "authorization"  # gRPC metadata
 TOKEN_HELP = "Operator token. Default on this machine: the one in the state directory."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfmoon.rpc.allowed_hosts import AllowedHosts, host_name, is_same_origin
+from halfmoon.rpc.addresses.allowed_hosts import AllowedHosts, host_name, is_same_origin
 
 FOREIGN = (
     "evil.example",

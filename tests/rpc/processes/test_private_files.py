@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.rpc.private_files import kept_private, make_private, write_private
+from halfmoon.rpc.processes.private_files import kept_private, make_private, write_private
 
 
 def mode(path: Path) -> int:

@@ -17,9 +17,9 @@ from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.negotiation import Acceptance
 from halfmoon.kv.receiver import TransferReceiver
 from halfmoon.pb import kvstore_pb2
-from halfmoon.rpc.block_streams import BYTES_SERVICE, whole_blocks
-from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.store.block_streams import BYTES_SERVICE, whole_blocks
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transfer import raw_service
 from halfmoon.rpc.transport.link import LinkSettings

@@ -17,9 +17,9 @@ from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
 from halfmoon.kv.negotiation import decode_open, encode_open
 from halfmoon.kv.receiver import Coverage
 from halfmoon.pb import kvstore_pb2
-from halfmoon.rpc.chain import Chain, Stored
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.status import in_our_tree
+from halfmoon.rpc.store.chain import Chain, Stored
 from halfmoon.rpc.transfer import TransferSender, parse_body, transfer_to
 from halfmoon.rpc.transport.link import KVLink
 

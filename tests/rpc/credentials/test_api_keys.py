@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.rpc.api_keys import (
+from halfmoon.rpc.credentials.api_keys import (
     bearer,
     declared_key,
     key_digest,

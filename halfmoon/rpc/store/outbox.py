@@ -13,9 +13,9 @@ import xxhash
 from halfmoon.errors import DataLoss, Incompatible
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
-from halfmoon.rpc.chain import Chain, Stored
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.store.chain import Chain, Stored
 from halfmoon.rpc.transport.link import KVLink
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id
 from halfmoon.rpc.transport.shm import NAME as SHM

@@ -22,13 +22,13 @@ from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
-from halfmoon.rpc.block_streams import get_blocks, put_blocks, whole_blocks
-from halfmoon.rpc.chain import Chain, Stored
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.rpc.layout_message import layout_from, layout_message
-from halfmoon.rpc.outbox import Outbox
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
+from halfmoon.rpc.store.block_streams import get_blocks, put_blocks, whole_blocks
+from halfmoon.rpc.store.chain import Chain, Stored
+from halfmoon.rpc.store.outbox import Outbox
 from halfmoon.rpc.transport.limiter import LinkLimiter
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
 from halfmoon.rpc.transport.mapped import MappedSegments

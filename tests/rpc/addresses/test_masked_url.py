@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfmoon.rpc.masked_url import masked_url
+from halfmoon.rpc.addresses.masked_url import masked_url
 from halfmoon.rpc.service import _as_logged
 from services.decode.settings import DecodeSettings
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from halfmoon.rpc.processes.template_process import FORK_AGAIN, was_ended_from_outside
 from halfmoon.rpc.server import SUPERVISED_ENV
-from halfmoon.rpc.template_process import FORK_AGAIN, was_ended_from_outside
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open")
 
@@ -49,7 +49,7 @@ service_main("kvstore", Settings, serve, load)
 
 TOLD_AT_ONCE = """
 import os, signal
-from halfmoon.rpc import template_process
+from halfmoon.rpc.processes import template_process
 
 fork = os.fork
 

@@ -15,9 +15,9 @@ from halfmoon.errors import DataLoss, DeadlineExceeded, Incompatible, NoCapacity
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import kvstore_pb2
-from halfmoon.rpc.chain import Chain
-from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.store.chain import Chain
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transport.link import LinkSettings
 from services.kvstore.assembly import Store, running_store

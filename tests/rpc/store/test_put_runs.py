@@ -11,18 +11,18 @@ from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, InvalidReques
 from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.kv.owner import KVOwner
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
-from halfmoon.rpc import outbox
-from halfmoon.rpc.block_streams import whole_blocks
-from halfmoon.rpc.chain import Chain, Stored
-from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.store import outbox
+from halfmoon.rpc.store.block_streams import whole_blocks
+from halfmoon.rpc.store.chain import Chain, Stored
+from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.transfer import transfer_to
 from halfmoon.rpc.transport.limiter import WallClock
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.rpc.transport.memfd import host_id
 from services.kvstore.catalog.block_identity import block_id
-from tests.rpc.test_kvstore_client import client, served
+from tests.rpc.store.test_kvstore_client import client, served
 from tests.services.kvstore.blocks import LAYOUT, content, key
 
 KEYS = [key(n) for n in range(9)]

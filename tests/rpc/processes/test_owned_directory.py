@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.rpc.owned_directory import owned_directory
+from halfmoon.rpc.processes.owned_directory import owned_directory
 
 OWN_AND_WAIT = (
     "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-    "from halfmoon.rpc.owned_directory import owned_directory\n"
+    "from halfmoon.rpc.processes.owned_directory import owned_directory\n"
     "with owned_directory('up') as directory:\n"
     "    (directory / 'fleet').touch(); print(directory, flush=True); sys.stdin.read()\n"
 )

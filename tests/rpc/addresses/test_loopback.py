@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.addresses.loopback import is_loopback
 
 
 def test_what_loopback_is() -> None:

@@ -1,0 +1,1 @@
+"""What a service process has on its host: private files, directories that go with it, descriptors, its template."""
