@@ -32,8 +32,8 @@ from typing import Any
 import aiohttp
 from playwright.async_api import Browser, Page, async_playwright
 
-from halfmoon.up.child import ServiceSpec
-from halfmoon.up.supervisor import Supervisor
+from halfmoon.up.supervision.child import ServiceSpec
+from halfmoon.up.supervision.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("Placements", "Cache", "SLO", "Planner", "Try it", "Overview")

@@ -43,8 +43,8 @@ from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.pb.types_pb2 import Generation, SamplingParams
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import run_service
-from halfmoon.up.child import ServiceSpec
-from halfmoon.up.supervisor import Supervisor
+from halfmoon.up.supervision.child import ServiceSpec
+from halfmoon.up.supervision.supervisor import Supervisor
 
 _FEW_TOKENS = 8
 _TIMEOUT_S = 300

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from halfmoon.up.child import ServiceSpec
-from halfmoon.up.supervisor import Supervisor
+from halfmoon.up.supervision.child import ServiceSpec
+from halfmoon.up.supervision.supervisor import Supervisor
 from services.gateway.constraints.check_process import CheckProcess
 from services.planner.job import PlanJob
 from services.planner.job_process import run_job

@@ -167,7 +167,7 @@ def test_imports_follow_the_arrows(file: Path) -> None:
         ("halfmoon.cli.app", "from halfmoon.sim import clock", False),
         ("halfmoon.cli.app", "from halfmoon.up.run import Up", False),
         ("halfmoon.cli.app", "import services.gateway", True),
-        ("halfmoon.rpc.peer", "from halfmoon.up.supervisor import X", True),
+        ("halfmoon.rpc.peer", "from halfmoon.up.supervision.supervisor import X", True),
     ],
 )
 def test_the_checker_can_fail(module: str, source: str, is_violation: bool) -> None:

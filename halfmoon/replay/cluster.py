@@ -18,10 +18,10 @@ from halfmoon.errors import Unavailable
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import ReplayTargets
 from halfmoon.rpc.tls.http_context import client_context
-from halfmoon.up.child import children_ready
 from halfmoon.up.service_specs import PreparedModel, gateway_spec
 from halfmoon.up.simulated import simulated_model, simulation_specs
-from halfmoon.up.supervisor import Supervisor
+from halfmoon.up.supervision.child import children_ready
+from halfmoon.up.supervision.supervisor import Supervisor
 from halfmoon.up.up_options import UpOptions, simulated_workers
 
 _POLL_S = 0.1

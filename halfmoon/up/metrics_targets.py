@@ -13,10 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from halfmoon.up.child import ServiceSpec
-from halfmoon.up.log_files import OnTrouble
 from halfmoon.up.reserved_ports import ReservedPorts
 from halfmoon.up.state_files import replace_file
+from halfmoon.up.supervision.child import ServiceSpec
+from halfmoon.up.supervision.log_files import OnTrouble
 
 TARGETS_FILE = "prometheus-targets.json"  # in the state directory
 

@@ -33,7 +33,19 @@ from halfmoon.rpc.credentials.sources import (
 )
 from halfmoon.rpc.processes.descriptors import raise_descriptor_limit
 from halfmoon.rpc.processes.private_files import PRIVATE_UMASK, make_private
-from halfmoon.up.announcements import (
+from halfmoon.up.certificates import RoleCertificates
+from halfmoon.up.fleet.fleet import WorkerFleet
+from halfmoon.up.fleet.fleet_diff import WorkerChange
+from halfmoon.up.fleet.fleet_servicer import fleet_address, fleet_server
+from halfmoon.up.fleet.from_plan import applied_options
+from halfmoon.up.gpus import visible_gpus
+from halfmoon.up.metrics_targets import MetricsTargets
+from halfmoon.up.reserved_ports import ReservedPorts
+from halfmoon.up.service_specs import PreparedModel, WorkerSpec, gateway_spec, other_specs, traced, trusted, worker_spec
+from halfmoon.up.simulated import simulated_model
+from halfmoon.up.state_lock import locked_state_dir
+from halfmoon.up.stores import idle_directories, remember_stores
+from halfmoon.up.supervision.announcements import (
     WeightsProgress,
     print_change,
     print_ignored,
@@ -43,20 +55,8 @@ from halfmoon.up.announcements import (
     print_trouble,
     progress_bars,
 )
-from halfmoon.up.certificates import RoleCertificates
-from halfmoon.up.child import ServiceSpec, children_ready
-from halfmoon.up.fleet import WorkerFleet
-from halfmoon.up.fleet_diff import WorkerChange
-from halfmoon.up.fleet_servicer import fleet_address, fleet_server
-from halfmoon.up.from_plan import applied_options
-from halfmoon.up.gpus import visible_gpus
-from halfmoon.up.metrics_targets import MetricsTargets
-from halfmoon.up.reserved_ports import ReservedPorts
-from halfmoon.up.service_specs import PreparedModel, WorkerSpec, gateway_spec, other_specs, traced, trusted, worker_spec
-from halfmoon.up.simulated import simulated_model
-from halfmoon.up.state_lock import locked_state_dir
-from halfmoon.up.stores import idle_directories, remember_stores
-from halfmoon.up.supervisor import Supervisor
+from halfmoon.up.supervision.child import ServiceSpec, children_ready
+from halfmoon.up.supervision.supervisor import Supervisor
 from halfmoon.up.up_options import UpOptions, WorkerStart
 
 _HEALTH_POLL_S = 0.1

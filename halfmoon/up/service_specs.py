@@ -14,10 +14,10 @@ from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.credentials.sources import environment_of
 from halfmoon.up.certificates import RoleCertificates
-from halfmoon.up.child import ServiceSpec
 from halfmoon.up.gpus import VISIBLE_GPUS, GPUShares, visible_gpus, whole_gpus
 from halfmoon.up.simulated import simulation_specs
 from halfmoon.up.stores import store_specs
+from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.up_options import (
     ServiceSettings,
     UpOptions,

@@ -14,7 +14,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.answer_model import LengthKind, TextKind
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, WorkerProfile, load_profile
-from halfmoon.up.child import ServiceSpec
+from halfmoon.up.supervision.child import ServiceSpec
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "*.jinja", "vocab.*", "merges.txt")
 _LIMITS = ("--max-batch-tokens", "--chunk-tokens", "--max-running")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from halfmoon.rpc.processes.private_files import write_private
-from halfmoon.up.log_files import OnTrouble
+from halfmoon.up.supervision.log_files import OnTrouble
 
 
 def replace_file(path: Path, text: str, on_trouble: OnTrouble) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.entry_codec import EntryCodec
-from halfmoon.up.child import ServiceSpec
-from halfmoon.up.log_files import OnTrouble
 from halfmoon.up.state_files import replace_file
+from halfmoon.up.supervision.child import ServiceSpec
+from halfmoon.up.supervision.log_files import OnTrouble
 
 _INDEX = "index.sqlite"  # the disk tier's index
 _ADDRESSES = "stores"  # file in the state directory, one address per line

@@ -12,9 +12,9 @@ from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.telemetry.tracing import check_endpoint
-from halfmoon.up.log_files import LogLimits
 from halfmoon.up.simulated import SimulatedWorkers
 from halfmoon.up.stores import StoreOptions
+from halfmoon.up.supervision.log_files import LogLimits
 
 ServiceSettings: TypeAlias = Mapping[str, Mapping[str, str]]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.up.child import ServiceSpec
 from halfmoon.up.metrics_targets import TARGETS_FILE, MetricsTargets
 from halfmoon.up.reserved_ports import ReservedPorts
 from halfmoon.up.service_specs import PreparedModel, other_specs
+from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.up_options import UpOptions
 
 

@@ -14,12 +14,12 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from halfmoon.rpc.credentials.operator_token import kept_token, made_token
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
-from halfmoon.up.announcements import print_ready
 from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.run import cluster_secret, with_operator_token
 from halfmoon.up.service_specs import PreparedModel, gateway_spec, other_specs, trusted
 from halfmoon.up.simulated import SimulatedWorkers, simulated_model
 from halfmoon.up.stores import StoreOptions, known_stores, remember_stores
+from halfmoon.up.supervision.announcements import print_ready
 from halfmoon.up.up_options import UpOptions
 
 MODEL = PreparedModel("/models/m", "m")

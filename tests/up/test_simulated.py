@@ -11,11 +11,11 @@ from rich.console import Console
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
-from halfmoon.up.announcements import print_ignored
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import Override, parse_config, read_config
 from halfmoon.up.service_specs import PreparedModel, other_specs
 from halfmoon.up.simulated import SimulatedWorkers, ignored_settings
+from halfmoon.up.supervision.announcements import print_ignored
 from halfmoon.up.up_options import UpOptions
 
 SIM = "engine: sim\nconsole: {enabled: false}\n"

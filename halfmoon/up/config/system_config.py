@@ -20,7 +20,7 @@ from halfmoon.config.worker import WorkerConfig
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.plan_file import PlannedLayout
 from halfmoon.policy.view.worker_view import Role
-from halfmoon.up.log_files import DEFAULT_LOG_BYTES, DEFAULT_LOG_FILES
+from halfmoon.up.supervision.log_files import DEFAULT_LOG_BYTES, DEFAULT_LOG_FILES
 
 
 def _list_of_one(written: Any) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import Incompatible
 from halfmoon.policy.view.worker_view import Role
-from halfmoon.up.fleet_diff import worker_change
+from halfmoon.up.fleet.fleet_diff import worker_change
 from halfmoon.up.gpus import gpus_beside
 from halfmoon.up.service_specs import WorkerSpec
 from halfmoon.up.up_options import WorkerStart

@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from halfmoon.up.log_files import LogFile, LogFiles, LogLimits, open_append
+from halfmoon.up.supervision.log_files import LogFile, LogFiles, LogLimits, open_append
 
 LINE = b'{"event": "one"}\n'
 

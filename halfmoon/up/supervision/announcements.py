@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from halfmoon.rpc.credentials.operator_token import token_file
-from halfmoon.up.child import Child
-from halfmoon.up.fleet_diff import WorkerChange
+from halfmoon.up.fleet.fleet_diff import WorkerChange
 from halfmoon.up.service_specs import http_url
 from halfmoon.up.simulated import ignored_settings
+from halfmoon.up.supervision.child import Child
 from halfmoon.up.up_options import UpOptions, simulated_workers
 
 

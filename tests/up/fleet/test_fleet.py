@@ -22,11 +22,11 @@ from halfmoon.pb import planner_pb2
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import credential_from, new_secret
-from halfmoon.up.fleet import WorkerFleet
-from halfmoon.up.fleet_servicer import fleet_address, fleet_server
-from halfmoon.up.from_plan import applied_options
+from halfmoon.up.fleet.fleet import WorkerFleet
+from halfmoon.up.fleet.fleet_servicer import fleet_address, fleet_server
+from halfmoon.up.fleet.from_plan import applied_options
 from halfmoon.up.service_specs import PreparedModel, WorkerSpec
-from halfmoon.up.supervisor import Supervisor
+from halfmoon.up.supervision.supervisor import Supervisor
 from halfmoon.up.up_options import UpOptions, WorkerStart
 from services.planner.fleet import Fleet
 
@@ -114,7 +114,7 @@ async def test_when_a_new_one_does_not_join_the_old_ones_serve_on(tmp_path: Path
 
 
 async def test_who_takes_too_long_to_join_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfmoon.up.fleet.JOIN_S", 0.1)
+    monkeypatch.setattr("halfmoon.up.fleet.fleet.JOIN_S", 0.1)
     async with host(tmp_path) as it:
         with pytest.raises(ServiceFailed, match="did not join"):
             await it.change(wanting(1, "silent"))

@@ -20,9 +20,9 @@ from halfmoon.errors import ServiceFailed
 from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.processes.template_process import was_ended_from_outside
 from halfmoon.rpc.server import SUPERVISED_ENV
-from halfmoon.up.child import Child, OnEvent, ServiceSpec
-from halfmoon.up.log_files import LogFiles, LogLimits, OnTrouble
-from halfmoon.up.restarts import DELAYS_S, RestartPolicy
+from halfmoon.up.supervision.child import Child, OnEvent, ServiceSpec
+from halfmoon.up.supervision.log_files import LogFiles, LogLimits, OnTrouble
+from halfmoon.up.supervision.restarts import DELAYS_S, RestartPolicy
 
 STOP_GRACE_S = 3.5  # from SIGTERM, or the end of the drain, to SIGKILL
 _NO_PROCESS_S = 1.0  # until the next try to start a process that could not be started

@@ -17,7 +17,7 @@ from typing import Any
 from halfmoon.errors import ServiceFailed
 from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.rpc.processes.template_process import FORK_AGAIN
-from halfmoon.up.log_files import LogFile
+from halfmoon.up.supervision.log_files import LogFile
 
 _TAIL_LINES = 15
 _SILENT_READY_S = 10.0  # after this long, a child that does not announce itself counts as ready

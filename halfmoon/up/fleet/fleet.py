@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 from halfmoon.background import cancelled
 from halfmoon.errors import HalfmoonError, Incompatible, NoCapacity, ServiceFailed
 from halfmoon.policy.view.worker_view import Role
-from halfmoon.up.child import Child
-from halfmoon.up.fleet_diff import WorkerChange, worker_change
+from halfmoon.up.fleet.fleet_diff import WorkerChange, worker_change
 from halfmoon.up.service_specs import WorkerSpec
-from halfmoon.up.supervisor import Supervisor
+from halfmoon.up.supervision.child import Child
+from halfmoon.up.supervision.supervisor import Supervisor
 from halfmoon.up.up_options import UpOptions, WorkerStart, wanted_workers
 
 JOIN_S = 900.0  # time for a worker to load its weights and join

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfmoon.up.restarts import DELAYS_S, SETTLED_S, RestartPolicy
+from halfmoon.up.supervision.restarts import DELAYS_S, SETTLED_S, RestartPolicy
 
 
 def delays_s(policy: RestartPolicy, served_s: float | None, times: int, *, from_outside: bool) -> list[float | None]:

@@ -17,8 +17,8 @@ import pytest
 
 from halfmoon.background import running
 from halfmoon.errors import ServiceFailed
-from halfmoon.up.child import Child, ServiceSpec, children_ready
-from halfmoon.up.supervisor import Supervisor
+from halfmoon.up.supervision.child import Child, ServiceSpec, children_ready
+from halfmoon.up.supervision.supervisor import Supervisor
 
 READY = 'print(\'{"event": "service.ready", "address": "here:1"}\', flush=True)\n'
 WAIT = "import sys; sys.stdin.read()\n"
@@ -98,7 +98,7 @@ async def test_a_child_and_its_successor_inherit_descriptors(tmp_path: Path) -> 
 async def test_stop_leaves_nobody_alive_even_who_ignores_sigterm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfmoon.up.supervisor.STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("halfmoon.up.supervision.supervisor.STOP_GRACE_S", 0.2)
     async with supervisor(tmp_path, []) as boss:
         children = [await boss.start(spec(f"stubborn-{index}", STUBBORN)) for index in range(2)]
         await children_ready(children)
@@ -311,7 +311,7 @@ async def test_a_service_that_never_was_ready_ends_everything(tmp_path: Path, an
 async def test_a_silent_service_that_has_lived_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfmoon.up.child._SILENT_READY_S", 0.0)
+    monkeypatch.setattr("halfmoon.up.supervision.child._SILENT_READY_S", 0.0)
     restarts = Restarts(2)
     boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(0.0,))
     try:

@@ -15,8 +15,8 @@ from halfmoon.rpc.credentials.access import OPEN_ACCESS, CallAccess
 from halfmoon.rpc.processes.owned_directory import owned_directory
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
-from halfmoon.up.fleet import WorkerFleet
-from halfmoon.up.fleet_diff import WantedWorker, WorkerChange
+from halfmoon.up.fleet.fleet import WorkerFleet
+from halfmoon.up.fleet.fleet_diff import WantedWorker, WorkerChange
 from halfmoon.up.up_options import UpOptions
 
 
