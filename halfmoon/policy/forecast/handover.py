@@ -61,7 +61,7 @@ def predict_handover(
     if request.cached_blocks.any():
         block_tokens = view.column("block_tokens")
         blocks = request.cached_blocks[np.minimum(view.holders[:num_rows], len(request.cached_blocks) - 1)]
-        held = np.minimum(blocks, request.num_prompt_tokens // np.maximum(block_tokens, 1)) * block_tokens
+        held = np.minimum(blocks, np.floor(request.num_prompt_tokens / np.maximum(block_tokens, 1))) * block_tokens
     num_bytes = (request.num_prompt_tokens - held) * prefill.prefill.kv_bytes_per_token * request.kv_factor
     row = view.row(prefill.prefill.worker_id)
     if row is None or not prefill.prefill.kv_bytes_per_token:

@@ -20,32 +20,32 @@ from halfmoon.policy.view.fetch_costs import FetchCosts
 Waits = Callable[[Floats, Floats], Floats]
 """Maps the reported queue and the prompt's own prefill time of each row to the time until the prefill starts."""
 
+_LEAST_S = 1e-30  # that a token takes: a divisor above 0
 _MOST_HOLDERS = 4  # that every row is compared for; those with the longest prefixes
 
 
 class _Rows(NamedTuple):
-    """Successive rows of the view. Columns are [num_rows, 1]."""
+    """Successive rows of the view. Columns are [num_rows]."""
 
     first: int
-    coefficients: Floats  # [num_rows, 3]
+    coefficients: Floats  # [3, num_rows]
     block_tokens: Floats
-    max_blocks: Floats  # of the prompt
-    local: Floats  # tokens cached
-    usual_s_per_token: Floats  # [num_rows]
+    max_blocks: Floats  # of the prompt: whole ones that leave at least one token to compute
+    local: Floats  # tokens cached, in such blocks
+    usual_s_per_token: Floats
 
 
 class _Prefixes(NamedTuple):
-    """What rows may load. Matrices are [num_rows, num_sources]."""
+    """What rows may load. Matrices are [num_sources, num_rows]: numpy is quick along the longer side."""
 
     sources: NDArray[np.int64]  # [num_sources] holders
     reachable: Floats  # tokens of the prefix at each of them
     wanted: Bools  # whether the row loads from there if that is faster than computing
-    is_store: Bools  # [num_sources]
     costs: FetchCosts
 
 
 class _Restored(NamedTuple):
-    """Loading what is missing, with what comes first computed meanwhile. Matrices are [num_rows, num_sources]."""
+    """Loading what is missing, with what comes first computed meanwhile. Matrices are [num_sources, num_rows]."""
 
     seconds: Floats  # until the reachable prefix is there
     transfer_s: Floats  # of the part that is loaded
@@ -67,26 +67,27 @@ def predict_ttft(
     """
     num_rows, num_prompt_tokens = view.num_rows, request.num_prompt_tokens
     reported_s = np.maximum(view.column("prefill_free_s") - now_s, 0.0)
-    local = _local(view, num_prompt_tokens, request.cached_blocks)
-    prefill_s = prefill_seconds(view, local, float(num_prompt_tokens))
+    rows = _rows(view, request, slice(num_rows))
+    local = rows.local
+    prefill_s = _compute_s(rows.coefficients, local, float(num_prompt_tokens))
     queue_s = waits(reported_s, prefill_s) if waits else reported_s
     computed_s = queue_s + prefill_s
-    rows = _rows(view, num_prompt_tokens, local, slice(num_rows))
     prefixes = _prefixes(view, request, rows, balancing_threshold)
     nothing = np.zeros(num_rows)
     if prefixes is None or not np.logical_or.reduce(prefixes.wanted, axis=None):
         return TtftPrediction(computed_s, local, nothing, queue_s)
-    restored = _restored(rows, prefixes, queue_s[:, None])
+    restored = _restored(rows, prefixes, queue_s)
     fetched_s = _fetched_s(rows, num_prompt_tokens, prefixes, restored)
-    each, best = np.arange(num_rows), np.argmin(fetched_s, axis=1)
-    fetches = fetched_s[each, best] < computed_s
+    best = np.argmin(fetched_s, axis=0), np.arange(num_rows)
+    least_s = fetched_s[best]
+    fetches = least_s < computed_s
     return TtftPrediction(
-        np.where(fetches, fetched_s[each, best], computed_s),
+        np.where(fetches, least_s, computed_s),
         local,
-        np.where(fetches, prefixes.reachable[each, best] - local, nothing),
+        np.where(fetches, prefixes.reachable[best] - local, nothing),
         queue_s,
-        np.where(fetches, prefixes.sources[best], -1),
-        np.where(fetches, restored.transfer_s[each, best], nothing),
+        np.where(fetches, prefixes.sources[best[0]], -1),
+        np.where(fetches, restored.transfer_s[best], nothing),
     )
 
 
@@ -102,26 +103,14 @@ def best_sources(
 
     All holders are compared, where `predict_ttft` looks at a few.
     """
-    local = _local(view, request.num_prompt_tokens, request.cached_blocks)
-    rows = _rows(view, request.num_prompt_tokens, local, slice(row, row + 1))
+    rows = _rows(view, request, slice(row, row + 1))
     prefixes = _prefixes(view, request, rows, balancing_threshold, has_all=True)
     if prefixes is None:
         return []
-    restored = _restored(rows, prefixes, np.full((1, 1), queue_s))
-    (seconds,) = _fetched_s(rows, request.num_prompt_tokens, prefixes, restored)
+    restored = _restored(rows, prefixes, np.full(1, queue_s))
+    seconds = _fetched_s(rows, request.num_prompt_tokens, prefixes, restored)[:, 0]
     order = np.argsort(seconds, kind="stable")[:limit]
     return [int(prefixes.sources[at]) for at in order if np.isfinite(seconds[at])]
-
-
-def _local(view: ClusterView, num_prompt_tokens: int, cached_blocks: NDArray[np.int64]) -> Floats:
-    """Tokens cached on each row, in whole blocks that leave at least one token to compute."""
-    if not cached_blocks.any():  # the common case where prompts share little
-        return np.zeros(view.num_rows)
-    block_tokens = view.column("block_tokens")
-    local: Floats = np.minimum(
-        _held(view.holders[: view.num_rows], cached_blocks), _max_blocks(view, num_prompt_tokens)
-    )
-    return local * block_tokens
 
 
 def _prefixes(
@@ -134,35 +123,37 @@ def _prefixes(
 ) -> _Prefixes | None:
     """What may be loaded from the few holders with the longest prefixes, or from all; None: nothing."""
     blocks = view.fetch_links.serving(request.cached_blocks)
-    sources = np.flatnonzero(blocks)
+    sources = blocks.nonzero()[0]
+    is_store = view.fetch_links.is_store(sources)
     if balancing_threshold is None:
-        sources = sources[view.fetch_links.is_store(sources)]
+        sources, is_store = sources[is_store], is_store[is_store]
     if not len(sources):
         return None
     if not has_all and len(sources) > _MOST_HOLDERS:
-        sources = sources[np.argsort(-blocks[sources], kind="stable")]
-        sources = _with_stores(view, sources)
-    reachable = np.minimum(blocks[sources][None, :], rows.max_blocks) * rows.block_tokens
-    is_store = view.fetch_links.is_store(sources)
+        few = _few(blocks[sources], is_store)
+        sources, is_store = sources[few], is_store[few]
+    reachable = np.minimum(blocks[sources, None], rows.max_blocks) * rows.block_tokens
     threshold = np.inf if balancing_threshold is None else balancing_threshold
-    least = np.where(is_store, 1.0, max(threshold, 1.0)) * rows.local
+    least = np.where(is_store, 1.0, max(threshold, 1.0))[:, None] * rows.local
     costs = view.fetch_links.costs(rows.usual_s_per_token, sources, rows.first)
-    wanted = (reachable > least) & np.isfinite(costs.s_per_token)
-    return _Prefixes(sources, reachable, wanted, is_store, costs)
+    wanted = reachable > least
+    wanted &= np.isfinite(costs.s_per_token)
+    return _Prefixes(sources, reachable, wanted, costs)
 
 
-def _with_stores(view: ClusterView, sources: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first few, and the few best stores: a row's own store may be much nearer than all workers."""
-    stores = sources[view.fetch_links.is_store(sources)]
-    return np.array(list(dict.fromkeys([*sources[:_MOST_HOLDERS].tolist(), *stores[:_MOST_HOLDERS].tolist()])))
+def _few(blocks: NDArray[np.int64], is_store: Bools) -> list[int]:
+    """The few that hold most, and the few best stores: a row's own store may be much nearer than all workers."""
+    order = np.argsort(-blocks, kind="stable")
+    stores = order[is_store[order]]
+    return list(dict.fromkeys([*order[:_MOST_HOLDERS].tolist(), *stores[:_MOST_HOLDERS].tolist()]))
 
 
 def _restored(rows: _Rows, prefixes: _Prefixes, queue_s: Floats) -> _Restored:
     """Loading starts now, computing after the queue. The same meeting point as in `placement/restore_plan.py`.
 
-    queue_s: [num_rows, 1].
+    queue_s: [num_rows].
     """
-    _, b, c = (column[:, None] for column in rows.coefficients.T)
+    _, b, c = rows.coefficients
     fetch_s = prefixes.costs.s_per_token
     gamma = np.where(np.isfinite(fetch_s), fetch_s, 0.0)
     missing = np.maximum(prefixes.reachable - rows.local, 0.0)
@@ -170,10 +161,11 @@ def _restored(rows: _Rows, prefixes: _Prefixes, queue_s: Floats) -> _Restored:
     ahead_s = np.maximum(gamma * missing + prefixes.costs.wait_s - queue_s, 0.0)
     slope = alpha + gamma
     reach = slope + np.sqrt(slope**2 + 2 * c * ahead_s)
-    computed = np.divide(2 * ahead_s, reach, out=np.zeros_like(reach), where=reach > 0)
+    computed = 2 * ahead_s / np.maximum(reach, _LEAST_S)
     loaded = missing - np.minimum(computed, missing)
-    transfer_s = np.where(loaded > 0, prefixes.costs.wait_s + gamma * loaded, 0.0)
-    compute_s = np.where(loaded > 0, 0.0, alpha * missing + c * missing**2 / 2)  # nothing is worth loading
+    is_loaded = loaded > 0
+    transfer_s = np.where(is_loaded, prefixes.costs.wait_s + gamma * loaded, 0.0)
+    compute_s = np.where(is_loaded, 0.0, missing * (alpha + c * missing / 2))  # nothing is worth loading
     return _Restored(np.maximum(queue_s, transfer_s) + compute_s, transfer_s)
 
 
@@ -183,8 +175,8 @@ def prefill_seconds(view: ClusterView, cached: Floats, num_tokens: float) -> Flo
 
 
 def _fetched_s(rows: _Rows, num_prompt_tokens: int, prefixes: _Prefixes, restored: _Restored) -> Floats:
-    """TTFT [num_rows, num_sources] with each source; inf where the row does not load from it."""
-    rest_s = _compute_s(rows.coefficients.T[:, :, None], prefixes.reachable, float(num_prompt_tokens))
+    """TTFT [num_sources, num_rows] with each source; inf where the row does not load from it."""
+    rest_s = _compute_s(rows.coefficients, prefixes.reachable, float(num_prompt_tokens))
     return np.where(prefixes.wanted, restored.seconds + rest_s, np.inf)
 
 
@@ -195,21 +187,18 @@ def _compute_s(coefficients: Floats, cached: Floats, num_tokens: float) -> Float
     return seconds
 
 
-def _rows(view: ClusterView, num_prompt_tokens: int, local: Floats, rows: slice) -> _Rows:
+def _rows(view: ClusterView, request: PlacementRequest, rows: slice) -> _Rows:
+    block_tokens = view.column("block_tokens")[rows]
+    max_blocks = np.floor((request.num_prompt_tokens - 1) / np.maximum(block_tokens, 1))  # `//` takes ten times as long
+    local = np.minimum(_held(view.holders[: view.num_rows][rows], request.cached_blocks), max_blocks) * block_tokens
     return _Rows(
         rows.start or 0,
-        view.prefill_coefficients[: view.num_rows][rows],
-        view.column("block_tokens")[rows, None],
-        _max_blocks(view, num_prompt_tokens)[rows, None],
-        local[rows, None],
+        view.prefill_coefficients[: view.num_rows][rows].T,
+        block_tokens,
+        max_blocks,
+        local,
         view.column("fetch_s_per_token")[rows],
     )
-
-
-def _max_blocks(view: ClusterView, num_prompt_tokens: int) -> Floats:
-    """Whole blocks of the prompt that leave at least one token to compute."""
-    blocks: Floats = (num_prompt_tokens - 1) // np.maximum(view.column("block_tokens"), 1)
-    return blocks
 
 
 def _held(holders: NDArray[np.int64], cached_blocks: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ class FetchLink(NamedTuple):
 
 
 class FetchCosts(NamedTuple):
-    """Loading from some holders. Both arrays are [num_rows, num_holders]."""
+    """Loading from some holders. Both arrays are [num_holders, num_rows]."""
 
     s_per_token: Floats  # inf where a row cannot load
     wait_s: Floats
@@ -34,7 +34,7 @@ class FetchLinks:
     """
 
     def __init__(self) -> None:
-        self._s_per_token: Floats = np.full((16, 16), np.nan)  # [rows, holders], nan: not measured
+        self._s_per_token: Floats = np.full((16, 16), np.nan)  # [holders, rows], nan: not measured
         self._wait_s: Floats = np.zeros((16, 16))
         self._is_store: Bools = np.zeros(16, dtype=np.bool_)
         self._serves: Bools = np.ones(16, dtype=np.bool_)
@@ -47,7 +47,7 @@ class FetchLinks:
         """
         self._make_room(0, holder)
         self._is_store[holder], self._serves[holder] = False, serves
-        self._s_per_token[:, holder], self._wait_s[:, holder] = np.nan, 0.0
+        self._s_per_token[holder], self._wait_s[holder] = np.nan, 0.0
 
     def note_store(self, holder: int) -> None:
         """Says that a holder is a store, or what all stores have together."""
@@ -58,9 +58,9 @@ class FetchLinks:
         """Takes all that a row has measured."""
         links = list(links)
         self._make_room(row, max((link.holder for link in links), default=0))
-        self._s_per_token[row], self._wait_s[row] = np.nan, 0.0
+        self._s_per_token[:, row], self._wait_s[:, row] = np.nan, 0.0
         for link in links:
-            self._s_per_token[row, link.holder], self._wait_s[row, link.holder] = link.s_per_token, link.wait_s
+            self._s_per_token[link.holder, row], self._wait_s[link.holder, row] = link.s_per_token, link.wait_s
         self._has_any |= bool(links)
 
     def is_store(self, holders: NDArray[np.int64]) -> Bools:
@@ -80,22 +80,22 @@ class FetchLinks:
 
         usual_s_per_token: [num_rows] where nothing was measured.
         """
-        num_rows, usual = len(usual_s_per_token), usual_s_per_token[:, None]
+        num_rows, usual = len(usual_s_per_token), usual_s_per_token
         if not self._has_any:
-            shape = num_rows, len(holders)
+            shape = len(holders), num_rows
             return FetchCosts(np.broadcast_to(usual, shape), np.zeros(shape))
         rows = slice(first_row, first_row + num_rows)
         self._make_room(rows.stop, int(holders.max(initial=0)))
-        measured = self._s_per_token[rows, holders]
+        measured = self._s_per_token[holders, rows]
         s_per_token = np.where(np.isnan(measured) | np.isinf(usual), usual, measured)
-        return FetchCosts(s_per_token, self._wait_s[rows, holders])
+        return FetchCosts(s_per_token, self._wait_s[holders, rows])
 
     def _make_room(self, row: int, holder: int) -> None:
-        while row >= len(self._s_per_token):
-            self._s_per_token = np.concatenate([self._s_per_token, np.full_like(self._s_per_token, np.nan)])
-            self._wait_s = np.concatenate([self._wait_s, np.zeros_like(self._wait_s)])
-        while holder >= len(self._serves):
+        while row >= self._s_per_token.shape[1]:
             self._s_per_token = np.hstack([self._s_per_token, np.full_like(self._s_per_token, np.nan)])
             self._wait_s = np.hstack([self._wait_s, np.zeros_like(self._wait_s)])
+        while holder >= len(self._serves):
+            self._s_per_token = np.concatenate([self._s_per_token, np.full_like(self._s_per_token, np.nan)])
+            self._wait_s = np.concatenate([self._wait_s, np.zeros_like(self._wait_s)])
             self._is_store = np.concatenate([self._is_store, np.zeros_like(self._is_store)])
             self._serves = np.concatenate([self._serves, np.ones_like(self._serves)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import median
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -83,7 +84,7 @@ class LinkSpeeds:
         if not measured:
             return LinkCosts(np.full(num_rows, 1.0 / DEFAULT_BYTES_PER_S), np.zeros(num_rows))
         rows, s_per_byte, latency_s = zip(*measured, strict=True)
-        costs = LinkCosts(np.full(num_rows, np.median(s_per_byte)), np.full(num_rows, np.median(latency_s)))
+        costs = LinkCosts(np.full(num_rows, median(s_per_byte)), np.full(num_rows, median(latency_s)))
         costs.s_per_byte[list(rows)] = s_per_byte
         costs.latency_s[list(rows)] = latency_s
         return costs

@@ -41,6 +41,7 @@ class Membership:
         self.model_fingerprint = model_fingerprint
         self.heartbeat_interval_s = heartbeat_interval_s
         self._named_stores = frozenset(stores)
+        self.stores: frozenset[str] = frozenset()  # addresses of the pool's stores: those named, and those members use
         self._members: dict[str, Member] = {}
         self._view = ClusterView()
         self.index = BlockIndex()
@@ -100,7 +101,6 @@ class Membership:
         self._layouts[layout_from(identity.layout)] += 1
         if before is not None:
             self._forget_layout(before)
-            self._forget_store(before.identity.kv_store)
         self._view.remove(identity.worker_id)  # so that the order is that of joining
         self._show(now_s, member)
         return member
@@ -145,10 +145,6 @@ class Membership:
         """The number in the index of all stores together."""
         return self._pool
 
-    def is_pool(self, holder: int) -> bool:
-        """Whether this number in the index stands for what all stores have together."""
-        return holder == self._pool
-
     def worker_sources(self, holders: Sequence[int], cached_blocks: NDArray[np.int64]) -> list[KVSource]:
         """Those of `holders` that are workers, as a request names them. Stores of the pool need no naming."""
         addresses = {number: address for address, number in self._holders.items() if number in holders}
@@ -157,12 +153,6 @@ class Membership:
             for number in holders
             if number in addresses
         ]
-
-    @property
-    def stores(self) -> set[str]:
-        """Addresses of the pool's stores: those that were named to the gateway, and those that members use."""
-        used = {member.identity.kv_store for member in self._members.values() if member.identity.kv_store}
-        return used | self._named_stores
 
     def store_number(self, address: str) -> int:
         """The number of one store as a holder in the index. Members' `store_holder` is that of the whole pool."""
@@ -228,7 +218,7 @@ class Membership:
         self._holders.pop(member.identity.address, None)
         self._forget_layout(member)
         self.index.forget(member.worker_id)
-        self._forget_store(member.identity.kv_store)
+        self._unite_stores()
         self._models.forget(member.worker_id)
         return True
 
@@ -268,14 +258,14 @@ class Membership:
         if not self._layouts[layout]:
             del self._layouts[layout]
 
-    def _forget_store(self, address: str) -> None:
-        """Forgets a store that is not of the pool any more."""
-        if address and address not in self.stores:
-            self.index.forget(_store_name(address))
-            self._unite_stores()
-
     def _unite_stores(self) -> None:
-        """What any store has, the pool has."""
+        """Takes the pool's stores from the members. What any store has, the pool has."""
+        used = {member.identity.kv_store for member in self._members.values() if member.identity.kv_store}
+        before, self.stores = self.stores, self._named_stores | used
+        if self.stores == before:
+            return
+        for address in before - self.stores:
+            self.index.forget(_store_name(address))
         stores = [self.store_number(address) for address in sorted(self.stores)]
         for number in stores:
             self._view.fetch_links.note_holder(number, serves=False)  # the pool counts instead

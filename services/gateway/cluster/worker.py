@@ -27,6 +27,6 @@ class Worker:
         self.has_news = asyncio.Event()
         self.missed_blocks = False
         self.told: set[str] = set()
-        self.told_stores: set[str] | None = None
+        self.told_stores: frozenset[str] | None = None
         self.told_caches: set[str] = set()
         self.gone: asyncio.Future[HalfmoonError] = asyncio.get_running_loop().create_future()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from halfmoon.errors import HalfmoonError
@@ -18,7 +18,7 @@ _DEADLINE_S = 1.0
 class StoreView:
     """Owns a connection to each store that was looked at. `pool`: addresses of the stores."""
 
-    def __init__(self, pool: Callable[[], set[str]], credential: Credential | None = None) -> None:
+    def __init__(self, pool: Callable[[], Collection[str]], credential: Credential | None = None) -> None:
         self._pool = pool
         self._credential = credential
         self._peers: dict[str, Peer] = {}

@@ -42,6 +42,7 @@ class RequestRouting:
         self._is_reserved = False  # admitted, and not placed yet
         self._waited_s = 0.0  # until it was admitted
         self._keys: PromptKeys | None = None
+        self._placed: PlacementRequest | None = None  # the latest
 
     def hash_blocks(self) -> None:
         """Computes the keys of the prompt's blocks, for `place`: milliseconds for a very long one, in any thread."""
@@ -78,6 +79,7 @@ class RequestRouting:
     def place(self, exclude: Sequence[str]) -> Placement:
         """Chooses the workers of the next attempt. Raises what placement raises, and the first time Refused."""
         request, view, now_s = self._placement_request(exclude), self._membership.view(), self._context.clock()
+        self._placed = request
         if self._admitted is None:
             qos = replace(self.output.qos, ttft_s=None, tbt_s=None) if self._progress.is_resumed else self.output.qos
             return self._begin(request, self._decide(request, qos, now_s), now_s)
@@ -98,10 +100,13 @@ class RequestRouting:
         return default.lower if self._admitted and self._admitted.lower_kv_precision else default
 
     def sources(self, placement: Placement) -> list[KVSource]:
-        """Workers from whose prefix caches the prefill worker may load what it lacks, best first."""
-        request, view = self._placement_request(()), self._membership.view()
+        """Workers from whose prefix caches the prefill worker of the latest placement may load what it lacks.
+
+        Best first.
+        """
+        request, view = self._placed, self._membership.view()
         row = view.row(placement.prefill.worker_id)
-        if row is None or not request.cached_blocks.any():
+        if row is None or request is None or not request.cached_blocks.any():
             return []
         threshold = self._admission.fetching_threshold
         holders = best_sources(view, row, request, threshold, placement.queue_s, _MAX_SOURCES)
@@ -248,7 +253,7 @@ class RequestRouting:
         serving = self._membership.view().fetch_links.serving(request.cached_blocks)
         best = int(serving.max(initial=0)) * placement.prefill.block_tokens
         if placement.source >= 0:
-            return "store" if self._membership.is_pool(placement.source) else "worker"
+            return "store" if placement.source == self._membership.pool else "worker"
         if not best:
             return "unknown"
         if best <= placement.cached_tokens or placement.cached_tokens >= request.num_prompt_tokens - 1:
