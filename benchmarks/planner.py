@@ -62,7 +62,7 @@ from halfmoon.sim.workloads.traces import read_workload
 from halfmoon.sim.workloads.workload import Workload
 
 MODEL = "roofline:llama-2-70b@a100-80g"
-NETWORK = Network(bytes_per_s=100e9, handover="pull", can_fetch=True)
+NETWORK = Network(bytes_per_s=100e9)
 TTFT_S = 30.0  # Mooncake's target
 ATTAINMENT = 0.9
 MAX_RUNNING = 256
@@ -121,7 +121,7 @@ def show_distserve(args: argparse.Namespace) -> None:
         limits = BatchLimits(model.kv_tokens, model.kv_tokens, 1 << 24)
         groups = WorkerGroup("prefill", 1, model, limits), WorkerGroup("decode", 1, model, limits)
         workload = synthetic_workload(named_lengths("in=512,out=64"), 500, 0.3, seed=1)
-        result = simulate(ClusterSpec(groups, replace(NETWORK, can_fetch=False)), workload)
+        result = simulate(ClusterSpec(groups, replace(NETWORK, handover="pull")), workload)  # as DistServe does
         p50_ms = 1000 * np.median(result.ttft_s)
         print(f"OPT-13B TP1 x PP{pp}, 512 in, 64 out: p50 TTFT {p50_ms:.2f} ms, published {known_ms} ms")
 
@@ -167,14 +167,12 @@ def show_capacity(args: argparse.Namespace) -> None:
     """Compares disaggregated and colocated clusters of equal size at three TBT targets, with two definitions of TBT."""
     workload, model = _trace(args), big_worker(args.latency)
     wanted = [SloTargets(TTFT_S, tbt_s=ms / 1000, tbt_of=of) for of in get_args(TbtOf) for ms in (100, 200, 300)]
-    pulled = split(model, 10, 10)
-    pushed = replace(pulled, network=replace(NETWORK, handover="push"))
-    specs = pushed, pulled, colocated(model, 20, "prefill-first", 1 << 17), colocated(model, 20, "chunked")
+    specs = split(model, 10, 10), colocated(model, 20, "prefill-first", 1 << 17), colocated(model, 20, "chunked")
     columns = [capacities(spec, workload, wanted) for spec in specs]
-    print("| TBT of | target ms | 10P + 10D, pushed | pulled | 20 both, prompts first | chunked | gain of pushed |")
-    print("|---|---|---|---|---|---|---|")
+    print("| TBT of | target ms | 10P + 10D | 20 both, prompts first | chunked | gain |")
+    print("|---|---|---|---|---|---|")
     for targets, factors in zip(wanted, zip(*columns, strict=True), strict=True):
-        gains = [f"{factors[0] / factor - 1:+.0%}" if factor else "–" for factor in factors[2:]]
+        gains = [f"{factors[0] / factor - 1:+.0%}" if factor else "–" for factor in factors[1:]]
         cells = " | ".join(f"{factor:.2f}" for factor in factors)
         print(f"| {targets.tbt_of} | {1000 * (targets.tbt_s or 0):.0f} | {cells} | {', '.join(gains)} |", flush=True)
 
@@ -194,20 +192,18 @@ def show_ratio(args: argparse.Namespace) -> None:
 def show_effective_requests(args: argparse.Namespace) -> None:
     """Compares eight workers of each phase with sixteen like vLLM 0.5.1, one option at a time as in the paper."""
     model = big_worker(args.latency)
-    pushed = replace(split(model, 8, 8), network=replace(NETWORK, handover="push"))
     engines = {
-        "16 both, prompts first": _without_fetches(colocated(model, 16, "prefill-first", 1 << 17), has_cache=False),
-        "the same, prefix caches": _without_fetches(colocated(model, 16, "prefill-first", 1 << 17), has_cache=True),
-        "16 both, chunks of 512": _without_fetches(colocated(model, 16, "chunked", 512), has_cache=False),
+        "16 both, prompts first": _apart(colocated(model, 16, "prefill-first", 1 << 17), has_cache=False),
+        "the same, prefix caches": _apart(colocated(model, 16, "prefill-first", 1 << 17), has_cache=True),
+        "16 both, chunks of 512": _apart(colocated(model, 16, "chunked", 512), has_cache=False),
     }
-    show_effective({"8P + 8D, pushed": pushed, **engines}, _trace(args), TTFT_S)
+    show_effective({"8P + 8D": split(model, 8, 8), **engines}, _trace(args), TTFT_S)
 
 
-def _without_fetches(spec: ClusterSpec, *, has_cache: bool) -> ClusterSpec:
+def _apart(spec: ClusterSpec, *, has_cache: bool) -> ClusterSpec:
     """Engines that know nothing of each other, behind a balancer that does not know their caches."""
     groups = tuple(replace(group, prefix_cache=has_cache) for group in spec.groups)
-    network = replace(spec.network, can_fetch=False)
-    return replace(spec, groups=groups, network=network, placement="least-loaded")
+    return replace(spec, groups=groups, placement="least-loaded")
 
 
 def show_averages_and_bursts(args: argparse.Namespace) -> None:

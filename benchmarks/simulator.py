@@ -127,7 +127,7 @@ def main() -> None:
         groups = WorkerGroup("prefill", 16, model), WorkerGroup("decode", 16, model)
         report(
             "16 + 16 workers, a trace with prefixes",
-            ClusterSpec(groups, Network(can_fetch=True)),
+            ClusterSpec(groups),
             read_workload(args.trace),
         )
     if args.million:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -141,10 +142,9 @@ class _Run:
 
     def _arrive(self, index: int) -> None:
         workload = self._workload
-        prompt, prefix_blocks = int(workload.prompt_tokens[index]), []
-        if workload.prefixes is not None:
-            prefix_blocks = workload.prefixes.of(index)[: prompt // self._prefix_block_tokens].tolist()
-        job = Job(index, self._events.now_s, prompt, int(workload.output_tokens[index]), prefix_blocks)
+        prompt = int(workload.prompt_tokens[index])
+        blocks = [] if workload.prefixes is None else workload.prefixes.sequence(index, prompt)
+        job = Job(index, self._events.now_s, prompt, int(workload.output_tokens[index]), blocks)
         self._jobs[index] = job
         self._num_arrived += 1
         self._tracker.came(index)
@@ -195,12 +195,12 @@ class _Run:
         if self._stores is not None and stores is not None and placement.source == stores.holder:
             self._stores.load(job, target, placement, self._policy_router.restore_plan)
             return
-        source = self._policy_router.source(placement)
+        source, size = self._policy_router.source(placement), self._prefix_block_tokens
+        num_there = source.kv.use(job.prefix_blocks, (placement.cached_tokens + placement.fetched_tokens) // size)
+        placement = replace(placement, fetched_tokens=max(num_there * size - placement.cached_tokens, 0))
         plan = self._policy_router.restore_plan(placement, self._transfers.wait_s(source, target))
-        num_tokens = plan.num_load_blocks * self._prefix_block_tokens
-        if num_tokens:
-            known_tokens = placement.cached_tokens + placement.fetched_tokens
-            self._transfers.fetch(job, source, target, known_tokens, num_tokens)
+        if plan.num_load_blocks:
+            self._transfers.fetch(job, source, target, num_there * size, plan.num_load_blocks * size)
 
     def prefilled(self, job: Job, worker: SimWorker) -> None:
         """Handles a computed prompt and its sampled token."""
@@ -214,7 +214,7 @@ class _Run:
             job.is_prefilled = True
             self._router.prefilled(job, worker, now_s)
             if self._stores is not None:
-                self._stores.write(job, worker, now_s)
+                self._stores.write(job, worker, job.target, now_s)
         if not job.num_left:
             worker.blocks.release(job)
             self.end(job, "completed")
@@ -239,6 +239,10 @@ class _Run:
         self._reports.note(worker)
 
     def end(self, job: Job, outcome: Outcome) -> None:
+        if self._stores is not None and outcome == "completed" and job.decode is not None:
+            num_computed = job.prompt + job.output - 1
+            if num_computed // self._prefix_block_tokens > job.target // self._prefix_block_tokens:
+                self._stores.write(job, self._workers[job.decode], num_computed, self._events.now_s)
         job.outcome = outcome
         job.end_s = self._events.now_s
         job.state = "ended"

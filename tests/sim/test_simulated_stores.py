@@ -30,8 +30,9 @@ def workload(num: int = 120, num_documents: int = 12, num_blocks: int = 60) -> W
 
 
 def cluster(stores: Stores) -> ClusterSpec:
-    """Prefill workers that remember three prompts each."""
-    groups = (WorkerGroup("prefill", 4, MODEL, kv_tokens=3 * 62 * BLOCK), WorkerGroup("decode", 1, MODEL))
+    """Prefill workers that remember three prompts each, and a decode worker that remembers none."""
+    prefill = WorkerGroup("prefill", 4, MODEL, kv_tokens=3 * 62 * BLOCK)
+    groups = (prefill, WorkerGroup("decode", 1, MODEL, prefix_cache=False))
     return ClusterSpec(groups, Network(), stores=stores)
 
 

@@ -76,10 +76,9 @@ class Network:
     latency_s: float = 1e-4
     node_bytes_per_s: float = 300e9  # between workers of one node
     handover: Handover = "push"
-    kv_ratio: float = 1.0  # bytes sent per byte of KV; below 1 with a codec
+    kv_ratio: float = 1.0  # bytes handed over per byte of KV; below 1 with a codec. What is fetched or stored is raw
     encode_bytes_per_s: float | None = None  # bytes of KV that a worker's codec encodes per second; None: no codec
     decode_bytes_per_s: float | None = None  # bytes of KV that the receiver's codec restores per second
-    can_fetch: bool = False  # whether prefixes may be fetched from another worker
 
     def __post_init__(self) -> None:
         _check(self.bytes_per_s > 0 and self.node_bytes_per_s > 0, "bytes_per_s", "must be above 0")

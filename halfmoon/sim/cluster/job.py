@@ -67,7 +67,7 @@ class Job:
         self.start_s = start_s
         self.prompt = prompt
         self.output = output
-        self.prefix_blocks = prefix_blocks  # ids of the prompt's full blocks that prefix caches can know
+        self.prefix_blocks = prefix_blocks  # ids of the whole blocks of prompt and answer that prefix caches can know
         self.attempt = 0  # events of earlier attempts are stale
         self.retries: Retries | None = None  # None: no attempt has failed yet
         self.num_refusals = 0

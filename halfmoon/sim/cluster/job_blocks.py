@@ -91,7 +91,8 @@ class JobBlocks:
             self._kv.give(1)
 
     def leave(self, job: Job) -> None:
-        """Returns the blocks of a job that decoded here: those of all tokens but the newest."""
+        """Returns the blocks of a job that decoded here: those of all tokens but the newest, which others may find."""
+        self.make_known(job, job.join_length - 1)
         self._kv.give(self.num_for(job.join_length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size)
         self._let_go(job)
 

@@ -58,6 +58,12 @@ class KvMemory:
             result.append(block_id)
         return result
 
+    def use(self, prefix_blocks: Sequence[int], most: int) -> int:
+        """Counts a use by another worker, which reads the longest cached prefix; returns its blocks."""
+        matched = self.match(prefix_blocks, most)
+        self.release(matched)
+        return len(matched)
+
     def take(self, num_blocks: int) -> None:
         """Takes available blocks and evicts idle prefix blocks to make room."""
         while self.free < num_blocks:

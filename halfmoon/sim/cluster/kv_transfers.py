@@ -116,7 +116,7 @@ class KvTransfers:
         """
         job.load_end, job.front_end = load_end, load_end - num_tokens
         job.is_loading = True
-        num_bytes, now_s = self._kv_bytes(target, num_tokens), self._events.now_s
+        num_bytes, now_s = _kv_bytes(target, num_tokens), self._events.now_s
         end_s = self._ports.send(source.node, target.node, num_bytes, now_s, now_s)
         self._events.at(end_s, self._on_fetched, job, target, job.attempt)
 
@@ -124,7 +124,7 @@ class KvTransfers:
         """Loads the last `num_tokens` of the job's first `load_end` tokens from several stores at once."""
         job.load_end, job.front_end = load_end, load_end - num_tokens
         job.is_loading = True
-        block_bytes = self._kv_bytes(target, num_tokens) / max(1, sum(part.num_blocks for part in parts))
+        block_bytes = _kv_bytes(target, num_tokens) / max(1, sum(part.num_blocks for part in parts))
         now_s, ends_s = self._events.now_s, [self._events.now_s]
         for part in parts:
             read_s = now_s + part.num_on_disk * block_bytes / self._stores.disk_bytes_per_s
@@ -157,9 +157,9 @@ class KvTransfers:
             self._events.at(now_s + self._network.latency_s, self._on_handed_over, job, sender, receiver, job.attempt)
             return
         ready_s = max(job.begun_s, 0.0) if self._network.handover == "push" else now_s
-        num_bytes = self._kv_bytes(sender, num_missing)
+        raw_bytes = _kv_bytes(sender, num_missing)
+        num_bytes = raw_bytes * self._network.kv_ratio
         end_s = self._ports.send(sender.node, receiver.node, num_bytes, ready_s, now_s)
-        raw_bytes = num_bytes / self._network.kv_ratio
         coded_s = self._codec_queues.code(sender.number, receiver.number, raw_bytes, ready_s, now_s)
         self._events.at(max(end_s, coded_s), self._on_handed_over, job, sender, receiver, job.attempt)
 
@@ -178,5 +178,6 @@ class KvTransfers:
         self._steps.wake(sender)
         self._steps.wake(receiver)
 
-    def _kv_bytes(self, worker: SimWorker, num_tokens: int) -> float:
-        return num_tokens * worker.group.latency.kv_bytes_per_token * self._network.kv_ratio
+
+def _kv_bytes(worker: SimWorker, num_tokens: int) -> float:
+    return num_tokens * worker.group.latency.kv_bytes_per_token

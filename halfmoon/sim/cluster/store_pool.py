@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from halfmoon.policy.placement.store_choice import choose_store
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
-from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.store import SimStore
 from halfmoon.sim.cluster.worker import SimWorker
 
@@ -36,10 +35,10 @@ class StorePool:
         """The worker's nearest store."""
         return self.stores[worker.number % len(self.stores)]
 
-    def use(self, job: Job, now_s: float) -> None:
-        """Counts a use of the prompt's blocks, as when a worker asks all stores for them."""
+    def use(self, blocks: Sequence[int], now_s: float) -> None:
+        """Counts a use of a prompt's blocks, as when a worker asks all stores for them."""
         for store in self.stores:
-            store.find(job.prefix_blocks, now_s)
+            store.find(blocks, now_s)
 
     def parts(self, blocks: Sequence[int]) -> list[StorePart]:
         """Which store delivers how many of these blocks: each the first one that has it."""

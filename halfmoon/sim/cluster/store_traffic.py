@@ -27,7 +27,7 @@ class StoreTraffic:
 
     def use(self, job: Job, now_s: float) -> None:
         """Counts a use of the prompt's blocks, as when a worker asks all stores for them."""
-        self._pool.use(job, now_s)
+        self._pool.use(job.prefix_blocks[: job.target // self._block_tokens], now_s)
 
     def load(
         self, job: Job, target: SimWorker, placement: Placement, plan: Callable[[Placement, float], RestorePlan]
@@ -43,9 +43,13 @@ class StoreTraffic:
         if num_tokens:
             self._transfers.load(job, parts, target, last * self._block_tokens, num_tokens)
 
-    def write(self, job: Job, worker: SimWorker, now_s: float) -> None:
-        """Puts a computed prompt's blocks that no store has into one of them, behind everything else."""
-        store, blocks = self._pool.to_write(job.prefix_blocks, worker, now_s)
+    def write(self, job: Job, worker: SimWorker, num_tokens: int, now_s: float) -> None:
+        """Puts a job's first whole blocks that no store has into one of them, behind everything else.
+
+        num_tokens: that this worker has computed or received.
+        """
+        whole = job.prefix_blocks[: num_tokens // self._block_tokens]
+        store, blocks = self._pool.to_write(whole, worker, now_s)
         self._send(worker, worker.node, store, blocks)
 
     def copy(self, worker: SimWorker, target: SimStore, blocks: Sequence[int]) -> None:

@@ -113,7 +113,7 @@ class PolicyRouter:
         """Adds a worker, which is empty."""
         group, kv = worker.group, worker.kv
         latency = group.latency
-        fetch_s = latency.kv_bytes_per_token * self._spec.network.kv_ratio / self._spec.network.bytes_per_s
+        fetch_s = latency.kv_bytes_per_token / self._spec.network.bytes_per_s
         num_prefix_blocks = kv.num_blocks // kv.prefix_block_size
         colocation = self._colocation.known(worker)
         view = WorkerView(
@@ -132,7 +132,7 @@ class PolicyRouter:
             kv_bytes_per_token=latency.kv_bytes_per_token * self._spec.network.kv_ratio,
             holder=self.index.number(worker.name) if kv.is_cache else -1,
             store_holder=-1 if self.stores is None else self.stores.holder,
-            fetch_s_per_token=fetch_s if self._may_load and kv.is_cache else math.inf,
+            fetch_s_per_token=fetch_s if kv.is_cache else math.inf,
             contention=colocation.prefill,
             step_contention=colocation.step,
         )
@@ -141,15 +141,9 @@ class PolicyRouter:
         assert row is not None
         self._members[worker.name] = _Member(view, row, now_s)
         self.view.links.report(row, SimulatedLinks(worker, self._spec.network, self._workers, self._colocation))
-        if self.stores is not None and view.holder >= 0:
-            self.view.fetch_links.note_holder(view.holder, serves=self._spec.network.can_fetch)
         if kv.is_cache:
             self._holders[view.holder] = worker
             self.index.apply(view.holder, BlockEvents(0, is_snapshot=True))
-
-    @property
-    def _may_load(self) -> bool:
-        return self._spec.network.can_fetch or self.stores is not None
 
     def leave(self, worker: SimWorker) -> None:
         """Removes a worker."""
@@ -324,8 +318,11 @@ class PolicyRouter:
     def _keys_of(self, job: Job) -> Keys:
         if self._keys is None or self._offsets is None:
             return NO_KEYS
-        first = self._offsets[job.index]
-        return self._keys[first : first + len(job.prefix_blocks)]
+        first, num_whole = self._offsets[job.index], job.prompt // self._prefix_block_tokens
+        if job.target > job.prompt:  # it goes on elsewhere with the tokens that it has
+            whole = job.prefix_blocks[: job.target // self._prefix_block_tokens]
+            return prefix_keys(np.array(whole, dtype=np.int64))
+        return self._keys[first : first + min(num_whole, len(job.prefix_blocks))]
 
     def _max_output(self, num_prompt: int) -> int:
         """Output tokens that the largest worker's memory leaves for such a prompt."""

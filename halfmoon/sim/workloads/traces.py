@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.sim.workloads.answers import with_answers
 from halfmoon.sim.workloads.workload import LONGEST_TOKENS, Prefixes, Workload
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -84,6 +85,8 @@ def _from_rows(path: Path, rows: Sequence[Any]) -> Workload:
     start_s, prompt, output = figures[order].T
     prefixes = _prefixes(path, [rows[index] for index in order])
     lengths = prompt.astype(np.int64), np.maximum(output.astype(np.int64), 1)
+    if prefixes is not None:
+        prefixes = with_answers(prefixes, *lengths)
     return Workload(start_s - start_s[0], *lengths, prefixes, path.stem, order)
 
 

@@ -22,27 +22,43 @@ class Prefixes:
 
     The ids of request `i` are `ids[offsets[i]:offsets[i + 1]]`. A prompt may have fewer ids than blocks: the rest is
     not shared. The last id may belong to a partial block, which is never shared.
+
+    answers: the ids of the blocks that each answer completes, from the prompt's partial block on; None: no prompt has
+    any of them.
     """
 
     block_tokens: int
     ids: Ints
     offsets: Ints  # [num_requests + 1]
+    answers: Prefixes | None = None
 
     def of(self, index: int) -> Ints:
         """The ids of one request."""
         result: Ints = self.ids[self.offsets[index] : self.offsets[index + 1]]
         return result
 
+    def sequence(self, index: int, prompt_tokens: int) -> list[int]:
+        """The ids of all whole blocks of one request's prompt and answer."""
+        num_whole = prompt_tokens // self.block_tokens
+        ids: list[int] = self.of(index)[:num_whole].tolist()
+        return ids if self.answers is None or len(ids) < num_whole else ids + self.answers.of(index).tolist()
+
     def taken(self, rows: Ints) -> Prefixes:
         """The ids of the requests `rows`."""
+        answers = None if self.answers is None else self.answers.taken(rows)
         counts = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
-        return Prefixes(self.block_tokens, self.ids[np.repeat(self.offsets[rows], counts) + within], offsets)
+        return Prefixes(self.block_tokens, self.ids[np.repeat(self.offsets[rows], counts) + within], offsets, answers)
 
     def repeated(self, times: int) -> Prefixes:
         """The ids of the same requests `times` times, with different ids each time."""
-        step = int(self.ids.max(initial=0)) - int(self.ids.min(initial=0)) + 1
+        every = self.ids if self.answers is None else np.concatenate([self.ids, self.answers.ids])
+        step = int(every.max(initial=0)) - int(every.min(initial=0)) + 1
+        answers = None if self.answers is None else self.answers._shifted(times, step)
+        return replace(self._shifted(times, step), answers=answers)
+
+    def _shifted(self, times: int, step: int) -> Prefixes:
         ids = np.concatenate([self.ids + number * step for number in range(times)])
         counts = np.tile(np.diff(self.offsets), times)
         return Prefixes(self.block_tokens, ids, np.concatenate([[0], np.cumsum(counts)]))
@@ -121,11 +137,11 @@ class Workload:
         return replace(self, start_s=start_s)
 
     def within(self, context_tokens: int) -> Workload:
-        """The same requests, truncated to a context of `context_tokens`."""
+        """The same requests, truncated to a context of `context_tokens`. What answers say is not known any more."""
         prompts = np.minimum(self.prompt_tokens, max(context_tokens - 1, 1))
-        return replace(
-            self, prompt_tokens=prompts, output_tokens=np.minimum(self.output_tokens, context_tokens - prompts)
-        )
+        outputs = np.minimum(self.output_tokens, context_tokens - prompts)
+        prefixes = None if self.prefixes is None else replace(self.prefixes, answers=None)
+        return replace(self, prompt_tokens=prompts, output_tokens=outputs, prefixes=prefixes)
 
     def taken(self, rows: Ints) -> Workload:
         """The requests `rows`, which must ascend."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, Network
 from halfmoon.sim.simulation import simulate
+from halfmoon.sim.workloads.workload import Prefixes
 from tests.sim.small_clusters import FAST, group, pair, work
 
 
@@ -32,11 +34,30 @@ def test_a_prefix_is_fetched_where_that_is_quicker() -> None:
     ids = [[1, 2, 3, 4], [1, 2, 3, 4, 9], [1, 2, 3, 4]]
     rows = work((0.0, 256, 1), (5.0, 5_000, 1), (5.1, 257, 1), ids=ids)
     groups = (group("prefill", 2), group("decode"))
-    times = {}
-    for can_fetch in (False, True):
-        found = simulate(ClusterSpec(groups, replace(FAST, bytes_per_s=1e12, can_fetch=can_fetch)), rows, seed=3)
-        times[can_fetch] = found.ttft_s[2]
-    assert times[True] < 0.05 < times[False]
+    fetching = ClusterSpec(groups, replace(FAST, bytes_per_s=1e12))
+    times = [simulate(spec, rows, seed=3).ttft_s[2] for spec in (fetching, replace(fetching, placement="cache-aware"))]
+    assert times[0] < 0.05 < times[1]
+
+
+def test_a_chat_finds_its_own_answer_with_its_decode_worker() -> None:
+    """Four whole blocks of question and answer are there, so 64 of 320 tokens are sent; without the answer 192."""
+    rows = work((0.0, 128, 129), (10.0, 320, 2), ids=[[1, 2], [1, 2, 3, 4, 5]])
+    assert rows.prefixes is not None
+    answers = Prefixes(64, np.array([3, 4]), np.array([0, 2, 2]))
+    known = replace(rows, prefixes=replace(rows.prefixes, answers=answers))
+    sent = [simulate(pair(), one).handover_bytes / 1e6 for one in (rows, known)]
+    assert sent == pytest.approx([128 + 192, 128 + 64])
+
+
+def test_what_a_holder_has_lost_is_computed() -> None:
+    """Three of the four blocks made room at 5.0 s; the gateway, which hears of it at 6.0, has all four fetched at 5.9.
+    The one that is left takes 32 ms, the others 193.
+    """
+    ids = [[1, 2, 3, 4], [1, *range(10, 29)], [1, 2, 3, 4]]
+    rows = work((0.0, 257, 1), (5.0, 1_300, 1), (5.9, 257, 1), ids=ids)
+    groups = (group("prefill", 2, kv_tokens=21 * 64), group("decode", prefix_cache=False))
+    found = simulate(ClusterSpec(groups, replace(FAST, bytes_per_s=2e9)), rows)
+    assert found.ttft_s[2] == pytest.approx(0.032 + 0.193)
 
 
 def test_codecs_take_their_time_beside_the_link() -> None:

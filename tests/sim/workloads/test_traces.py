@@ -49,6 +49,35 @@ def test_both_forms_of_rows_say_the_same(tmp_path: Path, rows: list[Any], is_lin
     assert first.start_s == pytest.approx(second.start_s)
 
 
+def test_an_answer_is_what_the_next_turn_of_its_chat_repeats(tmp_path: Path) -> None:
+    """Requests of 3 whole blocks and a part; the first one's answer ends in block 5. A common beginning is no chat."""
+    rows = [
+        (3 * 512 + 100, 1000, [0, 1, 2, 30]),
+        (2 * 512, 600, [0, 1]),  # asks what the first one began with, and begins no chat
+        (7 * 512, 10, [0, 1, 2, 3, 4, 5, 6]),  # the first one's next turn
+        (7 * 512, 10, [0, 1, 2, 8, 9, 10, 11]),  # comes too late for it
+        (7 * 512 + 200, 512, [0, 1, 2, 3, 4, 5, 6, 70]),  # the next turn, all of whose whole blocks were known
+        (8 * 512 + 100, 1, [0, 1, 2, 3, 4, 5, 6, 7, 80]),  # is shorter than question and answer
+    ]
+    lines = [
+        {"timestamp": n, "input_length": p, "output_length": o, "hash_ids": ids} for n, (p, o, ids) in enumerate(rows)
+    ]
+    found = read_workload(written(tmp_path / "chats.jsonl", lines, is_lines=True)).prefixes
+    assert found is not None
+    assert found.answers is not None
+    answers = [found.answers.of(index).tolist() for index in range(len(rows))]
+    assert answers[0] == [3, 4]
+    assert [len(one) for one in answers] == [2, 1, 0, 0, 1, 0]
+    new = [block for one in answers[1:] for block in one]
+    assert len(set(new)) == len(new)
+    assert min(new) > 80
+    assert found.sequence(0, rows[0][0]) == [0, 1, 2, 3, 4]
+    again = found.repeated(2)
+    assert again.answers is not None
+    assert again.sequence(6, rows[0][0]) == [block + max(new) + 1 for block in [0, 1, 2, 3, 4]]
+    assert found.taken(np.array([4])).sequence(0, rows[4][0])[-1] == answers[4][0]
+
+
 @given(ROWS, st.integers(1, 4))
 def test_a_repeated_workload_shares_no_prefix_between_passes(rows: list[Any], times: int) -> None:
     ids = [ids for *_, ids in rows]
