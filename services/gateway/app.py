@@ -21,6 +21,7 @@ from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.browser_guard import BrowserGuard
 from services.gateway.http.cors import Cors
 from services.gateway.http.error_responses import error_response, http_error_response
+from services.gateway.http.ignored_parameters import mark_ignored
 from services.gateway.http.operator_access import OperatorAccess
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.request_ids import HEADER, assign_request_id, request_id_of
@@ -62,6 +63,7 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app.on_response_prepare.append(_name_request)
     app.on_response_prepare.append(access.cors.mark)
     app.on_response_prepare.append(access.limits.mark)
+    app.on_response_prepare.append(mark_ignored)
     generation, tokenizer, control = endpoints.generation, endpoints.tokenizer, endpoints.control
     app.router.add_post("/v1/chat/completions", generation.chat)
     app.router.add_post("/v1/completions", generation.completions)

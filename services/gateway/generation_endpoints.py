@@ -19,6 +19,7 @@ from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.token_router import GatewayStopping, TakenOver
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.error_responses import error_response, kind_of
+from services.gateway.http.ignored_parameters import note_ignored
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.http.request_ids import LAST_EVENT_HEADER, is_meant_for_repeats, is_repeatable, repeat_key
@@ -31,6 +32,7 @@ from services.gateway.openai.endpoint_bodies import (
     read_body,
 )
 from services.gateway.openai.generation_request import GenerationRequest
+from services.gateway.openai.parse_body import Parsed
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import CheckConstraint, check_requested
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
@@ -128,8 +130,11 @@ class GenerationEndpoints:
         self._limits.take_request(request.tenant)
         raw = await receive_body(http_request)
         context_tokens = self._membership.context_tokens(self._model.context_tokens)
-        body = await self._parse(request, raw, context_tokens)
-        request.qos = self._early_rejection.class_of(http_request.headers, body.model, request.tenant)
+        body, ignored = await self._parse(request, raw, context_tokens)
+        note_ignored(http_request, ignored)
+        request.qos = self._early_rejection.class_of(
+            http_request.headers, body.model or self._model.name, request.tenant
+        )
         request.tenant_salt = kv_salt(request.tenant, body.cache_salt, is_shared=self._is_cache_shared)
         answer = partial(self._answer, http_request, request, body, len(raw), context_tokens)
         if not is_repeatable(http_request):
@@ -171,8 +176,8 @@ class GenerationEndpoints:
             return await self._stream(request, StreamReply(sse_body, reply_format, request.usage, _event_ids(request)))
         return await self._whole(request, WholeReply(reply_format, len(request.outputs), request.usage))
 
-    async def _parse(self, request: GatewayRequest, raw: bytes, context_tokens: int) -> AnyBody:
-        def parse(model: ServedModel) -> AnyBody:
+    async def _parse(self, request: GatewayRequest, raw: bytes, context_tokens: int) -> Parsed[AnyBody]:
+        def parse(model: ServedModel) -> Parsed[AnyBody]:
             return read_body(request.endpoint, raw, model, context_tokens)
 
         return parse(self._model) if is_quickly_parsed(raw) else await self._threads.run(parse, self._model, len(raw))
@@ -190,7 +195,8 @@ class GenerationEndpoints:
         """Raises Refused.
 
         Whether there will be gaps between tokens is certain for a short body without a limit, too: a token has at least
-        one byte, and a template hardly adds more than the body has around its text, so more than one token fits.
+        one byte, and a template hardly adds more than the body has around its text, so more than one token fits. With a
+        limit, a prompt that leaves room for just one token is judged as if it left more.
         """
         max_tokens = max_tokens_of(body)
         if max_tokens == 0:

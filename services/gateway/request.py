@@ -12,7 +12,7 @@ from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.admission.tenants import ANYONE, Tenant
 from halfmoon.rpc.telemetry.spans import NO_SPAN, Span
 from services.gateway.openai.generation_request import NOT_TOKENIZED, GenerationRequest
-from services.gateway.openai.sampling import with_seed
+from services.gateway.openai.sampling import of_output
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.progress import Progress
 from services.gateway.repeatable import RepeatableOutput, RepeatableRequest
@@ -116,7 +116,7 @@ class GatewayRequest:
             index=index,
             request_id=self.request_id if generation.num_outputs == 1 else f"{self.request_id}-{index}",
             prompt_token_ids=prompt,
-            sampling=with_seed(sampling, offset),
+            sampling=of_output(sampling, offset, generation.context_tokens - len(prompt)),
             progress=Progress(self.arrived_s, len(prompt)),
             text=TextStream(
                 model.new_detokenizer(), generation.stops, sampling.stop_token_ids, keep_stop=generation.keep_stop

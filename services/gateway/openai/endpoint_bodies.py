@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from services.gateway.http.request_ids import digest
 from services.gateway.openai.generation_request import GenerationRequest, chat_request, completion_request, max_values
-from services.gateway.openai.parse_body import num_separators, parse_body
+from services.gateway.openai.parse_body import Parsed, num_separators, parse_request
 from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.openai.responses_request import responses_request
 from services.gateway.openai.schemas import ChatBody, CompletionBody
@@ -25,11 +25,12 @@ _QUICK_BYTES = 1 << 18  # a few long texts of this size are parsed in half a mil
 _QUICK_SEPARATORS = 4_000
 
 
-def read_body(endpoint: str, raw: bytes, model: ServedModel, context_tokens: int) -> AnyBody:
+def read_body(endpoint: str, raw: bytes, model: ServedModel, context_tokens: int) -> Parsed[AnyBody]:
     """Parses a body, without tokenizing it. Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
-    body = parse_body(_SCHEMAS[endpoint], raw, max_values(context_tokens))
-    model.check_name(body.model)
-    return body
+    parsed = parse_request(_SCHEMAS[endpoint], raw, max_values(context_tokens))
+    if parsed.body.model is not None:
+        model.check_name(parsed.body.model)
+    return parsed
 
 
 def body_digest(endpoint: str, body: AnyBody) -> bytes:

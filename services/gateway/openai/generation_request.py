@@ -31,7 +31,7 @@ class GenerationRequest:
     """What to generate, as a body says it: tokenized prompts, how to sample, and how to answer."""
 
     prompts: tuple[tuple[int, ...], ...] = ()  # token ids
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # its max_tokens may be more than fit
     constraint: RequestedConstraint | None = None  # of the output, to be checked; `sampling` has it, too
     stops: tuple[str, ...] = ()
     stream: bool = False
@@ -44,6 +44,7 @@ class GenerationRequest:
     labels: dict[str, Any] = field(default_factory=dict)  # for the log
     echoed: dict[str, Any] = field(default_factory=dict)  # fields that the response repeats from the body
     new_tool_parser: NewToolParser | None = None  # None: no tool calls in the text
+    context_tokens: int = 1 << 31  # most tokens of a prompt and its output together
 
     @property
     def num_outputs(self) -> int:
@@ -72,10 +73,10 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: 
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if limit == 0:
         raise InvalidRequest(f"{limit_name} must be at least 1", param=limit_name)
-    left = room(len(prompt), limit, context_tokens, "messages", limit_name)
+    left = _room(len(prompt), context_tokens, "messages")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = left if limit is None else limit
-    generation = _generation(body, model, [prompt], max_tokens, num_top_logprobs, forced=use.forced)
+    generation = _generation(body, model, context_tokens, [prompt], max_tokens, num_top_logprobs, forced=use.forced)
     return replace(generation, new_tool_parser=use.new_parser)
 
 
@@ -83,10 +84,11 @@ def completion_request(body: CompletionBody, model: ServedModel, context_tokens:
     """The request of a completion, without a template. Raises InvalidRequest or ContextLengthExceeded."""
     _check_completion(body)
     prompts = completion_prompts(body, model, context_tokens, salt=salt)
-    left = min(room(len(prompt), body.max_tokens, context_tokens, "prompt", "max_tokens") for prompt in prompts)
-    max_tokens = min(left, _DEFAULT_COMPLETION_TOKENS) if body.max_tokens is None else body.max_tokens
+    for prompt in prompts:
+        _room(len(prompt), context_tokens, "prompt")
+    max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_texts = tuple(model.tokenizer.decode(prompt) for prompt in prompts) if body.echo else ()
-    return _generation(body, model, prompts, max_tokens, body.logprobs, prompt_texts, body.best_of)
+    return _generation(body, model, context_tokens, prompts, max_tokens, body.logprobs, prompt_texts, body.best_of)
 
 
 def _check_completion(body: CompletionBody) -> None:
@@ -105,22 +107,21 @@ def max_values(context_tokens: int) -> int:
     return 2 * context_tokens + _SPARE_VALUES
 
 
-def room(num_prompt: int, limit: int | None, context_tokens: int, prompt_name: str, limit_name: str) -> int:
-    """Output tokens that still fit into the context. Raises when `limit`, or one token, does not."""
+def _room(num_prompt: int, context_tokens: int, prompt_name: str) -> int:
+    """Output tokens that still fit into the context. Raises ContextLengthExceeded when not even one does."""
     if num_prompt == 0:
         raise InvalidRequest(f"{prompt_name} gave no tokens", param=prompt_name)
     left = context_tokens - num_prompt
-    figures = f"the context length is {context_tokens} tokens, the prompt has {num_prompt}"
     if left < 1:
+        figures = f"the context length is {context_tokens} tokens, the prompt has {num_prompt}"
         raise ContextLengthExceeded(f"{figures}: no room for output; shorten {prompt_name}", param=prompt_name)
-    if limit is not None and limit > left:
-        raise ContextLengthExceeded(f"{figures} and {limit_name} is {limit}; at most {left} fit", param=limit_name)
     return left
 
 
 def _generation(
     body: GenerationBody,
     model: ServedModel,
+    context_tokens: int,
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
     num_top_logprobs: int | None,
@@ -138,6 +139,7 @@ def _generation(
         num_top_logprobs = 0  # ranks the outputs
     return GenerationRequest(
         prompts=tuple(prompts),
+        context_tokens=context_tokens,
         sampling=sampling_of(body, model, max_tokens, num_top_logprobs, constraint and constraint.message),
         constraint=constraint,
         stops=stops_of(body),

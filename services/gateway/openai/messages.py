@@ -37,6 +37,8 @@ TemplateKwargs = Annotated[
 class TextPart(Part):
     """One part of a message's content."""
 
+    ignored_names = frozenset(("cache_control",))
+
     type: Literal["text"]
     text: str
 
@@ -58,6 +60,8 @@ class CalledTool(Part):
 
 class Message(Part):
     """One message of a chat."""
+
+    ignored_names = frozenset(("cache_control",))
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[Items[TextPart], Field(max_length=_MAX_PARTS)] | None = None

@@ -9,7 +9,7 @@ from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.strict_model import Part
 from services.gateway.openai.tokenizer_endpoints import DetokenizeBody, TokenizeBody
-from services.gateway.openai.unsupported import REFUSED
+from services.gateway.openai.unsupported import IGNORED, REFUSED
 
 ENDPOINTS: dict[str, type[Part]] = {
     "/v1/chat/completions": ChatBody,
@@ -21,8 +21,10 @@ ENDPOINTS: dict[str, type[Part]] = {
 
 
 def parameter_table() -> str:
-    """The table in Markdown: the parameters of each endpoint, then the refused ones with the reason."""
-    return "\n\n".join([*(_supported(path, schema) for path, schema in ENDPOINTS.items()), _refused()]) + "\n"
+    """The table in Markdown: the parameters of each endpoint, then the ignored and the refused ones with the reason."""
+    return (
+        "\n\n".join([*(_supported(path, schema) for path, schema in ENDPOINTS.items()), _ignored(), _refused()]) + "\n"
+    )
 
 
 def _supported(path: str, schema: type[Part]) -> str:
@@ -30,6 +32,11 @@ def _supported(path: str, schema: type[Part]) -> str:
         f"| `{name}` | {field.description or 'only null or false'} |" for name, field in schema.model_fields.items()
     ]
     return "\n".join([f"### `{path}`", "", "| parameter | |", "|---|---|", *rows])
+
+
+def _ignored() -> str:
+    rows = [f"| `{name}` | {why} |" for name, why in sorted(IGNORED.items())]
+    return "\n".join(["### Ignored", "", "| parameter | because |", "|---|---|", *rows])
 
 
 def _refused() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, Generic, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -17,7 +17,7 @@ from services.gateway.openai.responses_body import InputMessage, InputText, Resp
 from services.gateway.openai.schemas import ChatBody, CompletionBody, StreamOptions
 from services.gateway.openai.structured_output import JsonSchema, ResponseFormat, StructuredOutputs
 from services.gateway.openai.tools import FunctionDefinition, NamedTool, Tool
-from services.gateway.openai.unsupported import REFUSED
+from services.gateway.openai.unsupported import IGNORED, REFUSED
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -26,6 +26,9 @@ def _is_union(annotation: Any) -> bool:
     """Whether the field takes values of several types, other than null."""
     return get_origin(annotation) in (Union, UnionType) and len({*get_args(annotation)} - {NoneType}) > 1
 
+
+GUIDED = {f"guided_{kind}": kind for kind in ("choice", "grammar", "json", "regex")}
+"""Names that the fields of `structured_outputs` once had."""
 
 UNION_FIELDS = frozenset(
     name
@@ -55,11 +58,35 @@ UNION_FIELDS = frozenset(
 """Fields that take values of several types: in the location of an error, pydantic names the type after them."""
 
 
+class Parsed(NamedTuple, Generic[Body]):
+    """A body, and the parameters in it that do nothing."""
+
+    body: Body
+    ignored: tuple[str, ...]
+
+
+def parse_request(schema: type[Body], raw: bytes, max_values: int) -> Parsed[Body]:
+    """The body of an OpenAI request, in which parameters that would not change the answer are ignored.
+
+    Raises InvalidRequest or ContextLengthExceeded.
+    """
+    fields = _fields(raw, max_values)
+    _rename_guided(fields)
+    unknown = {name: value for name, value in fields.items() if name not in schema.model_fields}
+    ignored = tuple(name for name, value in unknown.items() if name in IGNORED and value is not None)
+    dropped = {name for name, value in unknown.items() if name in IGNORED or _is_neutral(name, value)}
+    return Parsed(_validated(schema, {name: fields[name] for name in fields if name not in dropped}), ignored)
+
+
 def parse_body(schema: type[Body], raw: bytes, max_values: int) -> Body:
     """The body of a request of at most `max_values` JSON values. Raises InvalidRequest or ContextLengthExceeded.
 
     The number is limited because parsing makes an object of each value, and nothing else runs meanwhile.
     """
+    return _validated(schema, _fields(raw, max_values))
+
+
+def _fields(raw: bytes, max_values: int) -> dict[str, Any]:
     if num_separators(raw) > max_values:
         raise ContextLengthExceeded(f"the body holds more than {max_values} values or separators: they cannot fit")
     try:
@@ -68,11 +95,12 @@ def parse_body(schema: type[Body], raw: bytes, max_values: int) -> Body:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
-    supported = {
-        name: value for name, value in fields.items() if name in schema.model_fields or not _is_neutral(name, value)
-    }
+    return fields
+
+
+def _validated(schema: type[Body], fields: dict[str, Any]) -> Body:
     try:
-        return schema.model_validate(supported)
+        return schema.model_validate(fields)
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_input=False)) from error
 
@@ -83,13 +111,24 @@ def num_separators(raw: bytes) -> int:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    if name not in REFUSED:
-        return False
+    if name not in REFUSED or value is None:
+        return value is None
     why, neutral = REFUSED[name]
-    if value is None or any(type(value) is type(other) and value == other for other in neutral):
+    if any(type(value) is type(other) and value == other for other in neutral):
         return True
     only = f" (only {', '.join(map(repr, neutral))})" if neutral else ""
     raise InvalidRequest(f"{name}: this value is not supported{only}: {why}", param=name)
+
+
+def _rename_guided(fields: dict[str, Any]) -> None:
+    """Takes vLLM's former names, `guided_json` and so on, for what they are called now."""
+    guided = {name: fields.pop(name) for name in GUIDED if name in fields}
+    for name, value in guided.items():
+        if value is None:
+            continue
+        if fields.get("structured_outputs") is not None:
+            raise InvalidRequest(f"{name}: an output has one form; leave out one of them", param=name)
+        fields["structured_outputs"] = {GUIDED[name]: value}
 
 
 def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:

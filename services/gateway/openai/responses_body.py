@@ -52,19 +52,19 @@ class TextConfig(Part):
     """`text`: how the output is formatted."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = Field(None, description="does nothing: the model decides")
 
 
 class ResponsesBody(Part):
     """POST /v1/responses."""
 
-    model: str = Field(description="name of the served model, as in /v1/models")
+    model: str | None = Field(None, description="name of the served model, as in /v1/models; optional")
     input: str | Annotated[Items[InputMessage], Field(min_length=1, max_length=_MAX_ITEMS)] = Field(
         description="the user's text, or messages of text"
     )
     instructions: str | None = Field(None, description="system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, description="default: what fits")
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
+    temperature: float | None = Field(None, ge=0, description="0 is greedy; default 1")
     top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default 1")
     top_k: int | None = Field(None, ge=-1, description="0 and -1 are off, the default")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")

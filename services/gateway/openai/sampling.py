@@ -54,13 +54,15 @@ def _check_ends_by_itself(body: GenerationBody) -> None:
             raise InvalidRequest(f"{name}: a structured output ends by itself; leave it out", param=name)
 
 
-def with_seed(sampling: SamplingParams, offset: int) -> SamplingParams:
-    """The parameters of the output that follows `offset` others of its prompt."""
-    if not offset:
+def of_output(sampling: SamplingParams, offset: int, most_tokens: int) -> SamplingParams:
+    """The parameters of the output that follows `offset` others of its prompt, with room for `most_tokens`."""
+    if not offset and sampling.max_tokens <= most_tokens:
         return sampling
     own = SamplingParams()
     own.CopyFrom(sampling)
     own.seed = (sampling.seed + offset) & _UINT64
+    own.max_tokens = min(sampling.max_tokens, most_tokens)
+    own.min_tokens = min(sampling.min_tokens, own.max_tokens)
     return own
 
 

@@ -36,16 +36,18 @@ class StreamOptions(Part):
 
     include_usage: bool | None = Field(None, description="adds a last chunk with the usage")
     continuous_usage_stats: bool | None = Field(None, description="the usage so far in every chunk")
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = Field(None, description="does nothing: there is no padding")
 
 
 class GenerationBody(Part):
     """Parameters of all generating endpoints."""
 
-    model: str = Field(description="name of the served model, as in /v1/models")
-    max_tokens: int | None = Field(None, ge=0, description="maximum number of output tokens")
+    model: str | None = Field(None, description="name of the served model, as in /v1/models; optional")
+    max_tokens: int | None = Field(
+        None, ge=0, description="maximum number of output tokens; what does not fit beside the prompt is cut"
+    )
     n: int | None = Field(None, ge=1, le=_MAX_CHOICES, description="choices for each prompt; choice i has seed + i")
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
+    temperature: float | None = Field(None, ge=0, description="0 is greedy; default 1")
     top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default 1")
     top_k: int | None = Field(None, ge=-1, description="0 and -1 are off, the default")
     min_p: float | None = Field(None, ge=0, le=1, description="minimum probability, relative to the likeliest token's")

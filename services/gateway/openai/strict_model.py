@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -19,14 +19,26 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
+    ignored_names: ClassVar[frozenset[str]] = frozenset()  # which other servers take, and which change no answer
+
     @model_validator(mode="before")
     @classmethod
-    def _limit_names(cls, value: Any) -> Any:
-        """Limits the number of names: each unknown one would become an error of its own."""
-        if isinstance(value, dict) and len(value) > _MAX_NAMES:
+    def _known_names(cls, value: Any) -> Any:
+        """Drops what changes nothing: ignored names, and unknown ones that are null.
+
+        Limits the number of names, since each unknown one would become an error of its own.
+        """
+        if not isinstance(value, dict):
+            return value
+        if len(value) > _MAX_NAMES:
             first = next(name for name in value if name not in cls.model_fields)
             raise PydanticCustomError("too_many_names", "too many names", {"name": first})
-        return value
+        dropped = [
+            name
+            for name, inner in value.items()
+            if name not in cls.model_fields and (inner is None or name in cls.ignored_names)
+        ]
+        return {name: value[name] for name in value if name not in dropped} if dropped else value
 
 
 def at_most_entries(limit: int, value: Any) -> Any:

@@ -18,7 +18,7 @@ from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.openai.generation_request import max_values
 from services.gateway.openai.messages import Message, TemplateKwargs
-from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.parse_body import parse_request
 from services.gateway.openai.prompts import refuse_hopeless, text_of_chat
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.strict_model import Items, Part
@@ -92,7 +92,7 @@ class TokenizerEndpoints:
         return web.json_response(await self._threads.run(partial(handle, raw), self._model, len(raw)))
 
     def _tokenized(self, raw: bytes, model: ServedModel, *, salt: bytes) -> dict[str, Any]:
-        body = parse_body(TokenizeBody, raw, max_values(self._context_tokens))
+        body = parse_request(TokenizeBody, raw, max_values(self._context_tokens)).body
         self._check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
@@ -113,7 +113,7 @@ class TokenizerEndpoints:
         }
 
     def _detokenized(self, raw: bytes, model: ServedModel) -> dict[str, Any]:
-        body = parse_body(DetokenizeBody, raw, max_values(self._context_tokens))
+        body = parse_request(DetokenizeBody, raw, max_values(self._context_tokens)).body
         self._check_name(body.model)
         if len(body.tokens) > _MOST_CONTEXTS * self._context_tokens:
             message = f"the context length is {self._context_tokens} tokens, there are {len(body.tokens)}; send fewer"

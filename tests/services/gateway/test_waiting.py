@@ -15,7 +15,7 @@ import pytest
 
 from halfmoon.errors import Unavailable
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
-from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.parse_body import parse_request
 from tests.services.gateway.fakes import LAYOUT, MODEL, ByteTokenizer, FakeWorker, Fleet, Script, running_fleet, soon
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -111,7 +111,7 @@ async def test_a_request_that_fits_no_worker_is_wrong_and_not_early(tmp_path: Pa
         await fleet.add("b0", "both", total_blocks=3)
         fits = 3 * LAYOUT.block_tokens
         with pytest.raises(openai.BadRequestError, match=f"the context length is {fits} tokens") as caught:
-            await chat(fleet, max_tokens=fits)
+            await fleet.client.completions.create(model=MODEL, prompt="x" * fits)
         assert caught.value.code == "context_length_exceeded"
         assert "Retry-After" not in caught.value.response.headers
         assert await chat(fleet) == "hello"  # by default, what is left of the worker's memory
@@ -140,7 +140,7 @@ async def test_long_bodies_are_read_beside_the_event_loop(tmp_path: Path, monkey
 
         return noted
 
-    monkeypatch.setattr("services.gateway.openai.endpoint_bodies.parse_body", noting(parsed, parse_body))
+    monkeypatch.setattr("services.gateway.openai.endpoint_bodies.parse_request", noting(parsed, parse_request))
     monkeypatch.setattr(ByteTokenizer, "render_chat", noting(encoded, ByteTokenizer.render_chat))
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text, **options: list(text.encode())[:50])
     async with running_fleet(tmp_path) as fleet:

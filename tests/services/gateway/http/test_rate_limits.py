@@ -116,7 +116,7 @@ async def test_tokens_count_as_used_not_as_expected(tmp_path: Path) -> None:
             assert status == 200
         left = int(headers["x-ratelimit-remaining-tokens"])
         assert 500 < left < 1_000 - 11 * 23  # the last one is in the headers as expected
-        refused = [await post(fleet, "a", max_tokens=500) for _ in range(3)]  # longer than the context: 400
+        refused = [await post(fleet, "a", prompt="x" * 500) for _ in range(3)]  # longer than the context: 400
         assert {status for status, _, _ in refused} == {400}
         status, headers, _ = await post(fleet, "a")
         assert status == 200

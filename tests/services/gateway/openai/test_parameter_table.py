@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.openai.parameter_table import ENDPOINTS, parameter_table
-from services.gateway.openai.unsupported import REFUSED
+from services.gateway.openai.unsupported import IGNORED, REFUSED
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "reference" / "api.md"
 
@@ -46,7 +46,7 @@ def test_the_document_holds_the_table() -> None:
 
 @pytest.mark.parametrize("path", VLLM)
 def test_no_parameter_of_vllm_is_unknown(path: str) -> None:
-    known = {*ENDPOINTS[path].model_fields, *REFUSED}
+    known = {*ENDPOINTS[path].model_fields, *REFUSED, *IGNORED}
     assert [name for name in VLLM[path].split() if name not in known] == []
 
 
@@ -55,3 +55,5 @@ def test_every_parameter_is_explained() -> None:
         for name, field in schema.model_fields.items():
             assert field.description or name == "echo", f"{schema.__name__}.{name}"
     assert all(refused.why for refused in REFUSED.values())
+    assert all(IGNORED.values())
+    assert not IGNORED.keys() & REFUSED.keys()

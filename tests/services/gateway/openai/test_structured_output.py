@@ -80,7 +80,7 @@ async def test_text_is_no_constraint(tmp_path: Path) -> None:
         ),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "leave it out"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens", "leave it out"),
-        ({"guided_json": OBJECT}, "guided_json", "structured_outputs"),
+        ({"guided_json": OBJECT, "guided_regex": "a"}, "guided_regex", "one form"),
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(tmp_path: Path, body: dict[str, Any], param: str, reason: str) -> None:
