@@ -102,7 +102,7 @@ class Bench:
         """Times one request from its body to its placement. Raises Refused."""
         early_rejection = EarlyRejection(self.gateway.routing)
         began_s = time.perf_counter()
-        body = read_body(_ENDPOINT, raw, self.model, _CONTEXT_TOKENS)
+        body = read_body(_ENDPOINT, raw, self.model, _CONTEXT_TOKENS).body
         qos = self.gateway.routing.admission.classes.of(Caller({}))
         request = GatewayRequest(
             "r", _ENDPOINT, datetime.now(UTC), self.gateway.cluster.clock(), qos=qos, has_gaps=True
@@ -196,7 +196,7 @@ def _body(model: ServedModel, text: str, system: str | None = None) -> bytes:
 
 
 def _prompt_of(raw: bytes, model: ServedModel) -> tuple[int, ...]:
-    body = read_body(_ENDPOINT, raw, model, _CONTEXT_TOKENS)
+    body = read_body(_ENDPOINT, raw, model, _CONTEXT_TOKENS).body
     return generation_request_of(body, model, _CONTEXT_TOKENS, b"").prompts[0]
 
 

@@ -68,6 +68,12 @@ class GatewayConfig(Section):
         description="default: a class called default exists from the start (a first token within 30 s, 1 s between "
         "tokens), and requests that would wait far longer get 429 with Retry-After; off: no such class",
     )
+    generation_config: Literal["model", "neutral"] = Field(
+        "model",
+        description="what applies where a request names no temperature, top_p, top_k, min_p, repetition_penalty or, "
+        "in a chat, max_tokens: model, what the model's own generation_config.json says; neutral, plain sampling up "
+        "to the end of the context",
+    )
     shared_cache: bool = Field(
         False,
         description="tenants share cached KV, so that a tenant can find out by `cached_tokens` and by latency which "

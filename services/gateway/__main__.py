@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from pathlib import Path
 
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.text.tokenizer import Detokenizer, Tokenizer
@@ -14,6 +15,7 @@ from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
 from halfmoon.rpc.telemetry.tracing import tracing
+from services.gateway.openai.sampling_defaults import NEUTRAL, SamplingDefaults
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.replies.tool_parsers import format_of_template
 from services.gateway.service import running_gateway
@@ -39,8 +41,13 @@ def load_model(settings: GatewaySettings) -> ServedModel:
         new_detokenizer=lambda: Detokenizer(tokenizer),
         created=int(time.time()),
         aliases=settings.model_alias,
+        defaults=_defaults(settings, checkpoint.path),
         tool_format=format_of_template(tokenizer.chat_template),
     )
+
+
+def _defaults(settings: GatewaySettings, path: Path) -> SamplingDefaults:
+    return SamplingDefaults.of_model(path) if settings.generation_config == "model" else NEUTRAL
 
 
 async def serve(settings: GatewaySettings, loaded: ServedModel | None) -> None:

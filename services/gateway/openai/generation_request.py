@@ -75,7 +75,7 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: 
         raise InvalidRequest(f"{limit_name} must be at least 1", param=limit_name)
     left = _room(len(prompt), context_tokens, "messages")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    max_tokens = left if limit is None else limit
+    max_tokens = limit or model.defaults.max_new_tokens or left
     generation = _generation(body, model, context_tokens, [prompt], max_tokens, num_top_logprobs, forced=use.forced)
     return replace(generation, new_tool_parser=use.new_parser)
 

@@ -63,10 +63,10 @@ class ResponsesBody(Part):
         description="the user's text, or messages of text"
     )
     instructions: str | None = Field(None, description="system message before the input")
-    max_output_tokens: int | None = Field(None, ge=1, description="default: what fits")
-    temperature: float | None = Field(None, ge=0, description="0 is greedy; default 1")
-    top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default 1")
-    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off, the default")
+    max_output_tokens: int | None = Field(None, ge=1, description="default: the model's, or what fits")
+    temperature: float | None = Field(None, ge=0, description="0 is greedy; default: the model's, or 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default: the model's, or 1")
+    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off; default: the model's, or off")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")
     stop: str | Annotated[Items[str], Field(max_length=16)] | None = Field(
         None, description="texts that end the output and are not part of it"
@@ -75,7 +75,9 @@ class ResponsesBody(Part):
     ignore_eos: bool | None = Field(None, description="the end-of-sequence token does not end the output")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens that the output has")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens, for each time the output has it")
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="on tokens of prompt and output")
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=10, description="on tokens of prompt and output; default: the model's, or 1"
+    )
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(partial(at_most_entries, _MAX_BIASES))] | None = Field(
         None, description="by token id, added to the logits"
     )

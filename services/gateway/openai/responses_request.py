@@ -29,7 +29,7 @@ def responses_request(body: ResponsesBody, model: ServedModel, context_tokens: i
         raise _in_own_names(error) from error
     constraint = generation.constraint
     own = constraint and constraint._replace(param=_OWN_NAMES.get(constraint.param, constraint.param))
-    return replace(generation, constraint=own, echoed=_echoed(body))
+    return replace(generation, constraint=own, echoed=_echoed(body, generation))
 
 
 def _in_own_names(error: InvalidRequest) -> InvalidRequest:
@@ -38,16 +38,16 @@ def _in_own_names(error: InvalidRequest) -> InvalidRequest:
     return type(error)(error.message.replace(param, own) if param else error.message, param=own or None)
 
 
-def _echoed(body: ResponsesBody) -> dict[str, Any]:
-    """The fields that the response repeats from the body."""
+def _echoed(body: ResponsesBody, generation: GenerationRequest) -> dict[str, Any]:
+    """The fields that the response repeats from the body, with the defaults that were used."""
     form = None if body.text is None else body.text.format
     text_format = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
     return {
         "instructions": body.instructions,
         "metadata": body.metadata or {},
         "max_output_tokens": body.max_output_tokens,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "temperature": generation.sampling.temperature,
+        "top_p": generation.sampling.top_p,
         "text": {"format": text_format},
         "tools": [],
         "tool_choice": "none",

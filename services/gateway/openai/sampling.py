@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from typing import TypeVar
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.pb.types_pb2 import Constraint, SamplingParams
@@ -10,6 +11,8 @@ from services.gateway.openai.schemas import GenerationBody
 from services.gateway.openai.served_model import ServedModel
 
 _UINT64 = 2**64 - 1
+
+Number = TypeVar("Number", int, float)
 
 
 def sampling_of(
@@ -29,23 +32,29 @@ def sampling_of(
     model.check_token_ids(stop_token_ids, "stop_token_ids")
     if constraint is not None:
         _check_ends_by_itself(body)
+    defaults = model.defaults
     return SamplingParams(
         constraint=constraint,
         max_tokens=max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=min(max(body.top_k or 0, 0), model.vocab_size),
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
+        temperature=_first(body.temperature, defaults.temperature, 1.0),
+        top_k=min(max(_first(body.top_k, defaults.top_k, 0), 0), model.vocab_size),
+        top_p=_first(body.top_p, defaults.top_p, 1.0),
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
         seed=secrets.randbits(64) if body.seed is None else body.seed & _UINT64,
         min_tokens=body.min_tokens or 0,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=_logit_bias(body, model),
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
         num_top_logprobs=num_top_logprobs,
     )
+
+
+def _first(said: Number | None, default: Number | None, neutral: Number) -> Number:
+    """What the request says, or else what the model wants, or else what changes nothing."""
+    return said if said is not None else default if default is not None else neutral
 
 
 def _check_ends_by_itself(body: GenerationBody) -> None:

@@ -47,10 +47,15 @@ class GenerationBody(Part):
         None, ge=0, description="maximum number of output tokens; what does not fit beside the prompt is cut"
     )
     n: int | None = Field(None, ge=1, le=_MAX_CHOICES, description="choices for each prompt; choice i has seed + i")
-    temperature: float | None = Field(None, ge=0, description="0 is greedy; default 1")
-    top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default 1")
-    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off, the default")
-    min_p: float | None = Field(None, ge=0, le=1, description="minimum probability, relative to the likeliest token's")
+    temperature: float | None = Field(None, ge=0, description="0 is greedy; default: the model's, or 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default: the model's, or 1")
+    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off; default: the model's, or off")
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="minimum probability, relative to the likeliest token's; default: the model's, or 0",
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")
     stop: str | Annotated[Items[str], Field(max_length=_MAX_STOPS)] | None = Field(
         None, description="texts that end the output and are not part of it"
@@ -63,7 +68,9 @@ class GenerationBody(Part):
     min_tokens: int | None = Field(None, ge=0, description="minimum number of tokens before a token may end the output")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens that the output has")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens, for each time the output has it")
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="on tokens of prompt and output")
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=10, description="on tokens of prompt and output; default: the model's, or 1"
+    )
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(partial(at_most_entries, _MAX_BIASES))] | None = Field(
         None, description="by token id, added to the logits"
     )
@@ -95,7 +102,9 @@ class ChatBody(GenerationBody):
     messages: Annotated[Items[Message], Field(min_length=1, max_length=_MAX_MESSAGES)] = Field(
         description="rendered by the model's chat template"
     )
-    max_completion_tokens: int | None = Field(None, ge=1, description="overrides max_tokens; default: what fits")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="overrides max_tokens; default: the model's, or what fits"
+    )
     logprobs: bool | None = Field(None, description="log-probabilities of the output's tokens")
     top_logprobs: int | None = Field(
         None, ge=0, le=_MAX_LOGPROBS, description="also for this many likeliest tokens; needs logprobs"

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from halfmoon.errors import InvalidRequest, UnknownModel
 from services.gateway.http.error_responses import shortened
+from services.gateway.openai.sampling_defaults import NEUTRAL, SamplingDefaults
 from services.gateway.replies.text_stream import PushesText
 from services.gateway.replies.tool_parsers import ToolFormat
 
@@ -78,6 +79,7 @@ class ServedModel:
     new_detokenizer: Callable[[], PushesText]
     created: int  # Unix seconds
     aliases: tuple[str, ...] = ()  # other names that requests may give it
+    defaults: SamplingDefaults = NEUTRAL  # for what requests leave out
     tool_format: ToolFormat | None = None  # None: its chat template has no tool format that we can parse
 
     @property

@@ -24,7 +24,7 @@ CONTEXT_TOKENS = 10_000
 
 
 def take_in(endpoint: str, raw: bytes, model: ServedModel, context_tokens: int) -> None:
-    generation_request_of(read_body(endpoint, raw, model, context_tokens), model, context_tokens, b"")
+    generation_request_of(read_body(endpoint, raw, model, context_tokens).body, model, context_tokens, b"")
 
 
 class CountingTokenizer(ByteTokenizer):
