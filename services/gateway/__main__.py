@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
@@ -38,7 +39,7 @@ def load_model(settings: GatewaySettings) -> ServedModel:
         vocab_size=checkpoint.model_config.vocab_size,
         context_tokens=checkpoint.context_tokens,
         tokenizer=tokenizer,
-        new_detokenizer=lambda: Detokenizer(tokenizer),
+        new_detokenizer=partial(Detokenizer, tokenizer),
         created=int(time.time()),
         aliases=settings.model_alias,
         defaults=_defaults(settings, checkpoint.path),

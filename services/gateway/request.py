@@ -119,7 +119,10 @@ class GatewayRequest:
             sampling=of_output(sampling, offset, generation.context_tokens - len(prompt)),
             progress=Progress(self.arrived_s, len(prompt)),
             text=TextStream(
-                model.new_detokenizer(), generation.stops, sampling.stop_token_ids, keep_stop=generation.keep_stop
+                model.new_detokenizer(generation.skips_special),
+                generation.stops,
+                sampling.stop_token_ids,
+                keep_stop=generation.keep_stop,
             ),
             priority=generation.priority,
             qos=self.qos,

@@ -45,7 +45,7 @@ class Tokenizer:
         is_cut = can_be_cut(json.loads(self._fast.to_str()))
         self._around = self._found_around() if is_cut else NOTHING_AROUND
         self._pieces = PieceTokens(self._each_ids) if is_cut else None
-        self._whole_texts: dict[int, str | None] = {}
+        self._whole_texts: dict[tuple[int, bool], str | None] = {}
         self._is_bytewise = type(self._fast.decoder) is ByteLevel
 
     @property
@@ -124,22 +124,26 @@ class Tokenizer:
         """The text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def whole_text(self, token_id: int) -> str | None:
+    def whole_text(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
         """The text of a token if it reads the same after any characters; None if that is not certain.
 
         It is certain if a text is the tokens' bytes in a row, for a token that begins and ends with a character.
         """
-        if token_id not in self._whole_texts:
-            text = self.decode([token_id]) if self._is_bytewise else _REPLACEMENT
-            self._whole_texts[token_id] = None if _REPLACEMENT in text else text or None
-        return self._whole_texts[token_id]
+        asked = token_id, skip_special_tokens
+        if asked not in self._whole_texts:
+            text = (
+                self.decode([token_id], skip_special_tokens=skip_special_tokens) if self._is_bytewise else _REPLACEMENT
+            )
+            self._whole_texts[asked] = None if _REPLACEMENT in text else text or None
+        return self._whole_texts[asked]
 
 
 class Detokenizer:
-    """Owns the undecided tail of one stream of token ids: text comes out in whole characters, special tokens never."""
+    """Owns the undecided tail of one stream of token ids: text comes out in whole characters."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
         self._context: list[int] = []  # tokens whose text is out; the next ones decode differently without them
         self._held: list[int] = []  # tokens whose text ends inside a character
         self._num_out = 0  # characters of their text that are out
@@ -147,7 +151,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """The text that is now certain, possibly empty."""
         if not self._held:
-            whole = self._tokenizer.whole_text(token_id)
+            whole = self._tokenizer.whole_text(token_id, skip_special_tokens=self._skips)
             if whole is not None:
                 self._context = [token_id]
                 return whole
@@ -167,8 +171,8 @@ class Detokenizer:
         return self._settle(self._new_text() if self._held else "")
 
     def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._held)[len(before) :]
+        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skips)
+        return self._tokenizer.decode(self._context + self._held, skip_special_tokens=self._skips)[len(before) :]
 
     def _settle(self, text: str) -> str:
         """Marks all of `text` as out; returns the part of it that was not."""

@@ -39,6 +39,7 @@ class GenerationRequest:
     num_choices: int = 1  # for each prompt
     best_of: int = 1  # outputs for each prompt; the best `num_choices` are returned
     keep_stop: bool = False  # stop strings stay in the text
+    skips_special: bool = True  # special tokens have no text
     priority: int = 0
     prompt_texts: tuple[str, ...] = ()  # empty unless the prompts are echoed
     labels: dict[str, Any] = field(default_factory=dict)  # for the log
@@ -60,15 +61,7 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: 
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     use = tool_use_of(body, model)
-    prompt = chat_prompt(
-        body.messages,
-        model,
-        context_tokens,
-        salt=salt,
-        tools=use.rendered,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        template_kwargs=body.chat_template_kwargs,
-    )
+    prompt = chat_prompt(body, model, context_tokens, salt=salt, tools=use.rendered)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if limit == 0:
@@ -148,6 +141,7 @@ def _generation(
         num_choices=num_choices,
         best_of=best_of,
         keep_stop=bool(body.include_stop_str_in_output),
+        skips_special=body.skip_special_tokens is not False,
         priority=body.priority or 0,
         prompt_texts=prompt_texts,
         labels=body.model_dump(include=_LABELS, exclude_none=True),

@@ -13,6 +13,7 @@ from services.gateway.openai.strict_model import Items, Part, at_most_entries, m
 _MAX_PARTS = 1_000
 _MAX_CALLS = 128
 _MAX_VARIABLES = 64
+_ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 _OWN_PARAMETERS = (
     "messages",
     "tools",
@@ -32,6 +33,24 @@ TemplateKwargs = Annotated[
     BeforeValidator(partial(at_most_entries, _MAX_VARIABLES)),
     AfterValidator(_without_own_parameters),
 ]
+
+
+class RenderedChat(Part):
+    """How the chat template is rendered."""
+
+    add_generation_prompt: bool | None = Field(
+        None, description="the template ends with the assistant's header; default true"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="the output goes on with the last message, which the template does not end"
+    )
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of the chat template")
+    reasoning_effort: str | None = Field(None, max_length=32, description="a variable of the chat template")
+
+    def template_variables(self) -> dict[str, Any]:
+        """The variables that the template receives beside messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
 
 class TextPart(Part):
@@ -63,13 +82,19 @@ class Message(Part):
 
     ignored_names = frozenset(("cache_control",))
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str = Field(
+        pattern=r"^[A-Za-z][A-Za-z0-9_-]*$",
+        max_length=32,
+        description="system, developer, user, assistant, tool, or another one that the template writes",
+    )
     content: str | Annotated[Items[TextPart], Field(max_length=_MAX_PARTS)] | None = None
     name: str | None = Field(None, description="given to the chat template")
     tool_call_id: str | None = Field(None, description="on a tool's result: the call that it answers")
     tool_calls: Annotated[Items[CalledTool], Field(max_length=_MAX_CALLS)] | None = Field(
         None, description="on an assistant message: its tool calls"
     )
+    reasoning_content: str | None = Field(None, description="on an assistant message: given to the chat template")
+    reasoning: str | None = Field(None, description="another name of reasoning_content")
     function_call: None = None
     refusal: None = None
     audio: None = None
@@ -84,6 +109,11 @@ class Message(Part):
         return self
 
     @property
+    def has_usual_role(self) -> bool:
+        """Whether every template knows its role."""
+        return self.role in _ROLES
+
+    @property
     def text(self) -> str:
         """The content's text."""
         if isinstance(self.content, list):
@@ -96,6 +126,8 @@ class Message(Part):
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 seen[name] = value
+        if (reasoning := self.reasoning_content or self.reasoning) is not None:
+            seen["reasoning_content"] = reasoning
         if self.tool_calls:
             seen["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         return seen

@@ -10,8 +10,8 @@ import numpy as np
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.placement.place import ContextLengthExceeded
-from services.gateway.openai.messages import Message
-from services.gateway.openai.schemas import CompletionBody
+from services.gateway.openai.messages import Message, RenderedChat
+from services.gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.openai.served_model import ServedModel
 
 _MAX_CHARS_PER_TOKEN = 256  # the longest tokens of known vocabularies are 128 spaces
@@ -21,53 +21,69 @@ _CLEARLY_TOO_MANY = 2  # contexts: sliced, a text has more tokens than as a whol
 
 
 def text_of_chat(
-    messages: Sequence[Message],
-    model: ServedModel,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    template_kwargs: Mapping[str, Any] | None = None,
+    body: RenderedChat, messages: Sequence[Message], model: ServedModel, tools: Sequence[Mapping[str, Any]] | None
 ) -> str:
-    """Renders the chat template. Raises InvalidRequest if the template refuses."""
-    rendered = [message.for_template() for message in messages]
-    options: dict[str, Any] = {}
-    if tools:
-        options["tools"] = tools
-    if not add_generation_prompt:
+    """Renders the chat template. Raises InvalidRequest if the template refuses, or leaves a message out."""
+    options: dict[str, Any] = {"tools": tools} if tools else {}
+    if body.continue_final_message and body.add_generation_prompt:
+        why = "continue_final_message: no new message begins; leave add_generation_prompt out"
+        raise InvalidRequest(why, param="continue_final_message")
+    if body.continue_final_message or body.add_generation_prompt is False:
         options["add_generation_prompt"] = False
-    if template_kwargs:
-        options["template_kwargs"] = template_kwargs
-    return model.tokenizer.render_chat(rendered, **options)
+    if variables := body.template_variables():
+        options["template_kwargs"] = variables
+    text = model.tokenizer.render_chat([message.for_template() for message in messages], **options)
+    for number, message in enumerate(messages):
+        if not message.has_usual_role and message.text.strip() not in text:
+            role = f"messages[{number}].role"
+            raise InvalidRequest(f"{role}: the model's chat template leaves out {message.role!r}", param=role)
+    return _up_to_content(text, messages[-1].text) if body.continue_final_message else text
+
+
+def _up_to_content(text: str, content: str) -> str:
+    """A conversation's text up to the end of its last message's content. Templates may strip white space around it."""
+    words = content.strip()
+    at = text.rfind(words) if words else -1
+    if at < 0:
+        why = "continue_final_message: the last message has no content that the template writes as it is"
+        raise InvalidRequest(why, param="continue_final_message")
+    end = at + len(words)
+    tail = content[len(content.rstrip()) :]
+    return text[: end + len(tail)] if text.startswith(tail, end) else text[:end]
 
 
 def chat_prompt(
-    messages: Sequence[Message],
+    body: ChatBody,
     model: ServedModel,
     context_tokens: int,
     *,
     salt: bytes,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """The token ids of a chat. Raises InvalidRequest if the template refuses, or ContextLengthExceeded."""
-    text = text_of_chat(
-        messages,
-        model,
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        template_kwargs=template_kwargs,
-    )
+    text = text_of_chat(body, body.messages, model, tools)
     encode = partial(model.tokenizer.encode, salt=salt)
     refuse_hopeless(text, encode, context_tokens, "messages")
-    return tuple(encode(text, with_special=False))
+    return _truncated(tuple(encode(text, with_special=bool(body.add_special_tokens))), body, context_tokens)
+
+
+def _truncated(prompt: tuple[int, ...], body: GenerationBody, context_tokens: int) -> tuple[int, ...]:
+    """The prompt, without what is more than `truncate_prompt_tokens`; -1 leaves room for one token of output."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return prompt
+    limit = context_tokens - 1 if limit == -1 else limit
+    return prompt[:limit] if body.truncation_side == "right" else prompt[max(len(prompt) - limit, 0) :]
 
 
 def completion_prompts(
     body: CompletionBody, model: ServedModel, context_tokens: int, *, salt: bytes
 ) -> list[tuple[int, ...]]:
     """The token ids of each prompt. Raises InvalidRequest or ContextLengthExceeded."""
-    return [_token_ids(prompt, model, context_tokens, salt) for prompt in each_prompt(body.prompt)]
+    return [
+        _truncated(_token_ids(prompt, body, model, context_tokens, salt), body, context_tokens)
+        for prompt in each_prompt(body.prompt)
+    ]
 
 
 def each_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
@@ -77,7 +93,9 @@ def each_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequen
     return [prompt]  # type: ignore[list-item]
 
 
-def _token_ids(prompt: str | list[int], model: ServedModel, context_tokens: int, salt: bytes) -> tuple[int, ...]:
+def _token_ids(
+    prompt: str | list[int], body: CompletionBody, model: ServedModel, context_tokens: int, salt: bytes
+) -> tuple[int, ...]:
     if not prompt:
         raise InvalidRequest("the prompt is empty", param="prompt")
     if isinstance(prompt, list):
@@ -85,7 +103,7 @@ def _token_ids(prompt: str | list[int], model: ServedModel, context_tokens: int,
         return tuple(prompt)
     encode = partial(model.tokenizer.encode, salt=salt)
     refuse_hopeless(prompt, encode, context_tokens, "prompt")
-    return tuple(encode(prompt))
+    return tuple(encode(prompt, with_special=body.add_special_tokens is not False))
 
 
 def refuse_hopeless(text: str, encode: Callable[[str], Sized], context_tokens: int, param: str) -> None:

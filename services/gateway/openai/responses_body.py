@@ -55,6 +55,14 @@ class TextConfig(Part):
     verbosity: str | None = Field(None, description="does nothing: the model decides")
 
 
+class Reasoning(Part):
+    """`reasoning`: what the chat template is told."""
+
+    ignored_names = frozenset(("summary", "generate_summary"))
+
+    effort: str | None = Field(None, max_length=32)
+
+
 class ResponsesBody(Part):
     """POST /v1/responses."""
 
@@ -87,6 +95,8 @@ class ResponsesBody(Part):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="one of json, json_object, regex, choice, grammar (Lark or GBNF)"
     )
+    reasoning: Reasoning | None = Field(None, description="effort: a variable of the chat template")
+    skip_special_tokens: bool | None = Field(None, description="false: special tokens are part of the text")
     stream: bool | None = Field(None, description="server-sent events")
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
     user: str | None = Field(None, description="a label for the log")
@@ -109,6 +119,7 @@ class ResponsesBody(Part):
                 "max_completion_tokens": self.max_output_tokens,
                 "logprobs": bool(self.include),
                 "response_format": self._format(),
+                "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             }
         )
 

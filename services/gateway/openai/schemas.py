@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from services.gateway.openai.messages import Message, TemplateKwargs
+from services.gateway.openai.messages import Message, RenderedChat
 from services.gateway.openai.strict_model import Items, Part, at_most_entries
 from services.gateway.openai.structured_output import ResponseFormat, StructuredOutputs
 from services.gateway.openai.tools import ToolChoice, Tools
@@ -81,6 +81,13 @@ class GenerationBody(Part):
     stream: bool | None = Field(None, description="server-sent events")
     stream_options: StreamOptions | None = Field(None, description="include_usage, continuous_usage_stats")
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
+    skip_special_tokens: bool | None = Field(None, description="false: special tokens are part of the text")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="a longer prompt is cut to this many tokens; -1: to what leaves room for one more"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="which end of the prompt is cut off; default left"
+    )
     return_token_ids: bool | None = Field(
         None, description="choices carry `token_ids`, and for the prompt `prompt_token_ids`"
     )
@@ -96,7 +103,7 @@ class GenerationBody(Part):
     )
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, RenderedChat):
     """POST /v1/chat/completions."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=_MAX_MESSAGES)] = Field(
@@ -114,10 +121,9 @@ class ChatBody(GenerationBody):
     )
     tool_choice: ToolChoice | None = Field(None, description="none, auto, required, or one tool by name")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call; only with a required call")
-    add_generation_prompt: bool | None = Field(
-        None, description="the template ends with the assistant's header; default true"
+    add_special_tokens: bool | None = Field(
+        None, description="the tokenizer's special tokens around what the template writes; default false"
     )
-    chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of the chat template")
     echo: Literal[False] | None = None
 
 
@@ -125,6 +131,9 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Prompt = Field(description="text or token ids, one prompt or several")
+    add_special_tokens: bool | None = Field(
+        None, description="the tokenizer's special tokens around a prompt of text; default true"
+    )
     logprobs: int | None = Field(
         None, ge=0, le=_MAX_LOGPROBS, description="log-probabilities of the tokens and of this many likeliest ones"
     )

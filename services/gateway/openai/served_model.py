@@ -76,7 +76,7 @@ class ServedModel:
     vocab_size: int
     context_tokens: int
     tokenizer: Encodes
-    new_detokenizer: Callable[[], PushesText]
+    new_detokenizer: Callable[[bool], PushesText]  # whether special tokens have no text
     created: int  # Unix seconds
     aliases: tuple[str, ...] = ()  # other names that requests may give it
     defaults: SamplingDefaults = NEUTRAL  # for what requests leave out

@@ -17,7 +17,7 @@ from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.openai.generation_request import max_values
-from services.gateway.openai.messages import Message, TemplateKwargs
+from services.gateway.openai.messages import Message, RenderedChat
 from services.gateway.openai.parse_body import parse_request
 from services.gateway.openai.prompts import refuse_hopeless, text_of_chat
 from services.gateway.openai.served_model import ServedModel
@@ -31,7 +31,7 @@ _MOST_CONTEXTS = 2  # as long as a text may be
 _MAX_MESSAGES = 10_000
 
 
-class TokenizeBody(Part):
+class TokenizeBody(RenderedChat):
     """POST /tokenize: a prompt or messages."""
 
     model: str | None = Field(None, description="name of the served model; optional")
@@ -41,10 +41,6 @@ class TokenizeBody(Part):
     )
     tools: Tools | None = Field(None, description="with messages: given to the chat template")
     add_special_tokens: bool | None = Field(None, description="with a prompt: the tokenizer's special tokens around it")
-    add_generation_prompt: bool | None = Field(
-        None, description="with messages: the assistant's header at the end; default true"
-    )
-    chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of the chat template")
     return_token_strs: bool | None = Field(None, description="adds the tokens as written in the vocabulary")
 
 
@@ -134,16 +130,11 @@ def _text_of_chat(body: TokenizeBody, model: ServedModel) -> str:
     if body.add_special_tokens:
         message = "add_special_tokens: the chat template writes all special tokens; leave it out with messages"
         raise InvalidRequest(message, param="add_special_tokens")
-    return text_of_chat(
-        body.messages or (),
-        model,
-        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        template_kwargs=body.chat_template_kwargs,
-    )
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
+    return text_of_chat(body, body.messages or (), model, tools)
 
 
 def _refuse_with_prompt(body: TokenizeBody) -> None:
-    for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
+    for name in (*RenderedChat.model_fields, "tools"):
         if getattr(body, name) is not None:
             raise InvalidRequest(f"{name} goes with messages; leave it out with a prompt", param=name)

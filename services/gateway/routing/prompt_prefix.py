@@ -7,6 +7,7 @@ With several prompts, the first one is looked at: if it is refused, all are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,24 +53,21 @@ class KnownTokens:
 
 
 def prompt_prefix_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> PromptPrefix | None:
-    """The prefix of a body's first prompt; None for an invalid one, which tokenization reports."""
+    """The prefix of a body's first prompt; None for one that may be cut, or is invalid, which tokenization reports."""
+    if not isinstance(body, ResponsesBody) and body.truncate_prompt_tokens is not None:
+        return None
+    begin = partial(model.tokenizer.begin, salt=tenant_salt)
     try:
         if isinstance(body, CompletionBody):
             first = each_prompt(body.prompt)[0]
-            return (
-                model.tokenizer.begin(first, salt=tenant_salt) if isinstance(first, str) else KnownTokens(first, model)
-            )
+            if not isinstance(first, str):
+                return KnownTokens(first, model)
+            return begin(first, with_special=body.add_special_tokens is not False)
         chat = body.as_chat() if isinstance(body, ResponsesBody) else body
-        text = text_of_chat(
-            chat.messages,
-            model,
-            tools=tool_use_of(chat, model).rendered,
-            add_generation_prompt=chat.add_generation_prompt is not False,
-            template_kwargs=chat.chat_template_kwargs,
-        )
+        text = text_of_chat(chat, chat.messages, model, tool_use_of(chat, model).rendered)
     except InvalidRequest:
         return None
-    return model.tokenizer.begin(text, with_special=False, salt=tenant_salt)
+    return begin(text, with_special=bool(chat.add_special_tokens))
 
 
 def held_blocks(prefix: PromptPrefix, membership: Membership, tenant_salt: bytes) -> NDArray[np.int64] | None:

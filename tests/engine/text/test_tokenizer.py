@@ -70,7 +70,7 @@ def test_pushed_text_is_the_decoded_text(text: str, tokenizer: Tokenizer) -> Non
 class Doubtful(Tokenizer):
     """Never certain of a token alone."""
 
-    def whole_text(self, token_id: int) -> str | None:
+    def whole_text(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
         return None
 
 
@@ -108,6 +108,14 @@ def test_special_tokens_are_silent(tokenizer: Tokenizer) -> None:
     stream = Detokenizer(tokenizer)
     ids = [*tokenizer.encode("one"), 1, 2, *tokenizer.encode(" two")]
     assert "".join(stream.push(token_id) for token_id in ids) + stream.flush() == "one two"
+
+
+def test_special_tokens_are_text_where_that_is_asked_for(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("one"), 1, 2, *tokenizer.encode(" two"), 1]
+    for skips in (True, False, True):
+        stream = Detokenizer(tokenizer, skips)
+        text = "".join(stream.push(token_id) for token_id in ids) + stream.flush()
+        assert text == tokenizer.decode(ids, skip_special_tokens=skips)
 
 
 def checkpoint_at(path: Path, **config: Any) -> Checkpoint:

@@ -131,7 +131,7 @@ def served_model(aliases: tuple[str, ...] = ()) -> ServedModel:
         VOCAB_SIZE,
         CONTEXT_TOKENS,
         ByteTokenizer(),
-        ByteDetokenizer,
+        lambda _: ByteDetokenizer(),
         1_700_000_000,
         aliases,
     )

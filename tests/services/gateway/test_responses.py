@@ -131,7 +131,7 @@ async def test_structured_text_and_logprobs(tmp_path: Path) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"reasoning": {"effort": 5}}, "reasoning.effort"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
