@@ -48,9 +48,10 @@ class GatewayConfig(Section):
     )
     conditional_disaggregation: Annotated[ConditionalMode, BeforeValidator(off_is_a_word)] = Field(
         DEFAULT_MODE,
-        description="whether a decode worker may compute a prompt itself, with no hand-over: auto, where the answer "
-        "begins sooner and no answer there becomes slower than its class allows; strict, only if also the uncached "
-        "part fits one step and prompts take at most 5 % of the worker's time; off",
+        description="whether a decode worker may restore and compute a prompt itself, with no hand-over: auto, where "
+        "the answer begins sooner and no answer there becomes slower than its class allows; failover, only that of a "
+        "request that lost a worker; strict, like failover, and others only if also the uncached part fits one step "
+        "and prompts take at most 5 % of the worker's time; off",
     )
     replica_mbps: float = Field(
         100.0,

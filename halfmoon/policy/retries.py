@@ -10,8 +10,9 @@ MAX_FAILOVERS = 2  # attempts that failed after some tokens
 _USUAL_PAUSE_MS, _LONGEST_PAUSE_MS = 100, 1_000  # before workers that refused it are tried again
 _SHORTEST_RETRY_MS, _LONGEST_RETRY_MS = 10, 10_000  # `retry_ms_when_full`
 
-Reason = Literal["no room", "lost"]
-"""Why an attempt failed: the decode worker has no room, or one of the workers was lost or gave up."""
+Reason = Literal["no room", "lost", "decode lost"]
+"""Why an attempt failed: the decode worker has no room, one of the workers was lost or gave up, or it was the decode
+worker for certain."""
 
 
 class FailedAttempt(NamedTuple):
@@ -35,6 +36,7 @@ class Retries:
         self._num_in_row = 0  # refusals of any kind
         self._num_failovers = 0
         self._has_tokens = False
+        self._has_lost = False
         self._last: FailedAttempt | None = None
         self._since_pause: list[FailedAttempt] = []
 
@@ -42,6 +44,11 @@ class Retries:
     def last_reason(self) -> Reason | None:
         """Why the latest attempt failed; None before any did."""
         return None if self._last is None else self._last.reason
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether an attempt ended because a worker was lost or gave up: the request was inside."""
+        return self._has_lost
 
     @property
     def pause_s(self) -> float:
@@ -54,6 +61,7 @@ class Retries:
     def add(self, attempt: FailedAttempt) -> bool:
         """Adds a failed attempt. Returns whether there may be another one."""
         self._has_tokens |= attempt.gave_tokens
+        self._has_lost |= attempt.reason != "no room"
         self._num_failovers += attempt.gave_tokens
         self._num_in_row = 0 if attempt.gave_tokens else self._num_in_row + 1
         if attempt.gave_tokens:
@@ -67,8 +75,9 @@ class Retries:
     def exclusions(self) -> list[tuple[str, ...]]:
         """Sets of workers to avoid, the most cautious first.
 
-        Only the decode worker can lack room. Either worker may have been lost, so each is tried without the other. A
-        full decode worker is in every set, or else it would be tried again and again without a pause.
+        Only the decode worker can lack room. Where either worker may have been lost, each is tried without the other;
+        a prefill worker that is not to blame has the prompt in its cache. A full decode worker is in every set, or
+        else it would be tried again and again without a pause.
         """
         if not self._since_pause:
             return [()]

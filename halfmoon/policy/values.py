@@ -82,7 +82,16 @@ class Neighbours(NamedTuple):
 NO_NEIGHBOURS = Neighbours(DecodeLoad(0, 0.0), math.inf, 0.0, 0.0)
 
 Disaggregation = Literal[
-    "kept_cached", "kept_short", "kept_idle", "not_faster", "not_short", "neighbours", "no_room", "unknown", "off"
+    "kept_cached",
+    "kept_loaded",
+    "kept_short",
+    "kept_idle",
+    "not_faster",
+    "not_short",
+    "neighbours",
+    "no_room",
+    "unknown",
+    "off",
 ]
 """Why a decode worker computes a prompt itself, or gets its KV: see `placement/conditional.py`."""
 
@@ -98,6 +107,7 @@ class PlacementRequest:
     num_output: float = 0.0  # predicted; 0 if unknown
     priority: int = 0  # smaller goes first
     least_tokens: int = 0  # the answer has at least as many
+    is_failover: bool = False  # it had workers, and lost one of them; its prompt includes the tokens that it has
     targets: AdmissionTargets = NO_TARGETS  # workers that meet them are preferred
     cached_blocks: NDArray[np.int64] = field(
         default_factory=lambda: NOTHING_CACHED, compare=False, repr=False

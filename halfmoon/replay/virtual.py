@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 from halfmoon.policy.admission.refusal import AdmissionMode
-from halfmoon.policy.placement.conditional import DEFAULT_MODE
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.replay.outcome import End, Outcome, ReplayTargets
 from halfmoon.sim.cluster import cluster_spec as cluster
@@ -43,7 +42,6 @@ def cluster_spec(
         cluster.Network(profile.link_bytes_per_s or math.inf, profile.link_latency_s),
         modes[0],
         admission=modes[1],
-        conditional=DEFAULT_MODE,
         targets=cluster.SloTargets(ttft_s=_limit(targets.ttft_s), tpot_s=_limit(targets.tbt_s)),
     )
 

@@ -293,7 +293,7 @@ class _Run:
             self._reports.note(decode)
         self._forget(job)
         job.num_failovers += 1
-        self._attempts.lost(job)
+        self._attempts.lost(job, "lost" if decode.is_alive else "decode lost")
 
     def _on_return(self, worker: SimWorker) -> None:
         worker.is_alive = True

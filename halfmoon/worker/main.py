@@ -91,7 +91,7 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
     state = WorkerState(identity, engine.layout, metrics, chains, decode_peers, kept, sources)
     if profile is not None and profile.prefills:
         state.compute_rate.begin_with(profile.prefills)
-    elif settings.role != "decode":
+    else:
         for result in await asyncio.to_thread(warm_up_steps, engine):
             state.compute_rate.observe(result)
     death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()

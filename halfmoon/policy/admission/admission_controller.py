@@ -187,7 +187,14 @@ class AdmissionController:
     ) -> _EarlyJudgement:
         targets = self._feedback.targets(qos, now_s)
         latency, row = latency_lower_bound(
-            self._forecast, view, prompt, priority, targets, self.mode, now_s, may_keep=self._rules.may_keep
+            self._forecast,
+            view,
+            prompt,
+            priority,
+            targets,
+            self.mode,
+            now_s,
+            may_keep=self._rules.keeping_mode() != "off",
         )
         if not has_gaps or ("cap_max_tokens" in qos.degradation and qos.capped_tokens == 1):
             latency = latency._replace(tbt_s=None)

@@ -136,6 +136,8 @@ def _prefixes(
     threshold = np.inf if balancing_threshold is None else balancing_threshold
     least = np.where(is_store, 1.0, max(threshold, 1.0))[:, None] * rows.local
     costs = view.fetch_links.costs(rows.usual_s_per_token, sources, rows.first)
+    if request.is_failover:
+        costs = _as_sent(view, rows.first, sources, costs)
     wanted = reachable > least
     wanted &= np.isfinite(costs.s_per_token)
     return _Prefixes(sources, reachable, wanted, costs)
@@ -146,6 +148,22 @@ def _few(blocks: NDArray[np.int64], is_store: Bools) -> list[int]:
     order = np.argsort(-blocks, kind="stable")
     stores = order[is_store[order]]
     return list(dict.fromkeys([*order[:_MOST_HOLDERS].tolist(), *stores[:_MOST_HOLDERS].tolist()]))
+
+
+def _as_sent(view: ClusterView, first_row: int, sources: NDArray[np.int64], costs: FetchCosts) -> FetchCosts:
+    """The costs, with links that were never loaded over as fast as the source has sent KV over them.
+
+    Decode workers load from others after a failure alone, when prefill workers have long measured the way to them.
+    """
+    num_rows, s_per_token = costs.s_per_token.shape[1], costs.s_per_token.copy()
+    unmeasured = ~view.fetch_links.is_measured(sources, first_row, num_rows) & np.isfinite(s_per_token)
+    for at, source in enumerate(sources):
+        for sender in np.flatnonzero(view.holders[: view.num_rows] == source).tolist():
+            if view.links.has_measured(sender):
+                sent = view.links.from_row(sender, view.num_rows).s_per_byte[first_row : first_row + num_rows]
+                by_token = sent * view.worker(sender).kv_bytes_per_token
+                s_per_token[at] = np.where(unmeasured[at], by_token, s_per_token[at])
+    return costs._replace(s_per_token=s_per_token)
 
 
 def _restored(rows: _Rows, prefixes: _Prefixes, queue_s: Floats) -> _Restored:

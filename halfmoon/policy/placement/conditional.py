@@ -16,15 +16,19 @@ from halfmoon.policy.values import DecodeLoads, Disaggregation, Placement, Place
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
-ConditionalMode = Literal["off", "auto", "strict"]
+ConditionalMode = Literal["off", "failover", "auto", "strict"]
 """When decode workers compute prompts.
 
 - off: never.
+- failover: only of requests that lost a worker, by the rules of `auto`; these apply to them in `strict`, too.
 - auto: if the answer then begins sooner, and no request that decodes there becomes slower than its class allows.
 - strict: only if besides the rest of the prompt fits one step, and prompts slow the others by at most a twentieth.
 """
 
-DEFAULT_MODE: ConditionalMode = "off"  # of gateways, as the planner simulates them
+KeepingMode = Literal["off", "auto", "strict"]
+"""The mode that applies to one request."""
+
+DEFAULT_MODE: ConditionalMode = "failover"  # of gateways, as the planner simulates them
 
 _MOST_TRIED = 3  # decode workers that are examined closely
 _TIE = 0.01  # share of the least TTFT within which decode workers are equal
@@ -48,7 +52,7 @@ class ConditionalDisaggregation:
 
     view: ClusterView
     request: PlacementRequest
-    mode: ConditionalMode
+    mode: KeepingMode
     forecast: Forecast
     now_s: float
 
@@ -146,7 +150,9 @@ def _soonest(seconds: Floats, rows: Bools, rng: random.Random) -> list[int]:
 
 
 def _why_kept(kept: Placement, num_tokens: int, new_tokens: int) -> Disaggregation:
-    """Names what lets the decode worker be quicker: its cache, a short rest of the prompt, or the queues elsewhere."""
+    """Names what lets the decode worker be quicker: its cache, the pool, a short rest, or the queues elsewhere."""
     if kept.cached_tokens >= _MOSTLY_CACHED * num_tokens:
         return "kept_cached"
+    if kept.cached_tokens + kept.fetched_tokens >= _MOSTLY_CACHED * num_tokens:
+        return "kept_loaded"
     return "kept_short" if new_tokens <= kept.prefill.chunk_tokens else "kept_idle"

@@ -9,7 +9,7 @@ import numpy as np
 
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.policy.models.latency import Floats
-from halfmoon.policy.placement.conditional import ConditionalDisaggregation, ConditionalMode
+from halfmoon.policy.placement.conditional import ConditionalDisaggregation, ConditionalMode, KeepingMode
 from halfmoon.policy.placement.forecast import Forecast
 from halfmoon.policy.placement.ranking import PlacementMode, Ranking
 from halfmoon.policy.values import Placement, PlacementRequest, TtftPrediction
@@ -44,15 +44,13 @@ class PlacementRules:
         """The balancing threshold; None in modes that fetch nothing."""
         return self.balancing_threshold if self.mode == "kvcache-centric" else None
 
-    @property
-    def conditional_mode(self) -> ConditionalMode:
-        """`conditional`; off in modes that predict nothing."""
-        return self.conditional if self.mode in ("kvcache-centric", "cache-aware") else "off"
-
-    @property
-    def may_keep(self) -> bool:
-        """Whether decode workers may compute prompts."""
-        return self.conditional_mode != "off"
+    def keeping_mode(self, *, is_failover: bool = False) -> KeepingMode:
+        """When decode workers compute the prompts of new requests, or of failovers; off where nothing is predicted."""
+        if self.conditional == "off" or self.mode not in ("kvcache-centric", "cache-aware"):
+            return "off"
+        if is_failover:
+            return "auto"
+        return "off" if self.conditional == "failover" else self.conditional
 
 
 def place(
@@ -72,7 +70,8 @@ def place(
     """
     rows = _eligible(view, request)
     ranking = Ranking(view, rules.mode, request)
-    conditional = ConditionalDisaggregation(view, request, rules.conditional_mode, forecast, now_s)
+    keeping = rules.keeping_mode(is_failover=request.is_failover)
+    conditional = ConditionalDisaggregation(view, request, keeping, forecast, now_s)
 
     # 1. Estimate the TTFT on every worker, and rank by it.
     ttft = estimates or forecast.ttft(view, request, now_s)

@@ -49,6 +49,10 @@ class FetchLinks:
         self._is_store[holder], self._serves[holder] = False, serves
         self._s_per_token[holder], self._wait_s[holder] = np.nan, 0.0
 
+    def set_serving(self, holder: int, *, serves: bool) -> None:
+        """Says whether others can load from a worker from now on: from one that cannot be reached nobody can."""
+        self._serves[holder] = serves
+
     def note_store(self, holder: int) -> None:
         """Says that a holder is a store, or what all stores have together."""
         self._make_room(0, holder)
@@ -89,6 +93,12 @@ class FetchLinks:
         measured = self._s_per_token[holders, rows]
         s_per_token = np.where(np.isnan(measured) | np.isinf(usual), usual, measured)
         return FetchCosts(s_per_token, self._wait_s[holders, rows])
+
+    def is_measured(self, holders: NDArray[np.int64], first_row: int, num_rows: int) -> Bools:
+        """Which of these links were measured [num_holders, num_rows]."""
+        self._make_room(first_row + num_rows, int(holders.max(initial=0)))
+        is_measured: Bools = ~np.isnan(self._s_per_token[holders, first_row : first_row + num_rows])
+        return is_measured
 
     def _make_room(self, row: int, holder: int) -> None:
         while row >= self._s_per_token.shape[1]:

@@ -68,6 +68,10 @@ class LinkSpeeds:
         self._reports[row] = links
         self._costs.pop(row, None)
 
+    def has_measured(self, row: int) -> bool:
+        """Whether a row has sent something."""
+        return any(link.bandwidth_bytes_per_s > 0 for link in self._reports.get(row, ()))
+
     def from_row(self, row: int, num_rows: int) -> LinkCosts:
         """The links from a row. The arrays must not be changed."""
         costs = self._costs.get(row)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.refusal import AdmissionMode
-from halfmoon.policy.placement.conditional import ConditionalMode
+from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
@@ -152,7 +152,7 @@ class ClusterSpec:
     contention: Contention = NO_CONTENTION  # between the workers of a node
     request_s: float = 0.0  # from the client to the worker: HTTP, placement, calls
     answer_s: float = 0.0  # from the worker to the client, for each token
-    conditional: ConditionalMode = "off"  # whether decode workers compute prompts
+    conditional: ConditionalMode = DEFAULT_MODE  # whether decode workers compute prompts
 
     stores: Stores = NO_STORES
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.refusal import AdmissionMode
-from halfmoon.policy.placement.conditional import ConditionalMode
+from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import (
@@ -81,7 +81,7 @@ class _Cluster(_Strict):
     block_tokens: int = 64
     report_s: float = 1.0
     failures: tuple[dict[str, float | None], ...] = ()
-    conditional_disaggregation: ConditionalMode = "off"
+    conditional_disaggregation: ConditionalMode = DEFAULT_MODE
     stores: dict[str, Any] = {}
 
     @field_validator("admission", "conditional_disaggregation", mode="before")

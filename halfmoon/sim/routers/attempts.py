@@ -71,9 +71,9 @@ class Attempts:
         """
         self._go(job, None, is_anywhere=job.retries is None)
 
-    def lost(self, job: Job) -> None:
+    def lost(self, job: Job, reason: Reason) -> None:
         """Handles the death of one of the request's workers."""
-        if self._may_go_on(job, "lost"):
+        if self._may_go_on(job, reason):
             self.place(job)
         else:
             self._end(job, "failed")
@@ -129,7 +129,7 @@ class Attempts:
     def _wait(self, job: Job, outcome: Outcome, until_s: float | None) -> None:
         now_s = self._events.now_s
         if until_s is None:
-            is_inside = job.generated > 0 or (job.retries is not None and job.retries.last_reason == "lost")
+            is_inside = job.generated > 0 or (job.retries is not None and job.retries.has_lost)
             until_s = now_s + self._wait_limits.seconds(
                 is_inside=is_inside, expects_worker=now_s - self._left_s <= MAY_RETURN_S
             )

@@ -215,7 +215,12 @@ class PolicyRouter:
             placement = admitted.placement
         else:
             request = PlacementRequest(
-                job.target, job.num_left, exclude, priority=job.priority, cached_blocks=cached_blocks
+                job.target,
+                job.num_left,
+                exclude,
+                priority=job.priority,
+                cached_blocks=cached_blocks,
+                is_failover=job.retries is not None and job.retries.has_lost,
             )
             if job.retries is not None and job.retries.last_reason == "no room":
                 self._admission.note_no_room(name, now_s)

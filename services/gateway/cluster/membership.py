@@ -121,6 +121,7 @@ class Membership:
     def set_listening(self, member: Member, listening: bool) -> None:
         """Notes whether the worker's tokens reach the gateway: requests are placed on it only then."""
         member.listening = listening
+        self._view.fetch_links.set_serving(member.holder, serves=listening and member.identity.can_fetch)
         self._show(member.heard_s, member)
 
     def note_blocks(self, member: Member, events: PbBlockEvents) -> bool:

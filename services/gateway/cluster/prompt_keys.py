@@ -6,6 +6,7 @@ Workers that differ in dtype name the same tokens differently, because neither m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +46,13 @@ class PromptKeys:
             more = token_ids[len(keys) * layout.block_tokens :]
             keys += iter_block_keys(keys[-1] if keys else self._roots[layout], more, layout.block_tokens)
         self.chains = tuple(KeyChain(layout, keys, short_keys(keys)) for layout, keys in self._keys.items())
+
+    def continued(self, token_ids: Sequence[int]) -> PromptKeys:
+        """Keys of their own for `token_ids`, which begin with all tokens named so far."""
+        longer = copy(self)
+        longer._keys = {layout: list(keys) for layout, keys in self._keys.items()}
+        longer.extend(token_ids)
+        return longer
 
     def chain(self, layout: KVLayout | None) -> KeyChain | None:
         """The chain in `layout`; None if there is none."""

@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 _PREFILL_LINGER_S = 5.0  # the last token may overtake the end of its Prefill call
 
 
+class DecodeWorkerLost(Unavailable):
+    """The decode worker was lost; the prefill worker is not to blame."""
+
+
 class Attempt:
     """Owns one attempt: its Prefill call, its route in the token router, and the duty to end it on both workers."""
 
@@ -156,7 +160,9 @@ class Attempt:
             case PrefillEnded(error) if error is not None and self._needs_prefill:
                 raise error
             case WorkerLost(worker_id, error):
-                if worker_id == self._decode.member.worker_id or self._needs_prefill:
+                if worker_id == self._decode.member.worker_id:
+                    raise DecodeWorkerLost(error.message)
+                if self._needs_prefill:
                     raise Unavailable(error.message)
             case Stopping(error):
                 raise error

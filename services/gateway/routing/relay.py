@@ -24,7 +24,7 @@ from services.gateway.cluster.held_answers import HeldAnswer
 from services.gateway.cluster.token_router import GatewayStopping
 from services.gateway.request import RequestOutput
 from services.gateway.routing.adoption import Adoption
-from services.gateway.routing.attempt import Attempt
+from services.gateway.routing.attempt import Attempt, DecodeWorkerLost
 from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.request_routing import RequestRouting, reserve_together
 from services.gateway.routing.routing_context import RoutingContext
@@ -145,6 +145,8 @@ class Relay:
             except (NoCapacity, Unavailable) as error:
                 if isinstance(error, NoCapacity):
                     routing.note_no_room()
+                else:
+                    routing.note_lost()
                 if not retries.add(_failed(error, placement, len(progress.output_token_ids) > num_before)):
                     raise
                 progress.num_retries += 1
@@ -165,7 +167,7 @@ class Relay:
         if retries.last_reason is not None:
             await self._cluster.router.pause(retries.pause_s)
             retries.note_pause()
-        is_inside = bool(routing.output.progress.output_token_ids) or retries.last_reason == "lost"
+        is_inside = bool(routing.output.progress.output_token_ids) or retries.has_lost
         return await self._within(partial(routing.place, ()), self._wait_s(is_inside=is_inside))
 
     def _wait_s(self, *, is_inside: bool) -> float:
@@ -190,7 +192,8 @@ def _held(output: RequestOutput) -> HeldAnswer | None:
 
 
 def _failed(error: NoCapacity | Unavailable, placement: Placement, gave_tokens: bool) -> FailedAttempt:
-    reason: Reason = "no room" if isinstance(error, NoCapacity) else "lost"
+    is_decode = isinstance(error, DecodeWorkerLost)
+    reason: Reason = "no room" if isinstance(error, NoCapacity) else "decode lost" if is_decode else "lost"
     prefill, decode = placement.prefill.worker_id, placement.decode.worker_id
     return FailedAttempt(reason, prefill, decode, gave_tokens, error.retry_after_ms)
 

@@ -41,7 +41,8 @@ class RequestRouting:
         self._admitted: Admitted | None = None
         self._is_reserved = False  # admitted, and not placed yet
         self._waited_s = 0.0  # until it was admitted
-        self._keys: PromptKeys | None = None
+        self._has_lost = False  # an attempt ended because a worker was lost
+        self._keys: PromptKeys | None = None  # of the prompt; shared with other outputs of it
         self._placed: PlacementRequest | None = None  # the latest
 
     def hash_blocks(self) -> None:
@@ -90,7 +91,7 @@ class RequestRouting:
             self._is_reserved = False
             return self._begin(request, replace(self._admitted, placement=placement), now_s)
         self._admission.move(self._name, view, placement, now_s)
-        self._context.telemetry.note_placed(placement)
+        self._context.telemetry.note_placed(placement, is_failover=request.is_failover)
         move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
         self._context.telemetry.decisions.note_move(self.output.request_id, move)
         return placement
@@ -119,6 +120,10 @@ class RequestRouting:
     def note_no_room(self) -> None:
         """Reports that no worker had room for the output."""
         self._admission.note_no_room(self._name, self._context.clock())
+
+    def note_lost(self) -> None:
+        """Notes that one of its workers was lost: the output goes on elsewhere, as a failover."""
+        self._has_lost = True
 
     def close(self) -> None:
         """Ends the output's standing, however it ended. Idempotent."""
@@ -157,6 +162,7 @@ class RequestRouting:
             tuple(exclude),
             priority=self._priority(),
             least_tokens=max(least, 0),
+            is_failover=self._has_lost or num_output > 0,
             cached_blocks=self._cached_blocks(),
         )
 
@@ -195,7 +201,7 @@ class RequestRouting:
         progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
         self._note_decision(request, now_s, placement)
         self._count_prefix(request, now_s, placement.prefill.worker_id)
-        self._context.telemetry.note_placed(placement)
+        self._context.telemetry.note_placed(placement, is_failover=request.is_failover)
         self._admit(admitted)
         view, tenant = self._membership.view(), self.output.tenant
         self._admission.enter(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
@@ -264,9 +270,13 @@ class RequestRouting:
         return "slower"
 
     def _cached_blocks(self) -> NDArray[np.int64]:
-        """How many of the prompt's leading blocks each worker has."""
+        """How many leading blocks each worker has, of the prompt and of the answer so far."""
         self.hash_blocks()
-        return NOTHING_CACHED if self._keys is None else self._keys.held(self._membership.index)
+        if self._keys is None:
+            return NOTHING_CACHED
+        answer = self._progress.output_token_ids
+        keys = self._keys.continued([*self.output.prompt_token_ids, *answer]) if answer else self._keys
+        return keys.held(self._membership.index)
 
 
 def reserve_together(context: RoutingContext, routings: Sequence[RequestRouting]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -204,10 +205,10 @@ class _Disaggregation(Collector):
         choices = CounterMetricFamily(
             "halfmoon_gateway_disaggregation",
             "Placements by why a decode worker computes the prompt itself (kept_...), or why not",
-            labels=["reason"],
+            labels=["request", "reason"],
         )
-        for reason in get_args(Disaggregation):
-            choices.add_metric([reason], self._telemetry.disaggregation[reason])
+        for request, reason in product(("new", "failover"), get_args(Disaggregation)):
+            choices.add_metric([request, reason], self._telemetry.disaggregation[request, reason])
         yield choices
 
 

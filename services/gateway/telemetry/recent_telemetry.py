@@ -33,7 +33,7 @@ class RecentTelemetry:
         self.decisions = Decisions()
         self.prefixes = HotPrefixes()
         self.recently_left = RecentlyLeft()
-        self.disaggregation: Counter[Disaggregation] = Counter()
+        self.disaggregation: Counter[tuple[str, Disaggregation]] = Counter()  # of new requests and of failovers
         self.prediction_errors = {kind: PredictionErrors() for kind in ("ttft", "tbt", "transfer")}
         self.fetch_decisions: Counter[str] = Counter()  # by where prefixes were to come from, or why not
 
@@ -48,10 +48,10 @@ class RecentTelemetry:
             self.note_members(membership.members(), clock())
             await asyncio.sleep(_SAMPLE_S)
 
-    def note_placed(self, placement: Placement) -> None:
-        """Counts why a decode worker computes a prompt, or why not."""
+    def note_placed(self, placement: Placement, *, is_failover: bool) -> None:
+        """Counts why a decode worker computes a prompt, new or of a failover, or why not."""
         if placement.disaggregation is not None:
-            self.disaggregation[placement.disaggregation] += 1
+            self.disaggregation["failover" if is_failover else "new", placement.disaggregation] += 1
 
     def note_prediction(self, progress: Progress) -> None:
         """Compares predicted and measured times. Predictions are of the first attempt: others teach nothing."""
