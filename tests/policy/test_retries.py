@@ -53,7 +53,21 @@ def test_the_next_attempt_is_elsewhere_until_nobody_is_left() -> None:
     assert retries.pause_s == 1.0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["no room", "lost"]), st.sampled_from("abc"), st.booleans()), max_size=12))
+def test_a_prefill_worker_that_is_not_to_blame_is_asked_again() -> None:
+    retries = Retries()
+    retries.add(failed("no room", decode="a"))
+    assert not retries.has_lost
+    retries.add(failed("decode lost", decode="b", gave_tokens=True))
+    assert retries.exclusions() == [("a", "b")]
+    assert retries.has_lost
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["no room", "lost", "decode lost"]), st.sampled_from("abc"), st.booleans()),
+        max_size=12,
+    )
+)
 def test_a_full_decode_worker_is_not_asked_again_before_a_pause(attempts: list[tuple[Reason, str, bool]]) -> None:
     retries = Retries()
     for reason, decode, gave_tokens in attempts:

@@ -15,6 +15,7 @@ from halfmoon.policy.values import PlacementRequest, TtftPrediction
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.fetch_costs import FetchLink
 from halfmoon.policy.view.worker_view import WorkerView
+from tests.policy.view.test_link_speeds import Link
 
 P = WorkerView("p", "prefill", "p:1", 9_000, 10, 900, 900, prefill_model=PrefillModel(0.1, 0.01, 1e-6))
 
@@ -84,6 +85,18 @@ def test_the_measured_link_decides_from_whom_to_fetch() -> None:
     assert best_sources(view, 0, request, 2.0, 0.0, 1) == [2]
     assert best_sources(view, 0, request, None, 0.0, 4) == []
     assert ttft.source_of(1) == -1, "it has the prefix itself"
+
+
+def test_a_failover_counts_what_a_link_took_in_the_other_direction() -> None:
+    """Decode workers have loaded nothing over it, but the holder has sent to them."""
+    loading = replace(P, address="q:1", fetch_s_per_token=1e-6)
+    view = view_of([replace(P, kv_bytes_per_token=1000), loading])
+    view.links.report(0, [Link("q:1", 1e6)])  # 1 ms a token
+    for is_failover, measured, s_per_token in ((False, [], 1e-6), (True, [], 1e-3), (True, [FetchLink(0, 1e-4)], 1e-4)):
+        view.fetch_links.report(1, measured)
+        request = PlacementRequest(1_000, 10, cached_blocks=np.array([99, 0, 0]), is_failover=is_failover)
+        ttft = predict_ttft(view, request, 2.0, 10.0)
+        assert ttft.transfer_s_of(1) == pytest.approx(990 * s_per_token, rel=0.1)
 
 
 def test_a_shorter_prefix_that_is_near_may_beat_a_longer_one_far_away() -> None:

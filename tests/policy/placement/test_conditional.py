@@ -47,8 +47,11 @@ def placed(
     targets: AdmissionTargets = NO_TARGETS,
     handover_s: float = 0.0,
     seed: int = 0,
+    is_failover: bool = False,
 ) -> Placement:
-    request = PlacementRequest(num_prompt_tokens, max_tokens, targets=targets, cached_blocks=cached_blocks)
+    request = PlacementRequest(
+        num_prompt_tokens, max_tokens, targets=targets, cached_blocks=cached_blocks, is_failover=is_failover
+    )
     view, rules = ClusterView(workers), PlacementRules(mode, conditional=conditional)
     forecast = ReportedState(view, rules)
     forecast.handover_gap_s = handover_s
@@ -134,6 +137,27 @@ def test_unknown_speed_keeps_nothing() -> None:
 def test_off_and_the_modes_without_predictions_keep_nothing() -> None:
     assert placed(P, D, conditional="off").disaggregation == "off"
     assert placed(P, D, mode="least-loaded").disaggregation == "off"
+
+
+@pytest.mark.parametrize("conditional", ["failover", "auto", "strict"])
+def test_failovers_follow_the_rules_of_auto(conditional: ConditionalMode) -> None:
+    long = placed(P, D, num_prompt_tokens=400, conditional=conditional, is_failover=True)
+    assert long.disaggregation == "kept_idle"
+    idle = replace(P, prefill_free_s=0.0)
+    assert placed(idle, D, conditional=conditional, is_failover=True).disaggregation == "not_faster"
+    assert placed(P, D, conditional="off", is_failover=True).disaggregation == "off"
+    assert placed(P, D, conditional="failover").disaggregation == "off"
+
+
+def test_a_prompt_that_the_pool_has_is_loaded_there() -> None:
+    """The prefill worker has it, and others wait there."""
+    holder, loading = replace(P, holder=0), replace(D, holder=1, fetch_s_per_token=1e-5)
+    cached = np.array([5, 0, 0], dtype=np.int64)
+    placement = placed(holder, loading, cached_blocks=cached, conditional="failover", is_failover=True)
+    assert (placement.disaggregation, placement.fetched_tokens, placement.source) == ("kept_loaded", 80, 0)
+    slow = replace(loading, fetch_s_per_token=1e-2)  # slower than computing
+    placement = placed(holder, slow, cached_blocks=cached, conditional="failover", is_failover=True)
+    assert (placement.disaggregation, placement.fetched_tokens) == ("kept_short", 0)
 
 
 def test_a_worker_of_both_roles_leaves_nothing_to_choose() -> None:

@@ -32,6 +32,17 @@ def test_each_holder_is_matched_in_its_own_layout() -> None:
     assert alone.held(index)[index.number("second")] == 0
 
 
+def test_the_keys_of_an_answer_leave_those_of_its_prompt() -> None:
+    prompt = PromptKeys("model", (LAYOUT,))
+    prompt.extend(PROMPT[:10])
+    longer, (before,) = prompt.continued(PROMPT), prompt.chains
+    other = prompt.continued([*PROMPT[:10], *range(20)])
+    assert longer.chains[0].keys == block_keys(root_key("model", LAYOUT), PROMPT, 4)
+    assert other.chains[0].keys != longer.chains[0].keys
+    assert prompt.chains == (before,)
+    assert len(before.keys) == 2
+
+
 def test_a_prompt_read_in_parts_has_the_same_keys() -> None:
     keys = PromptKeys("model", (LAYOUT, OTHER), b"salt")
     for end in (3, 9, 9, 30):
