@@ -23,6 +23,7 @@ Placement = Mapping[str, Any]
 _HANDED_OVER = "Computed by a prefill worker and handed over"
 _PROMPT_SIDE = {
     "kept_cached": "Computed by the decode worker, which has most of the prompt.",
+    "kept_loaded": "Computed by the decode worker, which loaded most of the prompt from others.",
     "kept_short": "Computed by the decode worker: little of the prompt was left to compute.",
     "kept_idle": "Computed by the decode worker: prefill workers had longer queues.",
     "not_faster": f"{_HANDED_OVER}: a decode worker would not have been sooner.",
