@@ -11,7 +11,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.errors import Unavailable
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.worker.cache_servicer import CacheServicer
-from tests.rpc.test_kvstore_client import served
+from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, stored
 from tests.worker.test_fetching import LOAD_ALL, naming, sources, warm
