@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -155,8 +156,8 @@ def test_a_prompt_that_the_pool_has_is_loaded_there() -> None:
     cached = np.array([5, 0, 0], dtype=np.int64)
     placement = placed(holder, loading, cached_blocks=cached, conditional="failover", is_failover=True)
     assert (placement.disaggregation, placement.fetched_tokens, placement.source) == ("kept_loaded", 80, 0)
-    slow = replace(loading, fetch_s_per_token=1e-2)  # slower than computing
-    placement = placed(holder, slow, cached_blocks=cached, conditional="failover", is_failover=True)
+    alone = replace(loading, fetch_s_per_token=math.inf)  # it loads nothing
+    placement = placed(holder, alone, cached_blocks=cached, conditional="failover", is_failover=True)
     assert (placement.disaggregation, placement.fetched_tokens) == ("kept_short", 0)
 
 
