@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from halfmoon import __version__
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow
 from halfmoon.policy.view.worker_view import WorkerView
@@ -67,6 +68,14 @@ class ControlEndpoints:
             return web.json_response({"status": "stopping", "missing": missing}, status=503)
         status = "unavailable" if missing else "ok"
         return web.json_response({"status": status, "missing": missing}, status=503 if missing else 200)
+
+    async def version(self, request: web.Request) -> web.Response:
+        """GET /version, as of vLLM."""
+        return web.json_response({"version": __version__})
+
+    async def load(self, request: web.Request) -> web.Response:
+        """GET /load, as of vLLM: the requests to generate that are running in this gateway."""
+        return web.json_response({"server_load": self._drain_gate.num_inside})
 
     async def metrics(self, request: web.Request) -> web.Response:
         """GET /metrics."""

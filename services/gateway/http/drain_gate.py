@@ -27,6 +27,11 @@ class DrainGate:
         """Whether new requests are refused."""
         return self._closed
 
+    @property
+    def num_inside(self) -> int:
+        """Running requests."""
+        return self._num_inside
+
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Counts a running request inside the block. Raises Unavailable once the gate is closed."""

@@ -44,6 +44,9 @@ _REFUSALS = {
 _READS = {
     "/v1/models": "The served model",
     "/health": "Whether a request could be placed now",
+    "/ping": "The same as /health",
+    "/version": "The gateway's version",
+    "/load": "The number of running requests",
     "/halfmoon/v1/cluster": "The workers",
 }
 _RETRY = frozenset(("429", "503"))
@@ -100,7 +103,7 @@ def _post(path: str) -> dict[str, Any]:
 
 def _get(path: str) -> dict[str, Any]:
     answer = {"description": _READS[path], "content": {"application/json": {"schema": {"type": "object"}}}}
-    unwell = {"503": answer} if path == "/health" else _refusals("401")
+    unwell = {"503": answer} if path in ("/health", "/ping") else _refusals("401")
     return {"summary": _READS[path], "responses": {"200": answer, **unwell}}
 
 

@@ -33,12 +33,12 @@ async def test_a_key_is_needed_where_there_are_keys(tmp_path: Path) -> None:
             headers = {"Authorization": f"Bearer {key}"}
             assert (await ask(fleet, "GET", "/v1/models", headers=headers))[0] == 200
         for given in ("", "Bearer", "Bearer ", "Bearer second", "Basic first", "first", "Bearer firs"):
-            for path in ("/v1/models", "/nothing"):
+            for path in ("/v1/models", "/version", "/load", "/nothing"):
                 status, answer_headers, answer = await ask(fleet, "GET", path, headers={"Authorization": given})
                 assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
                 assert answer_headers["WWW-Authenticate"] == "Bearer"
                 assert "Authorization: Bearer" in answer["error"]["message"]
-        assert [(await ask(fleet, "GET", path))[0] for path in ("/health", "/metrics")] == [200, 200]
+        assert [(await ask(fleet, "GET", path))[0] for path in ("/health", "/ping", "/metrics")] == [200] * 3
         with pytest.raises(openai.AuthenticationError):
             await fleet.client.chat.completions.create(model=MODEL, messages=HI)
         good = fleet.client.with_options(api_key="first")

@@ -14,6 +14,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from pydantic import ValidationError
 
+from halfmoon import __version__
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerLoad
@@ -44,7 +45,8 @@ async def test_health_says_what_is_missing(tmp_path: Path) -> None:
         assert await get(fleet, "/health") == (200, {"status": "ok", "missing": []})
     async with running_fleet(tmp_path) as fleet:
         await fleet.add("b0", "both")
-        assert (await get(fleet, "/health"))[0] == 200
+        assert (await get(fleet, "/health"))[0] == (await get(fleet, "/ping"))[0] == 200
+        assert await get(fleet, "/version") == (200, {"version": __version__})
 
 
 async def test_the_control_api(tmp_path: Path) -> None:
@@ -144,6 +146,7 @@ async def test_at_the_end_running_streams_may_finish_and_new_requests_may_not(tm
         async with asyncio.timeout(20):
             while not decode.decoding:  # noqa: ASYNC110 (the fake has no event for it)
                 await asyncio.sleep(0)
+        assert await get(fleet, "/load") == (200, {"server_load": 1})
         stopping = asyncio.ensure_future(fleet.stop())
         async with asyncio.timeout(20):
             while (await get(fleet, "/health"))[1]["status"] != "stopping":
