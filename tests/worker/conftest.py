@@ -142,7 +142,7 @@ async def _worker(
     state = WorkerState(identity, engine.layout, metrics, ChainQueue(MAX_WAITING if store else 0), sources=sources)
     async with AsyncEngine(engine, state.on_step) as async_engine, AsyncExitStack() as stack:
         await stack.enter_async_context(aclosing(sources))
-        restorer = Restorer(async_engine, state, sources, metrics.store, ask_at_most_s=60)
+        restorer = Restorer(async_engine, state, sources, metrics.store, ask_s=(60, 60))
         if sources.own is not None:
             await stack.enter_async_context(running(store_writer(async_engine, state, sources, metrics).run()))
         channels = KVChannels(link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -19,6 +17,7 @@ from halfmoon.rpc.store.kvstore_client import TierName
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.state import WorkerState
+from halfmoon.worker.store.awake_clock import AwakeClock
 from halfmoon.worker.store.holder import Holder, Holders, NamedHolder
 from halfmoon.worker.store.restore_progress import RestoreProgress
 from halfmoon.worker.store.restoring import Restoring, RestoringSource
@@ -27,10 +26,11 @@ from halfmoon.worker.store.source_progress import SourceProgress
 
 log = logging.getLogger(__name__)
 
-_ASK_AT_LEAST_S = 0.05
-_LATER_S = 0.02  # other answers may come so much later than the first useful one
+_LATER_LOOKS = 4  # other answers may come so much later than the first useful one; a stopped event loop looks once
+_LOOK_S = 0.005
 _SHARE_FACTOR = 2.0  # another request that loads the same may be silent so many times as long as it should take
 _LEAST_SHARE_S = 0.25
+_SHARE_LOOK_S = 0.05
 
 
 class _Answer(NamedTuple):
@@ -52,13 +52,16 @@ class Restorer:
         state: WorkerState,
         links: SourceLinks,
         metrics: StoreMetrics,
-        ask_at_most_s: float = 2.0,
+        ask_s: tuple[float, float] = (0.05, 2.0),
+        clock: AwakeClock | None = None,
     ) -> None:
+        """ask_s: least and greatest limit on holders' answers about what they have."""
         self.engine = engine
-        self.ask_at_most_s = ask_at_most_s  # limit on holders' answers about what they have
         self.metrics = metrics
         self.holders = Holders(links, engine.layout)
         self._state = state
+        self._ask_s = ask_s
+        self._clock = clock or AwakeClock()
         self._running: dict[bytes, Restoring] = {}  # by the key of the first block that it lacks
 
     @property
@@ -85,8 +88,9 @@ class Restorer:
             if num_here == num_whole or not holders:
                 return None
             model = self._state.compute_rate.model
-            ask_s = model.seconds((num_whole - num_here) * block_tokens, num_here * block_tokens) / 4
-            deadline_s = min(max(ask_s, _ASK_AT_LEAST_S), self.ask_at_most_s)
+            compute_s = model.seconds((num_whole - num_here) * block_tokens, num_here * block_tokens)
+            least_s, most_s = self._ask_s
+            deadline_s = min(max(compute_s / 4, least_s), most_s)
             believed = {(one.address, one.kind): one.num_blocks for one in named}
             answers = await self._ask(holders, believed, request.tenant_salt, keys, num_here, deadline_s)
             num_here = await self._once_shared(keys, num_here)  # another one may have asked at the same time
@@ -114,10 +118,10 @@ class Restorer:
         self.metrics.restore_decisions.labels("shared").inc()
         patience_s = max(_SHARE_FACTOR * other.predicted_s, _LEAST_SHARE_S)
         while not other.ended.is_set():
-            left_s = other.last_s + patience_s - time.monotonic()
+            left_s = min(other.last_s + patience_s - self._clock.now_s(), _SHARE_LOOK_S)
             if left_s <= 0:
                 return num_here
-            with suppress(TimeoutError):
+            with suppress(TimeoutError), self._clock.waiting(left_s):
                 async with asyncio.timeout(left_s):
                     await other.ended.wait()
         pairs = zip(keys, other.keys_here, strict=False)
@@ -142,13 +146,13 @@ class Restorer:
             asyncio.create_task(self._match(holder, min(least, len(keys)), salt, keys, deadline_s))
             for holder, least in zip(holders, leasts, strict=True)
         ]
-        waiting, end_s = set(tasks), math.inf
+        waiting, is_useful, num_looks = set(tasks), False, 0
         try:
-            while waiting and (left_s := end_s - time.monotonic()) > 0:
-                limit_s = None if math.isinf(left_s) else left_s
+            while waiting and num_looks < _LATER_LOOKS:
+                limit_s = _LOOK_S if is_useful else None
                 done, waiting = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-                if any(task.result().num_leading > num_here for task in done):
-                    end_s = min(end_s, time.monotonic() + _LATER_S)
+                is_useful = is_useful or any(task.result().num_leading > num_here for task in done)
+                num_looks += not done
             return [task.result() for task in tasks if task.done()]
         finally:
             for task in waiting:
@@ -210,6 +214,7 @@ class Restorer:
             progress,
             plan.seconds,
             self.forget,
+            self._clock,
         )
         self._running.setdefault(restoring.first_key, restoring)
         return restoring

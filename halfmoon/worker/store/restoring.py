@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from halfmoon.engine.kv_memory.kv_watch import OnKV
@@ -16,6 +16,7 @@ from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.rpc.store.kvstore_client import TierName
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
+from halfmoon.worker.store.awake_clock import AwakeClock
 from halfmoon.worker.store.holder import Holder
 from halfmoon.worker.store.restore_progress import RestoreProgress
 
@@ -49,7 +50,7 @@ class Restoring:
         progress: RestoreProgress,
         predicted_s: float,
         on_end: Callable[[Restoring], None],
-        now_s: Callable[[], float] = time.monotonic,
+        clock: AwakeClock,
     ) -> None:
         """num_here: leading blocks that the prefix cache has; predicted_s: until both sides meet."""
         self.first_key = keys[num_here]
@@ -62,7 +63,7 @@ class Restoring:
         self._keys = keys
         self._sources = sources
         self._progress = progress
-        self._now_s = now_s
+        self._clock = clock
         self._has_begun = asyncio.Event()
         self._news = asyncio.Event()
         self._loads: dict[asyncio.Task[None], int] = {}  # and the number of its source
@@ -70,7 +71,7 @@ class Restoring:
         self.num_planned_tokens = (progress.num_blocks - progress.fence) * engine.layout.block_tokens
         self.num_loaded_tokens = 0
         self.num_blocks_from_workers = 0
-        self.last_s = now_s()  # when the last load ended
+        self.last_s = clock.now_s()  # when the last load ended
         for source in sources:
             source.holder.num_users += 1
 
@@ -115,16 +116,15 @@ class Restoring:
 
     def _on_progress(self, num_tokens: int, num_loaded: int) -> None:
         self.num_loaded_tokens = num_loaded
-        self._progress.advance(num_tokens, self._now_s())
+        self._progress.advance(num_tokens, self._clock.now_s())
         self._has_begun.set()
         self._news.set()
 
     async def _wait_for_news(self) -> None:
-        try:
-            async with asyncio.timeout(self._progress.patience_s):
+        patience_s = self._progress.patience_s
+        with suppress(TimeoutError), self._clock.waiting(patience_s):
+            async with asyncio.timeout(patience_s):
                 await self._news.wait()
-        except TimeoutError:
-            pass
         self._news.clear()
 
     def _moved(self, moving: asyncio.Task[int] | None) -> asyncio.Task[int] | None:
@@ -137,7 +137,7 @@ class Restoring:
             except HalfmoonError:  # everything is here, or the request is gone
                 self._is_gone = True
                 return None
-        fence = self._progress.wanted_fence(self._now_s())
+        fence = self._progress.wanted_fence(self._clock.now_s())
         if fence == self._progress.fence:
             return None
         task = asyncio.create_task(self._engine.move_fence(self._request.request_id, fence))
@@ -147,7 +147,7 @@ class Restoring:
         return task
 
     def _replace_late_sources(self) -> None:
-        for number in self._progress.replaceable(self._now_s()):
+        for number in self._progress.replaceable(self._clock.now_s()):
             self._drop(number, "slow")
             for task, of_source in self._loads.items():
                 if of_source == number:
@@ -157,7 +157,7 @@ class Restoring:
         parts = self._progress.sources
         for number in sorted(range(len(parts)), key=lambda one: parts[one].load_s_per_block):
             while list(self._loads.values()).count(number) < _LOADS_AT_ONCE:
-                blocks = self._progress.claim(self._now_s(), number)
+                blocks = self._progress.claim(self._clock.now_s(), number)
                 if not blocks:
                     break
                 task = asyncio.create_task(self._load(number, blocks))
@@ -192,7 +192,7 @@ class Restoring:
             self._note_ended(number, blocks, came, reason)
 
     def _note_ended(self, number: int, blocks: list[int], came: list[int], reason: str) -> None:
-        source, metrics, now_s = self._sources[number], self._metrics, self._now_s()
+        source, metrics, now_s = self._sources[number], self._metrics, self._clock.now_s()
         self.last_s = now_s
         missed = [block for block in blocks if block not in came]
         self._progress.came(came, now_s, number)
