@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from halfmoon.catalog.block_identity import BlockMeta, block_id
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
 from halfmoon.policy.eviction import PolicyName, policy_named
-from services.kvstore.catalog.block_identity import BlockMeta, block_id
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
 
 BLOCK_TOKENS = 512
 

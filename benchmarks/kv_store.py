@@ -26,6 +26,8 @@ import xxhash
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.store.chain import Chain
@@ -33,8 +35,6 @@ from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transport.link import LinkSettings
 from services.kvstore.assembly import Store, running_store
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.settings import KVStoreSettings
 from services.kvstore.tiers.seal import Seal
 

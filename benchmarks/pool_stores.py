@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.kv_index import BLOCK_TOKENS, Hits, Prompt
+from halfmoon.catalog.block_identity import BlockMeta, block_id
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
 from halfmoon.policy.eviction import PolicyName, policy_named
 from halfmoon.policy.placement.store_choice import choose_store, runs
-from services.kvstore.catalog.block_identity import BlockMeta, block_id
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
 
 Spread = Literal["even", "crowded", "apart"]
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SERVICES = ("gateway", "prefill", "decode", "kvstore", "planner", "simulation")
 ROOMS = (
     *("errors", "background", "pb", "kv", "config", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker"),
-    "profiling",
+    *("profiling", "catalog"),
 )
 
 # A room may import itself, `halfmoon` (the version) and the rooms named here.
@@ -29,10 +29,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.kv": frozenset({"halfmoon.errors"}),
     "halfmoon.config": frozenset(f"halfmoon.{room}" for room in ("errors", "kv", "policy", "rpc", "sim")),
     "halfmoon.policy": frozenset({"halfmoon.errors"}),
+    "halfmoon.catalog": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.ledger": frozenset({"halfmoon.errors"}),
     "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.pb"}),
-    "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
+    "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy", "halfmoon.catalog"}),
     "halfmoon.plan": frozenset({"halfmoon.errors", "halfmoon.policy", "halfmoon.sim"}),
     "halfmoon.worker": frozenset(
         f"halfmoon.{room}" for room in ("config", "engine", "kv", "rpc", "pb", "policy", "sim", "background", "errors")
@@ -49,7 +50,8 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 POLICY_SHELVES = ("models", "view", "values", "forecast", "placement", "admission")  # each may import those before it
 TORCH_FREE_PACKAGES = (
-    *(f"halfmoon/{room}" for room in ("kv", "config", "policy", "sim", "plan", "rpc", "ledger", "pb", "profiling")),
+    *(f"halfmoon/{room}" for room in ("kv", "catalog", "config", "policy", "sim", "plan", "rpc", "ledger")),
+    *(f"halfmoon/{room}" for room in ("pb", "profiling")),
     "halfmoon/engine/scheduling",
     "halfmoon/engine/text",
     *(f"services/{name}" for name in ("gateway", "kvstore", "planner", "simulation")),

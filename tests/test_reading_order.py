@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = [
     *(f"halfmoon/{room}" for room in ("engine", "kv", "rpc", "worker", "ledger", "policy", "sim", "plan")),
+    "halfmoon/catalog",
     *(f"halfmoon/{room}" for room in ("profiling", "replay", "cli", "up", "config")),
     *(f"services/{room}" for room in ("gateway", "kvstore", "planner", "simulation")),
     "console",

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import grpc
 
+from halfmoon.catalog.block_identity import block_id
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import Frame, FrameKind, decode_frame, encode_frame
@@ -22,7 +23,6 @@ from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.store.block_streams import BYTES_SERVICE, block_frames, opened_run, whole_blocks
 from halfmoon.rpc.transfer import KVIntake, next_message, parse_body, raw_service
-from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.movement.incoming import Arrivals, Run, run_metas
 from services.kvstore.pool import Loan, Pool
 from services.kvstore.tiers.dram import Draft

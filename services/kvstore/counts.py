@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.kvstore.catalog.entry import Tier
+from halfmoon.catalog.entry import Tier
 
 TierCount = Literal["hits", "evicted", "corrupted", "failed", "written", "skipped", "full"]
 

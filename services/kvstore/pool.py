@@ -14,16 +14,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from halfmoon.catalog.block_identity import BlockMeta
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Change, Entry, Tier
+from halfmoon.catalog.replica_marks import ReplicaMarks
 from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NoCapacity, NotFound
 from halfmoon.kv.owner import KVOwner
 from halfmoon.policy.eviction import policy_named
 from halfmoon.rpc.breaker import CircuitBreaker
-from services.kvstore.catalog.block_identity import BlockMeta
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Change, Entry, Tier
-from services.kvstore.catalog.events import EventKind, EventLog
-from services.kvstore.catalog.replica_marks import ReplicaMarks
 from services.kvstore.counts import Counts
+from services.kvstore.events import EventKind, EventLog
 from services.kvstore.movement.disk_upkeep import DiskUpkeep
 from services.kvstore.movement.loading import Loader
 from services.kvstore.movement.maintenance import Maintenance

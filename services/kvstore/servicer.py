@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import grpc
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.owner import KVOwner
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
-from services.kvstore.catalog.events import BlockEvent, EventKind, Snapshot
+from services.kvstore.events import BlockEvent, EventKind, Snapshot
 from services.kvstore.movement.replication import Replicator
 from services.kvstore.movement.shared_memory_get import SharedMemoryGet
 from services.kvstore.movement.shared_memory_put import SharedMemoryPut

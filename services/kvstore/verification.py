@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+from halfmoon.catalog.block_identity import BlockMeta
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import DataLoss, NotFound
-from services.kvstore.catalog.block_identity import BlockMeta
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.counts import Counts
 from services.kvstore.tiers.cold import ColdTier
 from services.kvstore.tiers.disk import DiskTier

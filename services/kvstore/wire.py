@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from halfmoon.catalog.block_identity import ID_BYTES, key_of, tag_of
+from halfmoon.catalog.entry import Entry, Tier
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import kvstore_pb2, types_pb2
 from halfmoon.rpc.layout_message import layout_from, layout_message
-from services.kvstore.catalog.block_identity import ID_BYTES, key_of, tag_of
-from services.kvstore.catalog.entry import Entry, Tier
 
 TIERS: dict[Tier, kvstore_pb2.KVTier.ValueType] = {
     Tier.DRAM: kvstore_pb2.DRAM,

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from halfmoon.catalog.block_identity import block_id
 from halfmoon.cli.app import app
 from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.rpc.store.chain import Chain
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.up.stores import remember_stores
-from services.kvstore.catalog.block_identity import block_id
 from tests.services.kvstore.blocks import LAYOUT, content, key
 
 IDS = [block_id(key(n)) for n in range(3)]

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.errors import NoCapacity
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.worker.cache_servicer import CacheServicer
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, stored

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient, Lent
-from services.kvstore.catalog.block_identity import block_id
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, missed, own_store, stored

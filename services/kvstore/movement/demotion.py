@@ -15,13 +15,13 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import NamedTuple
 
+from halfmoon.catalog.block_identity import BlockMeta
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.rpc.breaker import CircuitBreaker
-from services.kvstore.catalog.block_identity import BlockMeta
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.counts import Counts
 from services.kvstore.outage import Outage
 from services.kvstore.tiers.dram import Block, DramTier

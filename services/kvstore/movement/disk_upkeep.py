@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
 from services.kvstore.counts import Counts
 from services.kvstore.outage import Outage
 from services.kvstore.tiers.disk import DiskTier

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from halfmoon.catalog.block_identity import BlockMeta, block_id
 from halfmoon.errors import AlreadyHere, HalfmoonError, InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.owner import SHARED, KVOwner
-from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.dram import Draft
 

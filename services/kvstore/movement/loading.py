@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import Sequence
 
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Entry, Tier
 from halfmoon.errors import DataLoss, HalfmoonError, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.rpc.breaker import CircuitBreaker
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Entry, Tier
 from services.kvstore.counts import Counts
 from services.kvstore.tiers.cold import ColdTier
 from services.kvstore.tiers.disk import DiskTier

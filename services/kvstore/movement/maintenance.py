@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from halfmoon.catalog.block_identity import BlockMeta
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
+from halfmoon.catalog.replica_marks import ReplicaMarks
 from halfmoon.errors import Unavailable
-from services.kvstore.catalog.block_identity import BlockMeta
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
-from services.kvstore.catalog.replica_marks import ReplicaMarks
 from services.kvstore.counts import Counts
 from services.kvstore.movement.disk_upkeep import DiskUpkeep
 from services.kvstore.options import PoolOptions

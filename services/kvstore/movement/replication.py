@@ -12,6 +12,7 @@ from collections.abc import Container, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from halfmoon.catalog.block_identity import BlockMeta, block_id
 from halfmoon.errors import Forbidden, HalfmoonError, NoCapacity, NotFound
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
@@ -19,7 +20,6 @@ from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.policy.placement.store_choice import runs
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
-from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.pool import Pool
 
 log = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from halfmoon.catalog.block_identity import block_id
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.transfer import next_message
-from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.pool import Loan, Pool
 
 _MAX_BLOCKS = 4096

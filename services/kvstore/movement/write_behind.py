@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from halfmoon.catalog.block_identity import BlockMeta
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import HalfmoonError, Unavailable
-from services.kvstore.catalog.block_identity import BlockMeta
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.counts import Counts
 from services.kvstore.movement.demotion import Demoter, Write
 from services.kvstore.movement.disk_upkeep import DiskUpkeep

@@ -13,9 +13,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Protocol, TypeVar
 
+from halfmoon.catalog.block_identity import ID_BYTES, TAG_BYTES, BlockMeta
 from halfmoon.errors import NotFound, Unavailable
 from halfmoon.rpc.breaker import CircuitBreaker
-from services.kvstore.catalog.block_identity import ID_BYTES, TAG_BYTES, BlockMeta
 from services.kvstore.outage import Outage
 from services.kvstore.tiers.record import Record, decode_record
 from services.kvstore.tiers.seal import Seal

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from halfmoon.catalog.block_identity import BlockMeta
 from halfmoon.errors import DataLoss, NotFound
 from halfmoon.kv.kv_layout import KVBytes
-from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.outage import Outage
 from services.kvstore.tiers.compaction import Moved, move_out
 from services.kvstore.tiers.disk_index import DiskIndex, IndexedBlock, whole_rows

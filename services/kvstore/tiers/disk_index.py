@@ -20,8 +20,8 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from halfmoon.catalog.block_identity import BlockMeta
 from halfmoon.kv.kv_layout import KVLayout
-from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.tiers.segments import Location
 
 _BATCH = 500

@@ -13,13 +13,13 @@ import xxhash
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+from halfmoon.catalog.block_identity import BlockMeta
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import DataLoss, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
-from services.kvstore.catalog.block_identity import BlockMeta
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.tiers.allocator import rounded_bytes
 from services.kvstore.tiers.arena import Arena, Room
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from halfmoon.catalog.block_identity import BlockMeta
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import DataLoss, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
-from services.kvstore.catalog.block_identity import BlockMeta
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.tiers.dram import Draft, DramTier
 from services.kvstore.tiers.record import Record
 from services.kvstore.tiers.residual_window import codec_for, left_behind

@@ -19,13 +19,13 @@ import struct
 from dataclasses import dataclass
 from typing import get_args
 
+from halfmoon.catalog.block_identity import ID_BYTES, BlockMeta
 from halfmoon.errors import DataLoss, HalfmoonError
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.codec.lossless import Lossless
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.kv_layout import KVBytes, KVDtype, KVLayout
 from halfmoon.kv.owner import MAX_TENANT_CHARS
-from services.kvstore.catalog.block_identity import ID_BYTES, BlockMeta
 from services.kvstore.tiers.seal import DIGEST_BYTES, Seal
 
 VERSION = 2

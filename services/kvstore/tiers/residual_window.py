@@ -7,10 +7,10 @@ off within the coarse part of a longer one reads coarse values near its own end.
 
 from __future__ import annotations
 
+from halfmoon.catalog.block_identity import BlockMeta
+from halfmoon.catalog.catalog import Catalog
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.kv_layout import KVLayout
-from services.kvstore.catalog.block_identity import BlockMeta
-from services.kvstore.catalog.catalog import Catalog
 
 
 def codec_for(codec: EntryCodec, meta: BlockMeta, catalog: Catalog) -> EntryCodec:

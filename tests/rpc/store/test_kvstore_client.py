@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import DataLoss, DeadlineExceeded, Incompatible, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVLayout
@@ -21,8 +23,6 @@ from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transport.link import LinkSettings
 from services.kvstore.assembly import Store, running_store
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.settings import KVStoreSettings
 from tests.services.kvstore.blocks import LAYOUT, content, key
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
 from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, InvalidRequest, NoCapacity
 from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.kv.owner import KVOwner
@@ -21,7 +22,6 @@ from halfmoon.rpc.transfer import transfer_to
 from halfmoon.rpc.transport.limiter import WallClock
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.rpc.transport.memfd import host_id
-from services.kvstore.catalog.block_identity import block_id
 from tests.rpc.store.test_kvstore_client import client, served
 from tests.services.kvstore.blocks import LAYOUT, content, key
 

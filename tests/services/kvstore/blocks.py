@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from halfmoon.catalog.block_identity import BlockMeta, block_id, key_of
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVLayout
-from services.kvstore.catalog.block_identity import BlockMeta, block_id, key_of
 from services.kvstore.pool import Pool
 
 LAYOUT = KVLayout(2, 2, 8, "bfloat16", 16)  # 2 KiB a block

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.rpc.breaker import CircuitBreaker
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.cold import ColdTier

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import InvalidRequest, NotFound, Unavailable
 from halfmoon.rpc.breaker import CircuitBreaker
 from halfmoon.up.reserved_ports import ReservedPorts
 from services.kvstore.assembly import cold_client, running_store
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.settings import KVStoreSettings
 from services.kvstore.tiers.cold import PREFIX, ColdClient, ColdTier
 from tests.services.kvstore.blocks import content, is_right, key, meta, put, put_chain

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import Unavailable
 from halfmoon.rpc.breaker import CircuitBreaker
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.movement.demotion import MAX_TRIES
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool

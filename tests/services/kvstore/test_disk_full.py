@@ -7,8 +7,8 @@ import multiprocessing
 import resource
 from pathlib import Path
 
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.disk import DiskTier

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import NotFound, Unavailable
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.disk import DiskTier

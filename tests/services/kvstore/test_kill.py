@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import HalfmoonError
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.disk import DiskTier
 from services.kvstore.tiers.disk_index import DiskIndex

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
+from halfmoon.catalog.block_identity import block_id
 from halfmoon.errors import (
     Cancelled,
     DataLoss,
@@ -34,7 +35,6 @@ from halfmoon.rpc.server import running_server
 from halfmoon.rpc.status import error_from
 from halfmoon.rpc.transfer import KVIntake, TransferSender, transfer_to
 from services.kvstore.bytes_servicer import KVBytesServicer
-from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.movement.incoming import Arrivals
 from services.kvstore.movement.replication import Replicator

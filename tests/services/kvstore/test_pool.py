@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import Incompatible, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.kv_layout import KVLayout
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
-from services.kvstore.catalog.events import BlockEvent, Snapshot
+from services.kvstore.events import BlockEvent, Snapshot
 from services.kvstore.options import PoolOptions
 from services.kvstore.tiers.cold import object_name, parse_name
 from tests.services.kvstore.blocks import LAYOUT, content, is_right, meta, put, put_chain, read
@@ -204,7 +204,7 @@ def apply(known: dict[bytes, tuple[Tier, ...]], event: BlockEvent) -> None:
 
 
 async def test_a_reader_that_falls_behind_gets_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.kvstore.catalog.events.MAX_BEHIND", 3)
+    monkeypatch.setattr("services.kvstore.events.MAX_BEHIND", 3)
     async with pool() as it:
         reader = it.events.subscribe()
         assert await reader.next() == Snapshot(0, [])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import DataLoss, NotFound, Unavailable
 from halfmoon.rpc.breaker import CircuitBreaker
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.counts import TierCount
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.record import Record

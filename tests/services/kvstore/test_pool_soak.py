@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
 from halfmoon.errors import HalfmoonError, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.rpc.breaker import CircuitBreaker
-from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.cold import ColdTier

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import DataLoss, HalfmoonError
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from services.kvstore.assembly import running_store
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.pool import Pool
 from services.kvstore.settings import KVStoreSettings
 from services.kvstore.tiers.cold import PREFIX, object_name

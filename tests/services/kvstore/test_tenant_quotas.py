@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.owner import SHARED, KVOwner
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.movement.incoming import Arrivals, Run, run_metas
 from services.kvstore.pool import Pool

@@ -12,6 +12,7 @@ from typing import cast
 
 import pytest
 
+from halfmoon.catalog.entry import Tier
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.policy.models.latency import PrefillModel, StepModel
@@ -20,7 +21,6 @@ from halfmoon.sim.latency_sources.worker_profile import WorkerProfile, coefficie
 from halfmoon.worker.simulated_links import SimulatedLinks
 from halfmoon.worker.simulation import SimulatedWorker
 from services.kvstore.assembly import Store
-from services.kvstore.catalog.entry import Tier
 from tests.rpc.store.test_kvstore_client import served
 from tests.services.gateway.fakes import FINGERPRINT
 from tests.services.simulation.test_simulated_fleet import INSTANTLY, SimulatedFleet, running_fleet

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
@@ -18,8 +20,6 @@ from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.worker.membership.compute_rate import ComputeRate
 from halfmoon.worker.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.store.holder import Holder
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_store_writer import keys_of, single

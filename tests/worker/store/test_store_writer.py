@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from halfmoon.catalog.block_identity import block_id
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.step_result import BlockChain
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.pb import prefill_pb2
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.worker.store.chain_queue import ChainQueue
-from services.kvstore.catalog.block_identity import block_id
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
 from tests.worker.test_handover import generation, listening, prefilled, tokens_of, until

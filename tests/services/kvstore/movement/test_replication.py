@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import Forbidden, InvalidRequest, NoCapacity
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
@@ -20,8 +22,6 @@ from halfmoon.rpc.store.chain import Chain
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.transfer import KVIntake
 from services.kvstore.bytes_servicer import KVBytesServicer
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.movement.incoming import Arrivals
 from services.kvstore.movement.replication import MAX_WAITING, Replicator

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager, closing
 import pytest
 import xxhash
 
+from halfmoon.catalog.block_identity import block_id
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id
-from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.movement import shared_memory_put as taking
 from services.kvstore.movement.incoming import Arrivals, Run, run_metas
 from services.kvstore.movement.shared_memory_put import SharedMemoryPut

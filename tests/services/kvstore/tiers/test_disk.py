@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfmoon.catalog.block_identity import block_id
 from halfmoon.errors import DataLoss, InvalidRequest, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
-from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.tiers.disk import DiskTier, Write
 from services.kvstore.tiers.record import HEADER_BYTES, decode_record, encode_record
 from services.kvstore.tiers.seal import Seal

@@ -8,14 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from halfmoon.catalog.block_identity import BlockMeta, block_id
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Change, Tier
 from halfmoon.errors import DataLoss, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.eviction import policy_named
-from services.kvstore.catalog.block_identity import BlockMeta, block_id
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Change, Tier
 from services.kvstore.tiers.dram import Block, Draft, DramTier, cells
 
 SMALL = KVLayout(2, 1, 4, "float16", 2)  # 64 bytes a block

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from halfmoon.catalog.block_identity import block_id
+from halfmoon.catalog.entry import Tier
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.entry_codec import EntryCodec
-from services.kvstore.catalog.block_identity import block_id
-from services.kvstore.catalog.entry import Tier
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.dram_encoder import DramEncoder

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from halfmoon.catalog.block_identity import block_id
 from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.codec.lossless import Lossless
 from halfmoon.kv.entry_codec import EntryCodec
-from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.disk import DiskTier

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from halfmoon.catalog.entry import Entry
 from halfmoon.kv.owner import KVOwner
 from halfmoon.policy.eviction_queue import Evaluation, EvictionQueue
-from services.kvstore.catalog.entry import Entry
 
 _MAX_EMPTY = 4096  # tenants that are remembered for their quota alone
 

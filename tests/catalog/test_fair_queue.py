@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from halfmoon.catalog.block_identity import BlockMeta, block_id
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
 from halfmoon.kv.owner import KVOwner
 from halfmoon.policy.eviction import PolicyName, policy_named
-from services.kvstore.catalog.block_identity import BlockMeta, block_id
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
 
 
 def catalog(policy: PolicyName = "lru") -> Catalog:

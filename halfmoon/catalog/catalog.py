@@ -13,13 +13,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from halfmoon.catalog.block_identity import BlockMeta
+from halfmoon.catalog.entry import Change, Entry, Holding, Tier
+from halfmoon.catalog.fair_queue import FairQueue
+from halfmoon.catalog.known_costs import KnownCosts
+from halfmoon.catalog.tenant_accounts import TenantAccounts
 from halfmoon.policy.eviction import EvictionPolicy, Usage
 from halfmoon.policy.eviction_queue import Evaluation
-from services.kvstore.catalog.block_identity import BlockMeta
-from services.kvstore.catalog.entry import Change, Entry, Holding, Tier
-from services.kvstore.catalog.fair_queue import FairQueue
-from services.kvstore.catalog.known_costs import KnownCosts
-from services.kvstore.catalog.tenant_accounts import TenantAccounts
 
 _FULL = 0.97  # share of a tier's budget above which blocks make room for others
 _RETRY_S = 1.0  # delay until an expired block that others need is checked again

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from services.kvstore.catalog.entry import Tier
+from halfmoon.catalog.entry import Tier
 
 EventKind = Literal["stored", "moved", "evicted"]
 MAX_BEHIND = 10_000  # events queued for one reader; beyond it the reader gets a snapshot instead

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.kv_index import BLOCK_TOKENS, Prompt
 from benchmarks.pool_stores import PoolRun, TimedPrompt, replay_pool
-from services.kvstore.catalog.block_identity import block_id
+from halfmoon.catalog.block_identity import block_id
 
 NUM_BLOCKS = 480  # of all stores together
 

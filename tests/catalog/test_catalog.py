@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from benchmarks.kv_index import Prompt, read_trace, replay
+from halfmoon.catalog.block_identity import BlockMeta, block_id, key_of, tag_of, tenant_tag
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Change, Tier
 from halfmoon.kv.owner import KVOwner
 from halfmoon.policy.eviction import PolicyName, policy_named
-from services.kvstore.catalog.block_identity import BlockMeta, block_id, key_of, tag_of, tenant_tag
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Change, Tier
 
 PARENTS = [None, 0, 1, 1, 3, None, 5, 3, 4]  # two trees: 0-1-{2, 3-{4-8, 7}} and 5-6
 IDS = [block_id(bytes([n]) * 16) for n in range(len(PARENTS))]
@@ -299,7 +299,7 @@ def test_candidates_that_left_otherwise_are_forgotten() -> None:
 
 
 # Mooncake's traces are not ours to ship: this runs where they lie beside the checkout
-TRACES = Path(__file__).parents[5] / "shared/data/mooncake"
+TRACES = Path(__file__).parents[3] / "shared/data/mooncake"
 
 
 def test_a_replay_counts_what_was_there() -> None:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfmoon.catalog.block_identity import BlockMeta, block_id
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
+from halfmoon.catalog.known_costs import KnownCosts
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.eviction import policy_named
-from services.kvstore.catalog.block_identity import BlockMeta, block_id
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
-from services.kvstore.catalog.known_costs import KnownCosts
 
 SMALL, LARGE = KVLayout(2, 2, 16, "float32", 64), KVLayout(4, 2, 16, "float32", 64)
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from halfmoon.catalog.block_identity import BlockMeta
 from halfmoon.policy.eviction import Rank, Usage
-from services.kvstore.catalog.block_identity import BlockMeta
 
 
 class Tier(IntEnum):

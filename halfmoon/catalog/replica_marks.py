@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.kvstore.catalog.catalog import Catalog
-from services.kvstore.catalog.entry import Tier
+from halfmoon.catalog.catalog import Catalog
+from halfmoon.catalog.entry import Tier
 
 
 @dataclass(slots=True)

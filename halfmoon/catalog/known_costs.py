@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from halfmoon.catalog.block_identity import BlockMeta
 from halfmoon.kv.kv_layout import KVLayout
-from services.kvstore.catalog.block_identity import BlockMeta
 
 _NUM_COUNTED = 1024  # blocks that the mean covers, so that it follows workers that became faster
 
