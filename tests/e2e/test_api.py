@@ -66,7 +66,11 @@ async def test_echo_and_the_best(http: aiohttp.ClientSession) -> None:
     assert answer["usage"]["completion_tokens"] > 5
 
 
-async def test_the_demo_model_takes_no_tools(http: aiohttp.ClientSession) -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    async with http.post("/v1/chat/completions", json={"model": "demo", "messages": ASK, "tools": tools}) as response:
-        assert (response.status, (await response.json())["error"]["param"]) == (400, "tools")
+async def test_the_demo_model_can_be_made_to_call_a_tool(http: aiohttp.ClientSession) -> None:
+    number = {"n": {"enum": [1, 2]}}
+    parameters = {"type": "object", "properties": number, "required": ["n"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer = await asked(http, "/v1/chat/completions", messages=ASK, tools=tools, tool_choice="required", max_tokens=80)
+    (call, *_) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "f"
+    assert json.loads(call["function"]["arguments"]) in ({"n": 1}, {"n": 2})

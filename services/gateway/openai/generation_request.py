@@ -61,7 +61,7 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: 
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     use = tool_use_of(body, model)
-    prompt = chat_prompt(body, model, context_tokens, salt=salt, tools=use.rendered)
+    prompt = chat_prompt(body, use.messages, model, context_tokens, salt=salt, tools=use.rendered)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if limit == 0:

@@ -54,6 +54,7 @@ def _up_to_content(text: str, content: str) -> str:
 
 def chat_prompt(
     body: ChatBody,
+    messages: Sequence[Message],
     model: ServedModel,
     context_tokens: int,
     *,
@@ -61,7 +62,7 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[int, ...]:
     """The token ids of a chat. Raises InvalidRequest if the template refuses, or ContextLengthExceeded."""
-    text = text_of_chat(body, body.messages, model, tools)
+    text = text_of_chat(body, messages, model, tools)
     encode = partial(model.tokenizer.encode, salt=salt)
     refuse_hopeless(text, encode, context_tokens, "messages")
     return _truncated(tuple(encode(text, with_special=bool(body.add_special_tokens))), body, context_tokens)

@@ -117,7 +117,7 @@ class ChatBody(GenerationBody, RenderedChat):
         None, ge=0, le=_MAX_LOGPROBS, description="also for this many likeliest tokens; needs logprobs"
     )
     tools: Tools | None = Field(
-        None, description="functions that the model may call, if its chat template supports tools"
+        None, description="functions that the model may call; in the system message if its chat template has no place"
     )
     tool_choice: ToolChoice | None = Field(None, description="none, auto, required, or one tool by name")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call; only with a required call")

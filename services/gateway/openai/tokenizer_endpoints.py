@@ -16,6 +16,7 @@ from services.gateway.cluster.membership import Membership
 from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
+from services.gateway.openai.described_tools import with_described_tools
 from services.gateway.openai.generation_request import max_values
 from services.gateway.openai.messages import Message, RenderedChat
 from services.gateway.openai.parse_body import parse_request
@@ -130,7 +131,9 @@ def _text_of_chat(body: TokenizeBody, model: ServedModel) -> str:
     if body.add_special_tokens:
         message = "add_special_tokens: the chat template writes all special tokens; leave it out with messages"
         raise InvalidRequest(message, param="add_special_tokens")
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    if model.tool_format is None:
+        return text_of_chat(body, with_described_tools(body.messages or (), tools), model, None)
     return text_of_chat(body, body.messages or (), model, tools)
 
 

@@ -1,11 +1,14 @@
-"""How one chat uses its tools: what the template sees, which call is required, and how calls are parsed."""
+"""How one chat uses its tools: what the model is told, which call is required, and how calls are parsed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from halfmoon.errors import InvalidRequest
+from services.gateway.openai.described_tools import with_described_tools
+from services.gateway.openai.messages import Message
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import RequestedConstraint
@@ -16,19 +19,23 @@ from services.gateway.replies.tool_parsers import PARSERS, NamedCall, NewToolPar
 class ToolUse(NamedTuple):
     """The tools of one request."""
 
-    rendered: list[dict[str, Any]] | None = None  # for the chat template
+    messages: Sequence[Message]  # for the chat template
+    rendered: list[dict[str, Any]] | None = None  # for the chat template, if it has a place for them
     forced: RequestedConstraint | None = None  # the required call
     new_parser: NewToolParser | None = None  # None: all text is content
 
 
 def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
-    """The tool use of a chat. Raises InvalidRequest if this model or this request cannot use tools."""
+    """The tool use of a chat. Raises InvalidRequest if this request cannot use tools."""
     tools = body.tools or []
     choice = choice_of(body.tool_choice, tools)
-    if choice == "none":
-        return ToolUse()
+    rendered = [] if choice == "none" else [tool.model_dump(exclude_none=True) for tool in tools]
     if model.tool_format is None:
-        raise InvalidRequest("tools: the model's chat template has no place for them that is known here", param="tools")
+        told = ToolUse(with_described_tools(body.messages, rendered))
+    else:
+        told = ToolUse(body.messages, rendered or None)
+    if choice == "none":
+        return told
     for name in ("response_format", "structured_outputs"):
         form = getattr(body, name)
         if form is not None and getattr(form, "type", None) != "text":
@@ -36,11 +43,10 @@ def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
     if choice == "auto" and body.parallel_tool_calls is False:
         message = "parallel_tool_calls: false is not supported where the model decides; set tool_choice to 'required'"
         raise InvalidRequest(message, param="parallel_tool_calls")
-    rendered = [tool.model_dump(exclude_none=True) for tool in tools]
     constraint = constraint_of_choice(choice, tools, parallel=body.parallel_tool_calls is not False)
     if constraint is None:
-        return ToolUse(rendered, None, PARSERS[model.tool_format])
+        return told._replace(new_parser=PARSERS[model.tool_format or "hermes"])
     forced = RequestedConstraint(constraint, "tools")
     if isinstance(choice, NamedTool):
-        return ToolUse(rendered, forced, partial(NamedCall, choice.function.name))
-    return ToolUse(rendered, forced, RequiredCalls)
+        return told._replace(forced=forced, new_parser=partial(NamedCall, choice.function.name))
+    return told._replace(forced=forced, new_parser=RequiredCalls)

@@ -151,7 +151,7 @@ class ToolTurn:
     def _parse(self, piece: TextPiece) -> list[ParsedPart]:
         parts = self._parser.push(piece.text)
         if piece.finish_reason is not None:
-            parts += self._parser.flush()
+            parts += self._parser.flush(is_cut_off=piece.finish_reason == "length")
         self._has_calls |= any(isinstance(part, CallPart) for part in parts)
         return [part if isinstance(part, str) else self._named(part) for part in parts]
 

@@ -6,6 +6,7 @@ The arguments of a named tool stream as they come. Other calls come out whole, a
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ ToolFormat = Literal["hermes", "llama3_json"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
+_BEGUN_CALL = re.compile(r'\{\s*"name"\s*:')
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ class ToolParser(Protocol):
         """Returns the parts that have become certain."""
         ...
 
-    def flush(self) -> list[ParsedPart]:
-        """Returns what is left at the end of the text."""
+    def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
+        """Returns what is left at the end of the text. A call that was cut off in the middle is left out."""
         ...
 
 
@@ -73,7 +75,7 @@ class NamedCall:
         self._begun = True
         return [CallPart(0, text, _call_id(), self._name)]
 
-    def flush(self) -> list[ParsedPart]:
+    def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
         """Returns nothing: no text is held back."""
         return []
 
@@ -98,10 +100,10 @@ class RequiredCalls:
             self._num_calls += 1
             self._held = self._held[end:]
 
-    def flush(self) -> list[ParsedPart]:
-        """Returns a call that was cut off as text."""
+    def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
+        """Returns what is no call as text."""
         held, self._held = self._held, ""
-        return [held] if held else []
+        return [held] if held and not is_cut_off else []
 
 
 class HermesCalls:
@@ -132,13 +134,14 @@ class HermesCalls:
             self._after_call = True
         return parts
 
-    def flush(self) -> list[ParsedPart]:
+    def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
         """Returns a whole call even without its closing tag."""
         if self._inside is None:
             held = self._text.flush()
             return [held] if held else []
         body, self._inside = self._inside, None
-        return [self._call(body, closed=False)]
+        part = self._call(body, closed=False)
+        return [] if is_cut_off and isinstance(part, str) else [part]
 
     def _before_tag(self, text: str) -> tuple[str, str | None]:
         """Returns the text before an opening tag, and what follows the tag if it has come."""
@@ -179,14 +182,14 @@ class Llama3Calls:
         held, self._held = self._held, ""
         return [held]
 
-    def flush(self) -> list[ParsedPart]:
+    def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
         """Returns all calls, or the text if it is not a list of calls."""
         held, self._held = self._held, ""
         rest, calls = held.strip().removeprefix(_PYTHON_TAG).strip(), list[ParsedPart]()
         while rest:
             call, end = _first_object(rest)
             if call is None:
-                return [held]
+                return calls if is_cut_off and _BEGUN_CALL.match(rest) else [held]
             calls.append(_call_part(len(calls), call))
             rest = rest[end:].lstrip("; \n")
         return calls

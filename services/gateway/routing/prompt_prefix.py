@@ -64,7 +64,8 @@ def prompt_prefix_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> P
                 return KnownTokens(first, model)
             return begin(first, with_special=body.add_special_tokens is not False)
         chat = body.as_chat() if isinstance(body, ResponsesBody) else body
-        text = text_of_chat(chat, chat.messages, model, tool_use_of(chat, model).rendered)
+        use = tool_use_of(chat, model)
+        text = text_of_chat(chat, use.messages, model, use.rendered)
     except InvalidRequest:
         return None
     return begin(text, with_special=bool(chat.add_special_tokens))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +42,13 @@ def _model_with_tools(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     model = dataclasses.replace(served_model(), tool_format=tool_format, context_tokens=2_000)
     monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
     monkeypatch.setattr(fakes, "CONTEXT_TOKENS", 2_000)
+
+
+MAKERS: dict[str, Callable[[], ToolParser]] = {
+    **{str(name): maker for name, maker in PARSERS.items()},
+    "required": RequiredCalls,
+    "named": lambda: NamedCall("f"),
+}
 
 
 def calls_of(message: Any) -> list[tuple[str, Any]]:
@@ -144,12 +150,59 @@ async def test_what_cannot_be_is_refused_by_name(tmp_path: Path, extra: dict[str
             assert (response.status, error["param"]) == (400, param), error
 
 
-async def test_a_model_without_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fakes, "served_model", served_model)
+HISTORY: list[Any] = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "time", "arguments": '{"zone": "é"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c", "content": "noon"},
+]
+BEFORE = (
+    'user:hi\nassistant:<tool_call>\n{"name": "time", "arguments": {"zone": "é"}}\n</tool_call>\n'
+    "user:<tool_response>\nnoon\n</tool_response>\n"
+)
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+async def test_a_model_without_tools_is_told_in_plain_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str | None
+) -> None:
+    model = dataclasses.replace(served_model(), context_tokens=2_000)
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
+    messages = HISTORY if system is None else [{"role": "system", "content": system}, *HISTORY]
     async with running_fleet(tmp_path) as fleet:
-        with pytest.raises(openai.BadRequestError, match="chat template") as caught:
-            await fleet.client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS)
-        assert caught.value.param == "tools"
+        prefill, _ = await fleet.pair(Script(ONE))
+        answer = await fleet.client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+        none = await fleet.client.chat.completions.create(
+            model=MODEL, messages=messages, tools=TOOLS, tool_choice="none"
+        )
+        asked, plain = (bytes(one.generation.prompt_token_ids).decode() for one in prefill.calls.prefills)
+    assert calls_of(answer.choices[0].message) == [("weather", {"city": "Rom"})]
+    assert none.choices[0].message.content == ONE
+    head, _, rest = asked.partition("You can call functions.")
+    assert head == "system:" + (f"{system}\n\n" if system else "")
+    assert [json.loads(line) for line in rest.split("<tools>\n")[1].split("\n</tools>")[0].splitlines()] == [
+        tool["function"] for tool in TOOLS
+    ]
+    assert asked.endswith(f"\n{BEFORE}")
+    assert plain == (f"system:{system}\n" if system else "") + BEFORE
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content", "num_calls"),
+    [
+        ("hermes", f'so {ONE}<tool_call>{{"name": "we', "so ", 1),
+        ("hermes", "a < b <tool", "a < b <tool", 0),
+        ("llama3_json", '{"name": "weather", "param', "", 0),
+        ("llama3_json", '{"city": "Ro', '{"city": "Ro', 0),
+        ("required", '[{"name": "f", "parameters": {}}, {"name": "g", "par', "", 1),
+    ],
+)
+def test_a_call_that_was_cut_off_is_no_content(kind: str, text: str, content: str, num_calls: int) -> None:
+    found, calls = parsed(MAKERS[kind](), [text], is_cut_off=True)
+    assert (found, len(calls)) == (content, num_calls)
 
 
 def test_formats_of_templates() -> None:
@@ -160,8 +213,8 @@ def test_formats_of_templates() -> None:
     assert format_of_template("{% if tools %}[TOOL]{% endif %}") is None
 
 
-def parsed(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    found = [one for piece in pieces for one in parser.push(piece)] + parser.flush()
+def parsed(parser: ToolParser, pieces: list[str], *, is_cut_off: bool = False) -> tuple[str, list[tuple[str, str]]]:
+    found = [one for piece in pieces for one in parser.push(piece)] + parser.flush(is_cut_off=is_cut_off)
     calls: list[tuple[str, str]] = []
     for one in found:
         if isinstance(one, CallPart):
@@ -199,9 +252,4 @@ def test_pieces_do_not_matter(case: tuple[str, str, str, list[tuple[str, str]]],
     kind, text, content, calls = case
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    makers: dict[str, Callable[[], ToolParser]] = {
-        **{str(name): maker for name, maker in PARSERS.items()},
-        "required": RequiredCalls,
-        "named": lambda: NamedCall("f"),
-    }
-    assert parsed(makers[kind](), pieces) == (content, calls)
+    assert parsed(MAKERS[kind](), pieces) == (content, calls)

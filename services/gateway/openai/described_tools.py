@@ -1,0 +1,49 @@
+"""Tools for a model whose chat template has no place for them: described to it, and called by it, in plain text.
+
+Calls look as Hermes and Qwen write them, so the same parser finds them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.openai.messages import CalledTool, Message
+
+_INSTRUCTIONS = """You can call functions. Each line between the tags describes one as JSON:
+<tools>
+{tools}
+</tools>
+To call a function, write its name and an object of its arguments in this form, once for each call:
+<tool_call>
+{{"name": "NAME", "arguments": {{"PARAMETER": "VALUE"}}}}
+</tool_call>
+The results come in <tool_response> tags. Answer in plain words where no call is needed."""
+
+
+def with_described_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """The conversation as text alone: tools in the system message, earlier calls and results in tags."""
+    said = [_as_text(message) for message in messages]
+    if not tools:
+        return said
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    instructions = _INSTRUCTIONS.format(tools=lines)
+    if said and said[0].role in ("system", "developer"):
+        return [said[0].model_copy(update={"content": f"{said[0].text}\n\n{instructions}"}), *said[1:]]
+    return [Message(role="system", content=instructions), *said]
+
+
+def _as_text(message: Message) -> Message:
+    if message.role == "tool":
+        return Message(role="user", content=f"<tool_response>\n{message.text}\n</tool_response>")
+    if not message.tool_calls:
+        return message
+    calls = "\n".join(f"<tool_call>\n{_call(call)}\n</tool_call>" for call in message.tool_calls)
+    return message.model_copy(
+        update={"content": f"{message.text}\n{calls}" if message.text else calls, "tool_calls": None}
+    )
+
+
+def _call(call: CalledTool) -> str:
+    return f'{{"name": {json.dumps(call.function.name)}, "arguments": {call.function.arguments or "{}"}}}'
