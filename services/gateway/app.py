@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 
@@ -26,9 +27,12 @@ from services.gateway.http.operator_access import OperatorAccess
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.request_ids import HEADER, assign_request_id, request_id_of
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
+from services.gateway.replies.messages_format import anthropic_error
 from services.gateway.replies.sse_body import ClientGone
 
 log = logging.getLogger(__name__)
+
+_MESSAGES = "/v1/messages"  # Anthropic's API
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app.router.add_post("/v1/chat/completions", generation.chat)
     app.router.add_post("/v1/completions", generation.completions)
     app.router.add_post("/v1/responses", generation.responses)
+    app.router.add_post(_MESSAGES, generation.messages)
+    app.router.add_post(f"{_MESSAGES}/count_tokens", tokenizer.count)
     app.router.add_post("/tokenize", tokenizer.tokenize)
     app.router.add_post("/detokenize", tokenizer.detokenize)
     app.router.add_get("/v1/models", control.models)
@@ -107,6 +113,13 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
 def _outermost(access: Access) -> Middleware:
     @web.middleware
     async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await answered(request, handler)
+        is_of_anthropic = request.path == _MESSAGES or request.path.startswith(f"{_MESSAGES}/")
+        if is_of_anthropic and response.status >= 400 and isinstance(response, web.Response) and response.text:
+            response.text = json.dumps(anthropic_error(json.loads(response.text)))
+        return response
+
+    async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
         with request_scope(assign_request_id(request)):
             try:
                 access.browsers.check_host(request)

@@ -40,6 +40,7 @@ from services.gateway.repeatable import RepeatableRequest
 from services.gateway.replies.chat_format import ChatFormat
 from services.gateway.replies.completion_format import CompletionFormat
 from services.gateway.replies.event_ids import MAX_OUTPUTS, EventIds
+from services.gateway.replies.messages_format import MessagesFormat
 from services.gateway.replies.replies import OutputSink, Reply, StreamReply, WholeReply
 from services.gateway.replies.reply_format import ReplyFormat
 from services.gateway.replies.responses_format import ResponsesFormat
@@ -60,7 +61,7 @@ _CLIENT_CLOSED = 499  # only the ledger sees it
 
 
 class GenerationEndpoints:
-    """Serves chat completions, completions and responses. Owns nothing."""
+    """Serves chat completions, completions, responses and messages. Owns nothing."""
 
     def __init__(
         self,
@@ -102,6 +103,10 @@ class GenerationEndpoints:
     async def responses(self, http_request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
         return await self._recorded(http_request, "responses")
+
+    async def messages(self, http_request: web.Request) -> web.StreamResponse:
+        """POST /v1/messages."""
+        return await self._recorded(http_request, "messages")
 
     async def _recorded(self, http_request: web.Request, endpoint: str) -> web.StreamResponse:
         """Serves one request. Records it, however it ends."""
@@ -218,8 +223,10 @@ class GenerationEndpoints:
         head = (request.request_id, self._model.name, created, self._model.tokenizer, generation.reply_options)
         if request.endpoint == "responses":
             return ResponsesFormat(*head, generation.echoed)
+        call_ids = None if repeat is None else repeat.call_id
+        if request.endpoint == "messages":
+            return MessagesFormat(request.request_id, self._model.name, generation.new_tool_parser, call_ids)
         if request.endpoint == "chat.completions":
-            call_ids = None if repeat is None else repeat.call_id
             return ChatFormat(*head, generation.prompts[0], generation.new_tool_parser, call_ids)
         return CompletionFormat(*head, generation.prompts, generation.prompt_texts, generation.num_choices)
 

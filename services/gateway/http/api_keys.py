@@ -18,6 +18,7 @@ _OPEN_PATHS = frozenset(
 )  # for probes and scrapers: they show nothing of clients
 _TENANT = web.RequestKey("tenant", Tenant)
 _RETRY_MS = 1_000
+ANTHROPIC_HEADER = "X-Api-Key"  # where Anthropic's clients send their key
 
 
 class WrongKey(InvalidRequest):
@@ -69,7 +70,7 @@ class ApiKeys:
             raise Unavailable(message, retry_after_ms=_RETRY_MS)
         if not table.is_needed:
             return ANYONE
-        given = bearer(request.headers.get("Authorization", ""))
+        given = bearer(request.headers.get("Authorization", "")) or request.headers.get(ANTHROPIC_HEADER, "")
         if not given:
             raise WrongKey("an API key is needed: send the header 'Authorization: Bearer <key>'")
         key = table.keys.get(key_digest(given))

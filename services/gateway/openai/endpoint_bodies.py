@@ -7,19 +7,27 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from services.gateway.http.request_ids import digest
-from services.gateway.openai.generation_request import GenerationRequest, chat_request, completion_request, max_values
+from services.gateway.openai.anthropic_body import OWN_NAMES, MessagesBody
+from services.gateway.openai.generation_request import (
+    GenerationRequest,
+    chat_request,
+    completion_request,
+    equivalent_chat_request,
+    max_values,
+)
 from services.gateway.openai.parse_body import Parsed, num_separators, parse_request
 from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.openai.responses_request import responses_request
 from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.served_model import ServedModel
 
-AnyBody: TypeAlias = ChatBody | CompletionBody | ResponsesBody
+AnyBody: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody
 
 _SCHEMAS: Mapping[str, type[AnyBody]] = {
     "chat.completions": ChatBody,
     "completions": CompletionBody,
     "responses": ResponsesBody,
+    "messages": MessagesBody,
 }
 _QUICK_BYTES = 1 << 18  # a few long texts of this size are parsed in half a millisecond
 _QUICK_SEPARATORS = 4_000
@@ -53,6 +61,8 @@ def generation_request_of(body: AnyBody, model: ServedModel, context_tokens: int
         return chat_request(body, model, context_tokens, salt)
     if isinstance(body, CompletionBody):
         return completion_request(body, model, context_tokens, salt)
+    if isinstance(body, MessagesBody):
+        return equivalent_chat_request(body.as_chat(), OWN_NAMES, model, context_tokens, salt)
     return responses_request(body, model, context_tokens, salt)
 
 

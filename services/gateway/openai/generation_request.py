@@ -5,7 +5,7 @@ Pure functions: the caller decides which thread a long prompt may keep busy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,6 +71,24 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: 
     max_tokens = limit or model.defaults.max_new_tokens or left
     generation = _generation(body, model, context_tokens, [prompt], max_tokens, num_top_logprobs, forced=use.forced)
     return replace(generation, new_tool_parser=use.new_parser)
+
+
+def equivalent_chat_request(
+    chat: ChatBody, own_names: Mapping[str, str], model: ServedModel, context_tokens: int, salt: bytes
+) -> GenerationRequest:
+    """The request of a chat that stands for another endpoint's body, where some parameters have other names.
+
+    Raises InvalidRequest or ContextLengthExceeded with those names.
+    """
+    try:
+        generation = chat_request(chat, model, context_tokens, salt)
+    except InvalidRequest as error:
+        param = error.param or ""
+        own = own_names.get(param, param)
+        raise type(error)(error.message.replace(param, own) if param else error.message, param=own or None) from error
+    constraint = generation.constraint
+    named = constraint and constraint._replace(param=own_names.get(constraint.param, constraint.param))
+    return replace(generation, constraint=named)
 
 
 def completion_request(body: CompletionBody, model: ServedModel, context_tokens: int, salt: bytes) -> GenerationRequest:

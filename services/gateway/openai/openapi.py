@@ -55,7 +55,7 @@ _SENT = {
     HEADER: "the request's name in logs and answers, and its id if there is no Idempotency-Key",
 }
 _LAST_EVENT = {LAST_EVENT_HEADER: "in the repeat of a stream: the id of the last event that the client has"}
-_STREAMING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
+_STREAMING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
 
 
 def openapi_document() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from services.gateway.openai.anthropic_body import CountedBody, MessagesBody
 from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.strict_model import Part
@@ -15,6 +16,8 @@ ENDPOINTS: dict[str, type[Part]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountedBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

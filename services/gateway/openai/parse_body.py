@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails, from_json
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.http.error_responses import shortened
+from services.gateway.openai.anthropic_body import MessagesBody, ToolResultBlock, Turn
 from services.gateway.openai.messages import CalledFunction, CalledTool, Message, TextPart
 from services.gateway.openai.responses_body import InputMessage, InputText, ResponsesBody, TextConfig, TextFormat
 from services.gateway.openai.schemas import ChatBody, CompletionBody, StreamOptions
@@ -51,6 +52,9 @@ UNION_FIELDS = frozenset(
         InputText,
         TextConfig,
         TextFormat,
+        MessagesBody,
+        Turn,
+        ToolResultBlock,
     )
     for name, field in schema.model_fields.items()
     if _is_union(field.annotation)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
-from services.gateway.openai.generation_request import GenerationRequest, chat_request
+from services.gateway.openai.generation_request import GenerationRequest, equivalent_chat_request
 from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.openai.served_model import ServedModel
 
@@ -23,19 +23,8 @@ def responses_request(body: ResponsesBody, model: ServedModel, context_tokens: i
     if body.top_logprobs is not None and not body.include:
         message = "top_logprobs needs include to hold message.output_text.logprobs"
         raise InvalidRequest(message, param="top_logprobs")
-    try:
-        generation = chat_request(body.as_chat(), model, context_tokens, salt)
-    except InvalidRequest as error:
-        raise _in_own_names(error) from error
-    constraint = generation.constraint
-    own = constraint and constraint._replace(param=_OWN_NAMES.get(constraint.param, constraint.param))
-    return replace(generation, constraint=own, echoed=_echoed(body, generation))
-
-
-def _in_own_names(error: InvalidRequest) -> InvalidRequest:
-    param = error.param or ""
-    own = _OWN_NAMES.get(param, param)
-    return type(error)(error.message.replace(param, own) if param else error.message, param=own or None)
+    generation = equivalent_chat_request(body.as_chat(), _OWN_NAMES, model, context_tokens, salt)
+    return replace(generation, echoed=_echoed(body, generation))
 
 
 def _echoed(body: ResponsesBody, generation: GenerationRequest) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from services.gateway.cluster.membership import Membership
 from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
+from services.gateway.openai.anthropic_body import CountedBody
 from services.gateway.openai.described_tools import with_described_tools
 from services.gateway.openai.generation_request import max_values
 from services.gateway.openai.messages import Message, RenderedChat
@@ -24,6 +25,7 @@ from services.gateway.openai.prompts import refuse_hopeless, text_of_chat
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.strict_model import Items, Part
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
+from services.gateway.openai.tool_use import tool_use_of
 from services.gateway.openai.tools import Tools
 
 _SLOW_BODY_BYTES = 4_096  # longer bodies are handled off the event loop
@@ -75,6 +77,11 @@ class TokenizerEndpoints:
         salt = kv_salt(tenant_of(request), None, is_shared=self._is_cache_shared)
         return await self._respond(request, partial(self._tokenized, salt=salt))
 
+    async def count(self, request: web.Request) -> web.Response:
+        """POST /v1/messages/count_tokens. Raises InvalidRequest or UnknownModel."""
+        salt = kv_salt(tenant_of(request), None, is_shared=self._is_cache_shared)
+        return await self._respond(request, partial(self._counted, salt=salt))
+
     async def detokenize(self, request: web.Request) -> web.Response:
         """POST /detokenize. Raises InvalidRequest or UnknownModel."""
         return await self._respond(request, self._detokenized)
@@ -108,6 +115,16 @@ class TokenizerEndpoints:
             "tokens": token_ids,
             "token_strs": names,
         }
+
+    def _counted(self, raw: bytes, model: ServedModel, *, salt: bytes) -> dict[str, Any]:
+        body = parse_request(CountedBody, raw, max_values(self._context_tokens)).body
+        self._check_name(body.model)
+        chat = body.as_chat()
+        use = tool_use_of(chat, model)
+        text = text_of_chat(chat, use.messages, model, use.rendered)
+        encode = partial(model.tokenizer.encode, salt=salt)
+        refuse_hopeless(text, encode, self._context_tokens, "messages")
+        return {"input_tokens": len(encode(text, with_special=False))}
 
     def _detokenized(self, raw: bytes, model: ServedModel) -> dict[str, Any]:
         body = parse_request(DetokenizeBody, raw, max_values(self._context_tokens)).body

@@ -130,29 +130,30 @@ class ToolTurn:
     def __init__(self, parser: ToolParser, call_id: Callable[[int], str] | None = None) -> None:
         self._parser = parser
         self._call_id = call_id
-        self._has_calls = False
+        self.has_calls = False
 
     @property
     def ends_in_calls(self) -> bool:
         """Whether the finish reason is `tool_calls`. A named call ends like text, as with OpenAI."""
-        return self._has_calls and not isinstance(self._parser, NamedCall)
+        return self.has_calls and not isinstance(self._parser, NamedCall)
 
     def deltas(self, piece: TextPiece) -> list[dict[str, Any]]:
         """The deltas of a piece, for a stream."""
-        return [_delta(part) for part in self._parse(piece)]
+        return [_delta(part) for part in self.parts(piece)]
 
     def message(self, piece: TextPiece) -> dict[str, Any]:
         """The message of a whole output."""
-        parts = self._parse(piece)
+        parts = self.parts(piece)
         content = "".join(part for part in parts if isinstance(part, str))
         calls = [_call(part) for part in parts if isinstance(part, CallPart)]
         return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
 
-    def _parse(self, piece: TextPiece) -> list[ParsedPart]:
+    def parts(self, piece: TextPiece) -> list[ParsedPart]:
+        """What a piece yields: content and calls."""
         parts = self._parser.push(piece.text)
         if piece.finish_reason is not None:
             parts += self._parser.flush(is_cut_off=piece.finish_reason == "length")
-        self._has_calls |= any(isinstance(part, CallPart) for part in parts)
+        self.has_calls |= any(isinstance(part, CallPart) for part in parts)
         return [part if isinstance(part, str) else self._named(part) for part in parts]
 
     def _named(self, part: CallPart) -> CallPart:

@@ -16,6 +16,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.values import NOTHING_CACHED
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prompt_keys import PromptKeys
+from services.gateway.openai.anthropic_body import MessagesBody
 from services.gateway.openai.endpoint_bodies import AnyBody
 from services.gateway.openai.prompts import each_prompt, text_of_chat
 from services.gateway.openai.responses_body import ResponsesBody
@@ -54,7 +55,8 @@ class KnownTokens:
 
 def prompt_prefix_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> PromptPrefix | None:
     """The prefix of a body's first prompt; None for one that may be cut, or is invalid, which tokenization reports."""
-    if not isinstance(body, ResponsesBody) and body.truncate_prompt_tokens is not None:
+    body = body.as_chat() if isinstance(body, ResponsesBody | MessagesBody) else body
+    if body.truncate_prompt_tokens is not None:
         return None
     begin = partial(model.tokenizer.begin, salt=tenant_salt)
     try:
@@ -63,12 +65,11 @@ def prompt_prefix_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> P
             if not isinstance(first, str):
                 return KnownTokens(first, model)
             return begin(first, with_special=body.add_special_tokens is not False)
-        chat = body.as_chat() if isinstance(body, ResponsesBody) else body
-        use = tool_use_of(chat, model)
-        text = text_of_chat(chat, use.messages, model, use.rendered)
+        use = tool_use_of(body, model)
+        text = text_of_chat(body, use.messages, model, use.rendered)
     except InvalidRequest:
         return None
-    return begin(text, with_special=bool(chat.add_special_tokens))
+    return begin(text, with_special=bool(body.add_special_tokens))
 
 
 def held_blocks(prefix: PromptPrefix, membership: Membership, tenant_salt: bytes) -> NDArray[np.int64] | None:

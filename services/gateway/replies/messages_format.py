@@ -1,0 +1,149 @@
+"""The message and the events of /v1/messages, as Anthropic's clients read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from services.gateway.replies.chat_format import CallIds, ToolTurn
+from services.gateway.replies.reply_format import Output, Usage, UsageNow
+from services.gateway.replies.text_stream import TextPiece
+from services.gateway.replies.tool_parsers import CallPart, NewToolParser, ParsedPart
+
+
+class MessagesFormat:
+    """Owns one message: its parser of tool calls, the block that is open, and how it ended."""
+
+    end = b""
+    repeats = False
+
+    def __init__(
+        self, request_id: str, model: str, new_tool_parser: NewToolParser | None, call_ids: CallIds | None
+    ) -> None:
+        """`call_ids`: ids of tool calls that a repeat has, too; None: those of the parser, which are random."""
+        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+        call_id: Callable[[int], str] | None = None if call_ids is None else partial(call_ids, 0)
+        self._turn = None if new_tool_parser is None else ToolTurn(new_tool_parser(), call_id)
+        self._num_blocks = 0
+        self._open: str | None = None  # the type of the block that is open
+        self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """The start of the message. `frame` adds its usage."""
+        return [{"type": "message_start", "message": {**self._head, "content": [], **self._ending}}]
+
+    def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
+        """Blocks and their deltas; a block ends where another one begins."""
+        events = [event for part in self._parts(piece) for event in self._events(part)]
+        if piece.finish_reason is None:
+            return events
+        self._ending = self._ended(piece)
+        return [*events, *self._close()]
+
+    def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
+        """Adds the prompt's usage to the start of the message."""
+        if chunk["type"] != "message_start":
+            return chunk
+        return {**chunk, "message": {**chunk["message"], "usage": _usage(usage())}}
+
+    def closing(self, usage: Usage) -> list[dict[str, Any]]:
+        """Why the message ended, its usage, and its end."""
+        return [
+            {"type": "message_delta", "delta": self._ending, "usage": _usage(usage)},
+            {"type": "message_stop"},
+        ]
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The error event."""
+        return anthropic_error(error)
+
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """The message with all blocks."""
+        piece = outputs[0].piece
+        blocks = [_block(part) for part in self._parts(piece) if part]
+        return {**self._head, "content": blocks, **self._ended(piece), "usage": _usage(usage)}
+
+    def _parts(self, piece: TextPiece) -> Sequence[ParsedPart]:
+        if self._turn is None:
+            return [piece.text] if piece.text else []
+        return self._turn.parts(piece)
+
+    def _events(self, part: ParsedPart) -> list[dict[str, Any]]:
+        if isinstance(part, str):
+            begun = [] if self._open == "text" else self._begin({"type": "text", "text": ""})
+            return [*begun, self._delta({"type": "text_delta", "text": part})] if part else []
+        begun = []
+        if part.id is not None:
+            begun = self._begin({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
+        return [*begun, self._delta({"type": "input_json_delta", "partial_json": part.arguments})]
+
+    def _begin(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+        closed = self._close()
+        self._open = block["type"]
+        self._num_blocks += 1
+        return [*closed, {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
+
+    def _close(self) -> list[dict[str, Any]]:
+        if self._open is None:
+            return []
+        self._open = None
+        return [{"type": "content_block_stop", "index": self._num_blocks - 1}]
+
+    def _ended(self, piece: TextPiece) -> dict[str, Any]:
+        if piece.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if self._turn is not None and self._turn.has_calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if isinstance(piece.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": piece.stop_reason}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def anthropic_error(body: dict[str, Any]) -> dict[str, Any]:
+    """An error in OpenAI's shape, in Anthropic's. Other fields than the message stay beside it."""
+    fields = dict(body["error"])
+    kind = _ERRORS.get(fields.pop("code", None) or "") or _ERRORS.get(fields["type"], "api_error")
+    return {"type": "error", "error": {**fields, "type": kind}}
+
+
+_ERRORS = {
+    "invalid_request_error": "invalid_request_error",
+    "authentication_error": "authentication_error",
+    "rate_limit_error": "rate_limit_error",
+    "rate_limit_exceeded": "rate_limit_error",
+    "service_unavailable_error": "overloaded_error",
+    "timeout_error": "timeout_error",
+    "body_too_large": "request_too_large",
+    "not_found": "not_found_error",
+    "model_not_found": "not_found_error",
+    "origin_not_allowed": "permission_error",
+}
+
+
+def _block(part: ParsedPart) -> dict[str, Any]:
+    if isinstance(part, CallPart):
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.arguments)}
+    return {"type": "text", "text": part}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call; empty if they are no JSON object, which a call that was cut off may have."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion_tokens,
+    }
