@@ -95,11 +95,12 @@ class _Run:
         self._reports = LoadReports(self._events, spec.report_s, reader)
         cores = None if spec.contention.is_none else SharedCores(spec.contention, self._workers)
         self._steps = WorkerSteps(self._events, self._reports, self._workers, cores, self)
-        self._transfers = KvTransfers(spec.network, self._workers, self._events, self._steps, spec.stores)
+        self._transfers = KvTransfers(spec.network, self._workers, self._events, self._steps, spec.stores.count)
         directory = self._policy_router.stores
         self._stores = None
         if pool is not None and directory is not None:
-            self._stores = StoreTraffic(pool, self._transfers, self._prefix_block_tokens, directory.note_stored)
+            size = self._prefix_block_tokens
+            self._stores = StoreTraffic(pool, spec.stores, self._transfers, self._events, size, directory)
         self._attempts = Attempts(self._events, self._router, self._workers, longest, self._begin, self.end)
         self._inside: dict[int, Job] = {}
         self._jobs: dict[int, Job] = {}  # arrived and not ended
@@ -168,11 +169,8 @@ class _Run:
                 job.num_refusals += 1
                 self._forget(job)
                 return False
-        if self._stores is not None and self._policy_router.stores is not None:
-            self._stores.use(job, self._events.now_s)
-            copies = self._policy_router.stores.copies
-            while copies:
-                self._stores.copy(prefill, *copies.pop())
+        if self._stores is not None:
+            self._stores.begin(job, prefill)
         if placement.fetched_tokens:
             self._fetch(job, prefill, placement)
         prefill.prompts.add(job)
@@ -198,7 +196,8 @@ class _Run:
         source, size = self._policy_router.source(placement), self._prefix_block_tokens
         num_there = source.kv.use(job.prefix_blocks, (placement.cached_tokens + placement.fetched_tokens) // size)
         placement = replace(placement, fetched_tokens=max(num_there * size - placement.cached_tokens, 0))
-        plan = self._policy_router.restore_plan(placement, self._transfers.wait_s(source, target))
+        wait_s, token_s = self._transfers.wait_s(source, target), self._transfers.fetch_s_per_token(source, target)
+        plan = self._policy_router.restore_plan(placement, wait_s, token_s)
         if plan.num_load_blocks:
             self._transfers.fetch(job, source, target, num_there * size, plan.num_load_blocks * size)
 
@@ -214,7 +213,7 @@ class _Run:
             job.is_prefilled = True
             self._router.prefilled(job, worker, now_s)
             if self._stores is not None:
-                self._stores.write(job, worker, job.target, now_s)
+                self._stores.write(job, worker, job.target)
         if not job.num_left:
             worker.blocks.release(job)
             self.end(job, "completed")
@@ -242,7 +241,7 @@ class _Run:
         if self._stores is not None and outcome == "completed" and job.decode is not None:
             num_computed = job.prompt + job.output - 1
             if num_computed // self._prefix_block_tokens > job.target // self._prefix_block_tokens:
-                self._stores.write(job, self._workers[job.decode], num_computed, self._events.now_s)
+                self._stores.write(job, self._workers[job.decode], num_computed)
         job.outcome = outcome
         job.end_s = self._events.now_s
         job.state = "ended"

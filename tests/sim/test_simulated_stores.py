@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from halfmoon.catalog.entry import Tier
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, Stores, WorkerGroup
 from halfmoon.sim.cluster.store import SimStore
 from halfmoon.sim.latency_sources.latency_source import latency_source
@@ -52,11 +53,29 @@ def test_several_stores_are_about_as_good_as_one_of_their_size() -> None:
     assert mean_ttft_s(four) < 1.1 * mean_ttft_s(one)
 
 
-def test_a_slow_disk_is_slower_than_memory() -> None:
+def test_a_disk_is_worth_its_speed_and_hardly_ever_less_than_nothing() -> None:
+    """Memory of a few blocks before a disk that has them all: workers compute what they load too slowly."""
     load = workload()
-    fast = Stores(2, 1 << 16)
-    slow = replace(fast, memory_tokens=BLOCK, disk_bytes_per_s=1e8)
-    assert mean_ttft_s(simulate(cluster(fast), load)) < mean_ttft_s(simulate(cluster(slow), load))
+    slow = Stores(2, 4 * BLOCK, disk_tokens=1 << 16, disk_bytes_per_s=2e8)
+    disks = slow, replace(slow, disk_bytes_per_s=4e9)
+    without_s, slow_s, fast_s, memory_s = (
+        mean_ttft_s(simulate(cluster(stores), load)) for stores in (Stores(), *disks, Stores(2, 1 << 16))
+    )
+    assert memory_s < fast_s < slow_s < 1.1 * without_s
+    assert fast_s < 0.95 * without_s
+
+
+def test_a_colder_tier_keeps_what_faster_ones_have_no_room_for() -> None:
+    load = workload()
+    disk = Stores(2, 4 * BLOCK, disk_tokens=40 * BLOCK, disk_bytes_per_s=1e10)
+    cold = replace(disk, cold_tokens=1 << 16, cold_bytes_per_s=1e10, cold_latency_s=1e-4)
+    assert mean_ttft_s(simulate(cluster(cold), load)) < 0.9 * mean_ttft_s(simulate(cluster(disk), load))
+
+
+def test_what_stores_forget_is_computed_again() -> None:
+    load, stores = workload(), Stores(4, 1 << 16)
+    forgetful = replace(stores, ttl_s=0.1)
+    assert mean_ttft_s(simulate(cluster(stores), load)) < 0.9 * mean_ttft_s(simulate(cluster(forgetful), load))
 
 
 def test_the_same_run_twice_gives_the_same_times() -> None:
@@ -64,12 +83,42 @@ def test_the_same_run_twice_gives_the_same_times() -> None:
     assert np.array_equal(simulate(spec, load).ttft_s, simulate(spec, load).ttft_s)
 
 
+def free(depth: int) -> float:
+    """What a block costs to compute, where that is not looked at."""
+    return 1.0
+
+
 def test_a_store_gives_up_the_end_of_what_was_used_least() -> None:
-    store = SimStore(0, 9, max_blocks=4, memory_blocks=2)
-    assert store.put([1, 2, 3], 0.0) == ([1, 2, 3], [])
+    store = SimStore(0, 9, Stores(1, 4 * BLOCK), BLOCK)
+    store.put([1, 2, 3], [1, 2, 3], free, 0.0)
+    assert store.take_changes() == ((1, 2, 3), ())
     assert store.find([1, 2, 7], 1.0) == {1, 2}
-    stored, evicted = store.put([5, 6], 2.0)
-    assert (stored, evicted) == ([5, 6], [3])
-    assert store.room_idle_s(3.0) == pytest.approx(1.0)
-    assert store.num_on_disk([1]) == 1, "the newest blocks took the memory"
-    assert store.num_on_disk([1]) == 0
+    store.put([5, 6], [5, 6], free, 2.0)
+    assert store.take_changes() == ((5, 6), (3,))
+    assert store.room_idle_s(3.0) == pytest.approx(2.0), "what was used twice has aged"
+
+
+def test_what_memory_gives_up_is_on_disk_once_it_was_copied() -> None:
+    store = SimStore(0, 9, Stores(1, 2 * BLOCK, disk_tokens=9 * BLOCK), BLOCK)
+    store.put([1, 2], [1, 2], free, 0.0)
+    while copies := store.next_copies(Tier.DISK):
+        store.copied(Tier.DISK, copies)
+    store.put([5, 6], [5, 6], free, 1.0)
+    assert store.take_changes() == ((1, 2, 5, 6), ())
+    assert store.tiers_of([1, 2, 5, 6]) == {Tier.DISK: 2, Tier.DRAM: 2}
+    store.read([1])
+    assert store.tiers_of([1]) == {Tier.DRAM: 1}
+    store.put([7, 8], [7, 8], free, 2.0)
+    assert 6 in store.take_changes().evicted, "it was not copied in time"
+
+
+def test_blocks_expire_and_copies_cool_down() -> None:
+    store = SimStore(0, 9, Stores(1, 9 * BLOCK, ttl_s=50.0, replica_cool_s=10.0), BLOCK)
+    store.put([1, 2], [1], free, 0.0)
+    store.put([1, 2], [1, 2], free, 0.0, is_replica=True)
+    assert store.find([1, 2], 9.0) == {1, 2}
+    assert store.find([1, 2], 18.0) == {1, 2}
+    assert store.find([1], 19.5) == {1}
+    assert store.find([1], 40.0) == {1}
+    assert store.take_changes() == ((1,), ())
+    assert store.find([1], 60.0) == set()

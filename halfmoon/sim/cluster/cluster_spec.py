@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from halfmoon.catalog.entry import Tier
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.refusal import AdmissionMode
+from halfmoon.policy.eviction import PolicyName
 from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
@@ -17,6 +19,8 @@ from halfmoon.sim.latency_sources.latency_model import LatencyModel
 TbtOf = Literal["longest", "longest-tenth"]
 Batching = Literal["chunked", "prefill-first"]
 Handover = Literal["push", "pull"]
+
+_AT_ONCE = 8  # blocks that a store reads from a slower tier
 
 
 def _check(holds: bool, param: str, problem: str) -> None:
@@ -90,17 +94,49 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """Equal stores, each with a network port of its own. Workers are near them in turns; what no store has is put."""
+    """Equal stores, each with a network port of its own. Workers are near them in turns; what no store has is put.
+
+    A slower tier gets a copy of what comes into memory, behind the requests. Each evicts by itself.
+    """
 
     count: int = 0
-    tokens: int = 0  # of KV that each has room for
-    memory_tokens: int | None = None  # of these in memory, the others are on disk; None: all
-    disk_bytes_per_s: float = 2e9
+    memory_tokens: int = 0  # of KV that each holds
+    disk_tokens: int = 0  # 0, here and below: no such tier
+    cold_tokens: int = 0
+    disk_bytes_per_s: float = 2e9  # of each store, each way
+    disk_latency_s: float = 1e-4  # of a block; eight are read at once
+    cold_bytes_per_s: float = 2e8
+    cold_latency_s: float = 0.03
+    policy: PolicyName = "cost-aware"  # of eviction, in every tier
+    ttl_s: float | None = None  # after storing it a block is dropped; None: never
     replica_mbps: float = 100.0  # most megabytes a second of hot prefixes that stores copy from each other
+    replica_cool_s: float = 300.0  # a copy is dropped after this long without use
 
     def __post_init__(self) -> None:
-        _check(self.count >= 0 and self.tokens >= 0, "stores", "must not be negative")
-        _check(self.disk_bytes_per_s > 0, "disk_bytes_per_s", "must be above 0")
+        sizes = self.count, self.memory_tokens, self.disk_tokens, self.cold_tokens
+        _check(min(sizes) >= 0, "stores", "must not be negative")
+        _check(not self.count or self.memory_tokens > 0, "stores", "must have memory: give them memory_tokens")
+        for name in ("disk_bytes_per_s", "cold_bytes_per_s", "replica_cool_s"):
+            _check(getattr(self, name) > 0, name, "must be above 0")
+        for name in ("disk_latency_s", "cold_latency_s", "replica_mbps"):
+            _check(getattr(self, name) >= 0, name, "must not be negative")
+        _check(self.ttl_s is None or self.ttl_s > 0, "ttl_s", "must be above 0")
+
+    @property
+    def tier_tokens(self) -> dict[Tier, int]:
+        """Room of each tier that there is."""
+        tokens = {Tier.DRAM: self.memory_tokens, Tier.DISK: self.disk_tokens, Tier.COLD: self.cold_tokens}
+        return {tier: num for tier, num in tokens.items() if num}
+
+    def read_s(self, tier: Tier, num_blocks: int, num_bytes: float) -> float:
+        """Seconds to read or write blocks in a tier."""
+        if tier is Tier.DRAM:
+            return 0.0
+        is_disk = tier is Tier.DISK
+        latency_s, bytes_per_s = (
+            (self.disk_latency_s, self.disk_bytes_per_s) if is_disk else (self.cold_latency_s, self.cold_bytes_per_s)
+        )
+        return -(-num_blocks // _AT_ONCE) * latency_s + num_bytes / bytes_per_s
 
 
 NO_STORES = Stores()

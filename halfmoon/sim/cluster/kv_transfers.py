@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from halfmoon.sim.cluster.cluster_spec import NO_STORES, Network, Stores
+from halfmoon.sim.cluster.cluster_spec import Network
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.store import SimStore
-from halfmoon.sim.cluster.store_pool import StorePart
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.cluster.worker_steps import WorkerSteps
 from halfmoon.sim.event_queue import EventQueue
@@ -80,6 +80,15 @@ class CodecQueues:
         return max(decoded_s, now_s)
 
 
+class LoadPart(NamedTuple):
+    """What one store delivers of a load."""
+
+    store: SimStore
+    blocks: list[int]
+    wait_s: float  # until its slower tiers have read what others wanted
+    read_s: float  # that they take
+
+
 class KvTransfers:
     """Owns the ports, the codec queues and the KV in transfer. Arrived KV is available to the worker's next step.
 
@@ -92,11 +101,10 @@ class KvTransfers:
         workers: Sequence[SimWorker],
         events: EventQueue,
         steps: WorkerSteps,
-        stores: Stores = NO_STORES,
+        num_stores: int = 0,
     ) -> None:
         self._network = network
-        self._stores = stores
-        self._ports = Ports(network, max(worker.node for worker in workers) + 1 + stores.count)
+        self._ports = Ports(network, max(worker.node for worker in workers) + 1 + num_stores)
         self._codec_queues = CodecQueues(network, len(workers))
         self._events = events
         self._steps = steps
@@ -120,34 +128,37 @@ class KvTransfers:
         end_s = self._ports.send(source.node, target.node, num_bytes, now_s, now_s)
         self._events.at(end_s, self._on_fetched, job, target, job.attempt)
 
-    def load(self, job: Job, parts: Sequence[StorePart], target: SimWorker, load_end: int, num_tokens: int) -> None:
+    def load(self, job: Job, parts: Sequence[LoadPart], target: SimWorker, load_end: int, num_tokens: int) -> None:
         """Loads the last `num_tokens` of the job's first `load_end` tokens from several stores at once."""
         job.load_end, job.front_end = load_end, load_end - num_tokens
         job.is_loading = True
-        block_bytes = _kv_bytes(target, num_tokens) / max(1, sum(part.num_blocks for part in parts))
+        block_bytes = _kv_bytes(target, num_tokens) / max(1, sum(len(part.blocks) for part in parts))
         now_s, ends_s = self._events.now_s, [self._events.now_s]
         for part in parts:
-            read_s = now_s + part.num_on_disk * block_bytes / self._stores.disk_bytes_per_s
-            ends_s.append(self._ports.send(part.store.node, target.node, part.num_blocks * block_bytes, now_s, read_s))
+            num_bytes, read_s = len(part.blocks) * block_bytes, now_s + part.wait_s + part.read_s
+            ends_s.append(self._ports.send(part.store.node, target.node, num_bytes, now_s, read_s))
         self._events.at(max(ends_s), self._on_fetched, job, target, job.attempt)
 
-    def store(
-        self,
-        sender: int,
-        store: SimStore,
-        num_bytes: float,
-        on_stored: Callable[[SimStore, Sequence[int], float], None],
-        blocks: Sequence[int],
-    ) -> None:
-        """Sends blocks from a node to a store; `on_stored` is called when they are there, with the time."""
-        now_s = self._events.now_s
-        there_s = self._ports.send(sender, store.node, num_bytes, now_s, now_s)
-        self._events.at(there_s, on_stored, store, blocks, there_s)
+    def load_s(self, parts: Sequence[LoadPart], target: SimWorker) -> float:
+        """Seconds that loading all of it takes: the port's, or the slowest store's."""
+        num_tokens = sum(len(part.blocks) for part in parts) * target.kv.prefix_block_size * target.block_tokens
+        port_s = _kv_bytes(target, num_tokens) / self._network.bytes_per_s
+        return max((port_s, *(part.read_s for part in parts)))
 
-    def wait_from_s(self, stores: Sequence[SimStore], target: SimWorker) -> float:
-        """Seconds until the paths from all of these are free."""
+    def wait_from_s(self, parts: Sequence[LoadPart], target: SimWorker) -> float:
+        """Seconds until the paths from all of these, and what they read from, are free."""
         now_s = self._events.now_s
-        return max((self._ports.wait_s(store.node, target.node, now_s) for store in stores), default=0.0)
+        waits = (max(part.wait_s, self._ports.wait_s(part.store.node, target.node, now_s)) for part in parts)
+        return max(waits, default=0.0)
+
+    def fetch_s_per_token(self, sender: SimWorker, receiver: SimWorker) -> float:
+        """Seconds that a token takes from one worker's cache to another's."""
+        return _kv_bytes(receiver, 1) / self._ports.speed(sender.node, receiver.node)
+
+    def send_to(self, store: int, sender: int, num_bytes: float) -> float:
+        """When bytes sent now from a node arrive at a store's."""
+        now_s = self._events.now_s
+        return self._ports.send(sender, store, num_bytes, now_s, now_s)
 
     def hand_over(self, job: Job, sender: SimWorker, receiver: SimWorker) -> None:
         """Sends the KV of a computed prompt that its decode worker lacks, which has reserved room for it."""

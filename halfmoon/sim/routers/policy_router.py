@@ -103,7 +103,10 @@ class PolicyRouter:
         self._tenants = [] if tenants is None else [Tenant(str(number)) for number in tenants]
         self._admission.shares.is_on = len({tenant.name for tenant in self._tenants}) > 1
         self._longest = longest_output  # what clients send as `max_tokens`
-        self.stores = None if stores is None else StoreDirectory(spec, stores, self.index, self._prefix_block_tokens)
+        self.stores = None
+        if stores is not None:
+            links = self.view.fetch_links
+            self.stores = StoreDirectory(spec, stores, self.index, links, self._prefix_block_tokens)
         for worker in workers:
             self.join(worker, 0.0)
 
@@ -160,6 +163,8 @@ class PolicyRouter:
         member.context, blocks = worker.progress(now_s)
         member.free_blocks = blocks // worker.kv.prefix_block_size
         member.decoding.clear()
+        if self.stores is not None:
+            self.stores.report_links(worker, member.row)
         self._note_block_changes(worker, member)
         self._show(member)
 
@@ -266,10 +271,9 @@ class PolicyRouter:
         """The worker from which a placement's prefix is to be fetched."""
         return self._holders[placement.source]
 
-    def restore_plan(self, placement: Placement, wait_s: float) -> RestorePlan:
-        """How the prefix to be fetched is restored, if the link is free after `wait_s`."""
-        view = placement.prefill
-        model, fetch_s = view.prefill_model, view.fetch_s_per_token
+    def restore_plan(self, placement: Placement, wait_s: float, fetch_s: float) -> RestorePlan:
+        """How the prefix to be fetched is restored, if the link is free after `wait_s`; a token takes `fetch_s`."""
+        model = placement.prefill.prefill_model
         alpha = model.b + model.c * placement.cached_tokens
         costs = RestoreCosts(alpha, fetch_s, model.c, wait_s, placement.queue_s)
         return plan_restore(costs, placement.fetched_tokens // self._prefix_block_tokens, self._prefix_block_tokens)
