@@ -4,6 +4,7 @@ python -m benchmarks.pool stores TRACE.jsonl --stores 4 --blocks 10000
 python -m benchmarks.pool fetch --rates 50 200 1000 --repeat 7
 python -m benchmarks.pool conditional --chats 4 --turns 10 --engine sim
 python -m benchmarks.pool chats --chats 4 --mbps 50 200 1000
+python -m benchmarks.pool failover --kills 8 --mbps 50 200 1000 --busy-s 1
 python -m benchmarks.pool live TRACE.jsonl --requests 900 --speed 3
 """
 
@@ -14,7 +15,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import pool_chats, pool_conditional, pool_fetch, pool_live, pool_stores
+from benchmarks import pool_chats, pool_conditional, pool_failover, pool_fetch, pool_live, pool_stores
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pool_fetch.add_arguments(commands.add_parser("fetch", help="a prefix that only another worker has"))
     pool_conditional.add_arguments(commands.add_parser("conditional", help="chats that decode workers may compute"))
     pool_chats.add_arguments(commands.add_parser("chats", help="bytes handed over in chats of several turns"))
+    pool_failover.add_arguments(commands.add_parser("failover", help="streams whose decode worker is killed"))
     pool_live.add_arguments(commands.add_parser("live", help="a trace on simulated workers with a pool, by placement"))
     options = parser.parse_args(arguments)
     done = options.run(options)

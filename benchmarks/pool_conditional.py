@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.chat_turns import WORDS, question, timed_answer
 from benchmarks.live_system import running_system
 
-_COUNT = re.compile(r'halfmoon_gateway_disaggregation_total\{reason="(\w+)"\} ([0-9.]+)')
+_COUNT = re.compile(r'halfmoon_gateway_pool_decisions_total\{decision="disaggregation",reason="(\w+)"\} ([0-9.]+)')
 
 
 @dataclass(frozen=True, slots=True)

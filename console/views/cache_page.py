@@ -20,14 +20,23 @@ from console.quantities import NOTHING, ago, count, share, size
 _MINUTES = 30
 _PLACEMENTS = 200
 _WORKERS_SHOWN = 12
-_SOURCES = {
-    "worker": "from another worker's cache",
-    "store": "from the stores",
-    "local": "already on the worker",
-    "slower": "computed, because loading is slower",
-    "below_threshold": "computed, because others have too little more (balancing threshold)",
-    "unknown": "known to nobody",
+_DECISIONS = {
+    "prefill_worker": ("prompts", "prefill worker chosen"),
+    "decode_worker": ("prompts", "decode worker chosen"),
+    "prefix": ("prompts", "where the rest of the prefix was to come from"),
+    "disaggregation": ("prompts", "whether a decode worker computed it"),
+    "direct_restore": ("failovers", "whether a decode worker restored it alone"),
+    "copy": ("prompts", "whether the prefix was copied to a nearer store"),
+    "restore": ("prompts", "loaded, computed, or both, on the worker"),
+    "source": ("sources", "what became of holders that were asked"),
+    "missed_block": ("blocks", "asked for and not delivered"),
+    "restored_token": ("prompt tokens", "where their KV came from"),
+    "cache_read": ("reads", "of workers' caches by other workers"),
+    "handover_token": ("tokens", "sent to the decode worker, or held there already"),
+    "handover_codec": ("hand-overs", "encoding chosen for the link"),
+    "stored_block": ("blocks", "what became of new ones at the stores"),
 }
+"""Unit and meaning of each decision that is counted. Its reasons are explained in docs/reference/metrics.md."""
 
 
 class Seen(NamedTuple):
@@ -127,7 +136,6 @@ def _draw(seen: Seen) -> None:
     with right.container(border=True, height="stretch"):
         st.markdown("**Restore decisions** of the latest prompts")
         _restores(seen.placements)
-        _sources(cache.get("fetch_decisions") or {})
     st.subheader("Stores")
     _stores(seen.stores, cache.get("block_bytes"))
     left, right = st.columns([3, 2])
@@ -137,6 +145,8 @@ def _draw(seen: Seen) -> None:
     with right:
         st.subheader("Workers")
         _workers(cache["workers"])
+    st.subheader("Decisions")
+    _decisions(cache.get("decisions") or ())
 
 
 def _figures(cache: Mapping[str, Any], stores: Sequence[Mapping[str, Any]], series: Mapping[str, Any]) -> None:
@@ -172,11 +182,27 @@ def _restores(placements: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-def _sources(decisions: Mapping[str, int]) -> None:
-    """Where the rest of prompts' prefixes was to come from, since the gateway started."""
-    parts = [f"{count(num)} {_SOURCES.get(reason, reason)}" for reason, num in sorted(decisions.items()) if num]
-    if parts:
-        st.caption(f"Prefixes of the prompts that this gateway has placed: {', '.join(parts)}.")
+def decision_rows(decisions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each decision that was made: how often, and for which reasons, the most frequent one first."""
+    rows = []
+    for decision, (unit, meaning) in _DECISIONS.items():
+        counts = {one["reason"]: one["count"] for one in decisions if one["decision"] == decision and one["count"]}
+        if counts:
+            ranked = sorted(counts, key=lambda reason: -counts[reason])
+            reasons = ", ".join(f"{reason.replace('_', ' ')} {count(counts[reason])}" for reason in ranked)
+            rows.append({"decision": meaning, "of": unit, "number": sum(counts.values()), "by reason": reasons})
+    return rows
+
+
+def _decisions(decisions: Sequence[Mapping[str, Any]]) -> None:
+    rows = decision_rows(decisions)
+    if not rows:
+        st.caption("No prompt has been placed yet.")
+        return
+    st.dataframe(
+        rows, column_config={"by reason": st.column_config.TextColumn(width="large")}, hide_index=True, key="decisions"
+    )
+    st.caption("Since this gateway and the workers that are here started.")
 
 
 def _stores(stores: Sequence[Mapping[str, Any]], block_bytes: int | None) -> None:

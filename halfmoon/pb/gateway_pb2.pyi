@@ -358,6 +358,7 @@ class WorkerLoad(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -382,6 +383,8 @@ class WorkerLoad(_message.Message):
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTiming]:
         """the latest steps since the last report"""
 
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionCount]: ...
     def __init__(
         self,
         *,
@@ -398,14 +401,44 @@ class WorkerLoad(_message.Message):
         links: _abc.Iterable[Global___LinkSpeed] | None = ...,
         context_tokens: _builtins.int = ...,
         steps: _abc.Iterable[Global___StepTiming] | None = ...,
+        decisions: _abc.Iterable[Global___DecisionCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "sequence", b"sequence", "steps", b"steps", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decisions", b"decisions", "draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "sequence", b"sequence", "steps", b"steps", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class DecisionCount(_message.Message):
+    """How often a worker decided something about the pool of KV for one reason, since it started. For the console: metrics
+    are the worker's own.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    decision: _builtins.str
+    reason: _builtins.str
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        decision: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "decision", b"decision", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecisionCount: _TypeAlias = DecisionCount  # noqa: Y015
 
 @_typing.final
 class StepTiming(_message.Message):

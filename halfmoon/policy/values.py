@@ -95,6 +95,16 @@ Disaggregation = Literal[
 ]
 """Why a decode worker computes a prompt itself, or gets its KV: see `placement/conditional.py`."""
 
+PrefillReason = Literal[
+    "only", "cached", "loaded", "shortest_queue", "least_ttft", "other_host", "least_loaded", "random"
+]
+"""What speaks for the prefill worker of a placement: see `Ranking.why_prefill`."""
+
+DecodeReason = Literal[
+    "only", "stays", "most_held", "least_cost", "least_loaded", "random", "computes_prompt", "both_roles"
+]
+"""What speaks for the decode worker of a placement: see `Ranking.best_decode`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
@@ -145,6 +155,8 @@ class Placement:
     behind_s: float = 0.0  # prefill work still queued on the prefill worker when the first token is there
     ranked_by: TtftPrediction | None = field(default=None, compare=False, repr=False)  # of all workers
     disaggregation: Disaggregation | None = None  # None on a worker of role `both`, where there is nothing to choose
+    prefill_reason: PrefillReason | None = None  # None on a decode worker
+    decode_reason: DecodeReason | None = None
 
     @property
     def decode_address(self) -> str:

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.step_result import StepResult
+from halfmoon.pb.gateway_pb2 import DecisionCount
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 
 _EXPOSED_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -91,6 +92,26 @@ class WorkerMetrics:
         self._staged_bytes.inc(result.staged.link_bytes)
         self._staged_link.inc(result.staged.link_s)
         self._staged_wait.inc(result.staged.wait_s)
+
+    def decisions(self) -> list[DecisionCount]:
+        """Counts of decisions about the pool of KV, by reason; those that never occurred are left out."""
+        counters = {
+            "restore": self.store.restore_decisions,
+            "source": self.store.source_answers,
+            "missed_block": self.store.missed_blocks,
+            "restored_token": self.store.restored_tokens,
+            "cache_read": self.store.cache_reads,
+            "handover_token": self.handover_tokens,
+            "handover_codec": self.handover_codecs,
+            "stored_block": self.store.put_blocks,
+        }
+        return [
+            DecisionCount(decision=decision, reason=" ".join(sample.labels.values()), count=int(sample.value))
+            for decision, counter in counters.items()
+            for family in counter.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total") and sample.value
+        ]
 
     def observe_stats(self, stats: EngineStats) -> None:
         """Updates the gauges; called with each load report."""

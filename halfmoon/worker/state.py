@@ -142,6 +142,7 @@ class WorkerState:
                 for address, link in links.items()
             ]
             + list(inbound),
+            decisions=self._metrics.decisions(),
         )
 
     def _note_timing(self, result: StepResult) -> None:

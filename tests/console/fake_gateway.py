@@ -81,7 +81,11 @@ CACHE: dict[str, Any] = {
     "workers": [
         {"worker_id": "prefill-1", "role": "prefill", "cached_blocks": 7, "total_blocks": 100, "block_tokens": 64}
     ],
-    "fetch_decisions": {"worker": 3, "local": 7},
+    "decisions": [
+        {"decision": "prefix", "reason": "worker", "count": 3}, {"decision": "prefix", "reason": "local", "count": 7},
+        {"decision": "direct_restore", "reason": "kept_loaded", "count": 2},
+        {"decision": "copy", "reason": "cold", "count": 0}, {"decision": "unknown here", "reason": "x", "count": 1},
+    ],
     "prefixes": [{"key": "ab" * 8, "tokens": 128, "uses": 5, "replicas": 2, "age_s": 4.0}],
 }  # fmt: skip
 STORES: list[dict[str, Any]] = [{

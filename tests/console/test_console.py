@@ -117,6 +117,7 @@ def test_the_cache_by_tier(gateway: FakeGateway) -> None:
         [0.25] * 2,
         [2.0] * 2,
     )
+    assert list(shown.dataframe[-1].value["by reason"]) == ["local 7, worker 3", "kept loaded 2"]
 
 
 def test_the_cache_of_several_stores(gateway: FakeGateway) -> None:

@@ -18,11 +18,11 @@ from console.forms.class_history import change, undo_of
 from console.plain_text import plain
 from console.quantities import ago, count, seconds, share, size
 from console.sign_in import is_right
-from console.views.cache_page import restored
+from console.views.cache_page import decision_rows, restored
 from console.views.overview_page import attainment, outcome_rates
 from console.views.placements_page import candidate_parts, pairs, prompt_side
 from halfmoon.policy.values import Disaggregation
-from tests.console.fake_gateway import CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, STORES, WORKER
+from tests.console.fake_gateway import CACHE, CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, STORES, WORKER
 
 
 def drawn(cluster: dict[str, Any]) -> ElementTree.Element:
@@ -228,6 +228,14 @@ def test_what_was_loaded_in_the_end_stands_beside_the_plan() -> None:
     planned, measured = restored([PLACEMENT, REFUSED, PLACEMENT | {"measured": None}])
     assert planned == {"cached": 64, "loaded": 0, "computed": 36}
     assert measured == {"cached": 40, "loaded": 24, "computed": 36}
+
+
+def test_decisions_have_a_row_each_with_their_reasons() -> None:
+    rows = decision_rows(CACHE["decisions"])
+    assert [(row["of"], row["number"], row["by reason"]) for row in rows] == [
+        ("prompts", 10, "local 7, worker 3"),
+        ("failovers", 2, "kept loaded 2"),
+    ]
 
 
 def test_candidates_and_timelines_become_charts() -> None:

@@ -62,6 +62,9 @@ async def test_it_says_what_the_first_one_would_have_said(
     assert [token.token_id for token in rest] == [token.token_id for token in whole[NUM_BEFORE:]]
     assert [token.position for token in rest] == list(range(NUM_BEFORE, NUM_TOKENS))
     assert (first.num_loaded_tokens, counted(decode, "restored_tokens", source="computed")) == (80, 12)
+    reported = {(one.decision, one.reason): one.count for one in decode.state.load(decode.async_engine, {}).decisions}
+    assert reported["restore", "load"] == reported["source", "worker here"] == 1
+    assert (reported["restored_token", "worker"], reported["restored_token", "computed"]) == (80, 12)
     for found, expected in zip(rest, whole[NUM_BEFORE:], strict=True):
         assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
         assert [top.token_id for top in found.top_logprobs] == [top.token_id for top in expected.top_logprobs]

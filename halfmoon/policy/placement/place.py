@@ -81,6 +81,7 @@ def place(
         prefill = ranking.best_of_any(ttft, loads, rows.prefill, rows.decode, rows.both, rng)
     else:
         prefill = ranking.best_prefill(ttft, rows.prefill, rng)
+    prefill_reason = ranking.why_prefill(ttft, rows.prefill | rows.both, prefill)
 
     # 2. Refine the best. Estimates ignore colocated workers; if these cost more than another host would, go there.
     def refined(row: int) -> Placement:
@@ -91,25 +92,31 @@ def place(
         elsewhere = ranking.best_elsewhere(ttft, rows.prefill, prefill, rng)
         if elsewhere is not None and ttft.seconds[elsewhere] < chosen.ttft_s - chosen.overhead_s:
             other = refined(elsewhere)
-            prefill, chosen = (elsewhere, other) if other.ttft_s < chosen.ttft_s else (prefill, chosen)
+            if other.ttft_s < chosen.ttft_s:
+                prefill, chosen, prefill_reason = elsewhere, other, "other_host"
 
     # 3. Choose the decode worker by the load at the moment when this prefill ends. One of them may do all of it.
     if rows.both[prefill]:
         decode, load = prefill, forecast.decode_load(prefill, now_s + chosen.ttft_s, now_s)
+        chosen = replace(chosen, prefill_reason=prefill_reason, decode_reason="both_roles")
     else:
         begins_s = now_s + chosen.ttft_s
         loads, handover = forecast.decode_loads(view, begins_s, now_s), forecast.handover(view, request, chosen)
-        decode = ranking.best_decode(loads, handover, rows.decode, rng)
+        decode, decode_reason = ranking.best_decode(loads, handover, rows.decode, rng)
         load = loads.of(decode)
         chosen = replace(
             chosen,
             handover_s=float(handover.exposed_s[decode]),
             handover_bytes=float(handover.num_bytes[decode]),
             held_tokens=int(handover.held_tokens[decode]),
+            prefill_reason=prefill_reason,
+            decode_reason=decode_reason,
         )
         choice = conditional.choose(rows.decode, ttft, loads, chosen, refined, rng)
-        chosen = replace(choice.kept or chosen, disaggregation=choice.reason)
-        if choice.row is not None:
+        if choice.kept is None or choice.row is None:
+            chosen = replace(chosen, disaggregation=choice.reason)
+        else:
+            chosen = replace(choice.kept, disaggregation=choice.reason, decode_reason="computes_prompt")
             decode, load = choice.row, forecast.decode_load(choice.row, now_s + chosen.ttft_s, now_s)
     worker = view.worker(decode)
     tbt_s = worker.step_model.seconds(load.batch + 1, load.context_tokens + request.num_prompt_tokens)

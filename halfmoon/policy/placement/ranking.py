@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from halfmoon.policy.forecast.handover import HandoverPrediction
 from halfmoon.policy.forecast.ttft import prefill_seconds
 from halfmoon.policy.models.latency import Floats
-from halfmoon.policy.values import AdmissionTargets, DecodeLoads, PlacementRequest, TtftPrediction
+from halfmoon.policy.values import (
+    AdmissionTargets,
+    DecodeLoads,
+    DecodeReason,
+    PlacementRequest,
+    PrefillReason,
+    TtftPrediction,
+)
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
@@ -21,6 +28,13 @@ PlacementMode = Literal["kvcache-centric", "cache-aware", "least-loaded", "rando
 _TIE = 1.01  # predictions within a hundredth are ties: equal workers have slightly different models
 _MOST = 0.5  # of the prompt: less than that is a shared beginning, not a conversation
 _LEARNING_ERROR = 1.15  # two equal workers of one host were measured at 0.23 and 0.26 s per prompt, 13 % apart
+
+
+class DecodeChoice(NamedTuple):
+    """A decode worker, and what speaks for it."""
+
+    row: int
+    reason: DecodeReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,21 @@ class Ranking:
         """Chooses among the rows that compute the prompt and hand it over."""
         return _least(self._prefill_cost(ttft), rows, rng)
 
+    def why_prefill(self, ttft: TtftPrediction, rows: Bools, row: int) -> PrefillReason:
+        """Names what speaks for `row`, the best of `rows`: what it has or loads of the prompt, or else its queue."""
+        if np.count_nonzero(rows) == 1:
+            return "only"
+        if self.mode == "random":
+            return "random"
+        if self.mode == "least-loaded" or not self.view.capabilities.knows_prefills:
+            return "least_loaded"
+        cached, queue_s = ttft.cached_tokens, ttft.queue_s
+        if ttft.fetched_tokens[row] > cached[row]:
+            return "loaded"
+        if cached[row] > np.minimum.reduce(cached[rows]):
+            return "cached"
+        return "shortest_queue" if queue_s[row] < np.maximum.reduce(queue_s[rows]) else "least_ttft"
+
     def best_elsewhere(self, ttft: TtftPrediction, rows: Bools, row: int, rng: random.Random) -> int | None:
         """Chooses among those rows on other hosts than `row`.
 
@@ -59,12 +88,16 @@ class Ranking:
         is_wanted = cost is ttft.seconds and rows[row] and np.logical_or.reduce(others)
         return _least(cost, others, rng) if is_wanted else None
 
-    def best_decode(self, loads: DecodeLoads, handover: HandoverPrediction, rows: Bools, rng: random.Random) -> int:
+    def best_decode(
+        self, loads: DecodeLoads, handover: HandoverPrediction, rows: Bools, rng: random.Random
+    ) -> DecodeChoice:
         """Chooses among the rows that decode prompts of other workers, preferring those with room for this one now.
 
         The hand-over counts as a part of the gaps of the answer. A row that has most of the prompt keeps the
-        conversation while no other is clearly better; of rows about equally good, the one that has most is chosen.
+        conversation while no other is clearly better (`stays`); of rows about equally good, the one that has most is
+        chosen (`most_held`).
         """
+        reason: DecodeReason = "only" if np.count_nonzero(rows) == 1 else "least_cost"
         tbt_s = predict_tbt(self.view, loads, self.num_tokens)
         cost = self._decode_cost(tbt_s, loads)
         rows = self._with_room(rows)
@@ -74,14 +107,16 @@ class Ranking:
             cost = cost if known.is_one_step_time_of_decode else self._with_step_time_ties(tbt_s, rows)
             cost = cost + handover.exposed_s / self.request.num_gaps
         if self.mode in ("least-loaded", "random"):
-            return _least(cost, rows, rng)
+            return DecodeChoice(_least(cost, rows, rng), "random" if self.mode == "random" else "least_loaded")
         held = handover.held_tokens
         stays = rows & (held >= _MOST * self.num_tokens) & (cost <= np.minimum.reduce(cost[rows]) * _LEARNING_ERROR)
         if np.logical_or.reduce(stays):
-            rows, cost = stays, -held
+            rows, cost, reason = stays, -held, "only" if reason == "only" else "stays"
         cheapest = _about_least(cost, rows)
         most = cheapest[held[cheapest] == np.maximum.reduce(held[cheapest])]
-        return int(most[rng.randrange(len(most))])
+        if len(most) < len(cheapest) and reason == "least_cost":
+            reason = "most_held"
+        return DecodeChoice(int(most[rng.randrange(len(most))]), reason)
 
     def best_of_any(
         self, ttft: TtftPrediction, loads: DecodeLoads, prefill: Bools, decode: Bools, both: Bools, rng: random.Random

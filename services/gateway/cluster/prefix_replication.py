@@ -53,16 +53,17 @@ class PrefixCopies:
         self._waiting: asyncio.Queue[_Copy] = asyncio.Queue(_MAX_WAITING)
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self.num_decisions: Counter[CopyDecision] = Counter()
         self.num_copies: Counter[str] = Counter()  # by outcome: asked, failed, dropped
 
-    def consider(self, near: str, num_uses: float, blocks: PromptBlocks, now_s: float) -> None:
-        """Requests a copy if it pays for a prompt that was placed near a store; `num_uses` of its prefix `blocks`."""
+    def consider(self, near: str, num_uses: float, blocks: PromptBlocks, now_s: float) -> CopyDecision | None:
+        """Requests a copy if it pays for a prompt that was placed near a store; `num_uses` of its prefix `blocks`.
+
+        Returns the decision; None where nothing can be copied.
+        """
         if self._replication is None or not blocks.keys:
-            return
+            return None
         if not self._replication.is_hot(num_uses):  # the usual case costs nothing more
-            self.num_decisions["cold"] += 1
-            return
+            return "cold"
         keys, index, number = short_keys(blocks.keys), self._membership.index, self._membership.store_number
         missing, sources = np.zeros(len(keys), dtype=np.bool_), list[str]()
         wanted = ~index.holds(keys, number(near))
@@ -73,9 +74,9 @@ class PrefixCopies:
                 missing |= found
         num_bytes = float(missing.sum()) * blocks.layout.block_bytes
         decision = self._replication.decide(near, int(keys[-1]), num_uses, num_bytes, now_s)
-        self.num_decisions[decision] += 1
         if decision == "copy":
             self._request(_Copy(near, sources, blocks))
+        return decision
 
     @property
     def is_idle(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from aiohttp import web
 
@@ -101,9 +103,19 @@ class ConsoleEndpoints:
                 "workers": workers,
                 "block_bytes": block_bytes,
                 "prefixes": prefixes,
-                "fetch_decisions": dict(self._telemetry.fetch_decisions),
+                "decisions": self._decisions(),
             }
         )
+
+    def _decisions(self) -> list[dict[str, Any]]:
+        """What this gateway, and the workers that are here, have decided about the pool, and how often."""
+        counts = Counter(self._telemetry.pool_decisions)
+        for member in self._cluster.membership.members():
+            for one in member.load.decisions:
+                counts[one.decision, one.reason] += one.count
+        return [
+            {"decision": decision, "reason": reason, "count": count} for (decision, reason), count in counts.items()
+        ]
 
     async def stores(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/stores: the figures of the stores that workers use, and of the gateway's own."""

@@ -222,7 +222,9 @@ class RequestRouting:
             tenant, depth = self.output.tenant, min(int(cached_blocks.max(initial=0)), len(chain.keys))
             owner = KVOwner(tenant.name, tenant.kv_bytes or 0)
             blocks = PromptBlocks(chain.keys[:depth], chain.layout, self.output.tenant_salt, owner)
-            self._context.copies.consider(near, num_uses, blocks, now_s)
+            decision = self._context.copies.consider(near, num_uses, blocks, now_s)
+            if decision is not None:
+                self._context.telemetry.pool_decisions["copy", decision] += 1
 
     def _note_decision(
         self,
@@ -252,7 +254,7 @@ class RequestRouting:
         )
         telemetry.decisions.note(decision)
         if placement is not None:
-            telemetry.fetch_decisions[self._fetch_decision(placement, request)] += 1
+            telemetry.pool_decisions["prefix", self._fetch_decision(placement, request)] += 1
 
     def _fetch_decision(self, placement: Placement, request: PlacementRequest) -> str:
         """Where the prefix is expected to come from, and else why it is not loaded."""

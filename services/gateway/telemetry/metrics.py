@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
-from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,13 +10,11 @@ from prometheus_client.registry import Collector
 
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.policy.models.refinement import ErrorFigures
-from halfmoon.policy.placement.replication import CopyDecision
-from halfmoon.policy.values import Disaggregation
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import PrefixCopies
-from services.gateway.telemetry.recent_telemetry import RecentTelemetry
+from services.gateway.telemetry.recent_telemetry import POOL_DECISIONS, RecentTelemetry
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
 from services.gateway.telemetry.vllm_metrics import VllmMetrics
 
@@ -96,8 +92,7 @@ class GatewayMetrics:
         registry.register(_Workers(membership))
         registry.register(_Predictions(membership, telemetry))
         registry.register(_Copies(copies))
-        registry.register(_Disaggregation(telemetry))
-        registry.register(_FetchDecisions(telemetry))
+        registry.register(_PoolDecisions(telemetry))
         registry.register(_LedgerRows(ledger))
         registry.register(VllmMetrics(model_name, membership, self._vllm_histograms(), self._vllm_counters()))
 
@@ -173,7 +168,7 @@ class _Predictions(Collector):
 
 
 class _Copies(Collector):
-    """Reads the counts of copies between stores, and of decisions on them."""
+    """Reads the counts of copies between stores."""
 
     def __init__(self, copies: PrefixCopies) -> None:
         self._copies = copies
@@ -185,47 +180,24 @@ class _Copies(Collector):
         for outcome, num_copies in self._copies.num_copies.items():
             copies.add_metric([outcome], num_copies)
         yield copies
-        decisions = CounterMetricFamily(
-            "halfmoon_gateway_copy_decisions",
-            "Prompts near a store by whether their prefix is copied there, and why not",
-            labels=["decision"],
-        )
-        for decision in get_args(CopyDecision):
-            decisions.add_metric([decision], self._copies.num_decisions[decision])
-        yield decisions
 
 
-class _Disaggregation(Collector):
-    """Reads how often decode workers computed prompts, and why."""
-
-    def __init__(self, telemetry: RecentTelemetry) -> None:
-        self._telemetry = telemetry
-
-    def collect(self) -> Iterator[Metric]:
-        choices = CounterMetricFamily(
-            "halfmoon_gateway_disaggregation",
-            "Placements by why a decode worker computes the prompt itself (kept_...), or why not",
-            labels=["request", "reason"],
-        )
-        for request, reason in product(("new", "failover"), get_args(Disaggregation)):
-            choices.add_metric([request, reason], self._telemetry.disaggregation[request, reason])
-        yield choices
-
-
-class _FetchDecisions(Collector):
-    """Reads the counts of where prefixes were to come from."""
+class _PoolDecisions(Collector):
+    """Reads the counts of what was decided about the pool of KV."""
 
     def __init__(self, telemetry: RecentTelemetry) -> None:
         self._telemetry = telemetry
 
     def collect(self) -> Iterator[Metric]:
         decisions = CounterMetricFamily(
-            "halfmoon_gateway_fetch_decisions",
-            "Placed prompts by where the rest of their prefix was to come from: a worker, a store, or why not",
-            labels=["reason"],
+            "halfmoon_gateway_pool_decisions",
+            "Decisions by reason: both workers of a placement, where its prefix is to come from, whether the decode "
+            "worker computes the prompt or restores a failover (kept_...), whether a prefix is copied",
+            labels=["decision", "reason"],
         )
-        for reason, num in self._telemetry.fetch_decisions.items():
-            decisions.add_metric([reason], num)
+        for decision, reasons in POOL_DECISIONS.items():
+            for reason in reasons:
+                decisions.add_metric([decision, reason], self._telemetry.pool_decisions[decision, reason])
         yield decisions
 
 

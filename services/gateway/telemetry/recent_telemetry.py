@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from halfmoon.ledger.models import RequestRow
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.refinement import PredictionErrors
-from halfmoon.policy.values import Disaggregation, Placement
+from halfmoon.policy.placement.replication import CopyDecision
+from halfmoon.policy.values import DecodeReason, Disaggregation, Placement, PrefillReason
 from halfmoon.policy.view.hot_prefixes import HotPrefixes
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
@@ -25,6 +26,17 @@ _REMEMBERED_S = 120.0
 _MAX_LEFT = 256
 
 
+POOL_DECISIONS: Mapping[str, tuple[str, ...]] = {
+    "prefill_worker": get_args(PrefillReason),
+    "decode_worker": get_args(DecodeReason),
+    "prefix": ("worker", "store", "local", "slower", "below_threshold", "unknown"),  # where it is to come from
+    "disaggregation": get_args(Disaggregation),
+    "direct_restore": get_args(Disaggregation),
+    "copy": get_args(CopyDecision),
+}
+"""What the gateway decides about the pool of KV, and the reasons that it counts."""
+
+
 class RecentTelemetry:
     """Owns the figures of the last minutes. They are bounded and end with the gateway; the ledger keeps the rest."""
 
@@ -33,9 +45,8 @@ class RecentTelemetry:
         self.decisions = Decisions()
         self.prefixes = HotPrefixes()
         self.recently_left = RecentlyLeft()
-        self.disaggregation: Counter[tuple[str, Disaggregation]] = Counter()  # of new requests and of failovers
         self.prediction_errors = {kind: PredictionErrors() for kind in ("ttft", "tbt", "transfer")}
-        self.fetch_decisions: Counter[str] = Counter()  # by where prefixes were to come from, or why not
+        self.pool_decisions: Counter[tuple[str, str]] = Counter()  # by decision and reason: see `POOL_DECISIONS`
 
     def note_members(self, members: Sequence[Member], now_s: float) -> None:
         """Takes the workers as they are now."""
@@ -49,9 +60,15 @@ class RecentTelemetry:
             await asyncio.sleep(_SAMPLE_S)
 
     def note_placed(self, placement: Placement, *, is_failover: bool) -> None:
-        """Counts why a decode worker computes a prompt, new or of a failover, or why not."""
-        if placement.disaggregation is not None:
-            self.disaggregation["failover" if is_failover else "new", placement.disaggregation] += 1
+        """Counts what was decided about a new request, or about one that lost a worker."""
+        reasons = {
+            "prefill_worker": placement.prefill_reason,
+            "decode_worker": placement.decode_reason,
+            "direct_restore" if is_failover else "disaggregation": placement.disaggregation,
+        }
+        for decision, reason in reasons.items():
+            if reason is not None:
+                self.pool_decisions[decision, reason] += 1
 
     def note_prediction(self, progress: Progress) -> None:
         """Compares predicted and measured times. Predictions are of the first attempt: others teach nothing."""

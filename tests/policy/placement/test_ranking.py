@@ -17,7 +17,15 @@ from halfmoon.policy.forecast.handover import HandoverPrediction
 from halfmoon.policy.forecast.ttft import predict_ttft
 from halfmoon.policy.models.latency import Floats, PrefillModel, StepModel
 from halfmoon.policy.placement.ranking import PlacementMode, Ranking, predict_tbt, with_speed_ties
-from halfmoon.policy.values import NO_TARGETS, AdmissionTargets, DecodeLoads, PlacementRequest, TtftPrediction
+from halfmoon.policy.values import (
+    NO_TARGETS,
+    AdmissionTargets,
+    DecodeLoads,
+    DecodeReason,
+    PlacementRequest,
+    PrefillReason,
+    TtftPrediction,
+)
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import WorkerView
 
@@ -105,7 +113,8 @@ def test_a_chat_stays_with_its_decode_worker_unless_another_is_clearly_better(
     view = decodes(len(batches), step_model=StepModel(0.02, 0.001, 0.0))
     ranking, rng = ranking_of(view), random.Random(0)
     found = {
-        ranking.best_decode(loads(*batches), handed_over(view, exposed_s, held), all_rows(view), rng) for _ in range(20)
+        ranking.best_decode(loads(*batches), handed_over(view, exposed_s, held), all_rows(view), rng).row
+        for _ in range(20)
     }
     assert found == {best}
 
@@ -114,15 +123,52 @@ def test_a_chat_leaves_a_decode_worker_that_misses_the_target() -> None:
     view, rng = decodes(2), random.Random(0)
     for tbt_s, best in ((0.0115, 1), (0.02, 0), (0.001, 0)):
         ranking = ranking_of(view, targets=AdmissionTargets(None, tbt_s))
-        assert ranking.best_decode(loads(1, 0), handed_over(view, held_tokens=(100, 0)), all_rows(view), rng) == best
-    assert ranking_of(view).best_decode(loads(5, 0), handed_over(view, held_tokens=(100, 0)), all_rows(view), rng) == 1
+        assert (
+            ranking.best_decode(loads(1, 0), handed_over(view, held_tokens=(100, 0)), all_rows(view), rng).row == best
+        )
+    assert (
+        ranking_of(view).best_decode(loads(5, 0), handed_over(view, held_tokens=(100, 0)), all_rows(view), rng).row == 1
+    )
+
+
+def test_a_decode_worker_is_chosen_for_a_reason() -> None:
+    rng = random.Random(0)
+    cases: list[tuple[ClusterView, PlacementMode, tuple[float, ...], tuple[float, ...], DecodeReason]] = [
+        (decodes(1), "kvcache-centric", (0,), (100,), "only"),
+        (decodes(2), "kvcache-centric", (0, 0), (60, 0), "stays"),
+        (decodes(2), "kvcache-centric", (0, 0), (40, 0), "most_held"),
+        (decodes(2), "kvcache-centric", (9, 0), (0, 0), "least_cost"),
+        (decodes(2), "least-loaded", (9, 0), (0, 0), "least_loaded"),
+        (decodes(2), "random", (9, 0), (0, 0), "random"),
+    ]
+    for view, mode, batches, held, reason in cases:
+        ranking = ranking_of(view, mode)
+        found = ranking.best_decode(loads(*batches), handed_over(view, held_tokens=held), all_rows(view), rng)
+        assert found.reason == reason
+
+
+def test_a_prefill_worker_is_chosen_for_a_reason() -> None:
+    view = ClusterView(replace(P, worker_id=f"p{number}") for number in range(2))
+    rows, nothing = all_rows(view), np.zeros(2)
+    cases: list[tuple[PlacementMode, tuple[float, ...], tuple[float, ...], tuple[float, ...], PrefillReason]] = [
+        ("kvcache-centric", (50, 0), (0, 0), (1, 0), "cached"),
+        ("kvcache-centric", (10, 60), (50, 0), (0, 1), "loaded"),
+        ("kvcache-centric", (50, 50), (0, 0), (0, 1), "shortest_queue"),
+        ("cache-aware", (0, 0), (0, 0), (0, 0), "least_ttft"),
+        ("least-loaded", (50, 0), (0, 0), (1, 0), "least_loaded"),
+        ("random", (50, 0), (0, 0), (1, 0), "random"),
+    ]
+    for mode, cached, fetched, queue_s, reason in cases:
+        ttft = TtftPrediction(nothing, np.array(cached), np.array(fetched), np.array(queue_s))
+        assert ranking_of(view, mode).why_prefill(ttft, rows, 0) == reason
+    assert ranking_of(view).why_prefill(ttft, np.array([True, False]), 0) == "only"
 
 
 @pytest.mark.parametrize("mode", ["least-loaded", "random"])
 def test_baselines_do_not_ask_what_a_handover_costs(mode: PlacementMode) -> None:
     view, rng = decodes(2), random.Random(0)
     handover = handed_over(view, (0.0, 9.0), (100, 0))
-    found = {ranking_of(view, mode).best_decode(loads(0, 0), handover, all_rows(view), rng) for _ in range(50)}
+    found = {ranking_of(view, mode).best_decode(loads(0, 0), handover, all_rows(view), rng).row for _ in range(50)}
     assert found == {0, 1}
 
 
@@ -131,7 +177,8 @@ def test_decode_workers_with_room_come_first(mode: PlacementMode) -> None:
     view = ClusterView((replace(D, free_blocks=10), replace(D, worker_id="d1")))
     for seed in range(20):
         assert (
-            ranking_of(view, mode).best_decode(loads(0, 9), handed_over(view), all_rows(view), random.Random(seed)) == 1
+            ranking_of(view, mode).best_decode(loads(0, 9), handed_over(view), all_rows(view), random.Random(seed)).row
+            == 1
         )
 
 
@@ -140,7 +187,7 @@ def test_decode_workers_that_meet_the_target_come_first_if_there_are_any() -> No
     view, rng = ClusterView((D, slower)), random.Random(0)
     for tbt_s, rows in ((None, {0, 1}), (0.0115, {0}), (0.02, {0, 1}), (0.001, {0, 1})):
         ranking = ranking_of(view, targets=AdmissionTargets(None, tbt_s))
-        assert {ranking.best_decode(loads(0, 0), handed_over(view), all_rows(view), rng) for _ in range(50)} == rows
+        assert {ranking.best_decode(loads(0, 0), handed_over(view), all_rows(view), rng).row for _ in range(50)} == rows
 
 
 def test_the_tbt_of_a_row_includes_the_new_request() -> None:

@@ -6,10 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any, Literal
 
+import aiohttp
 import pytest
 
 from halfmoon.errors import NoCapacity
-from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, WorkerLoad
+from halfmoon.pb.gateway_pb2 import BlockEvents, DecisionCount, LatencyProfile, WorkerLoad
 from halfmoon.pb.prefill_pb2 import KVSource
 from tests.services.gateway.cluster.test_store_watch import KEYS
 from tests.services.gateway.fakes import MODEL, FakeWorker, Fleet, Script, running_fleet, soon
@@ -66,6 +67,13 @@ async def until_silent(worker: FakeWorker) -> None:
     await soon(queue.join())
 
 
+async def cache_decisions(fleet: Fleet) -> list[dict[str, Any]]:
+    """What the console's Cache page is told."""
+    async with aiohttp.ClientSession() as session, session.get(f"{fleet.http}/halfmoon/v1/cache") as response:
+        found: list[dict[str, Any]] = (await response.json())["decisions"]
+    return found
+
+
 async def text_of(task: asyncio.Task[Any]) -> str:
     text: str = (await soon(task)).choices[0].text
     return text
@@ -81,13 +89,23 @@ async def test_the_next_decode_worker_loads_from_the_holders(tmp_path: Path) -> 
         assert await text_of(answer) == "hello"
         metrics = await fleet.metrics()
         (decision,) = await decisions(fleet)
+        for worker in (prefill, second):
+            count = DecisionCount(decision="restore", reason="load", count=2)
+            worker.loads.put_nowait(WorkerLoad(sequence=2, free_blocks=99, decisions=[count]))
+        members = fleet.cluster.membership.members
+        await fleet.until_told(lambda: all(one.load.free_blocks == 99 for one in members()))
+        counted = await cache_decisions(fleet)
+    assert {"decision": "restore", "reason": "load", "count": 4} in counted
+    assert {"decision": "direct_restore", "reason": "kept_loaded", "count": 1} in counted
     assert len(prefill.calls.prefills) == 1
     (call,) = second.calls.prefills
     assert call.decode_address == ""
     assert bytes(call.generation.output_token_ids) == b"hel"
     assert list(call.sources) == [KVSource(address=prefill.address, kind=KVSource.WORKER, num_blocks=6)]
-    assert 'disaggregation_total{reason="kept_loaded",request="failover"} 1.0' in metrics
-    assert 'disaggregation_total{reason="off",request="new"} 1.0' in metrics
+    assert 'pool_decisions_total{decision="direct_restore",reason="kept_loaded"} 1.0' in metrics
+    assert 'pool_decisions_total{decision="disaggregation",reason="off"} 1.0' in metrics
+    assert 'pool_decisions_total{decision="decode_worker",reason="computes_prompt"} 1.0' in metrics
+    assert 'pool_decisions_total{decision="prefill_worker",reason="only"} 1.0' in metrics
     assert [(move["prefill_worker"], move["decode_worker"]) for move in decision["moves"]] == [("d1", "d1")]
 
 

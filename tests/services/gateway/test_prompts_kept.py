@@ -55,8 +55,8 @@ async def test_a_decode_worker_computes_the_prompt_that_it_is_quicker_with(tmp_p
     (call,) = decode.calls.prefills
     assert call.decode_address == ""
     assert not prefill.calls.prefills
-    assert 'halfmoon_gateway_disaggregation_total{reason="kept_short",request="new"} 1.0' in metrics
-    assert 'halfmoon_gateway_disaggregation_total{reason="off",request="new"} 0.0' in metrics
+    assert 'pool_decisions_total{decision="disaggregation",reason="kept_short"} 1.0' in metrics
+    assert 'pool_decisions_total{decision="disaggregation",reason="off"} 0.0' in metrics
     assert decision["disaggregation"] == "kept_short"
     assert (decision["prefill_worker"], decision["decode_worker"]) == ("d0", "d0")
     assert [candidate["worker_id"] for candidate in decision["candidates"]] == ["d0", "p0"]
@@ -66,7 +66,7 @@ async def test_off_hands_over(tmp_path: Path) -> None:
     async with running_fleet(tmp_path, conditional_disaggregation="off") as fleet:
         prefill, decode = await slow_and_quick(fleet)
         assert await answer(fleet) == "hello"
-        assert 'disaggregation_total{reason="off",request="new"} 1.0' in await fleet.metrics()
+        assert 'pool_decisions_total{decision="disaggregation",reason="off"} 1.0' in await fleet.metrics()
     assert [call.decode_address for call in prefill.calls.prefills] == [decode.address]
     assert not decode.calls.prefills
 

@@ -93,7 +93,7 @@ async def test_a_prefix_that_is_asked_for_again_is_copied_once(tmp_path: Path) -
     assert (request.source, list(request.keys), request.layout.block_tokens) == (far, KEYS[:6], KV.block_tokens)
     assert 'halfmoon_gateway_store_copies_total{outcome="asked"} 1.0' in metrics
     for decision, num in (("cold", 1), ("copy", 1), ("asked", 1)):
-        assert f'halfmoon_gateway_copy_decisions_total{{decision="{decision}"}} {num}.0' in metrics
+        assert f'pool_decisions_total{{decision="copy",reason="{decision}"}} {num}.0' in metrics
 
 
 async def test_fragments_come_from_each_store_that_has_some(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ async def test_a_tenants_prefix_is_copied_as_the_tenants(tmp_path: Path) -> None
 async def test_nothing_is_asked_where_nothing_would_be_gained(tmp_path: Path) -> None:
     async with fake_store(KEYS[:6]) as (store, address), fake_store(KEYS[:6]) as (_, far):
         metrics = await placed_near(tmp_path / "here", address, far, num_held=12)
-        assert 'halfmoon_gateway_copy_decisions_total{decision="here"} 1.0' in metrics
+        assert 'pool_decisions_total{decision="copy",reason="here"} 1.0' in metrics
         await placed_near(tmp_path / "once", address, far, num_held=12, times=1)
     assert store.asked == []
     async with fake_store() as (store, address), fake_store(KEYS[:6]) as (_, far):

@@ -32,7 +32,8 @@ async def counted(fleet: Fleet) -> str:
     """The metric of decisions, as Prometheus reads it."""
     async with aiohttp.ClientSession() as session, session.get(f"{fleet.http}/metrics") as response:
         lines = (await response.text()).splitlines()
-    return "\n".join(line for line in lines if line.startswith("halfmoon_gateway_fetch_decisions_total"))
+    found = [line for line in lines if line.startswith('halfmoon_gateway_pool_decisions_total{decision="prefix"')]
+    return "\n".join(line for line in found if not line.endswith(" 0.0"))
 
 
 @pytest.mark.parametrize("can_fetch", [True, False])
@@ -53,7 +54,9 @@ async def test_a_worker_is_told_who_has_the_prefix_and_may_be_asked(tmp_path: Pa
         named = KVSource(address=holder.address, kind=KVSource.WORKER, num_blocks=6)
         assert list(request.sources) == ([named] if can_fetch else [])
         reason = "worker" if can_fetch else "unknown"
-        assert await counted(fleet) == f'halfmoon_gateway_fetch_decisions_total{{reason="{reason}"}} 1.0'
+        assert (
+            await counted(fleet) == f'halfmoon_gateway_pool_decisions_total{{decision="prefix",reason="{reason}"}} 1.0'
+        )
 
 
 async def test_a_worker_that_leaves_may_no_longer_be_asked(tmp_path: Path) -> None:
