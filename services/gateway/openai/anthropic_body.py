@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.gateway.openai.messages import CalledFunction, CalledTool, Message
 from services.gateway.openai.schemas import ChatBody
-from services.gateway.openai.strict_model import Items, Part
+from services.gateway.openai.strict_model import Items, Part, misplaced
 from services.gateway.openai.structured_output import JsonSchema, ResponseFormat
 from services.gateway.openai.tools import FunctionDefinition, Name, NamedFunction, NamedTool, Tool, ToolChoice
 
@@ -76,6 +76,14 @@ class Turn(Part):
 
     role: Literal["user", "assistant"]
     content: str | Annotated[Items[Block], Field(max_length=_MAX_BLOCKS)]
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        own = ToolResultBlock if self.role == "user" else (ToolUseBlock, ThinkingBlock)
+        for block in () if isinstance(self.content, str) else self.content:
+            if not isinstance(block, TextBlock) and not isinstance(block, own):
+                raise misplaced("content", f"the role {self.role!r} has no block of the type {block.type!r}")
+        return self
 
 
 class DescribedTool(Part):
@@ -184,7 +192,7 @@ class MessagesBody(CountedBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, description="maximum number of output tokens; what does not fit is cut")
-    temperature: float | None = Field(None, ge=0, description="0 is greedy; default: the model's, or 1")
+    temperature: float | None = Field(None, ge=0, le=1e4, description="0 is greedy; default: the model's, or 1")
     top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default: the model's, or 1")
     top_k: int | None = Field(None, ge=-1, description="0 and -1 are off; default: the model's, or off")
     stop_sequences: Annotated[Items[str], Field(max_length=_MAX_STOPS)] | None = Field(
@@ -220,7 +228,7 @@ def _messages_of(turn: Turn) -> Iterator[Message]:
     texts = [block for block in blocks if isinstance(block, TextBlock)]
     calls = [_called(block) for block in blocks if isinstance(block, ToolUseBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    if texts or calls or thoughts:
+    if texts or calls or thoughts or not blocks:
         content = _text(texts) or None
         yield Message(
             role=turn.role, content=content, tool_calls=calls or None, reasoning_content="".join(thoughts) or None

@@ -151,7 +151,9 @@ def _generation(
     return GenerationRequest(
         prompts=tuple(prompts),
         context_tokens=context_tokens,
-        sampling=sampling_of(body, model, max_tokens, num_top_logprobs, constraint and constraint.message),
+        sampling=sampling_of(
+            body, model, min(max_tokens, context_tokens), num_top_logprobs, constraint and constraint.message
+        ),
         constraint=constraint,
         stops=stops_of(body),
         stream=bool(body.stream),

@@ -72,7 +72,7 @@ class ResponsesBody(Part):
     )
     instructions: str | None = Field(None, description="system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, description="default: the model's, or what fits")
-    temperature: float | None = Field(None, ge=0, description="0 is greedy; default: the model's, or 1")
+    temperature: float | None = Field(None, ge=0, le=1e4, description="0 is greedy; default: the model's, or 1")
     top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default: the model's, or 1")
     top_k: int | None = Field(None, ge=-1, description="0 and -1 are off; default: the model's, or off")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")

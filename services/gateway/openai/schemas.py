@@ -47,7 +47,7 @@ class GenerationBody(Part):
         None, ge=0, description="maximum number of output tokens; what does not fit beside the prompt is cut"
     )
     n: int | None = Field(None, ge=1, le=_MAX_CHOICES, description="choices for each prompt; choice i has seed + i")
-    temperature: float | None = Field(None, ge=0, description="0 is greedy; default: the model's, or 1")
+    temperature: float | None = Field(None, ge=0, le=1e4, description="0 is greedy; default: the model's, or 1")
     top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default: the model's, or 1")
     top_k: int | None = Field(None, ge=-1, description="0 and -1 are off; default: the model's, or off")
     min_p: float | None = Field(

@@ -107,7 +107,7 @@ class MessagesFormat:
 def anthropic_error(body: dict[str, Any]) -> dict[str, Any]:
     """An error in OpenAI's shape, in Anthropic's. Other fields than the message stay beside it."""
     fields = dict(body["error"])
-    kind = _ERRORS.get(fields.pop("code", None) or "") or _ERRORS.get(fields["type"], "api_error")
+    kind = _ERRORS.get(fields["code"] or "") or _ERRORS.get(fields["type"], "api_error")
     return {"type": "error", "error": {**fields, "type": kind}}
 
 

@@ -186,6 +186,12 @@ async def test_the_tokens_of_a_prompt_are_counted(tmp_path: Path) -> None:
             "invalid_request_error",
             "messages[0].content",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}]},
+            400,
+            "invalid_request_error",
+            "messages[0].content",
+        ),
         ({"messages": [{"role": "user", "content": "x" * CONTEXT_TOKENS}]}, 400, "invalid_request_error", "context"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "invalid_request_error", "thinking"),
         (
