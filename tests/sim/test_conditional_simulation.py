@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from halfmoon.policy.placement.conditional import ConditionalMode
-from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Network, SloTargets, WorkerGroup
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure, Network, SloTargets, WorkerGroup
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.latency_sources.latency_source import latency_source
@@ -85,3 +87,31 @@ def test_long_prompts_go_to_prefill_workers_that_are_free() -> None:
     before, after = run("off", load, 2, 2), run("strict", load, 2, 2)
     assert after[1] == before[1]
     assert after[0].handover_bytes == before[0].handover_bytes
+
+
+def moved(mode: ConditionalMode) -> SimResult:
+    """One request loses its decode worker while the only prefill worker, which has its prompt, computes another."""
+    groups = group("prefill"), group("decode", count=2)
+    load = work((0.0, 640, 200), (2.05, 2000, 1), ids=[list(range(10)), list(range(50, 81))])
+    specs = [ClusterSpec(groups, FAST, conditional=mode, failures=(Failure(victim, 2.1),)) for victim in (1, 2)]
+    (found,) = [result for spec in specs if (result := simulate(spec, load)).num_retries[0]]
+    return found
+
+
+def test_a_request_that_lost_its_decode_worker_is_restored_by_the_next_one() -> None:
+    """It loads ten blocks and computes the tokens that it had; a hand-over waits for two seconds of another prompt."""
+    off, on = moved("off"), moved("failover")
+    assert on.longest_gap_s[0] < 0.2 < off.longest_gap_s[0]
+    assert on.handover_bytes < off.handover_bytes
+
+
+def test_a_prompt_that_goes_on_refuses_no_hand_over() -> None:
+    """Only one that was preempted here waits for memory."""
+    worker = SimWorker(0, group("decode"), 0, 64, 1)
+    going_on = Job(0, 0.0, 100, 9, [])
+    going_on.generated = 3
+    going_on.place()
+    worker.prompts.add(going_on)
+    assert worker.reserve(Job(1, 0.0, 100, 9, []), 0.0)
+    going_on.generated = 4
+    assert not worker.reserve(Job(2, 0.0, 100, 9, []), 0.0)

@@ -93,7 +93,7 @@ class SimWorker:
         memory.
         """
         waiting = self.prompts.waiting
-        if waiting and (self.prompts.is_short or any(item.generated for item in waiting)):
+        if waiting and (self.prompts.is_short or any(item.generated > item.num_before for item in waiting)):
             return False
         if self.places <= 0:
             return False
