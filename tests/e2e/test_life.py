@@ -133,6 +133,31 @@ async def test_a_killed_decode_worker_only_pauses_the_streams(tmp_path: Path) ->
     assert any("Starting it again" in line for line in system.printed)
 
 
+async def test_streams_go_on_at_a_decode_worker_that_restores_them(tmp_path: Path) -> None:
+    """Handing over takes seconds here; what the prefill worker, the store or the other decode worker has is loaded."""
+    text = "The moon rose over the quiet harbour, and the fishermen counted their boats before the tide. " * 12
+    seeded = {"prompt": text[1:], "temperature": 0.9, "top_p": 0.9, "seed": 11, "logprobs": 2, "stop": ["nevermore"]}
+    bodies = [PLAIN | {"prompt": text}, PLAIN | seeded, CONSTRAINED | {"prompt": f"{text} Numbers:"}]
+    options = ("--dtype", "float32", "--decode", "2", "--set", "workers.prefill.kv_link_mbps=10")
+    async with running_system(tmp_path, *options) as system, aiohttp.ClientSession(system.url) as http:
+        undisturbed = [*await asyncio.gather(*(whole(http, body) for body in bodies))]
+        begun = [asyncio.Event() for _ in bodies]
+        streams = [asyncio.create_task(streamed(http, body, one)) for body, one in zip(bodies, begun, strict=True)]
+        all_begun: asyncio.Future[Any] = asyncio.gather(*(one.wait() for one in begun))
+        waiting: list[asyncio.Future[Any]] = [all_begun, *streams]
+        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert ended == {all_begun}, [one.exception() for one in ended]
+        async with http.get("/halfmoon/v1/placements?limit=1") as response:
+            (serving,) = [placement["decode_worker"] for placement in await response.json()]
+        (pid,) = [worker["pid"] for worker in await system.cluster(http) if worker["worker_id"] == serving]
+        os.kill(pid, signal.SIGKILL)
+        assert await asyncio.gather(*streams) == undisturbed
+        async with http.get("/halfmoon/v1/cache") as response:
+            decisions = (await response.json())["decisions"]
+    restored = [one for one in decisions if one["decision"] == "direct_restore" and one["reason"].startswith("kept_")]
+    assert restored, decisions
+
+
 async def test_a_model_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"is no (local )?directory"):
         async with running_system(tmp_path, "--model", str(tmp_path / "absent")):
