@@ -14,13 +14,13 @@ from typing import TypeVar
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.engine_thread import EngineThread
+from halfmoon.engine.kv_memory.coded_copies import read_encoded, write_decoded
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import StepResult
-from halfmoon.errors import Incompatible
-from halfmoon.kv.codec import Codec, decode, encode
-from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
+from halfmoon.kv.codec import Codec
+from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
 
 T = TypeVar("T")
@@ -133,19 +133,9 @@ class AsyncEngine:
         `payload` must not change until this returns. In device memory it must be raw and in the layout's dtype:
         otherwise raises Incompatible.
         """
-        layout = self.engine.layout
-        shape = layout.shape(layer_end - layer_start, num_tokens)
         write = partial(self.engine.kv_write, request_id, layer_start, layer_end, token_start, num_tokens)
-
-        def write_decoded() -> None:
-            if isinstance(payload, DeviceBytes):
-                if codec is not Codec.RAW or dtype not in (None, layout.dtype):
-                    raise Incompatible("KV in device memory is taken as it is, raw and in the layout's dtype")
-                write(payload)
-            else:
-                write(decode(codec, payload, shape, dtype or layout.dtype, layout.dtype).data)
-
-        await self._copy(write_decoded)
+        shape = self.engine.layout.shape(layer_end - layer_start, num_tokens)
+        await self._copy(partial(write_decoded, write, self.engine.layout, shape, payload, codec, dtype))
 
     async def kv_read(
         self,
@@ -161,15 +151,9 @@ class AsyncEngine:
 
         After a cancelled wait, `out` may still be written to.
         """
-        layout = self.engine.layout
-        shape = layout.shape(layer_end - layer_start, num_tokens)
         read = partial(self.engine.kv_read, request_id, layer_start, layer_end, token_start, num_tokens)
-
-        def read_encoded() -> memoryview:
-            assert not isinstance(out, DeviceBytes), "codecs compute on the CPU"
-            return encode(codec, decode(Codec.RAW, read(), shape, layout.dtype), layout.dtype, out)
-
-        return await self._copy(partial(read, out) if codec is Codec.RAW else read_encoded)
+        shape = self.engine.layout.shape(layer_end - layer_start, num_tokens)
+        return await self._copy(partial(read_encoded, read, self.engine.layout, shape, out, codec))
 
     async def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
         """Calls `Engine.load_block` during the steps. `payload` must not change until this returns."""

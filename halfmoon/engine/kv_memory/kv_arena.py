@@ -45,13 +45,15 @@ class KVArena:
         device: str,
         kernels: Kernels = "torch",
         pinned: bool = False,
+        memory: torch.Tensor | None = None,
     ) -> None:
+        """memory: used instead of new memory, of the shape of `tensor`."""
         self.num_blocks = num_blocks
         self._layout = layout
         shape = (layout.num_layers, 2, layout.num_kv_heads, num_blocks * layout.block_tokens, layout.head_dim)
-        self.tensor = torch.empty(
-            shape, dtype=dtype, device=device, pin_memory=pinned
-        )  # [layers, 2, kv_heads, slots, head_dim]
+        if memory is None:
+            memory = torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+        self.tensor = memory  # [layers, 2, kv_heads, slots, head_dim]
         self._canonical = CanonicalKV(layout)
         # The same memory as 2- or 4-byte integers: numpy has no bfloat16, and copies without torch's threads.
         self._integers = torch.int16 if layout.item_bytes == 2 else torch.int32

@@ -1,0 +1,152 @@
+"""vLLM's `AsyncLLM`: started with our connector, and used through its public interface alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from vllm import SamplingParams, TokensPrompt
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from halfmoon.engine.request import SampledToken, TokenLogprobs
+from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed, Unavailable
+from halfmoon.kv.kv_layout import KVDtype, KVLayout
+from halfmoon.vllm_engine.staging import StagingMemory
+from halfmoon.vllm_engine.vllm_engine import Drawn, Prompt
+
+_DTYPES: dict[str, KVDtype] = {
+    "torch.float32": "float32",
+    "torch.float16": "float16",
+    "torch.bfloat16": "bfloat16",
+}
+
+
+class Started(NamedTuple):
+    """A vLLM that is ready, and what it shares with us."""
+
+    source: AsyncLLMSource
+    memory: StagingMemory
+    num_blocks: int
+    context_tokens: int
+    step_tokens: int
+    max_running: int
+    vocab_size: int
+    num_ranks: int
+
+
+def start_vllm(arguments: dict[str, Any], staging_bytes: int, reports: str) -> Started:
+    """Starts vLLM's processes and waits until the model is loaded: minutes. arguments: of `AsyncEngineArgs`.
+
+    reports: path of the socket for the connector's reports. Raises Incompatible for a model or an option that cannot
+    be served, ServiceFailed if vLLM does not start.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    transfer = KVTransferConfig(
+        kv_connector="HalfmoonConnector",
+        kv_connector_module_path="halfmoon.vllm_engine.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+    try:
+        config = AsyncEngineArgs(**arguments, kv_transfer_config=transfer).create_engine_config()
+    except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
+        raise Incompatible(f"vLLM refuses the model or its options: {error}", param="engine_args") from error
+    layout = kv_layout(config)
+    memory = StagingMemory(layout, max(1, staging_bytes // layout.block_bytes))
+    transfer.kv_connector_extra_config.update(
+        reports=reports, layout=asdict(layout), num_blocks=memory.num_blocks, memory=memory.path
+    )
+    config.kv_transfer_config = transfer
+    try:
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    except (RuntimeError, ValueError) as error:
+        raise ServiceFailed(f"vLLM did not start: {error}") from error
+    num_blocks = config.cache_config.num_gpu_blocks
+    assert num_blocks is not None
+    return Started(
+        AsyncLLMSource(llm),
+        memory,
+        num_blocks - 1,  # vLLM never gives away block 0
+        config.model_config.max_model_len,
+        config.scheduler_config.max_num_batched_tokens,
+        config.scheduler_config.max_num_seqs,
+        config.model_config.get_vocab_size(),
+        config.parallel_config.world_size,
+    )
+
+
+def kv_layout(config: VllmConfig) -> KVLayout:
+    """The layout of the model's KV. Raises Incompatible for models whose KV is not one key and value a head and token."""
+    model, parallel = config.model_config, config.parallel_config
+    if model.use_mla:
+        raise Incompatible("the model's attention is latent (MLA): its KV has no keys and values for each head")
+    if model.is_hybrid or model.is_attention_free:
+        raise Incompatible("the model has state-space layers: their state is not KV of tokens, and cannot be handed over")
+    if parallel.pipeline_parallel_size > 1:
+        raise Incompatible("pipeline-parallel-size: give vLLM one stage; use tensor-parallel-size")
+    dtype = _DTYPES.get(str(model.dtype))
+    if dtype is None:
+        raise Incompatible(f"KV of dtype {model.dtype} cannot be handed over", param="dtype")
+    return KVLayout(
+        model.get_total_num_hidden_layers() if hasattr(model, "get_total_num_hidden_layers") else model.get_num_layers(parallel),
+        model.get_total_num_kv_heads(),
+        model.get_head_size(),
+        dtype,
+        config.cache_config.block_size,
+    )
+
+
+class AsyncLLMSource:
+    """A `TokenSource`. Owns vLLM's processes until `close`."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Drawn, None]:
+        """See `TokenSource.generate`."""
+        tokens = TokensPrompt(prompt_token_ids=prompt.token_ids)
+        if prompt.salt:
+            tokens["cache_salt"] = prompt.salt
+        try:
+            sampling = SamplingParams(
+                **prompt.sampling,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args={"kv_transfer_params": prompt.order.params()},
+            )
+            async for output in self._llm.generate(tokens, sampling, prompt.request_id, priority=prompt.priority):
+                (completion,) = output.outputs
+                ids = completion.token_ids
+                logprobs = completion.logprobs or [None] * len(ids)
+                drawn = tuple(_token(token, known) for token, known in zip(ids, logprobs, strict=True))
+                yield Drawn(drawn, completion.finish_reason in ("abort", "error"))
+        except EngineDeadError as error:
+            raise Unavailable(f"vLLM's engine died: {error}") from error
+        except EngineGenerateError:
+            raise
+        except (VLLMClientError, ValueError, TypeError) as error:
+            raise InvalidRequest(f"vLLM refuses the request: {error}") from error
+
+    async def abort(self, request_id: str) -> None:
+        """See `TokenSource.abort`."""
+        await self._llm.abort(request_id)
+
+    def close(self) -> None:
+        """Ends vLLM's processes."""
+        self._llm.shutdown()
+
+
+def _token(token_id: int, known: Any) -> SampledToken:
+    """known: by token id, vLLM's logprobs of the chosen one and the most likely ones; None where not asked for."""
+    if known is None:
+        return SampledToken(token_id)
+    top = sorted(((other, entry) for other, entry in known.items()), key=lambda item: item[1].rank or 0)
+    top_pairs = tuple((other, entry.logprob) for other, entry in top)
+    return SampledToken(token_id, TokenLogprobs(known[token_id].logprob, top_pairs))

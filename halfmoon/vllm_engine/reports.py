@@ -1,0 +1,76 @@
+"""The worker's end of the connector's reports: reads them on the event loop, in each sender's order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from halfmoon.vllm_engine.messages import Report, decode_report
+
+_READ_BYTES = 1 << 16
+
+
+class ReportListener:
+    """Owns a Unix socket in a directory of its own, which no other user may enter, and the senders' connections."""
+
+    def __init__(self, on_report: Callable[[Report], None], on_end: Callable[[], None]) -> None:
+        """`on_end`: called when a sender's process has ended."""
+        self._on_report = on_report
+        self._on_end = on_end
+        self._directory = tempfile.TemporaryDirectory(prefix="halfmoon-vllm-")
+        self.path = str(Path(self._directory.name) / "reports")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(self.path)
+        self._socket.listen(64)  # senders connect before anybody accepts, while vLLM starts
+        self._senders: dict[socket.socket, bytes] = {}  # what has been read of the next line
+
+    def start(self) -> None:
+        """Reads from now on. Event-loop thread only."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket, self.drain)
+        self.drain()
+
+    def drain(self) -> None:
+        """Handles every report that has been sent by now, so that none comes after an output that it precedes."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sender, _ = self._socket.accept()
+                sender.setblocking(False)
+                self._senders[sender] = b""
+                self._loop.add_reader(sender, self._read, sender)
+        for sender in tuple(self._senders):
+            self._read(sender)
+
+    def close(self) -> None:
+        """Closes all connections and removes the socket."""
+        for sender in tuple(self._senders):
+            self._drop(sender)
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        self._directory.cleanup()
+
+    def _read(self, sender: socket.socket) -> None:
+        while sender in self._senders:
+            try:
+                data = sender.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._drop(sender)
+                self._on_end()
+                return
+            *lines, rest = (self._senders[sender] + data).split(b"\n")
+            self._senders[sender] = rest
+            for line in lines:
+                self._on_report(decode_report(line))
+
+    def _drop(self, sender: socket.socket) -> None:
+        del self._senders[sender]
+        self._loop.remove_reader(sender)
+        sender.close()

@@ -1,0 +1,461 @@
+"""A `ServingEngine` that lets vLLM compute. Its KV comes and goes through memory shared with our connector."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from halfmoon.background import cancelled
+from halfmoon.engine.engine_stats import EngineStats
+from halfmoon.engine.kv_memory.coded_copies import read_encoded, write_decoded
+from halfmoon.engine.kv_memory.kv_access import KVAccess
+from halfmoon.engine.kv_memory.kv_arena import KVArena
+from halfmoon.engine.kv_memory.kv_watch import OnKV
+from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SampledToken, TokenOutput
+from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.restore_order import RestoreOrder
+from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.engine.step_result import StepResult
+from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
+from halfmoon.kv.codec import Codec
+from halfmoon.kv.device_bytes import KVPlace, KVSource
+from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.kv_layout import KVDtype
+from halfmoon.vllm_engine.messages import Ended, KVOrder, Report, Saved, Stepped
+from halfmoon.vllm_engine.sampling import vllm_sampling
+from halfmoon.vllm_engine.staging import StagingMemory
+
+log = logging.getLogger(__name__)
+
+_NUM_COPY_THREADS = 2
+_RETRY_MS = 200
+
+
+class Drawn(NamedTuple):
+    """Tokens of one request that came together. `is_failed`: vLLM ended the request without being asked to."""
+
+    tokens: tuple[SampledToken, ...]
+    is_failed: bool = False
+
+
+class Prompt(NamedTuple):
+    """What vLLM is given of one request."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: dict[str, Any]  # arguments of vLLM's SamplingParams
+    order: KVOrder
+    priority: int
+    salt: str  # requests with the same one share vLLM's cached blocks
+
+
+class TokenSource(Protocol):
+    """vLLM as far as it is needed here."""
+
+    def generate(self, prompt: Prompt) -> AsyncGenerator[Drawn, None]:
+        """Yields the tokens of one request. Raises InvalidRequest before vLLM has it, Unavailable if vLLM died."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its generator ends, too."""
+        ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One present request."""
+
+    sequence: Sequence
+    use: int
+    on_kv: OnKV | None = None
+    task: asyncio.Task[None] | None = None
+    is_with_vllm: bool = False
+    has_begun: bool = False
+    saved: dict[int, Saved] = field(default_factory=dict)  # the newest report of each rank
+
+
+class VllmEngine:
+    """Owns the requests by id, and the blocks of the shared memory. Event-loop thread only.
+
+    A block is free again once the request has left here and vLLM's connector has said that it touches it no more.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        memory: StagingMemory,
+        limits: RequestLimits,
+        eos_token_ids: frozenset[int],
+        on_step: Callable[[StepResult], None],
+        on_death: Callable[[BaseException], None],
+        drain: Callable[[], None],
+        num_ranks: int = 1,
+    ) -> None:
+        """limits: of vLLM. drain: handles the reports that have been sent by now."""
+        self.layout = memory.layout
+        self._source = source
+        self._memory = memory
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._on_step = on_step
+        self._on_death = on_death
+        self._drain = drain
+        self._num_ranks = num_ranks
+        self._kv = KVAccess(KVArena(self.layout, memory.num_blocks, memory.kv.dtype, "cpu", memory=memory.kv))
+        self._pool = BlockPool(memory.num_blocks)
+        self._entries: dict[str, _Entry] = {}
+        self._lent: dict[int, list[int]] = {}  # blocks that vLLM may touch, by use
+        self._ended: dict[int, int] = {}  # how many ranks touch them no more
+        self._waiting_for_room: deque[tuple[int, int, asyncio.Future[list[int]]]] = deque()  # (use, blocks, room)
+        self._num_uses = 0
+        self._num_free = limits.num_blocks  # of vLLM's blocks, as of the last step
+        self._steps: list[StepResult] = []
+        self._outputs: list[TokenOutput] = []
+        self._is_flushing = False
+        self._dead: BaseException | None = None
+        self._copies = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
+
+    async def __aenter__(self) -> VllmEngine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._dead = self._dead or RuntimeError("the engine was closed")
+        for entry in tuple(self._entries.values()):
+            if entry.task is not None:
+                await cancelled(entry.task)
+        await asyncio.to_thread(self._copies.shutdown)
+
+    async def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
+        """See `AsyncEngine.add`. Raises InvalidRequest for an order: nothing is restored block by block."""
+        if order is not None:
+            raise InvalidRequest("a worker with vLLM does not restore blocks")
+        sampling = vllm_sampling(request, self._eos_token_ids, len(request.output_token_ids))
+        entry = self._admit(request, on_kv)
+        num_blocks = 0 if on_kv is None else self.layout.num_blocks(len(entry.sequence.token_ids))
+        self._check_fits(num_blocks)
+        entry.task = asyncio.create_task(self._compute(entry, sampling, num_blocks))
+        self._entries[request.request_id] = entry
+
+    async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
+        """See `AsyncEngine.reserve`. Returns 0: what vLLM's cache has is found when the request starts."""
+        vllm_sampling(request, self._eos_token_ids, len(request.output_token_ids) + 1)
+        entry = self._admit(request, on_kv)
+        num_blocks = self.layout.num_blocks(len(entry.sequence.token_ids))
+        self._check_fits(num_blocks)
+        if self._waiting_for_room or num_blocks > min(self._pool.num_free, self.stats_now().num_free_blocks):
+            raise NoCapacity("this decode worker has no room for another prompt now", retry_after_ms=_RETRY_MS)
+        entry.sequence.blocks = self._take(entry.use, num_blocks)
+        entry.sequence.state = "reserved"
+        self._entries[request.request_id] = entry
+        return 0
+
+    async def start(self, request_id: str, first_token_id: int, *, is_private: bool = False) -> None:
+        """See `AsyncEngine.start`."""
+        entry = self._find(request_id)
+        sequence = entry.sequence
+        if sequence.state != "reserved":
+            raise NotFound(f"request {request_id} is not reserved here")
+        self._limits.check_token_ids((first_token_id,), "first_token_id")
+        order = KVOrder(request_id, entry.use, tuple(sequence.blocks), load_tokens=len(sequence.token_ids))
+        sequence.token_ids.append(first_token_id)
+        with sequence.kv_lock:
+            sequence.state = "running"
+        if sequence.finish_reason(self._eos_token_ids) is not None:
+            await self.cancel(request_id)
+            raise InvalidRequest("the first token ends the request; there is nothing to decode", param="first_token_id")
+        entry.on_kv = None
+        sampling = vllm_sampling(sequence.request, self._eos_token_ids, sequence.num_output)
+        entry.task = asyncio.create_task(self._generate(entry, sampling, order, is_private=is_private))
+
+    async def cancel(self, request_id: str) -> bool:
+        """See `AsyncEngine.cancel`."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return False
+        await asyncio.to_thread(_remove, entry.sequence)  # waits for a copy
+        if entry.on_kv is not None:
+            entry.on_kv(None)
+        if entry.is_with_vllm:
+            await self._source.abort(request_id)
+        else:
+            if entry.task is not None:
+                await cancelled(entry.task)
+            self._give_back(entry.use)
+        return True
+
+    async def kv_write(
+        self,
+        request_id: str,
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        num_tokens: int,
+        payload: KVSource,
+        codec: Codec = Codec.RAW,
+        dtype: KVDtype | None = None,
+    ) -> None:
+        """See `AsyncEngine.kv_write`."""
+        sequence = self._find(request_id).sequence
+        write = partial(self._kv.write, sequence, layer_start, layer_end, token_start, num_tokens)
+        shape = self.layout.shape(layer_end - layer_start, num_tokens)
+        await self._copy(partial(write_decoded, write, self.layout, shape, payload, codec, dtype))
+
+    async def kv_read(
+        self,
+        request_id: str,
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        num_tokens: int,
+        out: KVPlace | None = None,
+        codec: Codec = Codec.RAW,
+    ) -> memoryview:
+        """See `AsyncEngine.kv_read`."""
+        sequence = self._find(request_id).sequence
+        read = partial(self._kv.read, sequence, layer_start, layer_end, token_start, num_tokens)
+        shape = self.layout.shape(layer_end - layer_start, num_tokens)
+        return await self._copy(partial(read_encoded, read, self.layout, shape, out, codec))
+
+    def check_open(self) -> None:
+        """See `AsyncEngine.check_open`."""
+        if self._dead is not None:
+            raise Unavailable(f"vLLM does not compute any more: {self._dead}")
+
+    def stats_now(self) -> EngineStats:
+        """See `AsyncEngine.stats_now`. Cached blocks count as free and are not counted apart."""
+        states = [entry.sequence.state for entry in self._entries.values()]
+        reserved = sum(
+            len(entry.sequence.blocks) for entry in self._entries.values() if entry.sequence.state == "reserved"
+        )
+        return EngineStats(
+            num_blocks=self._limits.num_blocks,
+            num_free_blocks=max(0, self._num_free - reserved),
+            num_cached_blocks=0,
+            num_running=states.count("running"),
+            num_waiting=states.count("waiting"),
+            num_reserved=states.count("reserved"),
+            num_held=states.count("held"),
+            num_waiting_tokens=sum(
+                entry.sequence.num_uncomputed for entry in self._entries.values() if entry.sequence.state == "waiting"
+            ),
+        )
+
+    @property
+    def num_free_staging_blocks(self) -> int:
+        """Blocks of the shared memory that nobody uses."""
+        return self._pool.num_free
+
+    def die(self, reason: BaseException) -> None:
+        """Ends everything: vLLM is gone."""
+        if self._dead is None:
+            self._dead = reason
+            self._on_death(reason)
+
+    def handle(self, report: Report) -> None:
+        """Takes a report of the connector."""
+        match report:
+            case Saved():
+                self._note_saved(report)
+            case Ended():
+                self._ended[report.use] = self._ended.get(report.use, 0) + 1
+                if self._ended[report.use] >= self._num_ranks:
+                    del self._ended[report.use]
+                    entry = self._entries.get(report.request_id)
+                    if entry is None or entry.use != report.use or entry.on_kv is None:
+                        self._give_back(report.use)
+                    else:
+                        entry.is_with_vllm = False
+            case Stepped():
+                self._note_step(report)
+
+    def _admit(self, request: EngineRequest, on_kv: OnKV | None) -> _Entry:
+        self.check_open()
+        if request.request_id in self._entries:
+            raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
+        self._num_uses += 1
+        sequence = Sequence(request, self._num_uses)
+        self._limits.check(sequence)
+        return _Entry(sequence, self._num_uses, on_kv)
+
+    def _check_fits(self, num_blocks: int) -> None:
+        if num_blocks > self._memory.num_blocks:
+            raise InvalidRequest(
+                f"the prompt's KV needs {num_blocks} blocks of shared memory, this worker has "
+                f"{self._memory.num_blocks}: start it with more --staging-memory",
+                param="prompt",
+            )
+
+    def _find(self, request_id: str) -> _Entry:
+        entry = self._entries.get(request_id)
+        if entry is None:
+            raise NotFound(f"request {request_id} is not here")
+        return entry
+
+    async def _compute(self, entry: _Entry, sampling: Mapping[str, Any], num_blocks: int) -> None:
+        """Computes a prompt, once there is room for the KV that is to be read."""
+        request = entry.sequence.request
+        if num_blocks:
+            entry.sequence.blocks = await self._room(entry.use, num_blocks)
+        save_from = None if entry.on_kv is None else request.held_tokens
+        order = KVOrder(request.request_id, entry.use, tuple(entry.sequence.blocks), save_from=save_from)
+        await self._generate(entry, sampling, order)
+
+    async def _generate(
+        self, entry: _Entry, sampling: Mapping[str, Any], order: KVOrder, *, is_private: bool = False
+    ) -> None:
+        sequence, request = entry.sequence, entry.sequence.request
+        salt = secrets.token_hex(16) if is_private else request.tenant_salt.hex()
+        prompt = Prompt(request.request_id, list(sequence.token_ids), dict(sampling), order, request.priority, salt)
+        entry.is_with_vllm = True
+        try:
+            async with aclosing(self._source.generate(prompt)) as stream:
+                async for drawn in stream:
+                    self._drain()  # what is written, and when the step began, is known before its token
+                    self._take_tokens(entry, drawn)
+        except InvalidRequest as error:  # vLLM has never had it
+            log.warning("request.refused_by_vllm", extra={"request_id": request.request_id, "reason": error.message})
+            entry.is_with_vllm = False
+            self._take_tokens(entry, Drawn((), is_failed=True))
+        except Unavailable as error:
+            self.die(error)
+        except Exception:
+            log.exception("request.failed_in_vllm", extra={"request_id": request.request_id})
+            self._take_tokens(entry, Drawn((), is_failed=True))
+
+    def _take_tokens(self, entry: _Entry, drawn: Drawn) -> None:
+        sequence = entry.sequence
+        request_id = sequence.request_id
+        for token in drawn.tokens:
+            if sequence.state in ("removed", "held"):
+                return
+            position = sequence.num_output
+            sequence.num_computed = len(sequence.token_ids)
+            sequence.token_ids.append(token.token_id)
+            reason = sequence.finish_reason(self._eos_token_ids)
+            self._put_output(TokenOutput(request_id, token.token_id, position, reason, token.logprobs))
+            if sequence.request.prefill_only:
+                sequence.state = "held"
+            elif reason is not None:
+                self._forget(entry)
+            else:
+                sequence.state = "running"
+        if drawn.is_failed and sequence.state not in ("removed", "held"):
+            self._put_output(TokenOutput(request_id, ERROR_TOKEN_ID, sequence.num_output, "error"))
+            self._forget(entry)
+
+    def _forget(self, entry: _Entry) -> None:
+        """Drops a request that has ended by itself."""
+        entry.sequence.state = "removed"
+        self._entries.pop(entry.sequence.request_id, None)
+        entry.on_kv = None  # its output says it
+        if not entry.is_with_vllm:
+            self._give_back(entry.use)
+
+    def _note_saved(self, report: Saved) -> None:
+        entry = self._entries.get(report.request_id)
+        if entry is None or entry.on_kv is None:
+            return
+        entry.saved[report.rank] = report
+        if len(entry.saved) < self._num_ranks:
+            return
+        reports = entry.saved.values()
+        written = Written(
+            min(report.num_tokens for report in reports),
+            min(report.end for report in reports),
+            min(report.num_layers for report in reports),
+        )
+        entry.sequence.written = written
+        entry.sequence.num_computed = max(entry.sequence.num_computed, written.num_tokens)
+        entry.on_kv(written)
+
+    def _note_step(self, step: Stepped) -> None:
+        self._num_free = step.num_free_blocks
+        counts = {name: count for name, (_, count) in step.prefill_tokens.items()}
+        prefill_context = sum(before + count for before, count in step.prefill_tokens.values())
+        began = {
+            name: before
+            for name, (before, _) in step.prefill_tokens.items()
+            if name in self._entries and not self._entries[name].has_begun
+        }
+        for name in began:
+            self._entries[name].has_begun = True
+        result = StepResult(
+            num_prefill_tokens=sum(counts.values()),
+            num_prefill_pairs=sum(count * (before + count / 2) for before, count in step.prefill_tokens.values()),
+            num_decode_seqs=step.num_decode_seqs,
+            context_tokens=prefill_context + step.decode_context_tokens,
+            decode_context_tokens=step.decode_context_tokens,
+            num_preempted=step.num_preempted,
+            duration_s=step.ended_s - step.began_s,
+            ended_s=step.ended_s,
+            num_cached_tokens=began,
+            num_computed_tokens=counts,
+        )
+        if not result.is_empty:
+            self._steps.append(result)
+            self._flush_soon()
+
+    def _put_output(self, output: TokenOutput) -> None:
+        self._outputs.append(output)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Gives all tokens of a step in one result, as far as they come together."""
+        if not self._is_flushing:
+            self._is_flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        steps, outputs = self._steps, tuple(self._outputs)
+        self._steps, self._outputs, self._is_flushing = [], [], False
+        *before, last = steps or [StepResult(ended_s=time.monotonic())]
+        for result in (*before, replace(last, outputs=outputs)):
+            self._on_step(result)
+
+    async def _room(self, use: int, num_blocks: int) -> list[int]:
+        """Waits, in order of arrival, for blocks of the shared memory."""
+        if not self._waiting_for_room and self._pool.num_free >= num_blocks:
+            return self._take(use, num_blocks)
+        room: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._waiting_for_room.append((use, num_blocks, room))
+        return await room  # whoever cancels the wait gives the blocks back
+
+    def _take(self, use: int, num_blocks: int) -> list[int]:
+        blocks = self._pool.allocate(num_blocks)
+        self._memory.stamps[torch.tensor(blocks, dtype=torch.int64)] = use
+        self._lent[use] = blocks
+        return blocks
+
+    def _give_back(self, use: int) -> None:
+        blocks = self._lent.pop(use, None)
+        if blocks:
+            self._memory.stamps[torch.tensor(blocks, dtype=torch.int64)] = 0
+            self._pool.release(blocks)
+        while self._waiting_for_room and self._waiting_for_room[0][1] <= self._pool.num_free:
+            waiting, num_blocks, room = self._waiting_for_room.popleft()
+            if not room.done():
+                room.set_result(self._take(waiting, num_blocks))
+
+    async def _copy(self, call: Callable[[], Any]) -> Any:
+        self.check_open()
+        return await asyncio.get_running_loop().run_in_executor(self._copies, call)
+
+
+def _remove(sequence: Sequence) -> None:
+    with sequence.kv_lock:
+        sequence.state = "removed"
