@@ -32,11 +32,13 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.catalog": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.ledger": frozenset({"halfmoon.errors"}),
     "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
+    "halfmoon.vllm_engine": frozenset({"halfmoon.errors", "halfmoon.background", "halfmoon.engine", "halfmoon.kv"}),
     "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.pb"}),
     "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy", "halfmoon.catalog"}),
     "halfmoon.plan": frozenset({"halfmoon.errors", "halfmoon.policy", "halfmoon.sim"}),
     "halfmoon.worker": frozenset(
-        f"halfmoon.{room}" for room in ("config", "engine", "kv", "rpc", "pb", "policy", "sim", "background", "errors")
+        f"halfmoon.{room}"
+        for room in ("config", "engine", "vllm_engine", "kv", "rpc", "pb", "policy", "sim", "background", "errors")
     ),
     "halfmoon.profiling": frozenset(
         f"halfmoon.{room}" for room in ("kv", "rpc", "pb", "policy", "sim", "background", "errors")

@@ -43,6 +43,9 @@ class Flag:
 PANELS: Mapping[str, Sequence[Flag]] = {
     "Model": (Flag("--model", "model.path"), Flag("--model-name", "model.name")),
     "Workers": (
+        Flag("--engine", "engine"),
+        Flag("--engine-python", "workers.all.engine_python"),
+        Flag("--engine-args", "workers.all.engine_args"),
         Flag("--device", "workers.all.device"),
         Flag("--dtype", "workers.all.dtype"),
         Flag("--tensor-parallel", "workers.all.tensor_parallel"),
@@ -96,7 +99,6 @@ PANELS: Mapping[str, Sequence[Flag]] = {
     ),
     "State": (Flag("--state-dir", "state_dir"), Flag("--ledger-url", "ledger_url", "HALFMOON_LEDGER_URL")),
     "Simulated workers": (
-        Flag("--engine", "engine"),
         Flag("--sim-profile", "simulation.profile"),
         Flag("--sim-time-scale", "simulation.time_scale"),
         Flag("--sim-text", "simulation.text"),

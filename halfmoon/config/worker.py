@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import ByteSize, Field
@@ -14,6 +15,19 @@ Calibrate = Literal["auto", "always", "never"]
 class WorkerConfig(Section):
     """The engine of one worker, its limits, and its links to others."""
 
+    engine: Literal["halfmoon", "vllm"] = Field(
+        "halfmoon", description="what computes: 'halfmoon', our own engine; 'vllm', which has to be installed"
+    )
+    engine_python: Path | None = Field(
+        None,
+        description="Python interpreter that `halfmoon up` runs the worker with, such as that of vLLM's environment",
+    )
+    engine_args: str = Field(
+        "", description="further options for vLLM, as on its command line, such as '--quantization awq'"
+    )
+    staging_memory: ByteSize = Field(
+        ByteSize(512 << 20), gt=0, description="host memory in which a worker with vLLM holds KV that is handed over"
+    )
     weights: Literal["checkpoint", "dummy"] = Field(
         "checkpoint", description="'checkpoint': the model's; 'dummy': random weights of the same shape"
     )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
+import halfmoon
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.credentials.sources import environment_of
@@ -147,19 +151,38 @@ def worker_spec(
     common = ("--gateway", cluster)
     chosen = {"--device": options.device, "--dtype": options.dtype, **option_values(share)}
     chosen |= option_values(options.worker_arguments) | option_values(start.arguments)
+    python = chosen.pop("--engine-python", None)
     served = ("--model", model.path, "--model-name", model.name)
     state = ("--state-dir", str(options.state_dir), "--kv-store", stores[index % len(stores)])
     settings = variables(module.removeprefix("services."), options.settings)
     return WorkerSpec(
         f"{role}-{index}",
-        ("-m", module, "--role", role, *common, *served, *state, *itertools.chain(*chosen.items())),
-        {**settings, **_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false", **visible},
+        ("-m", module, "--role", role, *common, *served, *state, *_options(chosen)),
+        {**settings, **_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false", **visible, **_import_path(python)},
         restarts=True,
         num_gateways=options.num_gateways,
         cluster_role="worker",
         role=role,
         start=start,
+        python=str(Path(python).absolute()) if python else sys.executable,
     )
+
+
+def _options(chosen: Mapping[str, str]) -> Iterator[str]:
+    """Yields options and values; a value that looks like an option is joined to its own."""
+    for name, value in chosen.items():
+        yield from (f"{name}={value}",) if value.startswith("-") else (name, value)
+
+
+def _import_path(python: str | None) -> dict[str, str]:
+    """Returns the environment by which another interpreter finds the programs of a source tree.
+
+    An installed Halfmoon must be installed there, too: our own site-packages hold other releases of its libraries.
+    """
+    tree = Path(halfmoon.__file__).parents[1]
+    if python is None or not (tree / "pyproject.toml").exists():
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))}
 
 
 def traced(spec: Spec, options: UpOptions) -> Spec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -40,6 +40,7 @@ class Started(NamedTuple):
     max_running: int
     vocab_size: int
     num_ranks: int
+    device: str
 
 
 def start_vllm(arguments: dict[str, Any], staging_bytes: int, reports: str) -> Started:
@@ -80,23 +81,26 @@ def start_vllm(arguments: dict[str, Any], staging_bytes: int, reports: str) -> S
         config.scheduler_config.max_num_seqs,
         config.model_config.get_vocab_size(),
         config.parallel_config.world_size,
+        current_platform.device_type,
     )
 
 
 def kv_layout(config: VllmConfig) -> KVLayout:
-    """The layout of the model's KV. Raises Incompatible for models whose KV is not one key and value a head and token."""
+    """The layout of the model's KV. Raises Incompatible for KV that is not a key and a value a head."""
     model, parallel = config.model_config, config.parallel_config
     if model.use_mla:
         raise Incompatible("the model's attention is latent (MLA): its KV has no keys and values for each head")
     if model.is_hybrid or model.is_attention_free:
-        raise Incompatible("the model has state-space layers: their state is not KV of tokens, and cannot be handed over")
+        raise Incompatible(
+            "the model has state-space layers: their state is not KV of tokens, and cannot be handed over"
+        )
     if parallel.pipeline_parallel_size > 1:
         raise Incompatible("pipeline-parallel-size: give vLLM one stage; use tensor-parallel-size")
     dtype = _DTYPES.get(str(model.dtype))
     if dtype is None:
         raise Incompatible(f"KV of dtype {model.dtype} cannot be handed over", param="dtype")
     return KVLayout(
-        model.get_total_num_hidden_layers() if hasattr(model, "get_total_num_hidden_layers") else model.get_num_layers(parallel),
+        model.get_num_layers(parallel),
         model.get_total_num_kv_heads(),
         model.get_head_size(),
         dtype,

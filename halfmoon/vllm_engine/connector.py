@@ -5,10 +5,13 @@ vLLM imports it by name. Each process has one of the two halves.
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -122,9 +125,7 @@ class HalfmoonConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: loads are complete when a step begins."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         self.computing.save(layer_name, self._orders())
 
     def wait_for_save(self) -> None:
@@ -157,11 +158,18 @@ class Reports:
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
+        threading.Thread(target=self._end_with_worker, name="worker-watch", daemon=True).start()
 
     def send(self, *reports: Report) -> None:
-        """Waits only while the worker is far behind. Raises OSError if it is gone, which ends vLLM's process."""
+        """Waits only while the worker is far behind. Raises OSError if it is gone."""
         if reports:
             self._socket.sendall(b"".join(map(encode_report, reports)))
+
+    def _end_with_worker(self) -> None:
+        """Waits for the worker's end, however it went. Nobody could use this process, nor its memory, after that."""
+        with suppress(OSError):
+            self._socket.recv(1)
+        os._exit(1)
 
 
 class SchedulingHalf:
@@ -179,7 +187,8 @@ class SchedulingHalf:
         order = KVOrder.of(request.kv_transfer_params)
         if order is None or request.num_preemptions:
             return 0
-        return max(0, min(order.load_tokens, request.num_tokens - 1) - num_computed)
+        num_loadable: int = min(order.load_tokens, request.num_tokens - 1) - num_computed
+        return max(0, num_loadable)
 
     def note_load(self, request: Request, num_tokens: int) -> None:
         """Notes that vLLM has pages for this many tokens of the arena."""

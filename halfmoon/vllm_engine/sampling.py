@@ -61,5 +61,6 @@ def check_sampling(sampling: SamplingParams, num_before: int) -> None:
     if sampling.top_p == 0:
         raise InvalidRequest("top_p must be above 0 on workers with vLLM; use temperature 0", param="top_p")
     if any(abs(bias) > _MOST_LOGIT_BIAS for bias in sampling.logit_bias.values()):
-        raise InvalidRequest(f"workers with vLLM take biases of -{_MOST_LOGIT_BIAS:g} to {_MOST_LOGIT_BIAS:g}",
-                             param="logit_bias")
+        raise InvalidRequest(
+            f"workers with vLLM take biases of -{_MOST_LOGIT_BIAS:g} to {_MOST_LOGIT_BIAS:g}", param="logit_bias"
+        )

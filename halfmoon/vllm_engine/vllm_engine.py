@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -39,6 +39,8 @@ from halfmoon.vllm_engine.sampling import vllm_sampling
 from halfmoon.vllm_engine.staging import StagingMemory
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NUM_COPY_THREADS = 2
 _RETRY_MS = 200
@@ -451,7 +453,7 @@ class VllmEngine:
             if not room.done():
                 room.set_result(self._take(waiting, num_blocks))
 
-    async def _copy(self, call: Callable[[], Any]) -> Any:
+    async def _copy(self, call: Callable[[], T]) -> T:
         self.check_open()
         return await asyncio.get_running_loop().run_in_executor(self._copies, call)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import uuid
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Protocol
 
 import torch
 
@@ -15,12 +18,15 @@ from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, OffloadConfig
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.engine_facts import EngineFacts
 from halfmoon.engine.kv_memory.cuda_memory import CudaMemory
+from halfmoon.engine.step_result import StepResult
 from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv import frame
 from halfmoon.pb import gateway_pb2
 from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.credentials.listeners import check_listener
 from halfmoon.rpc.credentials.sources import own_credential
@@ -32,6 +38,7 @@ from halfmoon.rpc.telemetry.spans import Tracer
 from halfmoon.rpc.telemetry.tracing import tracing
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.vllm_engine.engine_arguments import VllmOptions
 from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.kept_answers import KeptAnswers
@@ -42,6 +49,7 @@ from halfmoon.worker.membership.decode_peers import DecodePeers
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import ROLES, Serving, worker_services
+from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.settings import WorkerSettings
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
@@ -54,6 +62,8 @@ log = logging.getLogger(__name__)
 
 def load_shared(settings: WorkerSettings) -> Engine | None:
     """Loads an engine whose weights forked workers share; None where a fork is not possible once it has loaded."""
+    if settings.engine == "vllm":
+        return None  # it has processes of its own
     may_be_cuda = settings.device != "cpu" and torch.version.cuda is not None  # asking for devices would begin CUDA
     is_plain = settings.tensor_parallel == settings.pipeline_parallel == 1 and settings.offload_kv == "none"
     if may_be_cuda or not is_plain:
@@ -73,11 +83,13 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
     check_listener(settings.listen, credential)  # before the weights are loaded
     keep_freed_memory()
     stopping, retiring = asyncio.create_task(until_told_to_stop()), asyncio.create_task(until_told_to_drain())
-    loading = asyncio.create_task(asyncio.to_thread(_loaded_engine, settings, loaded))
+    loading = asyncio.create_task(asyncio.to_thread(_loaded_host, settings, loaded))
     await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
+        for process in multiprocessing.active_children():  # of a vLLM that starts
+            process.kill()
         os._exit(0)  # a thread that is reading weights cannot be stopped in any other way
-    engine, profile = await loading
+    host = await loading
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity()
     chains = ChainQueue(MAX_WAITING if settings.kv_store else 0, metrics.store.put_chains_dropped.inc)
@@ -88,44 +100,44 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         lambda address, kind: holder_client(settings, address, kind, credential),
         is_open=credential is None,
     )
-    state = WorkerState(identity, engine.layout, metrics, chains, decode_peers, kept, sources)
-    if profile is not None and profile.prefills:
-        state.compute_rate.begin_with(profile.prefills)
+    state = WorkerState(identity, host.facts.layout, metrics, chains, decode_peers, kept, sources)
+    if host.profile is not None and host.profile.prefills:
+        state.compute_rate.begin_with(host.profile.prefills)
     else:
-        for result in await asyncio.to_thread(warm_up_steps, engine):
+        for result in await asyncio.to_thread(host.first_steps):
             state.compute_rate.observe(result)
     death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-    device = _device_memory(engine)
     async with (
-        AsyncEngine(engine, state.on_step, death.set_result) as async_engine,
+        host.running(state.on_step, death.set_result) as engine,
         aclosing(sources),
     ):
-        store_link = sources.own
-        restorer = Restorer(async_engine, state, sources, metrics.store)
+        pooling = engine if isinstance(engine, AsyncEngine) else None  # vLLM's cache is not read and not filled yet
+        device = None if pooling is None else _device_memory(pooling.engine)
+        restorer = None if pooling is None else Restorer(pooling, state, sources, metrics.store)
         channels = KVChannels(
             kv_links, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device, credential=credential
         )
-        prefill = PrefillServicer(async_engine, state, metrics, channels, restorer)
+        prefill = PrefillServicer(engine, state, metrics, channels, restorer)
 
-        decode = DecodeServicer(async_engine, state, metrics, settings.lease_s, device)
-        cache = CacheServicer(async_engine, engine.num_blocks, state, metrics)
+        decode = DecodeServicer(engine, state, metrics, settings.lease_s, device)
+        cache = None if pooling is None else CacheServicer(pooling, host.facts.num_blocks, state, metrics)
         services = worker_services(prefill, decode, cache)
         access = CallAccess(credential)
         async with running_server(settings.listen, services, metrics.rpc, tracer=tracer, access=access) as server:
             address = advertised_address(settings.listen, server.port, settings.advertise)
-            identity.CopyFrom(_identity(settings, engine, profile, address))
+            identity.CopyFrom(_identity(settings, host.facts, host.profile, address))
             await server.set_serving()
             with metrics_endpoint(settings.listen, settings.metrics_port, metrics.registry):
                 log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
                 work = Serving(
-                    async_engine,
+                    engine,
                     state,
-                    lambda: state.load(async_engine, prefill.links(), restorer.holders.speeds()),
+                    lambda: state.load(engine, prefill.links(), restorer.holders.speeds() if restorer else ()),
                     death,
                     credential,
                 )
-                if store_link is not None:
-                    work.add(store_writer(async_engine, state, sources, metrics).run())
+                if sources.own is not None and pooling is not None:
+                    work.add(store_writer(pooling, state, sources, metrics).run())
                 await work.until_stopped(settings.gateway, settings.drain_s, stopping, retiring)
         await prefill.close()
         decode.close()
@@ -151,9 +163,90 @@ def store_writer(engine: AsyncEngine, state: WorkerState, sources: SourceLinks, 
     return StoreWriter(engine, sources, state.chains, metrics.store, lambda: state.compute_rate.model)
 
 
-def _loaded_engine(settings: WorkerSettings, loaded: Engine | None) -> tuple[Engine, Profile | None]:
+class EngineHost(Protocol):
+    """An engine that is ready to serve."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What others are told of it."""
+        ...
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was measured of it, now or at an earlier start."""
+        ...
+
+    def first_steps(self) -> Sequence[StepResult]:
+        """Measures a few steps."""
+        ...
+
+    def running(
+        self, on_step: Callable[[StepResult], None], on_death: Callable[[BaseException], None]
+    ) -> AbstractAsyncContextManager[ServingEngine]:
+        """Serves requests while inside. `on_death` is called, at most once, when it computes nothing any more."""
+        ...
+
+
+class OwnHost:
+    """Our own engine."""
+
+    def __init__(self, engine: Engine, profile: Profile | None) -> None:
+        config = engine.config
+        self._engine = engine
+        self.profile = profile
+        self.facts = EngineFacts(
+            model=engine.checkpoint.name,
+            fingerprint=engine.checkpoint.fingerprint,
+            layout=engine.layout,
+            context_tokens=engine.context_tokens,
+            num_blocks=engine.stats().num_blocks,
+            step_tokens=config.step_tokens,
+            chunk_tokens=config.prefill_chunk_tokens,
+            max_running=config.max_running,
+            device=config.device,
+            tensor_parallel=config.tensor_parallel,
+            pipeline_parallel=config.pipeline_parallel,
+        )
+
+    def first_steps(self) -> Sequence[StepResult]:
+        """See `EngineHost.first_steps`."""
+        return warm_up_steps(self._engine)
+
+    def running(self, on_step: Callable[[StepResult], None], on_death: Callable[[BaseException], None]) -> AsyncEngine:
+        """See `EngineHost.running`."""
+        return AsyncEngine(self._engine, on_step, on_death)
+
+
+def _loaded_host(settings: WorkerSettings, loaded: Engine | None) -> EngineHost:
+    if settings.engine == "vllm":
+        return _start_vllm(settings)
     engine = loaded or _load_engine(settings)
-    return engine, calibrated(engine, settings.role, settings.calibrate, settings.calibrate_s, settings.state_dir)
+    profile = calibrated(engine, settings.role, settings.calibrate, settings.calibrate_s, settings.state_dir)
+    return OwnHost(engine, profile)
+
+
+def _start_vllm(settings: WorkerSettings) -> EngineHost:
+    """Starts vLLM, whose processes get none of this one's secrets."""
+    from halfmoon.vllm_engine.host import VllmHost
+
+    for name in os.environ.keys() - child_environment(os.environ, "vllm").keys():
+        del os.environ[name]
+    checkpoint = prepare_checkpoint(settings.model)
+    options = VllmOptions(
+        model=str(checkpoint.path),
+        dtype=settings.dtype,
+        block_tokens=settings.block_tokens,
+        max_context_tokens=settings.max_context_tokens,
+        max_running=settings.max_running,
+        max_batch_tokens=settings.max_batch_tokens,
+        tensor_parallel=settings.tensor_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        kv_memory_bytes=None if settings.kv_memory is None else int(settings.kv_memory),
+        has_dummy_weights=settings.weights == "dummy",
+        engine_args=settings.engine_args,
+    )
+    return VllmHost(checkpoint, options, int(settings.staging_memory))
 
 
 def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> Engine:
@@ -215,29 +308,29 @@ def _device_memory(engine: Engine) -> CudaMemory | None:
 
 
 def _identity(
-    settings: WorkerSettings, engine: Engine, profile: Profile | None, address: str
+    settings: WorkerSettings, facts: EngineFacts, profile: Profile | None, address: str
 ) -> gateway_pb2.WorkerIdentity:
     return gateway_pb2.WorkerIdentity(
         worker_id=f"{settings.role}-{uuid.uuid4().hex[:8]}",
         role=ROLES[settings.role],
         address=address,
-        model=settings.model_name or engine.checkpoint.name,
-        model_fingerprint=engine.checkpoint.fingerprint,
-        layout=layout_message(engine.layout),
-        context_tokens=engine.context_tokens,
-        total_blocks=engine.stats().num_blocks,
+        model=settings.model_name or facts.model,
+        model_fingerprint=facts.fingerprint,
+        layout=layout_message(facts.layout),
+        context_tokens=facts.context_tokens,
+        total_blocks=facts.num_blocks,
         version=halfmoon.__version__,
-        device=engine.config.device,
+        device=facts.device,
         pid=os.getpid(),
-        step_tokens=engine.config.step_tokens,
+        step_tokens=facts.step_tokens,
         profile=None if profile is None else _profile_message(profile),
         kv_store=settings.kv_store or "",
         kv_frame_version=frame.VERSION,
-        chunk_tokens=engine.config.prefill_chunk_tokens,
-        max_running=engine.config.max_running,
-        tensor_parallel=engine.config.tensor_parallel,
-        pipeline_parallel=engine.config.pipeline_parallel,
-        can_fetch=True,
+        chunk_tokens=facts.chunk_tokens,
+        max_running=facts.max_running,
+        tensor_parallel=facts.tensor_parallel,
+        pipeline_parallel=facts.pipeline_parallel,
+        can_fetch=settings.engine == "halfmoon",
     )
 
 

@@ -57,12 +57,14 @@ async def start_up(state_dir: Path, *options: str) -> asyncio.subprocess.Process
 
 
 @asynccontextmanager
-async def running_system(state_dir: Path, *options: str) -> AsyncIterator[System]:
+async def running_system(
+    state_dir: Path, *options: str, start_timeout_s: float = _START_TIMEOUT_S
+) -> AsyncIterator[System]:
     """`halfmoon up`, until it printed that it is ready; stopped with Ctrl-C's signal."""
     process = await start_up(state_dir, *options)
     printed: list[str] = []
     try:
-        url = await asyncio.wait_for(_until_ready(process, printed), _START_TIMEOUT_S)
+        url = await asyncio.wait_for(_until_ready(process, printed), start_timeout_s)
         drain = asyncio.create_task(_drain(process, printed))
         yield System(process, url, printed)
         if process.returncode is None:

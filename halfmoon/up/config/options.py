@@ -31,6 +31,8 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
     """Converts a configuration; `profile` is a file that replaces the configured one. Raises InvalidRequest."""
     everywhere = texts(config.workers.all)
     device, dtype = everywhere.pop("device", "auto"), everywhere.pop("dtype", "auto")
+    if config.engine == "vllm":
+        everywhere.setdefault("engine", "vllm")
     starts = {role: _starts(config, role) for role in ROLES}
     options = UpOptions(
         model=_model(config),

@@ -129,8 +129,10 @@ class SystemConfig(ClassesConfig, TenantsConfig, HandoverConfig, StateConfig):
     _empty = model_validator(mode="before")(_without_empty)
 
     model: Annotated[ModelConfig, BeforeValidator(_model_by_path)] = Field(default_factory=ModelConfig)
-    engine: Literal["real", "sim"] = Field(
-        "real", description="real: real engines; sim: simulated workers, which need neither weights nor torch"
+    engine: Literal["real", "vllm", "sim"] = Field(
+        "real",
+        description="real: the workers' own `engine`; vllm: vLLM for all that name none; sim: simulated workers, which "
+        "need neither weights nor torch",
     )
     workers: WorkersConfig = Field(default_factory=WorkersConfig)
     gateway: UpGatewayConfig = Field(default_factory=UpGatewayConfig)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -47,6 +48,7 @@ class ServiceSpec:
     metrics_port: int | None = None  # where Prometheus finds it
     cluster_role: ClusterRole | None = None
     descriptors: tuple[int, ...] = ()  # of this process, which the child inherits under the same numbers
+    python: str = sys.executable  # the interpreter
 
 
 class Child:

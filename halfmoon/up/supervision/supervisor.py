@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -61,7 +60,7 @@ class Supervisor:
         module = spec.arguments[1] if spec.arguments[:1] == ("-m",) else ""
         inherited = child_environment(os.environ, module)
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
+            spec.python,
             *spec.arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -1,0 +1,24 @@
+"""What others are told of a worker's engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfmoon.kv.kv_layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine serves, and its limits. Counts of tokens are the most of each kind."""
+
+    model: str  # the model's own name
+    fingerprint: str  # of the model
+    layout: KVLayout
+    context_tokens: int  # of prompt and output
+    num_blocks: int
+    step_tokens: int  # of a step
+    chunk_tokens: int  # prompt tokens of a step beside decodes
+    max_running: int
+    device: str
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1

@@ -1,0 +1,79 @@
+"""A worker's vLLM, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.engine_facts import EngineFacts
+from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.step_result import StepResult
+from halfmoon.errors import ServiceFailed
+from halfmoon.vllm_engine.engine_arguments import VllmOptions
+from halfmoon.vllm_engine.messages import Report
+from halfmoon.vllm_engine.reports import ReportListener
+from halfmoon.vllm_engine.versions import check_vllm
+from halfmoon.vllm_engine.vllm_engine import VllmEngine
+
+
+class VllmHost:
+    """Owns vLLM's processes from its creation, which takes minutes, until `running` ends."""
+
+    profile = None  # the gateway learns from the steps that are reported
+
+    def __init__(self, checkpoint: Checkpoint, options: VllmOptions, staging_bytes: int) -> None:
+        """Raises Incompatible, InvalidRequest and ServiceFailed. Any thread."""
+        check_vllm()
+        from halfmoon.vllm_engine.async_llm import start_vllm
+
+        self._listener = ReportListener(self._on_report, self._on_end)
+        self._started = start_vllm(options.arguments(), staging_bytes, self._listener.path)
+        self._checkpoint = checkpoint
+        self._engine: VllmEngine | None = None
+        started = self._started
+        self.facts = EngineFacts(
+            model=checkpoint.name,
+            fingerprint=checkpoint.fingerprint,
+            layout=started.memory.layout,
+            context_tokens=min(started.context_tokens, started.num_blocks * started.memory.layout.block_tokens),
+            num_blocks=started.num_blocks,
+            step_tokens=started.step_tokens,
+            chunk_tokens=started.step_tokens,
+            max_running=started.max_running,
+            device=f"vllm {started.device}",
+            tensor_parallel=options.tensor_parallel,
+        )
+
+    def first_steps(self) -> Sequence[StepResult]:
+        """Nothing is measured: only a worker that restores needs to know its speed."""
+        return ()
+
+    @asynccontextmanager
+    async def running(
+        self, on_step: Callable[[StepResult], None], on_death: Callable[[BaseException], None]
+    ) -> AsyncIterator[VllmEngine]:
+        """Serves requests while inside; vLLM has ended outside."""
+        started, facts = self._started, self.facts
+        limits = RequestLimits(started.vocab_size, facts.context_tokens, facts.num_blocks, facts.layout)
+        eos = self._checkpoint.eos_token_ids
+        engine = VllmEngine(
+            started.source, started.memory, limits, eos, on_step, on_death, self._listener.drain, started.num_ranks
+        )
+        self._engine = engine
+        self._listener.start()
+        try:
+            async with engine:
+                yield engine
+        finally:
+            self._listener.close()
+            await asyncio.to_thread(started.source.close)
+
+    def _on_report(self, report: Report) -> None:
+        assert self._engine is not None
+        self._engine.handle(report)
+
+    def _on_end(self) -> None:
+        assert self._engine is not None
+        self._engine.die(ServiceFailed("a process of vLLM ended; the worker's log has its last words"))

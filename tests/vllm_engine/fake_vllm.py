@@ -1,0 +1,54 @@
+"""vLLM as far as the engine sees it: steps are told by the test, KV is copied as the connector would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from halfmoon.engine.request import SampledToken
+from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.vllm_engine.vllm_engine import Drawn, Prompt
+
+
+class FakeVllm:
+    """Owns the prompts that it was given, and the tokens that the test draws for them."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, Prompt] = {}
+        self.aborted: list[str] = []
+        self._queues: dict[str, asyncio.Queue[Drawn | Exception | None]] = {}
+        self._arrived = asyncio.Event()
+        self.refusal: InvalidRequest | None = None
+
+    async def prompt(self, request_id: str) -> Prompt:
+        """Waits for a request."""
+        while request_id not in self.prompts:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self.prompts[request_id]
+
+    def draw(self, request_id: str, *token_ids: int, is_failed: bool = False) -> None:
+        """Draws tokens in one step."""
+        self._queues[request_id].put_nowait(Drawn(tuple(map(SampledToken, token_ids)), is_failed))
+
+    def die(self) -> None:
+        """Ends as if its processes had."""
+        for queue in self._queues.values():
+            queue.put_nowait(Unavailable("vLLM's engine died"))
+
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Drawn, None]:
+        """Yields what the test draws."""
+        if self.refusal is not None:
+            raise self.refusal
+        self.prompts[prompt.request_id] = prompt
+        queue = self._queues[prompt.request_id] = asyncio.Queue()
+        self._arrived.set()
+        while (drawn := await queue.get()) is not None:
+            if isinstance(drawn, Exception):
+                raise drawn
+            yield drawn
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request."""
+        self.aborted.append(request_id)
+        self._queues[request_id].put_nowait(None)

@@ -1,0 +1,67 @@
+"""Our sampling parameters become vLLM's, and what it cannot do is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams
+from halfmoon.errors import InvalidRequest
+from halfmoon.vllm_engine.sampling import vllm_sampling
+
+EOS = frozenset({2, 7})
+
+
+def asked(num_before: int = 0, *, prefill_only: bool = False, **more: Any) -> dict[str, Any]:
+    sampling = SamplingParams(max_tokens=10, **more)
+    return vllm_sampling(EngineRequest("r", (1, 2), sampling, prefill_only=prefill_only), EOS, num_before)
+
+
+def test_every_parameter_is_mapped() -> None:
+    found = asked(
+        temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=3, min_tokens=4, presence_penalty=0.5,
+        frequency_penalty=0.25, repetition_penalty=1.5, logit_bias={5: -2.0}, stop_token_ids=(9,), num_top_logprobs=3,
+    )  # fmt: skip
+    assert found == {
+        "max_tokens": 10, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 3, "min_tokens": 4,
+        "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "logit_bias": {5: -2.0},
+        "stop_token_ids": [2, 7, 9], "ignore_eos": True, "logprobs": 3, "detokenize": False,
+    }  # fmt: skip
+
+
+def test_tokens_already_drawn_count_against_the_limits() -> None:
+    found = asked(4, min_tokens=6)
+    assert (found["max_tokens"], found["min_tokens"]) == (6, 2)
+    assert asked(7, min_tokens=6)["min_tokens"] == 0
+
+
+def test_a_prefill_draws_one_token() -> None:
+    assert asked(prefill_only=True, min_tokens=5)["max_tokens"] == 1
+    assert asked(prefill_only=True, min_tokens=5)["min_tokens"] == 1
+
+
+def test_the_seed_differs_by_position_and_fits() -> None:
+    seeds = {asked(position, seed=(1 << 63) - 1)["seed"] for position in range(9)}
+    assert len(seeds) == 9
+    assert all(isinstance(seed, int) and 0 <= seed < 1 << 63 for seed in seeds)
+
+
+def test_ignored_ends_are_no_stop_tokens() -> None:
+    assert asked(ignore_eos=True, stop_token_ids=(9,))["stop_token_ids"] == [9]
+
+
+@pytest.mark.parametrize(
+    ("num_before", "more", "param"),
+    [
+        (0, {"constraint": Constraint("regex", "a+")}, "regex"),
+        (1, {"presence_penalty": 0.5}, "presence_penalty"),
+        (1, {"frequency_penalty": -0.5}, "frequency_penalty"),
+        (0, {"top_p": 0.0}, "top_p"),
+        (0, {"logit_bias": {3: 101.0}}, "logit_bias"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_by_name(num_before: int, more: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        asked(num_before, **more)
+    assert refused.value.param == param

@@ -1,0 +1,282 @@
+"""The engine over vLLM: what it orders, when blocks of the shared memory are free, what the worker is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import torch
+
+from halfmoon.engine.kv_memory.kv_access import NotWritten
+from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
+from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.step_result import StepResult
+from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
+from halfmoon.kv.codec import Codec
+from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.vllm_engine.messages import Ended, KVOrder, Saved, Stepped
+from halfmoon.vllm_engine.staging import StagingMemory
+from halfmoon.vllm_engine.vllm_engine import VllmEngine
+from tests.vllm_engine.fake_vllm import FakeVllm
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", block_tokens=8)
+NUM_BLOCKS = 6
+EOS = 2
+PROMPT = tuple(range(10, 30))  # 3 blocks
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+
+
+class Worker:
+    """The engine, the fake vLLM under it, and all that it reported."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.vllm = FakeVllm()
+        self.memory = StagingMemory(LAYOUT, NUM_BLOCKS)
+        self.steps: list[StepResult] = []
+        self.deaths: list[BaseException] = []
+        self._changed = asyncio.Event()
+        limits = RequestLimits(vocab_size=100, max_tokens=64, num_blocks=8, layout=LAYOUT)
+        self.engine = VllmEngine(
+            self.vllm, self.memory, limits, frozenset({EOS}), self._on_step, self._on_death, lambda: None, num_ranks
+        )
+
+    def _on_step(self, result: StepResult) -> None:
+        self.steps.append(result)
+        self._changed.set()
+
+    def _on_death(self, reason: BaseException) -> None:
+        self.deaths.append(reason)
+        self._changed.set()
+
+    @property
+    def outputs(self) -> list[TokenOutput]:
+        return [output for step in self.steps for output in step.outputs]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def until_outputs(self, count: int) -> list[TokenOutput]:
+        await self.until(lambda: len(self.outputs) >= count)
+        return self.outputs
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    found = Worker()
+    async with found.engine:
+        yield found
+
+
+def written_values(seed: int = 0) -> torch.Tensor:
+    """[layers, 2, heads, tokens, head_dim] for PROMPT."""
+    return torch.randn(LAYOUT.shape(3, len(PROMPT)), generator=torch.Generator().manual_seed(seed))
+
+
+def save(worker: Worker, order: KVOrder, values: torch.Tensor) -> None:
+    """Does what the connector does in one step over the whole prompt."""
+    for layer in range(3):
+        worker.memory.write(layer, slice(0, 2), order.blocks, 0, values[layer])
+    worker.engine.handle(Saved(order.request_id, len(PROMPT), len(PROMPT), 3))
+
+
+async def test_a_prompt_is_read_while_it_is_written_and_freed_when_both_ends_are_done(worker: Worker) -> None:
+    reports: list[Written | None] = []
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY, prefill_only=True, tenant_salt=b"t"), reports.append)
+    prompt = await worker.vllm.prompt("a")
+    assert (prompt.token_ids, prompt.salt, prompt.sampling["max_tokens"]) == (list(PROMPT), "74", 1)
+    assert (prompt.order.save_from, prompt.order.load_tokens, len(prompt.order.blocks)) == (0, 0, 3)
+    assert worker.memory.has_stamps(prompt.order.blocks, prompt.order.use)
+    values = written_values()
+    worker.memory.write(0, slice(0, 2), prompt.order.blocks, 0, values[0])
+    worker.engine.handle(Saved("a", 0, 20, 1))
+    with pytest.raises(NotWritten):
+        await worker.engine.kv_read("a", 0, 2, 0, 20)
+    assert bytes(await worker.engine.kv_read("a", 0, 1, 3, 10)) == values[0:1, :, :, 3:13].numpy().tobytes()
+    save(worker, prompt.order, values)
+    assert reports == [Written(0, 20, 1), Written(20, 20, 3)]
+    worker.vllm.draw("a", 50)
+    (output,) = await worker.until_outputs(1)
+    assert (output.token_id, output.position, output.finish_reason) == (50, 0, None)
+    worker.engine.handle(Ended("a", prompt.order.use))
+    assert bytes(await worker.engine.kv_read("a", 0, 3, 0, 20)) == values.numpy().tobytes()
+    assert worker.engine.stats_now().num_held == 1
+    assert worker.engine.num_free_staging_blocks == 3
+    assert await worker.engine.cancel("a")
+    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    assert reports[-1] is None
+
+
+async def test_a_cancelled_prompt_keeps_its_blocks_until_vllm_has_left_them(worker: Worker) -> None:
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY, prefill_only=True), lambda _: None)
+    order = (await worker.vllm.prompt("a")).order
+    assert await worker.engine.cancel("a")
+    assert worker.vllm.aborted == ["a"]
+    assert worker.engine.num_free_staging_blocks == 3
+    with pytest.raises(NotFound):
+        await worker.engine.kv_read("a", 0, 1, 0, 1)
+    worker.engine.handle(Ended("a", order.use))
+    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    assert not worker.memory.has_stamps(order.blocks, order.use)
+
+
+async def test_prompts_wait_for_shared_memory_in_order(worker: Worker) -> None:
+    for name in ("a", "b", "c"):
+        await worker.engine.add(EngineRequest(name, PROMPT, GREEDY, prefill_only=True), lambda _: None)
+    first = (await worker.vllm.prompt("a")).order
+    await worker.vllm.prompt("b")
+    assert worker.engine.num_free_staging_blocks == 0
+    assert "c" not in worker.vllm.prompts
+    assert worker.engine.stats_now().num_waiting == 3
+    await worker.engine.cancel("a")
+    worker.engine.handle(Ended("a", first.use))
+    assert set((await worker.vllm.prompt("c")).order.blocks) == set(first.blocks)
+
+
+async def test_a_prompt_that_waits_for_memory_can_be_cancelled(worker: Worker) -> None:
+    for name in ("a", "b", "c"):
+        await worker.engine.add(EngineRequest(name, PROMPT, GREEDY, prefill_only=True), lambda _: None)
+    first = (await worker.vllm.prompt("a")).order
+    assert await worker.engine.cancel("c")
+    await worker.engine.cancel("a")
+    worker.engine.handle(Ended("a", first.use))
+    assert worker.engine.num_free_staging_blocks == 3
+    assert "c" not in worker.vllm.prompts
+
+
+async def test_received_kv_is_loaded_and_decoding_goes_on(worker: Worker) -> None:
+    values = written_values(1)
+    assert await worker.engine.reserve(EngineRequest("d", PROMPT, GREEDY)) == 0
+    for layer in range(3):
+        await worker.engine.kv_write("d", layer, layer + 1, 0, 20, values[layer].numpy().tobytes(), Codec.RAW)
+    await worker.engine.start("d", 40)
+    prompt = await worker.vllm.prompt("d")
+    order = prompt.order
+    assert (prompt.token_ids, prompt.sampling["max_tokens"]) == ([*PROMPT, 40], 3)
+    assert (order.load_tokens, order.save_from) == (20, None)
+    loaded = torch.stack([worker.memory.read(layer, slice(0, 2), order.blocks, 0, 20) for layer in range(3)])
+    assert torch.equal(loaded, values)
+    worker.engine.handle(Ended("d", order.use))  # loaded
+    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    worker.vllm.draw("d", 41)
+    worker.vllm.draw("d", 42)
+    worker.vllm.draw("d", 43)
+    outputs = await worker.until_outputs(3)
+    assert [(output.token_id, output.position, output.finish_reason) for output in outputs] == [
+        (41, 1, None),
+        (42, 2, None),
+        (43, 3, "length"),
+    ]
+    assert not await worker.engine.cancel("d")
+
+
+async def test_private_kv_is_found_by_nobody_else(worker: Worker) -> None:
+    await worker.engine.reserve(EngineRequest("d", PROMPT, GREEDY, tenant_salt=b"t"))
+    await worker.engine.start("d", 40, is_private=True)
+    assert (await worker.vllm.prompt("d")).salt not in ("", "74")
+
+
+async def test_a_reservation_without_room_is_refused_and_one_given_up_is_free(worker: Worker) -> None:
+    await worker.engine.reserve(EngineRequest("d", PROMPT, GREEDY))
+    await worker.engine.reserve(EngineRequest("e", PROMPT, GREEDY))
+    with pytest.raises(NoCapacity):
+        await worker.engine.reserve(EngineRequest("f", PROMPT, GREEDY))
+    gone: list[Written | None] = []
+    assert await worker.engine.cancel("d")
+    await worker.engine.reserve(EngineRequest("f", PROMPT, GREEDY), gone.append)
+    assert await worker.engine.cancel("f")
+    assert gone == [None]
+    with pytest.raises(NotFound):
+        await worker.engine.kv_write("f", 0, 1, 0, 1, bytes(64))
+
+
+async def test_what_vllm_has_no_blocks_for_is_refused(worker: Worker) -> None:
+    worker.engine.handle(Stepped(1.0, 2.0, {}, 1, 20, num_free_blocks=2))
+    with pytest.raises(NoCapacity):
+        await worker.engine.reserve(EngineRequest("d", PROMPT, GREEDY))
+
+
+async def test_a_prompt_larger_than_the_shared_memory_is_refused(worker: Worker) -> None:
+    with pytest.raises(InvalidRequest, match="staging-memory"):
+        await worker.engine.reserve(EngineRequest("d", tuple(range(50)), GREEDY))
+
+
+async def test_an_end_of_sequence_ends_the_request(worker: Worker) -> None:
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY))
+    await worker.vllm.prompt("a")
+    worker.vllm.draw("a", 40, EOS)
+    outputs = await worker.until_outputs(2)
+    assert [output.finish_reason for output in outputs] == [None, "stop"]
+    assert worker.engine.stats_now().num_running == 0
+
+
+async def test_what_vllm_refuses_or_ends_is_an_error_and_frees_its_blocks(worker: Worker) -> None:
+    worker.vllm.refusal = InvalidRequest("no such thing")
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY, prefill_only=True), lambda _: None)
+    (output,) = await worker.until_outputs(1)
+    assert output.finish_reason == "error"
+    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    worker.vllm.refusal = None
+    await worker.engine.add(EngineRequest("b", PROMPT, GREEDY))
+    await worker.vllm.prompt("b")
+    worker.vllm.draw("b", is_failed=True)
+    assert [output.finish_reason for output in await worker.until_outputs(2)] == ["error", "error"]
+
+
+async def test_a_step_is_reported_with_its_tokens(worker: Worker) -> None:
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY))
+    await worker.vllm.prompt("a")
+    worker.engine.handle(Stepped(1.0, 1.5, {"a": (8, 12)}, 2, 30, num_free_blocks=5))
+    worker.vllm.draw("a", 40)
+    await worker.until_outputs(1)
+    first = worker.steps[0]
+    assert (first.num_prefill_tokens, first.num_prefill_pairs, first.num_decode_seqs) == (12, 12 * 14.0, 2)
+    assert (first.context_tokens, first.decode_context_tokens, first.duration_s) == (50, 30, 0.5)
+    assert first.num_cached_tokens == {"a": 8}
+    assert first.num_computed_tokens == {"a": 12}
+    assert worker.engine.stats_now().num_free_blocks == 5
+
+
+async def test_kv_counts_once_every_rank_has_it() -> None:
+    worker = Worker(num_ranks=2)
+    async with worker.engine:
+        reports: list[Written | None] = []
+        await worker.engine.add(EngineRequest("a", PROMPT, GREEDY, prefill_only=True), reports.append)
+        order = (await worker.vllm.prompt("a")).order
+        worker.engine.handle(Saved("a", 20, 20, 3, rank=0))
+        assert reports == []
+        worker.engine.handle(Saved("a", 0, 20, 2, rank=1))
+        assert reports == [Written(0, 20, 2)]
+        await worker.engine.cancel("a")
+        worker.engine.handle(Ended("a", order.use, rank=0))
+        assert worker.engine.num_free_staging_blocks == 3
+        worker.engine.handle(Ended("a", order.use, rank=1))
+        assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+
+
+async def test_the_death_of_vllm_is_reported_once_and_refuses_everything(worker: Worker) -> None:
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY))
+    await worker.engine.add(EngineRequest("b", PROMPT, GREEDY))
+    await worker.vllm.prompt("b")
+    worker.vllm.die()
+    await worker.until(lambda: bool(worker.deaths))
+    worker.engine.die(RuntimeError("again"))
+    assert len(worker.deaths) == 1
+    with pytest.raises(Unavailable):
+        worker.engine.check_open()
+    with pytest.raises(Unavailable):
+        await worker.engine.add(EngineRequest("c", PROMPT, GREEDY))
+
+
+async def test_the_memory_is_the_same_under_its_path() -> None:
+    memory = StagingMemory(LAYOUT, 2)
+    other = StagingMemory(LAYOUT, 2, memory.path)
+    values = torch.arange(2 * 2 * 12 * 4, dtype=torch.float32).reshape(2, 2, 12, 4)
+    memory.write(1, slice(0, 2), (1, 0), 2, values)
+    assert torch.equal(other.read(1, slice(0, 2), (1, 0), 2, 14), values)
+    other.stamps[1] = 7
+    assert memory.has_stamps((1,), 7)
+    assert not memory.has_stamps((0, 1), 7)
