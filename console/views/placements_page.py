@@ -26,6 +26,7 @@ _PROMPT_SIDE = {
     "kept_loaded": "Computed by the decode worker, which loaded most of the prompt from others.",
     "kept_short": "Computed by the decode worker: little of the prompt was left to compute.",
     "kept_idle": "Computed by the decode worker: prefill workers had longer queues.",
+    "kept_alone": "Computed by the decode worker: no prefill worker was there.",
     "not_faster": f"{_HANDED_OVER}: a decode worker would not have been sooner.",
     "not_short": f"{_HANDED_OVER}: too long for one step of a decode worker.",
     "neighbours": f"{_HANDED_OVER}: it would have slowed down what decode workers had.",

@@ -86,6 +86,7 @@ Disaggregation = Literal[
     "kept_loaded",
     "kept_short",
     "kept_idle",
+    "kept_alone",
     "not_faster",
     "not_short",
     "neighbours",

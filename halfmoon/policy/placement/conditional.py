@@ -93,7 +93,7 @@ class ConditionalDisaggregation:
             new_tokens = max(num_tokens - kept.cached_tokens - kept.fetched_tokens, 1)
             if self.mode == "strict" and new_tokens > kept.prefill.chunk_tokens:
                 reason = "not_short"
-            elif self._spares_others(row, kept, new_tokens):
+            elif self._spares_others(row, kept, new_tokens, limit_s - kept.ttft_s):
                 return Choice(_why_kept(kept, num_tokens, new_tokens), row, kept)
             else:
                 reason = "neighbours"
@@ -117,10 +117,11 @@ class ConditionalDisaggregation:
         seconds: Floats = ttft.seconds + num_steps * step_s
         return seconds
 
-    def _spares_others(self, row: int, kept: Placement, new_tokens: int) -> bool:
+    def _spares_others(self, row: int, kept: Placement, new_tokens: int, gained_s: float) -> bool:
         """Whether the requests that decode there, and this one after its first token, keep their pace.
 
-        No step may take longer than the least TBT target of them all; without any, than a few steps without prompts.
+        No step may take longer than the least TBT target of them all; without any, than a few steps without prompts,
+        or, for a failover, than a step and what it gains, `gained_s`: failovers are rare, and their clients wait.
         Prompts may take only a certain share of the worker's time.
         """
         worker, model, num_tokens = kept.prefill, kept.prefill.step_model, self.request.num_prompt_tokens
@@ -135,7 +136,9 @@ class ConditionalDisaggregation:
         chunk_tokens = min(new_tokens + waiting_tokens, worker.chunk_tokens)
         chunk_s = worker.prefill_model.seconds(chunk_tokens, max(num_tokens - chunk_tokens, 0))
         step_s = model.seconds(load.batch, load.context_tokens)
-        longest_s = _LONGEST_STEP * step_s if target_s == math.inf else target_s
+        longest_s = target_s
+        if target_s == math.inf:
+            longest_s = max(_LONGEST_STEP * step_s, step_s + gained_s if self.request.is_failover else 0.0)
         share = (kept.work_s + neighbours.prompts_s) / neighbours.mean_life_s
         return step_s + chunk_s <= longest_s and share <= _MOST_SHARE[self.mode]
 

@@ -68,9 +68,9 @@ def place(
     share the load. Raises Unavailable if a role is missing (now), and ContextLengthExceeded if no present worker can
     ever hold the request.
     """
-    rows = _eligible(view, request)
-    ranking = Ranking(view, rules.mode, request)
     keeping = rules.keeping_mode(is_failover=request.is_failover)
+    rows = _eligible(view, request, goes_alone=request.is_failover and keeping != "off")
+    ranking = Ranking(view, rules.mode, request)
     conditional = ConditionalDisaggregation(view, request, keeping, forecast, now_s)
 
     # 1. Estimate the TTFT on every worker, and rank by it.
@@ -98,7 +98,10 @@ def place(
     # 3. Choose the decode worker by the load at the moment when this prefill ends. One of them may do all of it.
     if rows.both[prefill]:
         decode, load = prefill, forecast.decode_load(prefill, now_s + chosen.ttft_s, now_s)
-        chosen = replace(chosen, prefill_reason=prefill_reason, decode_reason="both_roles")
+        if rows.decode[decode]:
+            chosen = replace(chosen, disaggregation="kept_alone", decode_reason="computes_prompt")
+        else:
+            chosen = replace(chosen, prefill_reason=prefill_reason, decode_reason="both_roles")
     else:
         begins_s = now_s + chosen.ttft_s
         loads, handover = forecast.decode_loads(view, begins_s, now_s), forecast.handover(view, request, chosen)
@@ -147,8 +150,11 @@ def some_decode_only_fewer(view: ClusterView, num_tokens: int, fewer_tokens: int
     return bool((decodes & (capacity >= fewer_tokens) & (capacity < num_tokens)).any())
 
 
-def _eligible(view: ClusterView, request: PlacementRequest) -> RoleMasks:
-    """The workers that can hold the request and are not excluded."""
+def _eligible(view: ClusterView, request: PlacementRequest, *, goes_alone: bool) -> RoleMasks:
+    """The workers that can hold the request and are not excluded.
+
+    goes_alone: where no worker is there that prefills, decode workers serve it as those of both roles do.
+    """
     known = view.capabilities
     longest = request.num_prompt_tokens + max(request.max_tokens, 1)
     if longest <= known.least_capacity_tokens and known.is_complete and not request.exclude:  # the common case
@@ -157,6 +163,8 @@ def _eligible(view: ClusterView, request: PlacementRequest) -> RoleMasks:
     holds_prompt = capacity >= request.num_prompt_tokens + 1
     holds_all = capacity >= request.num_prompt_tokens + request.max_tokens
     fitting = RoleMasks(present.prefill & holds_prompt, present.decode & holds_all, present.both & holds_all)
+    if goes_alone and not np.logical_or.reduce(present.prefill | present.both):
+        fitting = fitting._replace(both=fitting.decode & known.may_keep)
     if not fitting.is_any:
         if view.missing:
             raise Unavailable(f"no {' and no '.join(view.missing)} is ready", retry_after_ms=_RETRY_AFTER_MS)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from halfmoon.errors import Unavailable
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
@@ -108,6 +109,28 @@ def test_no_step_takes_longer_than_the_class_allows(target_s: float, reason: str
 def test_without_targets_a_step_takes_at_most_four_times_as_long() -> None:
     assert placed(P, replace(D, num_running=10)).disaggregation == "neighbours"  # 120 ms after 20 ms
     assert placed(P, replace(D, num_running=10), num_prompt_tokens=60).disaggregation == "kept_short"
+
+
+def test_without_targets_others_wait_for_a_failover_as_long_as_it_gains() -> None:
+    busy, soon = replace(D, num_running=10), replace(P, prefill_free_s=0.05)
+    assert placed(P, busy, is_failover=True).disaggregation == "kept_short"  # 0.1 s of chunk, 0.48 s gained
+    assert placed(soon, busy, is_failover=True).disaggregation == "neighbours"  # 0.03 s gained
+    tight = AdmissionTargets(None, 0.1)
+    assert placed(P, busy, is_failover=True, targets=tight).disaggregation == "neighbours"
+
+
+def test_a_failover_needs_no_prefill_worker() -> None:
+    placement = placed(D, is_failover=True)
+    assert (placement.prefill.worker_id, placement.decode.worker_id) == ("d", "d")
+    assert placement.disaggregation == "kept_alone"
+    cases: list[tuple[WorkerView, ConditionalMode, bool]] = [
+        (D, "off", True),
+        (D, "auto", False),
+        (replace(D, prefill_model=PrefillModel()), "auto", True),
+    ]
+    for worker, conditional, is_failover in cases:
+        with pytest.raises(Unavailable, match="no prefill worker"):
+            placed(worker, conditional=conditional, is_failover=is_failover)
 
 
 def test_prompts_that_wait_there_fill_the_chunk() -> None:

@@ -152,6 +152,19 @@ async def test_a_lost_worker_is_no_source(tmp_path: Path) -> None:
     assert not any(call.sources for call in calls[1:])
 
 
+async def test_it_goes_on_while_no_prefill_worker_is_there(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, first = await holder(fleet), await dying(fleet)
+        answer = asking(fleet)
+        await until_silent(first)
+        second = await fleet.add("d1", "decode", **KNOWN)
+        prefill.end_registration.set()
+        await fleet.until(lambda: "p0" not in fleet.placeable())
+        first.end_registration.set()
+        assert await text_of(answer) == "hello"
+    assert [call.decode_address for call in second.calls.prefills] == [""]
+
+
 async def test_the_second_one_dies_as_well(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         await holder(fleet)
