@@ -221,9 +221,9 @@ class GenerationEndpoints:
         generation, repeat = request.generation, request.repeat
         created = int(request.created_at.timestamp()) if repeat is None else repeat.created_at
         head = (request.request_id, self._model.name, created, self._model.tokenizer, generation.reply_options)
-        if request.endpoint == "responses":
-            return ResponsesFormat(*head, generation.echoed)
         call_ids = None if repeat is None else repeat.call_id
+        if request.endpoint == "responses":
+            return ResponsesFormat(*head, generation.echoed, generation.new_tool_parser, call_ids)
         if request.endpoint == "messages":
             return MessagesFormat(request.request_id, self._model.name, generation.new_tool_parser, call_ids)
         if request.endpoint == "chat.completions":

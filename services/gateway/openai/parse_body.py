@@ -14,7 +14,14 @@ from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.http.error_responses import shortened
 from services.gateway.openai.anthropic_body import MessagesBody, ToolResultBlock, Turn
 from services.gateway.openai.messages import CalledFunction, CalledTool, Message, TextPart
-from services.gateway.openai.responses_body import InputMessage, InputText, ResponsesBody, TextConfig, TextFormat
+from services.gateway.openai.responses_body import (
+    FunctionCallOutput,
+    InputMessage,
+    InputText,
+    ResponsesBody,
+    TextConfig,
+    TextFormat,
+)
 from services.gateway.openai.schemas import ChatBody, CompletionBody, StreamOptions
 from services.gateway.openai.structured_output import JsonSchema, ResponseFormat, StructuredOutputs
 from services.gateway.openai.tools import FunctionDefinition, NamedTool, Tool
@@ -30,6 +37,14 @@ def _is_union(annotation: Any) -> bool:
 
 GUIDED = {f"guided_{kind}": kind for kind in ("choice", "grammar", "json", "regex")}
 """Names that the fields of `structured_outputs` once had."""
+
+TAGS = frozenset(
+    (
+        *("message", "function_call", "function_call_output", "reasoning"),
+        *("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    )
+)
+"""Types of the items of a list that may have several: pydantic names them in the location of an error, too."""
 
 UNION_FIELDS = frozenset(
     name
@@ -50,6 +65,7 @@ UNION_FIELDS = frozenset(
         ResponsesBody,
         InputMessage,
         InputText,
+        FunctionCallOutput,
         TextConfig,
         TextFormat,
         MessagesBody,
@@ -160,9 +176,16 @@ def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
 
 
 def _path(location: Sequence[int | str]) -> list[int | str]:
-    """The location without pydantic's names for the branches of a union, which follow the union's field."""
-    parents = ["", *location[:-1]]
-    return [part for part, parent in zip(location, parents, strict=False) if parent not in UNION_FIELDS]
+    """The location without pydantic's names for the branches of a union, which follow the union's field.
+
+    The name of an item's type follows the item's number, and a field of the item follows it.
+    """
+    around = zip(["", *location], location, [*location[1:], 0], strict=False)
+    return [
+        part
+        for parent, part, child in around
+        if parent not in UNION_FIELDS and not (isinstance(parent, int) and isinstance(child, str) and part in TAGS)
+    ]
 
 
 def _dotted(path: Sequence[int | str]) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from services.gateway.openai.messages import Message
+from services.gateway.openai.messages import CalledFunction, CalledTool, Message
 from services.gateway.openai.schemas import Bias, ChatBody
 from services.gateway.openai.strict_model import Items, Part, at_most_entries
 from services.gateway.openai.structured_output import JsonSchema, ResponseFormat, StructuredOutputs
+from services.gateway.openai.tools import FunctionDefinition, Name, NamedFunction, NamedTool, Tool, ToolChoice
 
 _MAX_ITEMS = 10_000
 _MAX_PARTS = 1_000
+_MAX_TOOLS = 128
 _MAX_BIASES = 1_024
 _MAX_LABELS = 64
 _LOGPROBS = "message.output_text.logprobs"
@@ -36,6 +38,67 @@ class InputMessage(Part):
     content: str | Annotated[Items[InputText], Field(max_length=_MAX_PARTS)]
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class FunctionCall(Part):
+    """A call of an earlier output, accepted as it was returned."""
+
+    ignored_names = frozenset(("caller",))
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class FunctionCallOutput(Part):
+    """What a call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Annotated[Items[InputText], Field(max_length=_MAX_PARTS)]
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class ReasoningItem(Part):
+    """Reasoning of an earlier output. The template is not given it."""
+
+    ignored_names = frozenset(("id", "summary", "content", "encrypted_content", "status"))
+
+    type: Literal["reasoning"]
+
+
+def _kind_of_item(item: Any) -> str:
+    """The type of an item; a message need not name its own."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    return kind if isinstance(kind, str) else "message"
+
+
+Item: TypeAlias = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind_of_item),
+]
+
+
+class FunctionTool(FunctionDefinition):
+    """A function that the model may call. Unlike a chat's, it is not wrapped."""
+
+    ignored_names = frozenset(("defer_loading",))
+
+    type: Literal["function"]
+
+
+class ChosenFunction(Part):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    name: Name
 
 
 class TextFormat(Part):
@@ -67,8 +130,8 @@ class ResponsesBody(Part):
     """POST /v1/responses."""
 
     model: str | None = Field(None, description="name of the served model, as in /v1/models; optional")
-    input: str | Annotated[Items[InputMessage], Field(min_length=1, max_length=_MAX_ITEMS)] = Field(
-        description="the user's text, or messages of text"
+    input: str | Annotated[Items[Item], Field(min_length=1, max_length=_MAX_ITEMS)] = Field(
+        description="the user's text, or messages of text, calls and their results"
     )
     instructions: str | None = Field(None, description="system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, description="default: the model's, or what fits")
@@ -91,6 +154,13 @@ class ResponsesBody(Part):
     )
     include: Items[Literal["message.output_text.logprobs"]] | None = Field(None, description=f"`{_LOGPROBS}`")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens; needs that value in include")
+    tools: Annotated[Items[FunctionTool], Field(max_length=_MAX_TOOLS)] | None = Field(
+        None, description="functions that the model may call; described in the system message where need be"
+    )
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = Field(
+        None, description="none, auto, required, or one function by name"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call; only with a required call")
     text: TextConfig | None = Field(None, description="format: text, json_object or json_schema")
     structured_outputs: StructuredOutputs | None = Field(
         None, description="one of json, json_object, regex, choice, grammar (Lark or GBNF)"
@@ -116,6 +186,8 @@ class ResponsesBody(Part):
             **{
                 **same,
                 "messages": self._messages(),
+                "tools": [_tool(tool) for tool in self.tools or ()] or None,
+                "tool_choice": self._choice(),
                 "max_completion_tokens": self.max_output_tokens,
                 "logprobs": bool(self.include),
                 "response_format": self._format(),
@@ -125,8 +197,21 @@ class ResponsesBody(Part):
 
     def _messages(self) -> list[Message]:
         items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        first = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
-        return first + [Message(role=item.role, content=_text(item)) for item in items]
+        messages = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
+        for item in items:
+            match item:
+                case FunctionCall():
+                    _add_call(messages, item)
+                case FunctionCallOutput():
+                    messages.append(Message(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
+                case InputMessage():
+                    messages.append(Message(role=item.role, content=_text(item.content)))
+        return messages
+
+    def _choice(self) -> ToolChoice | None:
+        if not isinstance(self.tool_choice, ChosenFunction):
+            return self.tool_choice
+        return NamedTool(type="function", function=NamedFunction(name=self.tool_choice.name))
 
     def _format(self) -> ResponseFormat | None:
         form = None if self.text is None else self.text.format
@@ -136,5 +221,22 @@ class ResponsesBody(Part):
         return ResponseFormat(type=form.type, json_schema=schema)
 
 
-def _text(item: InputMessage) -> str:
-    return item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)
+def _text(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _add_call(messages: list[Message], call: FunctionCall) -> None:
+    """Adds a call to the assistant's message, or as one of its own. An output has its text and its calls in a row."""
+    called = CalledTool(id=call.call_id, function=CalledFunction(name=call.name, arguments=call.arguments))
+    last = messages[-1] if messages and messages[-1].role == "assistant" else None
+    if last is None:
+        messages.append(Message(role="assistant", tool_calls=[called]))
+    else:
+        messages[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), called]})
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    function = FunctionDefinition(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return Tool(type="function", function=function)

@@ -38,11 +38,18 @@ def _echoed(body: ResponsesBody, generation: GenerationRequest) -> dict[str, Any
         "temperature": generation.sampling.temperature,
         "top_p": generation.sampling.top_p,
         "text": {"format": text_format},
-        "tools": [],
-        "tool_choice": "none",
-        "parallel_tool_calls": False,
+        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        "tool_choice": _shown_choice(body),
+        "parallel_tool_calls": body.parallel_tool_calls is not False and bool(body.tools),
         "previous_response_id": None,
         "store": False,
         "truncation": "disabled",
         "user": body.user,
     }
+
+
+def _shown_choice(body: ResponsesBody) -> str | dict[str, Any]:
+    choice = body.tool_choice
+    if choice is None:
+        return "auto" if body.tools else "none"
+    return choice if isinstance(choice, str) else choice.model_dump()

@@ -49,7 +49,7 @@ class ChatFormat:
         self._prompt_ids = prompt_token_ids(prompt, options)
         self._new_tool_parser = new_tool_parser
         self._call_ids = call_ids
-        self._turns: dict[int, ToolTurn] = {}  # by choice
+        self._turns: dict[int, ToolTurn | None] = {}  # by choice
 
     @property
     def repeats(self) -> bool:
@@ -103,11 +103,8 @@ class ChatFormat:
         return {"index": output.index, "message": message, **self._extras(piece), **self._ending(piece, turn)}
 
     def _turn(self, index: int) -> ToolTurn | None:
-        if self._new_tool_parser is None:
-            return None
         if index not in self._turns:
-            call_id = None if self._call_ids is None else partial(self._call_ids, index)
-            self._turns[index] = ToolTurn(self._new_tool_parser(), call_id)
+            self._turns[index] = new_turn(self._new_tool_parser, self._call_ids, index)
         return self._turns[index]
 
     def _ending(self, piece: TextPiece, turn: ToolTurn | None) -> dict[str, Any]:
@@ -160,6 +157,13 @@ class ToolTurn:
         if part.id is None or self._call_id is None:
             return part
         return replace(part, id=self._call_id(part.index))
+
+
+def new_turn(new_parser: NewToolParser | None, call_ids: CallIds | None, choice: int = 0) -> ToolTurn | None:
+    """The turn of one choice; None without a parser, where all text is content."""
+    if new_parser is None:
+        return None
+    return ToolTurn(new_parser(), None if call_ids is None else partial(call_ids, choice))
 
 
 def _delta(part: ParsedPart) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.replies.chat_format import CallIds, ToolTurn
+from services.gateway.replies.chat_format import CallIds, new_turn
 from services.gateway.replies.reply_format import Output, Usage, UsageNow
 from services.gateway.replies.text_stream import TextPiece
 from services.gateway.replies.tool_parsers import CallPart, NewToolParser, ParsedPart
@@ -24,8 +23,7 @@ class MessagesFormat:
     ) -> None:
         """`call_ids`: ids of tool calls that a repeat has, too; None: those of the parser, which are random."""
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
-        call_id: Callable[[int], str] | None = None if call_ids is None else partial(call_ids, 0)
-        self._turn = None if new_tool_parser is None else ToolTurn(new_tool_parser(), call_id)
+        self._turn = new_turn(new_tool_parser, call_ids)
         self._num_blocks = 0
         self._open: str | None = None  # the type of the block that is open
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}

@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from services.gateway.replies.chat_format import CallIds, new_turn
 from services.gateway.replies.logprob_entries import logprob_entries
 from services.gateway.replies.reply_format import Output, ReplyOptions, Usage, UsageNow
 from services.gateway.replies.text_stream import Decodes, Ending, TextPiece
+from services.gateway.replies.tool_parsers import CallPart, NewToolParser, ParsedPart
 
 _STATUS: dict[Ending | None, str] = {None: "in_progress", "stop": "completed", "length": "incomplete"}
 
 
+@dataclass(slots=True)
+class _Item:
+    """One item of the output: a message with one text, or a call."""
+
+    id: str
+    call: CallPart | None = None  # None: a message
+    text: str = ""  # or the arguments
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    def shown(self, status: str, *, is_empty: bool = False) -> dict[str, Any]:
+        """The item as it is now."""
+        if self.call is None:
+            content = [] if is_empty else [self.part()]
+            return {"type": "message", "id": self.id, "role": "assistant", "status": status, "content": content}
+        named = {"call_id": self.call.id, "name": self.call.name, "arguments": "" if is_empty else self.text}
+        return {"type": "function_call", "id": self.id, "status": status, **named}
+
+    def part(self) -> dict[str, Any]:
+        """A message's text."""
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
+
+
 class ResponsesFormat:
-    """Owns a response's text so far and the number of its events. It has one message with one text."""
+    """Owns the items of a response so far, of which the last may be open, and the number of its events."""
 
     end = b""
     repeats = False  # events are numbered
@@ -26,48 +51,51 @@ class ResponsesFormat:
         tokenizer: Decodes,
         options: ReplyOptions,
         echoed: dict[str, Any],
+        new_tool_parser: NewToolParser | None = None,
+        call_ids: CallIds | None = None,
     ) -> None:
-        """`echoed` are the fields that the response repeats from the request."""
+        """`echoed` are the fields that the response repeats from the request; `call_ids` as for a chat."""
         self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model, **echoed}
-        self._item_id = f"msg_{request_id}"
+        self._request_id = request_id
         self._tokenizer = tokenizer
         self._options = options
-        self._text = ""
-        self._logprobs: list[dict[str, Any]] = []
+        self._turn = new_turn(new_tool_parser, call_ids)
+        self._items: list[_Item] = []
+        self._is_open = False
         self._ending: Ending | None = None
         self._num_events = 0
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """The events that open the response, its message and its text."""
-        response = self._response([], None)
-        item = {**self._item(), "content": []}
+        """The events that open the response."""
+        response = self._response(None)
         return [
             self._event("response.created", response=response),
             self._event("response.in_progress", response=response),
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", **self._place(), part=self._part()),
         ]
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
-        """At most one delta."""
-        entries = self._take(piece)
-        if not self._options.shows(piece):
-            return []
-        return [self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=entries)]
+        """Deltas of items, which begin and end as the model goes from text to calls."""
+        entries = logprob_entries(piece.tokens, self._tokenizer, self._options) if self._options.logprobs else []
+        parts: Sequence[ParsedPart] = [piece.text] if self._turn is None else self._turn.parts(piece)
+        events = []
+        for part in parts:
+            if isinstance(part, CallPart):
+                events += self._called(part)
+            elif part or (self._turn is None and self._options.shows(piece)):
+                events += self._said(part, entries)
+                entries = []
+        self._ending = piece.finish_reason
+        return events
 
     def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
         """The chunk unchanged: the usage comes at the end."""
         return chunk
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
-        """The events that close text, message and response, each with its whole content."""
-        done = self._event("response.output_text.done", **self._place(), text=self._text, logprobs=self._logprobs)
-        return [
-            done,
-            self._event("response.content_part.done", **self._place(), part=self._part()),
-            self._event("response.output_item.done", output_index=0, item=self._item()),
-            self._event(f"response.{_STATUS[self._ending]}", response=self._response([self._item()], usage)),
-        ]
+        """The events that close the last item and the response, each with its whole content."""
+        events = [] if self._items else self._begin(_Item(self._item_id("msg")))
+        events += self._close(_STATUS[self._ending])
+        return [*events, self._event(f"response.{_STATUS[self._ending]}", response=self._response(usage))]
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
         """The error event."""
@@ -76,39 +104,75 @@ class ResponsesFormat:
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """The response object."""
-        self._take(outputs[0].piece)
-        return self._response([self._item()], usage)
+        self.chunks(0, outputs[0].piece)
+        if not self._items:
+            self._begin(_Item(self._item_id("msg")))
+        return self._response(usage)
 
-    def _take(self, piece: TextPiece) -> list[dict[str, Any]]:
-        entries = logprob_entries(piece.tokens, self._tokenizer, self._options) if self._options.logprobs else []
-        self._text += piece.text
-        self._logprobs += entries
-        self._ending = piece.finish_reason
-        return entries
+    def _said(self, text: str, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        begun = [] if self._is_open and self._items[-1].call is None else self._begin(_Item(self._item_id("msg")))
+        item = self._items[-1]
+        item.text += text
+        item.logprobs += entries
+        return [*begun, self._event("response.output_text.delta", **self._place(), delta=text, logprobs=entries)]
 
-    def _event(self, name: str, **fields: Any) -> dict[str, Any]:
+    def _called(self, part: CallPart) -> list[dict[str, Any]]:
+        begun = [] if part.id is None else self._begin(_Item(self._item_id("fc"), part))
+        self._items[-1].text += part.arguments
+        event = "response.function_call_arguments.delta"
+        return [*begun, self._event(event, **self._place(), delta=part.arguments)]
+
+    def _begin(self, item: _Item) -> list[dict[str, Any]]:
+        """The events that end the item before and begin this one."""
+        events = self._close("completed")
+        self._items.append(item)
+        self._is_open = True
+        shown = item.shown("in_progress", is_empty=True)
+        events.append(self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown))
+        if item.call is None:
+            events.append(self._event("response.content_part.added", **self._place(), part=item.part()))
+        return events
+
+    def _close(self, status: str) -> list[dict[str, Any]]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item, place = self._items[-1], self._place()
+        if item.call is None:
+            closed = [
+                self._event("response.output_text.done", **place, text=item.text, logprobs=item.logprobs),
+                self._event("response.content_part.done", **place, part=item.part()),
+            ]
+        else:
+            event = "response.function_call_arguments.done"
+            closed = [self._event(event, **place, name=item.call.name, arguments=item.text)]
+        index = place["output_index"]
+        return [*closed, self._event("response.output_item.done", output_index=index, item=item.shown(status))]
+
+    def _event(self, kind: str, /, **fields: Any) -> dict[str, Any]:
         self._num_events += 1
-        return {"type": name, "sequence_number": self._num_events - 1, **fields}
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        """Where the last item is."""
+        item = self._items[-1]
+        place = {"item_id": item.id, "output_index": len(self._items) - 1}
+        return place if item.call is not None else {**place, "content_index": 0}
 
-    def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": list(self._logprobs)}
+    def _item_id(self, kind: str) -> str:
+        number = len(self._items)
+        return f"{kind}_{self._request_id}" if not number else f"{kind}_{self._request_id}_{number}"
 
-    def _item(self) -> dict[str, Any]:
+    def _response(self, usage: Usage | None) -> dict[str, Any]:
         status = _STATUS[self._ending]
-        head = {"type": "message", "id": self._item_id, "role": "assistant", "status": status}
-        return {**head, "content": [self._part()]}
-
-    def _response(self, output: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
-        cut = {"reason": "max_output_tokens"} if self._ending == "length" else None
+        last = len(self._items) - 1
+        items = [item.shown(status if number == last else "completed") for number, item in enumerate(self._items)]
         return {
             **self._head,
-            "status": _STATUS[self._ending],
+            "status": status,
             "error": None,
-            "incomplete_details": cut,
-            "output": output,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._ending == "length" else None,
+            "output": items,
             "usage": usage and _usage(usage),
         }
 

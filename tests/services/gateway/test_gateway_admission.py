@@ -76,7 +76,7 @@ async def test_who_would_be_refused_with_any_prompt_is_refused_before_it_is_toke
         status, headers, body = await complete(fleet, "strict")
         assert (status, body["error"]["reason"], headers["Retry-After"]) == (429, "ttft", "60")
         assert "would be at least 1 s" in body["error"]["message"]
-        assert (await complete(fleet, "strict", temperature=9))[0] == 400
+        assert (await complete(fleet, "strict", temperature=-9))[0] == 400
         assert (await complete(fleet, "strict", model="other"))[0] == 404
         assert (await complete(fleet, "strict", max_tokens=0, echo=True))[0] == 200
         assert prefill.calls.prefills == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,7 +18,17 @@ from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2 import LatencyProfile
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
 from halfmoon.policy.admission.qos_classes import ClassTable, QosClass
-from tests.services.gateway.fakes import MODEL, PATIENCE_S, FakeWorker, Fleet, Script, running_fleet, soon
+from tests.services.gateway import fakes
+from tests.services.gateway.fakes import (
+    MODEL,
+    PATIENCE_S,
+    FakeWorker,
+    Fleet,
+    Script,
+    running_fleet,
+    served_model,
+    soon,
+)
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]  # 8 tokens
 
@@ -244,7 +255,9 @@ async def test_how_an_output_ended(tmp_path: Path) -> None:
     assert {choice["finish_reason"] for choice in choices} == {"stop"}
 
 
-async def test_names_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
+async def test_names_tools_and_variables_reach_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dataclasses.replace(served_model(), tool_format="hermes")
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "name": "Ann", "content": "1+1?"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
 from halfmoon.pb.types_pb2 import Constraint
-from tests.services.gateway.fakes import MODEL, FakeWorker, Script, running_fleet, soon
+from tests.services.gateway import fakes
+from tests.services.gateway.fakes import MODEL, FakeWorker, Script, running_fleet, served_model, soon
 
 
 async def test_a_text(tmp_path: Path) -> None:
@@ -124,11 +126,11 @@ async def test_structured_text_and_logprobs(tmp_path: Path) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",
         ),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "call_id": "x"}]}, "input[0]"),
         ({"input": "x" * 300}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 5}, "max_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"reasoning": {"effort": 5}}, "reasoning.effort"),
@@ -146,3 +148,73 @@ async def test_what_cannot_be_is_refused_by_name(tmp_path: Path, extra: dict[str
             error = (await response.json())["error"]
             assert (response.status, error["param"]) == (400, param), error
             assert param in error["message"]
+
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>'
+
+
+@pytest.fixture
+def _tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dataclasses.replace(served_model(), tool_format="hermes", context_tokens=2_000)
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
+    monkeypatch.setattr(fakes, "CONTEXT_TOKENS", 2_000)
+
+
+@pytest.mark.usefixtures("_tools")
+async def test_calls_are_items_and_come_back_with_their_results(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script(f"So.{CALL}"))
+        asked: dict[str, Any] = {"model": MODEL, "tools": [WEATHER]}
+        first = await fleet.client.responses.create(input="hi", **asked)
+        async with fleet.client.responses.stream(input="hi", **asked) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+        text, call = first.output
+        assert call.type == "function_call"
+        back: list[Any] = [
+            {"role": "user", "content": "hi"},
+            {"type": "reasoning", "id": "rs_1", "summary": []},
+            *(item.model_dump(exclude_none=True) for item in first.output),
+            {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
+        ]
+        await fleet.client.responses.create(input=back, **asked)
+        prompt = bytes(prefill.calls.prefills[-1].generation.prompt_token_ids).decode()
+    assert (text.type, first.output_text, first.status, first.tool_choice) == ("message", "So.", "completed", "auto")
+    assert (call.name, json.loads(call.arguments), call.status) == ("weather", {"city": "Rom"}, "completed")
+    assert [item.type for item in streamed.output] == ["message", "function_call"]
+    assert len({item["id"] for item in streamed.model_dump()["output"]}) == 2
+    kinds = list(dict.fromkeys(event.type.removeprefix("response.") for event in events))
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("function_call_arguments.delta", "function_call_arguments.done", "completed"),
+    ]
+    tools, _, rest = prompt.partition("\n")
+    function = {name: WEATHER[name] for name in ("name", "description", "parameters")}
+    assert json.loads(tools.removeprefix("tools:")) == [{"type": "function", "function": function}]
+    assert rest.startswith("user:hi\nassistant:So.[")
+    assert rest.endswith(f"tool/{call.call_id}:rain\n")
+
+
+@pytest.mark.usefixtures("_tools")
+async def test_a_named_function_is_forced_and_its_arguments_stream(tmp_path: Path) -> None:
+    named: Any = {"type": "function", "name": "weather"}
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script('{"city": "Rom"}'))
+        stream = await fleet.client.responses.create(
+            model=MODEL, input="hi", tools=[WEATHER], tool_choice=named, stream=True
+        )
+        events: list[Any] = [event async for event in stream]
+        assert prefill.calls.prefills[0].generation.sampling.HasField("constraint")
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(deltas) > 1
+    assert json.loads("".join(deltas)) == {"city": "Rom"}
+    (call,) = events[-1].response.output
+    assert (call.type, call.name, call.arguments) == ("function_call", "weather", '{"city": "Rom"}')
+    assert events[-1].response.tool_choice.name == "weather"

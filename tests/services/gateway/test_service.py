@@ -68,7 +68,11 @@ async def test_the_control_api(tmp_path: Path) -> None:
     assert (second["address"], second["device"], second["pid"]) == (worker.address, "fake", 7)
     assert second["total_blocks"] == 100
     assert second["load"]["free_blocks"] == 40
-    assert set(second["load"]) == {field.name for field in WorkerLoad.DESCRIPTOR.fields} - {"links", "steps"}
+    assert set(second["load"]) == {field.name for field in WorkerLoad.DESCRIPTOR.fields} - {
+        "links",
+        "steps",
+        "decisions",
+    }
     assert second["links"] == [{"address": "10.0.0.1:7002", "bytes_per_s": 2e9, "latency_s": 0.25}]
     assert [one["links"] for one in without_links["workers"]] == [[], []]
     assert 'halfmoon_worker_num_running{role="decode",worker_id="d0"} 2.0' in metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ async def test_clients_are_told_as_by_openai(tmp_path: Path) -> None:
     assert 'halfmoon_gateway_tenant_tokens_total{kind="prompt",tenant="slow"} 60.0' in metrics
 
 
-async def test_tokens_count_as_used_not_as_expected(tmp_path: Path) -> None:
+async def test_tokens_count_as_used_not_as_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.service.RateLimits", partial(RateLimits, clock=lambda: 0.0))
     tenants = {"t": {"keys": ["a"], "tokens_per_minute": 1_000}}
     async with running_fleet(tmp_path, tenants=tenants) as fleet:
         await fleet.pair(Script("yes"))
