@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner distserve
     python -m benchmarks.planner roofline [--splitwise perf_model.csv]
-    python -m benchmarks.planner placement --trace conversation_trace.jsonl [--requests N]
+    python -m benchmarks.planner placement --trace conversation_trace.jsonl [--requests N] [--seeds 3]
     python -m benchmarks.planner capacity  --trace conversation_trace.jsonl [--requests N]
     python -m benchmarks.planner ratio     --trace conversation_trace.jsonl [--requests N]
     python -m benchmarks.planner effective --trace conversation_trace.jsonl [--requests N]
@@ -44,6 +44,7 @@ from halfmoon.sim.cluster.cluster_spec import (
     ClusterSpec,
     Network,
     SloTargets,
+    Stores,
     TbtOf,
     WorkerGroup,
 )
@@ -63,6 +64,8 @@ from halfmoon.sim.workloads.workload import Workload
 
 MODEL = "roofline:llama-2-70b@a100-80g"
 NETWORK = Network(bytes_per_s=100e9)
+KV_TOKENS = 325_000  # of a worker, where stores are compared
+STORE_TOKENS = 2_500 * 512
 TTFT_S = 30.0  # Mooncake's target
 ATTAINMENT = 0.9
 MAX_RUNNING = 256
@@ -152,15 +155,25 @@ def show_roofline(args: argparse.Namespace) -> None:
 
 
 def show_placement(args: argparse.Namespace) -> None:
-    """Prints the mean TTFT of the four placements."""
-    workload = _trace(args)
-    print("| placement | mean TTFT s | p90 | p99 | cached tokens |")
-    print("|---|---|---|---|---|")
-    for mode in get_args(PlacementMode):
-        result = simulate(replace(split(big_worker(args.latency), 8, 8), placement=mode), workload)
-        ttft = quantiles(result.ttft_s)
-        hit = result.cached_tokens.sum() / workload.prompt_tokens.sum()
-        print(f"| {mode} | {ttft['mean']:.2f} | {ttft['p90']:.2f} | {ttft['p99']:.2f} | {hit:.1%} |", flush=True)
+    """Prints the TTFT of the four placements without stores, with four, and with four that have a disk."""
+    workload, (prefill, decode) = _trace(args), split(big_worker(args.latency), 8, 8).groups
+    groups = replace(prefill, kv_tokens=KV_TOKENS), replace(decode, kv_tokens=KV_TOKENS)
+    memory = Stores(4, STORE_TOKENS)
+    disk = Stores(4, STORE_TOKENS // 4, STORE_TOKENS)
+    print(f"| placement | stores | mean TTFT s of {args.seeds} seeds | p50 | p90 | p99 | cached tokens |")
+    print("|---|---|---|---|---|---|---|")
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        for name, stores in (("none", Stores()), ("four", memory), ("four, a quarter in memory", disk)):
+            for mode in get_args(PlacementMode):
+                spec = ClusterSpec(groups, placement=mode, stores=stores)
+                results = list(pool.map(partial(simulate, spec, workload), range(args.seeds)))
+                ttft = {
+                    key: [quantiles(one.ttft_s)[key] or 0.0 for one in results] for key in ("mean", "p50", "p90", "p99")
+                }
+                p50, p90, p99 = (f"{np.mean(ttft[key]):.2f}" for key in ("p50", "p90", "p99"))
+                mean = f"{np.mean(ttft['mean']):.2f} ({min(ttft['mean']):.2f}-{max(ttft['mean']):.2f})"
+                hit = np.mean([one.cached_tokens.sum() for one in results]) / workload.prompt_tokens.sum()
+                print(f"| {mode} | {name} | {mean} | {p50} | {p90} | {p99} | {hit:.1%} |", flush=True)
 
 
 def show_capacity(args: argparse.Namespace) -> None:
@@ -252,6 +265,7 @@ def main() -> None:
     parser.add_argument("--latency", default=MODEL, help="of the workers that serve the trace")
     parser.add_argument("--splitwise", type=Path)
     parser.add_argument("--requests", type=int, help="of the trace, the first")
+    parser.add_argument("--seeds", type=int, default=3, help="of ties, in the table of placements")
     parser.add_argument("--jobs", type=int, default=2, help="processes of a search")
     args = parser.parse_args()
     SHOWS[args.table](args)
