@@ -160,20 +160,24 @@ def show_placement(args: argparse.Namespace) -> None:
     groups = replace(prefill, kv_tokens=KV_TOKENS), replace(decode, kv_tokens=KV_TOKENS)
     memory = Stores(4, STORE_TOKENS)
     disk = Stores(4, STORE_TOKENS // 4, STORE_TOKENS)
+    rows = [
+        (mode, name, ClusterSpec(groups, placement=mode, stores=stores))
+        for name, stores in (("none", Stores()), ("four", memory), ("four, a quarter in memory", disk))
+        for mode in get_args(PlacementMode)
+    ]
     print(f"| placement | stores | mean TTFT s of {args.seeds} seeds | p50 | p90 | p99 | cached tokens |")
     print("|---|---|---|---|---|---|---|")
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        for name, stores in (("none", Stores()), ("four", memory), ("four, a quarter in memory", disk)):
-            for mode in get_args(PlacementMode):
-                spec = ClusterSpec(groups, placement=mode, stores=stores)
-                results = list(pool.map(partial(simulate, spec, workload), range(args.seeds)))
-                ttft = {
-                    key: [quantiles(one.ttft_s)[key] or 0.0 for one in results] for key in ("mean", "p50", "p90", "p99")
-                }
-                p50, p90, p99 = (f"{np.mean(ttft[key]):.2f}" for key in ("p50", "p90", "p99"))
-                mean = f"{np.mean(ttft['mean']):.2f} ({min(ttft['mean']):.2f}-{max(ttft['mean']):.2f})"
-                hit = np.mean([one.cached_tokens.sum() for one in results]) / workload.prompt_tokens.sum()
-                print(f"| {mode} | {name} | {mean} | {p50} | {p90} | {p99} | {hit:.1%} |", flush=True)
+        runs = [[pool.submit(simulate, spec, workload, seed) for seed in range(args.seeds)] for *_, spec in rows]
+        for (mode, name, _), futures in zip(rows, runs, strict=True):
+            results = [future.result() for future in futures]
+            ttft = {
+                key: [quantiles(one.ttft_s)[key] or 0.0 for one in results] for key in ("mean", "p50", "p90", "p99")
+            }
+            p50, p90, p99 = (f"{np.mean(ttft[key]):.2f}" for key in ("p50", "p90", "p99"))
+            mean = f"{np.mean(ttft['mean']):.2f} ({min(ttft['mean']):.2f}-{max(ttft['mean']):.2f})"
+            hit = np.mean([one.cached_tokens.sum() for one in results]) / workload.prompt_tokens.sum()
+            print(f"| {mode} | {name} | {mean} | {p50} | {p90} | {p99} | {hit:.1%} |", flush=True)
 
 
 def show_capacity(args: argparse.Namespace) -> None:

@@ -54,6 +54,15 @@ class KvCodecs(StrEnum):
     INT4 = "int4"
 
 
+class Conditional(StrEnum):
+    """When decode workers compute prompts: see `halfmoon up --help`."""
+
+    OFF = "off"
+    FAILOVER = "failover"
+    AUTO = "auto"
+    STRICT = "strict"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
     """The model and its requests."""
@@ -134,6 +143,10 @@ class SearchOptions:
         Affinity,
         typer.Option(help="high: KV may cross nodes; low: KV stays within a node; auto: whichever is better."),
     ] = Affinity.AUTO
+    conditional_disaggregation: Annotated[
+        Conditional,
+        typer.Option(help="When decode workers compute prompts. auto and strict take several times as long."),
+    ] = Conditional.FAILOVER
     kv_codec: Annotated[KvCodecs, typer.Option(help="Encoding of KV between nodes.")] = KvCodecs.AUTO
     max_running: Annotated[
         int | None, typer.Option(min=1, help="Most sequences in a worker's batch. Default: the profile's, or 256.")
@@ -226,6 +239,7 @@ def _request(
         network_gbit_per_s=hardware.network,
         context_tokens=workload.context,
         is_thorough=search.thorough,
+        conditional_disaggregation=search.conditional_disaggregation.value,
     )
 
 

@@ -94,6 +94,7 @@ class PlanRequest(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     PRICES_FIELD_NUMBER: _builtins.int
     IS_THOROUGH_FIELD_NUMBER: _builtins.int
+    CONDITIONAL_DISAGGREGATION_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     WITH_CURVES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
@@ -125,6 +126,7 @@ class PlanRequest(_message.Message):
     context_tokens: _builtins.int
     is_thorough: _builtins.bool
     """prunes only by bounds: takes several times as long"""
+    conditional_disaggregation: _builtins.str
     with_curves: _builtins.bool
     """attainment over the rate, for each layout"""
     @_builtins.property
@@ -161,17 +163,20 @@ class PlanRequest(_message.Message):
         context_tokens: _builtins.int | None = ...,
         prices: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         is_thorough: _builtins.bool = ...,
+        conditional_disaggregation: _builtins.str | None = ...,
         files: _abc.Iterable[Global___File] | None = ...,
         with_curves: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_kv_codec", b"_kv_codec", "_latency", b"_latency", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "gpus_per_node", b"gpus_per_node", "kv_codec", b"kv_codec", "latency", b"latency", "max_running", b"max_running", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_conditional_disaggregation", b"_conditional_disaggregation", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_kv_codec", b"_kv_codec", "_latency", b"_latency", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "conditional_disaggregation", b"conditional_disaggregation", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "gpus_per_node", b"gpus_per_node", "kv_codec", b"kv_codec", "latency", b"latency", "max_running", b"max_running", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_kv_codec", b"_kv_codec", "_latency", b"_latency", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "files", b"files", "gpu", b"gpu", "gpus_per_node", b"gpus_per_node", "is_thorough", b"is_thorough", "kv_codec", b"kv_codec", "latency", b"latency", "max_running", b"max_running", "model", b"model", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "prices", b"prices", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "with_curves", b"with_curves", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_conditional_disaggregation", b"_conditional_disaggregation", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_kv_codec", b"_kv_codec", "_latency", b"_latency", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "conditional_disaggregation", b"conditional_disaggregation", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "files", b"files", "gpu", b"gpu", "gpus_per_node", b"gpus_per_node", "is_thorough", b"is_thorough", "kv_codec", b"kv_codec", "latency", b"latency", "max_running", b"max_running", "model", b"model", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "prices", b"prices", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "with_curves", b"with_curves", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__affinity: _TypeAlias = _typing.Literal["affinity"]  # noqa: Y015
     _WhichOneofArgType__affinity: _TypeAlias = _typing.Literal["_affinity", b"_affinity"]  # noqa: Y015
     _WhichOneofReturnType__attainment: _TypeAlias = _typing.Literal["attainment"]  # noqa: Y015
     _WhichOneofArgType__attainment: _TypeAlias = _typing.Literal["_attainment", b"_attainment"]  # noqa: Y015
+    _WhichOneofReturnType__conditional_disaggregation: _TypeAlias = _typing.Literal["conditional_disaggregation"]  # noqa: Y015
+    _WhichOneofArgType__conditional_disaggregation: _TypeAlias = _typing.Literal["_conditional_disaggregation", b"_conditional_disaggregation"]  # noqa: Y015
     _WhichOneofReturnType__context_tokens: _TypeAlias = _typing.Literal["context_tokens"]  # noqa: Y015
     _WhichOneofArgType__context_tokens: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens"]  # noqa: Y015
     _WhichOneofReturnType__criterion: _TypeAlias = _typing.Literal["criterion"]  # noqa: Y015
@@ -208,6 +213,8 @@ class PlanRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__affinity) -> _WhichOneofReturnType__affinity | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__attainment) -> _WhichOneofReturnType__attainment | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__conditional_disaggregation) -> _WhichOneofReturnType__conditional_disaggregation | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__context_tokens) -> _WhichOneofReturnType__context_tokens | None: ...
     @_typing.overload

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from halfmoon.plan.plan_file import PlannedCluster, PlannedWorkers
+from halfmoon.policy.placement.conditional import DEFAULT_MODE
 
 _BASE = "docker-compose.yml"
 _PORT = 7001
@@ -21,8 +22,13 @@ _DRAIN_S = 10  # Compose stops the workers before the gateway, on which they dep
 def compose_text(planned: PlannedCluster) -> str:
     """One service per worker, each with its own GPUs. The model is HALFMOON_MODEL, or else the plan's."""
     services: dict[str, Any] = {name: {"profiles": ["not-planned"]} for name in ("prefill", "decode")}
+    gateway: dict[str, str] = {}
     if planned.handover_codec != "raw":
-        services["gateway"] = {"environment": {"HALFMOON_GATEWAY_HANDOVER_CODEC": planned.handover_codec}}
+        gateway["HALFMOON_GATEWAY_HANDOVER_CODEC"] = planned.handover_codec
+    if planned.gateway.conditional_disaggregation != DEFAULT_MODE:
+        gateway["HALFMOON_GATEWAY_CONDITIONAL_DISAGGREGATION"] = planned.gateway.conditional_disaggregation
+    if gateway:
+        services["gateway"] = {"environment": gateway}
     services |= dict(_workers(planned))
     header = (
         f"# Made by `halfmoon plan`: docker-compose -f {_BASE} -f THIS_FILE up --build, beside {_BASE}.\n"

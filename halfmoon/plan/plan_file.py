@@ -3,6 +3,7 @@
 model: llama-3-8b
 layout: 2 prefill TP1 + 1 decode TP2
 handover_codec: raw
+gateway: {conditional_disaggregation: auto}, if that was asked for
 expected: {rate_per_s: 10.0, attainment: 0.93, goodput_per_s: 11.2}
 cluster: what `halfmoon simulate --cluster` takes
 """
@@ -22,6 +23,7 @@ from halfmoon.plan.layout import Layout, WorkerSet
 from halfmoon.plan.layout_trial import layout_network, workers_per_node
 from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.objective import Rated
+from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
@@ -66,6 +68,14 @@ class PlannedLayout(BaseModel):
         return [group for group in self.workers if group.role == role for _ in range(group.count)]
 
 
+class PlannedGateway(BaseModel):
+    """The settings of the gateway that a plan counts on."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    conditional_disaggregation: ConditionalMode = DEFAULT_MODE
+
+
 class PlannedCluster(BaseModel):
     """The part of a plan's file that decides which workers are started."""
 
@@ -73,6 +83,7 @@ class PlannedCluster(BaseModel):
 
     model_name: str = Field(alias="model")
     handover_codec: KvCodecName = "raw"
+    gateway: PlannedGateway = PlannedGateway()
     cluster: PlannedLayout
 
 
@@ -93,10 +104,13 @@ def parse_plan(text: str, path: Path) -> PlannedCluster:
 def plan_text(problem: PlanningProblem, model: str, latencies: Mapping[str, str], best: Rated) -> str:
     """The file's text. `latencies` holds the latency source of each GPU."""
     targets, layout, expected = problem.goal.targets, best.layout, best.evaluation
+    is_default = problem.conditional == DEFAULT_MODE
+    conditional = {} if is_default else {"conditional_disaggregation": problem.conditional}
     result = {
         "model": model,
         "layout": problem.text(layout),
         "handover_codec": layout.codec,
+        **({"gateway": conditional} if conditional else {}),
         "expected": {
             "rate_per_s": round(expected.rate_per_s, 4),
             "attainment": round(expected.attainment.value(problem.goal.criterion), 4),
@@ -112,6 +126,7 @@ def plan_text(problem: PlanningProblem, model: str, latencies: Mapping[str, str]
             ],
             "network": asdict(layout_network(problem, layout)),
             "targets": asdict(targets),
+            **conditional,
         },
     }
     text: str = yaml.safe_dump(result, sort_keys=False)

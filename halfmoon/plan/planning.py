@@ -133,6 +133,7 @@ def problem_from(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]
         {role: gpu for role, gpu in roles.items() if gpu is not None},
         ("raw", "int8", "int4") if request.kv_codec == "auto" else (request.kv_codec,),
         request.is_thorough,
+        request.conditional_disaggregation,
     )
     return problem, notes
 

@@ -11,6 +11,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.plan.layout import Layout, Rules
 from halfmoon.plan.node_pools import Fleet, NodePool
 from halfmoon.plan.search.goodput import Goal
+from halfmoon.policy.placement.conditional import DEFAULT_MODE, MOST_SHARE, ConditionalMode
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
@@ -40,6 +41,7 @@ class PlanningProblem:
     - gpus_for: the GPU of a role's workers; other roles may use any GPU.
     - codecs: of KV between nodes, the least lossy first.
     - is_thorough: prune by bounds only, and simulate all requests from the start.
+    - conditional: when decode workers compute prompts.
     """
 
     sources: Mapping[str, LatencySource]
@@ -55,6 +57,7 @@ class PlanningProblem:
     gpus_for: Mapping[Role, str] = field(default_factory=dict)
     codecs: tuple[KvCodecName, ...] = ("raw",)
     is_thorough: bool = False
+    conditional: ConditionalMode = DEFAULT_MODE
 
     def __post_init__(self) -> None:
         if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
@@ -77,6 +80,11 @@ class PlanningProblem:
                 raise InvalidRequest(
                     f"the fleet has no {gpu} for {role}: it has {', '.join(self.fleet.names)}", param=f"{role}_gpu"
                 )
+
+    @property
+    def kept_share(self) -> float:
+        """The most of a decode worker's time that prompts take there by choice."""
+        return MOST_SHARE.get(self.conditional, 0.0)
 
     @property
     def num_first(self) -> int:

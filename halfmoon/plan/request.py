@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from halfmoon.plan.problem import Affinity, Objective
+from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
 from halfmoon.sim.cluster.cluster_spec import TbtOf
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.result import Criterion
@@ -24,6 +25,7 @@ class PlanRequest:
     - context_tokens: of the model; None: its own.
     - num_requests: of one pass; of a trace, the first ones.
     - is_thorough: prune by bounds only; takes several times as long.
+    - conditional_disaggregation: when decode workers compute prompts; `auto` and `strict` take several times as long.
     """
 
     model: str
@@ -51,3 +53,4 @@ class PlanRequest:
     network_gbit_per_s: float | None = None
     context_tokens: int | None = None
     is_thorough: bool = False
+    conditional_disaggregation: ConditionalMode = DEFAULT_MODE

@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.plan.compose_file import compose_text
 from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import unit_spec
 from halfmoon.plan.plan_file import PlannedWorkers, parse_plan, plan_text
 from halfmoon.plan.search.feasible import feasible_models
+from halfmoon.policy.placement.conditional import ConditionalMode
 from halfmoon.sim.cluster.spec_file import read_cluster
 from halfmoon.up.config.read import read_config
 from tests.plan.planning_problems import disaggregated, problem, rated
@@ -54,6 +56,21 @@ def test_a_written_plan_starts_and_simulates_its_layout(tmp_path: Path, layout: 
         assert spec.nodes == [node for node in range(layout.num_units) for _ in range(per_unit)]
     else:
         assert spec.nodes == unit.nodes
+
+
+@pytest.mark.parametrize("mode", ["failover", "auto"])
+def test_a_plan_says_when_decode_workers_compute_prompts(tmp_path: Path, mode: ConditionalMode) -> None:
+    asked = problem(num_nodes=2, gpus_per_node=8, conditional_disaggregation=mode)
+    assert unit_spec(asked, MODELS, disaggregated()).conditional == mode
+    path = tmp_path / "plan.yaml"
+    path.write_text(plan_text(asked, "llama-3-8b", {"h100": "roofline:llama-3-8b"}, rated(disaggregated())))
+    planned = parse_plan(path.read_text(), path)
+    assert planned.gateway.conditional_disaggregation == mode
+    assert read_config(path).gateway.conditional_disaggregation == mode
+    assert ("HALFMOON_GATEWAY_CONDITIONAL_DISAGGREGATION: auto" in compose_text(planned)) == (mode == "auto")
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(yaml.safe_dump(yaml.safe_load(path.read_text())["cluster"]))
+    assert read_cluster(cluster).conditional == mode
 
 
 def test_options_are_those_of_a_worker_process() -> None:

@@ -6,13 +6,14 @@ A layout that holds a rate also holds it with an ideal other phase. So phases al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from halfmoon.plan.layout import WorkerKind
 from halfmoon.plan.problem import PlanningProblem
+from halfmoon.plan.search.bounds import prefill_bound_per_s
 from halfmoon.plan.search.feasible import Option
 from halfmoon.plan.search.goodput import Trial, goodput_per_s, holds_at_first, may_hold_at_first
 from halfmoon.policy.models.latency import PrefillModel
@@ -39,6 +40,24 @@ class Phase:
         """
         most = max(self.option.bound.typical_per_s, self.alone_per_s)
         return num * most - math.sqrt(num) * (most - self.alone_per_s)
+
+
+def promised_per_s(
+    problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel], phases: Sequence[Phase], nums: Sequence[int]
+) -> tuple[float, float]:
+    """An estimate and a bound of a layout's goodput, from its phases alone.
+
+    Where decode workers compute prompts, those take a share of the time that answers leave.
+    """
+    guesses = [phase.guess_per_s(num) for phase, num in zip(phases, nums, strict=True)]
+    bounds = [phase.option.bound.most_per_s * num for phase, num in zip(phases, nums, strict=True)]
+    if problem.kept_share and len(phases) > 1:
+        kind, goal, limits = phases[1].option.kind, problem.goal, problem.rules.limits["decode"]
+        kept = prefill_bound_per_s(models[kind], problem.workload, goal, limits)
+        bounds[0] += nums[1] * kept.most_per_s
+        more_per_s = problem.kept_share * nums[1] * kept.typical_per_s
+        guesses[0] = (guesses[0] + more_per_s) / (1 + more_per_s / max(guesses[1], _ROUNDING))
+    return min(guesses), min(bounds)
 
 
 def measured_phase(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel], option: Option) -> Phase:

@@ -137,7 +137,8 @@ class CheapestSearch:
         for option, least in zip(options, measured, strict=True):
             on_measured(1)
             if least is not None:
-                result[option] = least
+                keeps = problem.kept_share and option.role == "prefill"  # decode workers may compute most prompts
+                result[option] = 1 if keeps else least
         return result
 
     def _most_workers(self, option: Option) -> int:

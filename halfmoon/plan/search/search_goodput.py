@@ -19,7 +19,7 @@ from halfmoon.plan.search.evaluation import estimated_per_s, held_goodput, verif
 from halfmoon.plan.search.feasible import Option
 from halfmoon.plan.search.goodput import ESTIMATES_EXCEEDED
 from halfmoon.plan.search.objective import Rated, loss, rank, worth, worth_at
-from halfmoon.plan.search.phases import Phase, measured_phase
+from halfmoon.plan.search.phases import Phase, measured_phase, promised_per_s
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
 _WAVE = 3  # simulated at once; fixed, so that plans do not depend on the number of cores
@@ -46,7 +46,7 @@ class GoodputSearch:
         self._pool = pool
         self._phases = self._measured(options, on_measured)
         self._kept = {False: 1.0, True: 1.0}  # of the phases' promise, by `is_colocated`
-        self._margin = math.inf if problem.is_thorough else _MARGIN
+        self._margin = math.inf if problem.is_thorough or problem.kept_share else _MARGIN
         self.num_simulated = self.num_ruled_out = 0
 
     @property
@@ -57,7 +57,8 @@ class GoodputSearch:
     @property
     def has_estimates(self) -> bool:
         """Whether estimates may rule layouts out."""
-        return not self._problem.is_thorough and self._problem.workload.prefixes is None
+        problem = self._problem
+        return not problem.is_thorough and not problem.kept_share and problem.workload.prefixes is None
 
     def found_by_estimates(
         self, among: Sequence[Combination], num: int, on_simulated: Callable[[int, int], None]
@@ -200,10 +201,7 @@ class GoodputSearch:
         for nums in product(*(range(1, num + 1) for num in most)):
             layout = combination.layout(nums)
             if layout.fits(problem.fleet):
-                numbered = list(zip(phases, nums, strict=True))
-                guess = min(phase.guess_per_s(num) for phase, num in numbered)
-                bound = min(phase.option.bound.most_per_s * num for phase, num in numbered)
-                result.append(Candidate(layout, guess, bound))
+                result.append(Candidate(layout, *promised_per_s(problem, self._models, phases, nums)))
         result.sort(key=self._promise)
         model = self._models[combination.options[0].kind]
         return [

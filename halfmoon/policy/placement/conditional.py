@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -33,7 +33,7 @@ DEFAULT_MODE: ConditionalMode = "failover"  # of gateways, as the planner simula
 _MOST_TRIED = 3  # decode workers that are examined closely
 _TIE = 0.01  # share of the least TTFT within which decode workers are equal
 _LONGEST_STEP = 4.0  # of a step without prompts: a step with a chunk, where no class has a TBT target
-_MOST_SHARE = {"auto": 0.25, "strict": 0.05}  # of prompts in the worker's time while a neighbour decodes
+MOST_SHARE: Mapping[str, float] = {"auto": 0.25, "strict": 0.05}  # of prompts in a worker's time, beside neighbours
 _FULL = 0.9  # share of memory and of places in the batch in use
 _MOSTLY_CACHED = 0.5  # share of the prompt
 
@@ -140,7 +140,7 @@ class ConditionalDisaggregation:
         if target_s == math.inf:
             longest_s = max(_LONGEST_STEP * step_s, step_s + gained_s if self.request.is_failover else 0.0)
         share = (kept.work_s + neighbours.prompts_s) / neighbours.mean_life_s
-        return step_s + chunk_s <= longest_s and share <= _MOST_SHARE[self.mode]
+        return step_s + chunk_s <= longest_s and share <= MOST_SHARE[self.mode]
 
 
 def _soonest(seconds: Floats, rows: Bools, rng: random.Random) -> list[int]:

@@ -216,6 +216,12 @@ class ClusterSpec:
         return self.request_s > 0 or self.answer_s > 0 or self.admission != "off"
 
     @property
+    def may_keep(self) -> bool:
+        """Whether decode workers compute prompts of requests that lost no worker."""
+        has_decodes = any(group.role == "decode" and group.count for group in self.groups)
+        return has_decodes and self.conditional in ("auto", "strict")
+
+    @property
     def nodes(self) -> list[int]:
         """The node of each worker, in the order of the groups."""
         nodes: list[int] = []

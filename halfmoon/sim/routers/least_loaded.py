@@ -29,8 +29,8 @@ class LeastLoadedRouter:
 
     @staticmethod
     def is_possible(spec: ClusterSpec) -> bool:
-        """Whether placement is its only task: no admission control and no failures."""
-        return spec.admission == "off" and not spec.failures
+        """Whether placement is its only task, and prompts and answers have workers of their own."""
+        return spec.admission == "off" and not spec.failures and not spec.may_keep
 
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
         """As in `PolicyRouter.place`."""

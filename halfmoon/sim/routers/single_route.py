@@ -28,7 +28,7 @@ class SingleRouteRouter:
     @staticmethod
     def is_enough(spec: ClusterSpec) -> bool:
         """Whether one worker, or one per phase, serves every request, without admission control and failures."""
-        if spec.conditional in ("auto", "strict"):
+        if spec.may_keep:
             return False
         roles = sorted(group.role for group in spec.groups for _ in range(group.count))
         return roles in (["both"], ["decode", "prefill"]) and spec.admission == "off" and not spec.failures

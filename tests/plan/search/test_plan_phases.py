@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfmoon.plan.layout_trial import unit_spec
 from halfmoon.plan.search.bounds import RateBound
 from halfmoon.plan.search.feasible import Option, feasible_models, options
-from halfmoon.plan.search.phases import Phase, least_workers, measured_phase, phase_trial
+from halfmoon.plan.search.phases import Phase, least_workers, measured_phase, phase_trial, promised_per_s
 from halfmoon.sim.simulation import simulate
-from tests.plan.planning_problems import ONE, problem
+from tests.plan.planning_problems import ONE, disaggregated, problem
 
 PROBLEM = problem(gpus_per_node=2)
 MODELS = feasible_models(PROBLEM)
@@ -64,3 +65,18 @@ def test_as_many_workers_as_the_rate_needs() -> None:
     assert all(num is not None for num in nums)
     assert nums == sorted(nums)  # type: ignore[type-var]
     assert least_workers(problem(gpus_per_node=2, rate_per_s=1e5), MODELS, option("prefill"), 4) is None
+
+
+def test_decode_workers_that_compute_prompts_promise_more() -> None:
+    """At twice what the one prefill worker computes, beside three decode workers with time left."""
+    in_time, promised, bounds = {}, {}, {}
+    phases = [Phase(option(role), 1.0) for role in ("prefill", "decode")]
+    for mode in ("failover", "auto"):
+        asked = problem(gpus_per_node=4, num_requests=400, conditional_disaggregation=mode)
+        promised[mode], bounds[mode] = promised_per_s(asked, MODELS, phases, (1, 3))
+        workload = asked.workload.at_rate(2 * phases[0].option.bound.most_per_s)
+        result = simulate(unit_spec(asked, MODELS, disaggregated(1, 3)), workload)
+        in_time[mode] = result.attainment(asked.goal.targets).joint
+    assert promised["failover"] < promised["auto"]
+    assert bounds["failover"] < bounds["auto"]
+    assert in_time["failover"] + 0.1 < in_time["auto"]
