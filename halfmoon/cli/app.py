@@ -13,6 +13,7 @@ from rich.console import Console
 
 import halfmoon
 from halfmoon.cli.certs import app as certs_app
+from halfmoon.cli.chat import ChatOptions, chat, typed_questions
 from halfmoon.cli.config import app as config_app
 from halfmoon.cli.config import configured
 from halfmoon.cli.keys import app as keys_app
@@ -102,6 +103,50 @@ def top_command(
             raise typer.Exit(asyncio.run(top(options, Console(), once=once)))
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error
+
+
+@app.command("chat")
+def chat_command(
+    gateway: Annotated[
+        str, typer.Option(help="URL of the gateway.", rich_help_panel="Gateway")
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="HALFMOON_API_KEY", help="API key, where one is needed.", rich_help_panel="Gateway"),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help=TOKEN_HELP, rich_help_panel="Gateway"),
+    ] = None,
+    state_dir: Annotated[
+        Path, typer.Option(help="State directory of `halfmoon up`.", rich_help_panel="Gateway")
+    ] = DEFAULT_STATE_DIR,
+    ca: Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP, rich_help_panel="Gateway")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model; default: the served one.", rich_help_panel="Answers")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.", rich_help_panel="Answers")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 is greedy; default: the model's.", rich_help_panel="Answers")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel="Answers")
+    ] = None,
+) -> None:
+    """Talks to the model in the terminal; each answer says how quick it was and where it ran. Ctrl-C stops an answer.
+
+    Lines that are piped in are asked one after the other.
+    """
+    url, terminal = gateway.rstrip("/"), unfailing_console(sys.stdout)
+    said = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+    try:
+        operator = client_token(token, gateway, state_dir)
+    except InvalidRequest as error:
+        raise typer.BadParameter(error.message) from error
+    parameters = {name: value for name, value in said.items() if value is not None}
+    options = ChatOptions(url, api_key, operator, ca, system, parameters)
+    questions = typed_questions(terminal) if sys.stdin.isatty() else (line.rstrip("\n") for line in sys.stdin)
+    raise typer.Exit(chat(options, terminal, questions))
 
 
 if __name__ == "__main__":
