@@ -14,4 +14,4 @@ test:
 test-vllm:
 	@scripts/setup --dev
 	@test -e .venv-vllm/bin/python || scripts/vllm_env .venv-vllm
-	@HALFMOON_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/pytest tests/e2e/test_vllm_pairs.py $(ARGS)
+	@HALFMOON_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/pytest tests/vllm_engine tests/e2e/test_vllm_pairs.py $(ARGS)

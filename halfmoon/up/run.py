@@ -57,7 +57,7 @@ from halfmoon.up.supervision.announcements import (
 )
 from halfmoon.up.supervision.child import ServiceSpec, children_ready
 from halfmoon.up.supervision.supervisor import Supervisor
-from halfmoon.up.up_options import UpOptions, WorkerStart
+from halfmoon.up.up_options import UpOptions, WorkerStart, has_vllm
 
 _HEALTH_POLL_S = 0.1
 
@@ -145,7 +145,7 @@ async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, ba
 async def _start(
     options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress, ports: ReservedPorts, fleet: str
 ) -> _Started:
-    model = await prepared_model(options.model, terminal)
+    model = await prepared_model(options.model, terminal, for_any_engine=has_vllm(options))
     model = replace(model, name=options.model_name or model.name)
     if options.simulation is not None:
         print_ignored(options, terminal)
@@ -203,11 +203,14 @@ async def _change_workers(started: _Started, address: str, supervisor: Superviso
         await asyncio.Event().wait()
 
 
-async def prepared_model(model: str, terminal: Console) -> PreparedModel:
-    """Downloads or converts the model in a process that ends with this call. Raises UnknownModel."""
+async def prepared_model(model: str, terminal: Console, *, for_any_engine: bool = False) -> PreparedModel:
+    """Downloads or converts the model in a process that ends with this call. Raises UnknownModel.
+
+    Without `for_any_engine` that is also raised for a model that our own engine does not compute.
+    """
     module = "halfmoon.engine.checkpoint.prepare"
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, model),
+        *(sys.executable, "-m", module, model, *(("any",) if for_any_engine else ())),
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,
         env=child_environment(os.environ, module),

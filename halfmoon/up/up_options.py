@@ -101,6 +101,14 @@ def wanted_workers(options: UpOptions) -> list[tuple[Role, WorkerStart]]:
     ]
 
 
+def has_vllm(options: UpOptions) -> bool:
+    """Returns whether vLLM computes in some worker."""
+    everywhere = option_values(options.worker_arguments)
+    return any(
+        (everywhere | option_values(start.arguments)).get("--engine") == "vllm" for _, start in wanted_workers(options)
+    )
+
+
 def simulated_workers(options: UpOptions) -> list[tuple[Role, Mapping[str, str]]]:
     """Returns role and options of each simulated worker, also those options that it cannot take."""
     everywhere = {"--device": options.device, "--dtype": options.dtype, **option_values(options.worker_arguments)}

@@ -22,5 +22,5 @@ are; our connector is in vLLM's, in two halves: one beside its scheduler, one in
   each value lies. A cache that is not a permutation of canonical values (quantised, latent) is refused.
 
 Read in this order: versions, sampling, engine_arguments, messages, paged_layer, staging, connector, reports,
-vllm_engine, async_llm, host.
+block_events, vllm_engine, async_llm, event_reader, host.
 """

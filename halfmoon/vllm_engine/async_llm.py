@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from vllm import SamplingParams, TokensPrompt
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
@@ -43,11 +43,11 @@ class Started(NamedTuple):
     device: str
 
 
-def start_vllm(arguments: dict[str, Any], staging_bytes: int, reports: str) -> Started:
+def start_vllm(arguments: dict[str, Any], staging_bytes: int, reports: str, events: str) -> Started:
     """Starts vLLM's processes and waits until the model is loaded: minutes. arguments: of `AsyncEngineArgs`.
 
-    reports: path of the socket for the connector's reports. Raises Incompatible for a model or an option that cannot
-    be served, ServiceFailed if vLLM does not start.
+    reports: path of the socket for the connector's reports; events: endpoint for those of the prefix cache. Raises
+    Incompatible for a model or an option that cannot be served, ServiceFailed if vLLM does not start.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     transfer = KVTransferConfig(
@@ -57,10 +57,19 @@ def start_vllm(arguments: dict[str, Any], staging_bytes: int, reports: str) -> S
         kv_load_failure_policy="recompute",
     )
     try:
-        config = AsyncEngineArgs(**arguments, kv_transfer_config=transfer).create_engine_config()
+        published = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=events)
+        config = AsyncEngineArgs(
+            **arguments, kv_transfer_config=transfer, kv_events_config=published
+        ).create_engine_config()
     except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
         raise Incompatible(f"vLLM refuses the model or its options: {error}", param="engine_args") from error
     layout = kv_layout(config)
+    if layout.block_tokens != arguments["block_size"]:
+        raise Incompatible(
+            f"vLLM computes this model with blocks of {layout.block_tokens} tokens here: set block_tokens to that on "
+            "all workers",
+            param="block_tokens",
+        )
     memory = StagingMemory(layout, max(1, staging_bytes // layout.block_bytes))
     transfer.kv_connector_extra_config.update(
         reports=reports, layout=asdict(layout), num_blocks=memory.num_blocks, memory=memory.path
@@ -86,10 +95,11 @@ def start_vllm(arguments: dict[str, Any], staging_bytes: int, reports: str) -> S
 
 
 def kv_layout(config: VllmConfig) -> KVLayout:
-    """The layout of the model's KV. Raises Incompatible for KV that is not a key and a value a head."""
+    """The layout of the model's KV; latent attention (MLA) has one head, and half of its values count as the key.
+
+    Raises Incompatible for KV of another kind.
+    """
     model, parallel = config.model_config, config.parallel_config
-    if model.use_mla:
-        raise Incompatible("the model's attention is latent (MLA): its KV has no keys and values for each head")
     if model.is_hybrid or model.is_attention_free:
         raise Incompatible(
             "the model has state-space layers: their state is not KV of tokens, and cannot be handed over"
@@ -99,13 +109,10 @@ def kv_layout(config: VllmConfig) -> KVLayout:
     dtype = _DTYPES.get(str(model.dtype))
     if dtype is None:
         raise Incompatible(f"KV of dtype {model.dtype} cannot be handed over", param="dtype")
-    return KVLayout(
-        model.get_num_layers(parallel),
-        model.get_total_num_kv_heads(),
-        model.get_head_size(),
-        dtype,
-        config.cache_config.block_size,
-    )
+    heads, width = model.get_total_num_kv_heads(), model.get_head_size()
+    if model.use_mla:
+        heads, width = 1, width // 2
+    return KVLayout(model.get_num_layers(parallel), heads, width, dtype, config.cache_config.block_size)
 
 
 class AsyncLLMSource:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -27,7 +28,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.vllm_engine.messages import Ended, KVOrder, Report, Saved, Stepped, encode_report
-from halfmoon.vllm_engine.paged_layer import PagedLayer
+from halfmoon.vllm_engine.paged_layer import PagedLayer, WriteTokens
 from halfmoon.vllm_engine.staging import StagingMemory
 
 if TYPE_CHECKING:
@@ -183,9 +184,13 @@ class SchedulingHalf:
         self._steps: deque[Stepped] = deque()
 
     def num_loadable(self, request: Request, num_computed: int) -> int:
-        """How many tokens behind the `num_computed` the arena has. A preempted request's KV is computed again."""
+        """How many tokens behind the `num_computed` the arena has.
+
+        A preempted request's KV is computed again, and so is everything if vLLM has evicted what was left out of the
+        hand-over.
+        """
         order = KVOrder.of(request.kv_transfer_params)
-        if order is None or request.num_preemptions:
+        if order is None or request.num_preemptions or num_computed < order.load_from:
             return 0
         num_loadable: int = min(order.load_tokens, request.num_tokens - 1) - num_computed
         return max(0, num_loadable)
@@ -301,10 +306,7 @@ class ComputingHalf:
         modules = self._config.compilation_config.static_forward_context
         for name in sorted(kv_caches, key=extract_layer_index):
             module = modules[name]
-
-            def write(keys: Tensor, values: Tensor, slots: Tensor, module: Any = module) -> None:
-                module.impl.do_kv_cache_update(module, keys, values, module.kv_cache, slots)
-
+            write = _latent_write(module) if self._config.model_config.use_mla else _write(module)
             layer = PagedLayer.probed(kv_caches[name], num_heads, layout.block_tokens, layout.head_dim, write)
             self._layers[name] = (len(self._layers), extract_layer_index(name), layer)
 
@@ -340,3 +342,24 @@ class ComputingHalf:
     def _report_every(self, num_tokens: int) -> int:
         """Layers that fill a frame."""
         return max(1, MAX_PAYLOAD_BYTES // (self._memory.layout.token_layer_bytes * num_tokens))
+
+
+def _write(module: Any) -> WriteTokens:
+    """The write of one layer of vLLM's."""
+
+    def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        module.impl.do_kv_cache_update(module, keys, values, module.kv_cache, slots)
+
+    return write
+
+
+def _latent_write(module: Any) -> WriteTokens:
+    """The write of one layer with latent attention: what we call keys and values are the halves of each row."""
+    rank = module.impl.kv_lora_rank
+
+    def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        rows = torch.cat([keys, values], dim=-1).squeeze(1)  # [tokens, latent and rotary values]
+        rotary = rows[:, rank:].unsqueeze(1)
+        module.impl.do_kv_cache_update(rows[:, :rank], rotary, module.kv_cache, slots, "auto", module._k_scale)
+
+    return write

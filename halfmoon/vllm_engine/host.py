@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.engine_facts import EngineFacts
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import ServiceFailed
+from halfmoon.kv.keys import root_key
+from halfmoon.vllm_engine.block_events import BlockNames
 from halfmoon.vllm_engine.engine_arguments import VllmOptions
 from halfmoon.vllm_engine.messages import Report
 from halfmoon.vllm_engine.reports import ReportListener
 from halfmoon.vllm_engine.versions import check_vllm
 from halfmoon.vllm_engine.vllm_engine import VllmEngine
+
+if TYPE_CHECKING:
+    from halfmoon.vllm_engine.event_reader import EventReader
 
 
 class VllmHost:
@@ -29,7 +36,8 @@ class VllmHost:
         from halfmoon.vllm_engine.async_llm import start_vllm
 
         self._listener = ReportListener(self._on_report, self._on_end)
-        self._started = start_vllm(options.arguments(), staging_bytes, self._listener.path)
+        listener = self._listener
+        self._started = start_vllm(options.arguments(), staging_bytes, listener.path, listener.events_endpoint)
         self._checkpoint = checkpoint
         self._engine: VllmEngine | None = None
         started = self._started
@@ -58,17 +66,32 @@ class VllmHost:
         started, facts = self._started, self.facts
         limits = RequestLimits(started.vocab_size, facts.context_tokens, facts.num_blocks, facts.layout)
         eos = self._checkpoint.eos_token_ids
+        names = BlockNames(partial(root_key, facts.fingerprint, facts.layout), facts.layout.block_tokens)
+        drain = self._listener.drain
         engine = VllmEngine(
-            started.source, started.memory, limits, eos, on_step, on_death, self._listener.drain, started.num_ranks
+            started.source, started.memory, limits, eos, on_step, on_death, drain, names, started.num_ranks
         )
         self._engine = engine
         self._listener.start()
+        reader = self._event_reader(engine)
         try:
             async with engine:
                 yield engine
         finally:
+            await asyncio.to_thread(reader.close)
             self._listener.close()
             await asyncio.to_thread(started.source.close)
+
+    def _event_reader(self, engine: VllmEngine) -> EventReader:
+        from halfmoon.vllm_engine.event_reader import EventReader
+
+        loop = asyncio.get_running_loop()
+
+        def on_events(events: Sequence[Any] | None) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(engine.note_blocks, events)
+
+        return EventReader(self._listener.events_endpoint, on_events)
 
     def _on_report(self, report: Report) -> None:
         assert self._engine is not None

@@ -12,13 +12,15 @@ from typing import Any
 class KVOrder:
     """What to do with one request's KV, sent with it as `kv_transfer_params`. Blocks are those of the arena.
 
-    Tokens before `load_tokens` are loaded before the first step; those from `save_from` on are saved, if it is given.
+    Tokens from `load_from` to `load_tokens` are loaded before the first step, if vLLM has those before them; those from
+    `save_from` on are saved, if it is given.
     """
 
     request_id: str
     use: int  # number of this use of the blocks; each block's stamp has to show it
     blocks: tuple[int, ...]
     load_tokens: int = 0
+    load_from: int = 0
     save_from: int | None = None
 
     def params(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class ReportListener:
         self._on_end = on_end
         self._directory = tempfile.TemporaryDirectory(prefix="halfmoon-vllm-")
         self.path = str(Path(self._directory.name) / "reports")
+        self.events_endpoint = f"ipc://{self._directory.name}/events"  # where vLLM publishes its cache's events
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._socket.bind(self.path)
         self._socket.listen(64)  # senders connect before anybody accepts, while vLLM starts

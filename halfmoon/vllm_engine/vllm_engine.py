@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -34,6 +34,7 @@ from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.kv_layout import KVDtype
+from halfmoon.vllm_engine.block_events import BlockNames
 from halfmoon.vllm_engine.messages import Ended, KVOrder, Report, Saved, Stepped
 from halfmoon.vllm_engine.sampling import vllm_sampling
 from halfmoon.vllm_engine.staging import StagingMemory
@@ -104,9 +105,10 @@ class VllmEngine:
         on_step: Callable[[StepResult], None],
         on_death: Callable[[BaseException], None],
         drain: Callable[[], None],
+        names: BlockNames,
         num_ranks: int = 1,
     ) -> None:
-        """limits: of vLLM. drain: handles the reports that have been sent by now."""
+        """limits: of vLLM. drain: handles the reports that have been sent by now. names: of vLLM's cached blocks."""
         self.layout = memory.layout
         self._source = source
         self._memory = memory
@@ -115,6 +117,7 @@ class VllmEngine:
         self._on_step = on_step
         self._on_death = on_death
         self._drain = drain
+        self._names = names
         self._num_ranks = num_ranks
         self._kv = KVAccess(KVArena(self.layout, memory.num_blocks, memory.kv.dtype, "cpu", memory=memory.kv))
         self._pool = BlockPool(memory.num_blocks)
@@ -154,7 +157,7 @@ class VllmEngine:
         self._entries[request.request_id] = entry
 
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
-        """See `AsyncEngine.reserve`. Returns 0: what vLLM's cache has is found when the request starts."""
+        """See `AsyncEngine.reserve`. What vLLM's cache evicts before the start is computed then."""
         vllm_sampling(request, self._eos_token_ids, len(request.output_token_ids) + 1)
         entry = self._admit(request, on_kv)
         num_blocks = self.layout.num_blocks(len(entry.sequence.token_ids))
@@ -162,9 +165,10 @@ class VllmEngine:
         if self._waiting_for_room or num_blocks > min(self._pool.num_free, self.stats_now().num_free_blocks):
             raise NoCapacity("this decode worker has no room for another prompt now", retry_after_ms=_RETRY_MS)
         entry.sequence.blocks = self._take(entry.use, num_blocks)
+        entry.sequence.num_cached = self._names.depth(entry.sequence.token_ids, request.tenant_salt)
         entry.sequence.state = "reserved"
         self._entries[request.request_id] = entry
-        return 0
+        return entry.sequence.num_cached
 
     async def start(self, request_id: str, first_token_id: int, *, is_private: bool = False) -> None:
         """See `AsyncEngine.start`."""
@@ -173,7 +177,8 @@ class VllmEngine:
         if sequence.state != "reserved":
             raise NotFound(f"request {request_id} is not reserved here")
         self._limits.check_token_ids((first_token_id,), "first_token_id")
-        order = KVOrder(request_id, entry.use, tuple(sequence.blocks), load_tokens=len(sequence.token_ids))
+        num_tokens = len(sequence.token_ids)
+        order = KVOrder(request_id, entry.use, tuple(sequence.blocks), num_tokens, load_from=sequence.num_cached)
         sequence.token_ids.append(first_token_id)
         with sequence.kv_lock:
             sequence.state = "running"
@@ -285,6 +290,13 @@ class VllmEngine:
             case Stepped():
                 self._note_step(report)
 
+    def note_blocks(self, events: Iterable[Any] | None) -> None:
+        """Takes events of vLLM's prefix cache; None: some were lost."""
+        change = self._names.forget() if events is None else self._names.apply(events)
+        if change.stored or change.evicted:
+            self._steps.append(StepResult(stored_keys=change.stored, evicted_keys=change.evicted))
+            self._flush_soon()
+
     def _admit(self, request: EngineRequest, on_kv: OnKV | None) -> _Entry:
         self.check_open()
         if request.request_id in self._entries:
@@ -321,7 +333,7 @@ class VllmEngine:
         self, entry: _Entry, sampling: Mapping[str, Any], order: KVOrder, *, is_private: bool = False
     ) -> None:
         sequence, request = entry.sequence, entry.sequence.request
-        salt = secrets.token_hex(16) if is_private else request.tenant_salt.hex()
+        salt = f"private {secrets.token_hex(16)}" if is_private else request.tenant_salt.hex()
         prompt = Prompt(request.request_id, list(sequence.token_ids), dict(sampling), order, request.priority, salt)
         entry.is_with_vllm = True
         try:

@@ -83,7 +83,8 @@ class WorkerMetrics:
 
     def observe_step(self, result: StepResult) -> None:
         """Records one engine step."""
-        self._step.observe(result.duration_s)
+        if not result.is_empty:
+            self._step.observe(result.duration_s)
         self._prefill_tokens.inc(result.num_prefill_tokens)
         self._output_tokens.inc(len(result.outputs))
         self._preemptions.inc(result.num_preempted)

@@ -30,13 +30,15 @@ _ORPHANED_DRAIN_S = 2.0
 def load_model(settings: GatewaySettings) -> ServedModel:
     """Loads what the gateway needs of the model. Raises InvalidRequest or UnknownModel."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one at a time: more threads would only cost
-    checkpoint = prepare_checkpoint(settings.model, on_progress=lambda step: log.info("model", extra={"step": step}))
+    checkpoint = prepare_checkpoint(
+        settings.model, on_progress=lambda step: log.info("model", extra={"step": step}), for_any_engine=True
+    )
     tokenizer = Tokenizer(checkpoint)
     return ServedModel(
         name=settings.model_name or checkpoint.name,
         checkpoint_name=checkpoint.name,
         fingerprint=checkpoint.fingerprint,
-        vocab_size=checkpoint.model_config.vocab_size,
+        vocab_size=checkpoint.vocab_size,
         context_tokens=checkpoint.context_tokens,
         tokenizer=tokenizer,
         new_detokenizer=partial(Detokenizer, tokenizer),

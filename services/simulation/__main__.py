@@ -50,7 +50,7 @@ async def serve(settings: SimulationSettings) -> None:
 
 def _model(settings: SimulationSettings) -> SimulatedModel:
     checkpoint = prepare_checkpoint(settings.model)
-    answers = AnswerModel(checkpoint.model_config.vocab_size, settings.text, settings.length, settings.median_tokens)
+    answers = AnswerModel(checkpoint.vocab_size, settings.text, settings.length, settings.median_tokens)
     profile = load_profile(settings.profile).scaled(settings.time_scale)
     return SimulatedModel(
         settings.model_name or checkpoint.name,

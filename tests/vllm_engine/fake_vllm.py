@@ -4,10 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
 
 from halfmoon.engine.request import SampledToken
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.vllm_engine.vllm_engine import Drawn, Prompt
+
+
+@dataclass
+class BlockStored:
+    """An event of vLLM's, as far as it is read."""
+
+    block_hashes: list[Any]
+    parent_block_hash: Any
+    token_ids: list[int]
+    block_size: int
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+
+
+@dataclass
+class BlockRemoved:
+    """An event of vLLM's, as far as it is read."""
+
+    block_hashes: list[Any]
+
+
+class AllBlocksCleared:
+    """An event of vLLM's."""
 
 
 class FakeVllm:

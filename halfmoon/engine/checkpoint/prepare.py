@@ -1,4 +1,6 @@
-"""`python -m halfmoon.engine.checkpoint.prepare MODEL`: readies model and kernels on disk, in a killable process.
+"""`python -m halfmoon.engine.checkpoint.prepare MODEL [any]`: readies model and kernels on disk, in a killable process.
+
+With `any`, a model that our own engine does not compute is no error.
 
 Prints one JSON object per line: `{"step": …}` before each slow step, at the end `{"path": …, "name": …}` or, with exit
 status 1, `{"error": …}`.
@@ -15,10 +17,10 @@ from halfmoon.engine.native.compiler import compiled
 from halfmoon.errors import HalfmoonError, Incompatible
 
 
-def main(model: str) -> int:
+def main(model: str, engine: str = "own") -> int:
     """Returns the exit status."""
     try:
-        checkpoint = prepare_checkpoint(model, on_progress=lambda step: _say(step=step))
+        checkpoint = prepare_checkpoint(model, on_progress=lambda step: _say(step=step), for_any_engine=engine == "any")
         _compile_kernels()
     except HalfmoonError as error:
         _say(error=error.message)
@@ -42,4 +44,4 @@ def _say(**fields: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

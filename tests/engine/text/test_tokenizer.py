@@ -128,7 +128,7 @@ def checkpoint_at(path: Path, **config: Any) -> Checkpoint:
     fast.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     unused = ModelConfig("LlamaForCausalLM", "llama", 9, 8, 8, 1, 1, 1, 8, 8, 8, "silu")
-    return Checkpoint(path, "x", "0", unused, frozenset(), 8)
+    return Checkpoint(path, "x", "0", unused, frozenset(), 8, unused.vocab_size)
 
 
 def test_words_keep_their_spaces_and_byte_tokens_wait(tmp_path: Path) -> None:

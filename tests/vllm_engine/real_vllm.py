@@ -1,0 +1,241 @@
+"""`python -m tests.vllm_engine.real_vllm MODEL [REFUSED]`, in vLLM's environment: what only vLLM itself can show.
+
+Prints a JSON line for each thing that holds; ends with an error at the first that does not. Then waits to be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
+from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
+from halfmoon.engine.step_result import StepResult
+from halfmoon.errors import Incompatible, NoCapacity
+from halfmoon.vllm_engine.engine_arguments import VllmOptions
+from halfmoon.vllm_engine.host import VllmHost
+from halfmoon.vllm_engine.vllm_engine import VllmEngine
+
+CACHE_TOKENS = 768  # of vLLM's cache
+MAX_TOKENS = 12
+LENGTHS = (1, 63, 64, 65, 200, 300)
+
+
+class Checks:
+    """One engine and the tokens that it gave; transformers' greedy tokens to compare with."""
+
+    def __init__(self, model: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.outputs: dict[str, list[TokenOutput]] = {}
+        self.num_preempted = 0
+        self.num_held = 0
+        self._changed = asyncio.Event()
+        self._names = count()
+        self._expected: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def on_step(self, step: StepResult) -> None:
+        self.num_preempted += step.num_preempted
+        for output in step.outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+        self._changed.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), 0.1)  # counts change without a step, too
+            except TimeoutError:
+                continue
+
+    def expected(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+        key = (prompt, max_tokens)
+        if key not in self._expected:
+            ids = torch.tensor([prompt])
+            with torch.inference_mode():
+                whole = self.reference.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+                )
+            self._expected[key] = whole[0, len(prompt) :].tolist()
+        return self._expected[key]
+
+    async def tokens(self, name: str, num_tokens: int) -> list[int]:
+        def is_done() -> bool:
+            found = self.outputs.get(name, [])
+            return len(found) >= num_tokens or (bool(found) and found[-1].finish_reason is not None)
+
+        await self.until(is_done)
+        return [output.token_id for output in self.outputs[name]]
+
+    async def prefilled(self, engine: VllmEngine, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, torch.Tensor]:
+        """First token and KV, [layers, 2, heads, tokens, head_dim], of a prompt."""
+        name = f"prefill-{next(self._names)}"
+        await engine.add(EngineRequest(name, prompt, greedy(max_tokens), prefill_only=True), lambda _: None)
+        (first,) = await self.tokens(name, 1)
+        layers = engine.layout.num_layers
+        kv = bytearray(await engine.kv_read(name, 0, layers, 0, len(prompt)))
+        await engine.cancel(name)
+        return first, torch.frombuffer(kv, dtype=torch.float32).view(engine.layout.shape(layers, len(prompt)))
+
+    async def received(
+        self, engine: VllmEngine, prompt: tuple[int, ...], max_tokens: int, kv: torch.Tensor, salt: bytes = b""
+    ) -> str:
+        """Reserves room as soon as there is some, and writes what vLLM's cache lacks."""
+        name = f"decode-{next(self._names)}"
+        while True:
+            try:
+                held = await engine.reserve(EngineRequest(name, prompt, greedy(max_tokens), tenant_salt=salt))
+                break
+            except NoCapacity:
+                await asyncio.sleep(0.01)
+        self.num_held += held
+        if held < len(prompt):
+            rest = kv[:, :, :, held:].contiguous().numpy().tobytes()
+            await engine.kv_write(name, 0, engine.layout.num_layers, held, len(prompt) - held, rest)
+        return name
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple((37 * token + 101 * seed + 11) % 40_000 + 5 for token in range(length))
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+
+
+async def handed_over(checks: Checks, engine: VllmEngine) -> None:
+    for length in LENGTHS:
+        prompt = prompt_of(length)
+        expected = checks.expected(prompt, MAX_TOKENS)
+        for salt in (b"", f"salt {length}".encode()):  # with the prefill's own, vLLM has the prompt's blocks
+            first, kv = await checks.prefilled(engine, prompt, MAX_TOKENS)
+            assert first == expected[0], (length, first, expected)
+            name = await checks.received(engine, prompt, MAX_TOKENS, kv, salt)
+            await engine.start(name, first)
+            assert [first, *await checks.tokens(name, MAX_TOKENS - 1)] == expected, (length, expected)
+    assert checks.num_held > 0, "nothing was found in vLLM's cache"
+
+
+async def computed_where_held_blocks_were_evicted(checks: Checks, engine: VllmEngine) -> None:
+    prompt = prompt_of(300, 3)
+    expected, before = checks.expected(prompt, MAX_TOKENS), checks.num_held
+    first, kv = await checks.prefilled(engine, prompt, MAX_TOKENS)
+    name = await checks.received(engine, prompt, MAX_TOKENS, kv)
+    assert checks.num_held > before
+    for seed in range(4, 8):
+        await checks.prefilled(engine, prompt_of(400, seed), MAX_TOKENS)
+    await engine.start(name, first)
+    assert await checks.tokens(name, MAX_TOKENS - 1) == expected[1:]
+
+
+async def preempted(checks: Checks, engine: VllmEngine) -> None:
+    """Received KV is lost when vLLM takes the blocks back, and is computed again."""
+    prompts = [prompt_of(100, seed) for seed in range(5)]  # 2 blocks each, 3 in the end
+    expected = [checks.expected(prompt, 60) for prompt in prompts]
+    handed = [await checks.prefilled(engine, prompt, 60) for prompt in prompts]
+    names = [
+        await checks.received(engine, prompt, 60, kv, str(seed).encode())
+        for seed, (prompt, (_, kv)) in enumerate(zip(prompts, handed, strict=True))
+    ]
+    for name, (first, _) in zip(names, handed, strict=True):
+        await engine.start(name, first)
+    before = checks.num_preempted
+    for name, wanted in zip(names, expected, strict=True):
+        assert await checks.tokens(name, 59) == wanted[1:], name
+    assert checks.num_preempted > before, "the test preempted nothing"
+
+
+async def computed_where_loading_failed(checks: Checks, engine: VllmEngine) -> None:
+    prompt = prompt_of(150, 9)
+    expected = checks.expected(prompt, MAX_TOKENS)
+    _, kv = await checks.prefilled(engine, prompt, MAX_TOKENS)
+    name = await checks.received(engine, prompt, MAX_TOKENS, torch.zeros_like(kv), b"failing")
+    engine._memory.stamps.zero_()  # as if the blocks were in another use
+    await engine.start(name, expected[0])
+    assert await checks.tokens(name, MAX_TOKENS - 1) == expected[1:]
+
+
+async def cancelled_in_every_state(checks: Checks, engine: VllmEngine) -> None:
+    prompt = prompt_of(300, 5)
+    _, kv = await checks.prefilled(engine, prompt, 40)
+    reserved = await checks.received(engine, prompt[:100], 40, kv[:, :, :, :100])
+    await engine.cancel(reserved)
+    running = await checks.received(engine, prompt, 40, kv)
+    await engine.start(running, 77)
+    await checks.tokens(running, 2)
+    await engine.cancel(running)
+    for number in range(6):  # waiting and computing
+        await engine.add(
+            EngineRequest(f"c-{number}", prompt_of(300, 20 + number), greedy(9), prefill_only=True), lambda _: None
+        )
+    await checks.until(lambda: engine.stats_now().num_free_blocks < engine.stats_now().num_blocks - 1)
+    for number in range(6):
+        assert await engine.cancel(f"c-{number}")
+
+
+async def nothing_is_left(checks: Checks, engine: VllmEngine) -> None:
+    await checks.until(lambda: engine.num_free_staging_blocks == engine._memory.num_blocks)
+    await checks.until(lambda: engine.stats_now().num_free_blocks == engine.stats_now().num_blocks)
+
+
+CHECKS: tuple[Callable[[Checks, VllmEngine], Awaitable[None]], ...] = (
+    handed_over,
+    computed_where_held_blocks_were_evicted,
+    preempted,
+    computed_where_loading_failed,
+    cancelled_in_every_state,
+    nothing_is_left,
+)
+
+
+def options(model: Path, kv_memory_bytes: int, block_tokens: int = 64) -> VllmOptions:
+    return VllmOptions(
+        str(model),
+        block_tokens=block_tokens,
+        dtype="float32",
+        max_context_tokens=512,
+        max_running=8,
+        max_batch_tokens=128,
+        kv_memory_bytes=kv_memory_bytes,
+        engine_args="--enforce-eager",
+    )
+
+
+def say(**what: object) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+async def main(model: Path, refused: Path | None) -> None:
+    if refused is not None:
+        try:
+            VllmHost(prepare_checkpoint(str(refused), for_any_engine=True), options(refused, 1 << 20), 1 << 20)
+        except Incompatible as error:
+            say(refused=error.message)
+    checkpoint = prepare_checkpoint(str(model), for_any_engine=True)
+    config = json.loads((model / "config.json").read_text())
+    is_latent = "kv_lora_rank" in config
+    width = 512 + 64 if is_latent else 2 * config["num_key_value_heads"] * config["head_dim"]
+    block_tokens = 16 if is_latent else 64
+    block_bytes, num_blocks = block_tokens * config["num_hidden_layers"] * width * 4, CACHE_TOKENS // block_tokens
+    asked = options(model, (num_blocks + 1) * block_bytes, block_tokens)
+    host = await asyncio.to_thread(VllmHost, checkpoint, asked, (num_blocks + 2) * block_bytes)
+    checks = Checks(model)
+    async with host.running(checks.on_step, lambda reason: say(died=str(reason))) as engine:
+        assert host.facts.num_blocks == num_blocks
+        for check in CHECKS:
+            await asyncio.wait_for(check(checks, engine), 180)
+            say(holds=check.__name__)
+        say(holds="everything")
+        await asyncio.sleep(600)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None))
