@@ -18,9 +18,11 @@ are; our connector is in vLLM's, in two halves: one beside its scheduler, one in
   once the connector has said that the request has ended there, after which no step touches them.
 - *A decode* begins once all KV is in the arena; the connector loads it before the first step. Blocks carry the number
   of their use: a load that finds another number is reported to vLLM, which computes the prompt anew.
+- *Sampling* is vLLM's where it has the same parameter; otherwise our own sampler draws the token inside vLLM, as a
+  logits processor (structured output; penalties behind a hand-over).
 - *Layouts* are not assumed but measured: at start the engine's own cache write is given known bits, which shows where
   each value lies. A cache that is not a permutation of canonical values (quantised, latent) is refused.
 
-Read in this order: versions, sampling, engine_arguments, messages, paged_layer, staging, connector, reports,
-block_events, vllm_engine, async_llm, event_reader, host.
+Read in this order: versions, messages, sampling, engine_arguments, paged_layer, staging, connector,
+own_sampling, reports, block_events, vllm_engine, async_llm, event_reader, host.
 """

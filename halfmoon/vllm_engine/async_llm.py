@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -43,7 +43,9 @@ class Started(NamedTuple):
     device: str
 
 
-def start_vllm(arguments: dict[str, Any], staging_bytes: int, reports: str, events: str) -> Started:
+def start_vllm(
+    arguments: dict[str, Any], eos_token_ids: Collection[int], staging_bytes: int, reports: str, events: str
+) -> Started:
     """Starts vLLM's processes and waits until the model is loaded: minutes. arguments: of `AsyncEngineArgs`.
 
     reports: path of the socket for the connector's reports; events: endpoint for those of the prefix cache. Raises
@@ -59,7 +61,10 @@ def start_vllm(arguments: dict[str, Any], staging_bytes: int, reports: str, even
     try:
         published = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=events)
         config = AsyncEngineArgs(
-            **arguments, kv_transfer_config=transfer, kv_events_config=published
+            **arguments,
+            kv_transfer_config=transfer,
+            kv_events_config=published,
+            logits_processors=["halfmoon.vllm_engine.own_sampling:OwnSampling"],
         ).create_engine_config()
     except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
         raise Incompatible(f"vLLM refuses the model or its options: {error}", param="engine_args") from error
@@ -72,7 +77,11 @@ def start_vllm(arguments: dict[str, Any], staging_bytes: int, reports: str, even
         )
     memory = StagingMemory(layout, max(1, staging_bytes // layout.block_bytes))
     transfer.kv_connector_extra_config.update(
-        reports=reports, layout=asdict(layout), num_blocks=memory.num_blocks, memory=memory.path
+        reports=reports,
+        eos_token_ids=sorted(eos_token_ids),
+        layout=asdict(layout),
+        num_blocks=memory.num_blocks,
+        memory=memory.path,
     )
     config.kv_transfer_config = transfer
     try:
@@ -127,10 +136,9 @@ class AsyncLLMSource:
         if prompt.salt:
             tokens["cache_salt"] = prompt.salt
         try:
+            extra = {"kv_transfer_params": prompt.order.params(), **prompt.sampling.get("extra_args", {})}
             sampling = SamplingParams(
-                **prompt.sampling,
-                output_kind=RequestOutputKind.DELTA,
-                extra_args={"kv_transfer_params": prompt.order.params()},
+                **{**prompt.sampling, "output_kind": RequestOutputKind.DELTA, "extra_args": extra}
             )
             async for output in self._llm.generate(tokens, sampling, prompt.request_id, priority=prompt.priority):
                 (completion,) = output.outputs

@@ -37,7 +37,9 @@ class VllmHost:
 
         self._listener = ReportListener(self._on_report, self._on_end)
         listener = self._listener
-        self._started = start_vllm(options.arguments(), staging_bytes, listener.path, listener.events_endpoint)
+        self._started = start_vllm(
+            options.arguments(), checkpoint.eos_token_ids, staging_bytes, listener.path, listener.events_endpoint
+        )
         self._checkpoint = checkpoint
         self._engine: VllmEngine | None = None
         started = self._started

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+from halfmoon.engine.request import Constraint, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,49 @@ class Stepped:
     num_preempted: int = 0
 
 
-Report = Saved | Ended | Stepped
-_KINDS: Mapping[str, type[Saved] | type[Ended] | type[Stepped]] = {
-    kind.__name__: kind for kind in (Saved, Ended, Stepped)
+@dataclass(frozen=True, slots=True)
+class NotDrawn:
+    """Our sampler drew no token; the one that comes means nothing."""
+
+    request_id: str
+    is_constraint: bool  # whether the required form allows none
+
+
+Report = Saved | Ended | Stepped | NotDrawn
+_KINDS: Mapping[str, type[Saved] | type[Ended] | type[Stepped] | type[NotDrawn]] = {
+    kind.__name__: kind for kind in (Saved, Ended, Stepped, NotDrawn)
 }
+
+
+@dataclass(frozen=True, slots=True)
+class OwnDraw:
+    """That our sampler draws a request's tokens inside vLLM. Its prompt ends with `num_before` tokens of the answer."""
+
+    NAME: ClassVar = "halfmoon_draw"  # among vLLM's `extra_args`
+
+    request_id: str
+    sampling: SamplingParams
+    num_before: int
+
+    def params(self) -> dict[str, Any]:
+        """Plain values."""
+        sampling = {field.name: getattr(self.sampling, field.name) for field in fields(self.sampling)}
+        sampling["logit_bias"] = list(self.sampling.logit_bias.items())
+        if self.sampling.constraint is not None:
+            sampling["constraint"] = asdict(self.sampling.constraint)
+        return {"request_id": self.request_id, "sampling": sampling, "num_before": self.num_before}
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any] | None) -> OwnDraw | None:
+        """The inverse of `params`; None without any."""
+        if not params:
+            return None
+        sampling = dict(params["sampling"])
+        sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"]}
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        if sampling["constraint"] is not None:
+            sampling["constraint"] = Constraint(**sampling["constraint"])
+        return cls(params["request_id"], SamplingParams(**sampling), params["num_before"])
 
 
 def encode_report(report: Report) -> bytes:

@@ -1,4 +1,4 @@
-"""Our sampling parameters as vLLM's, one to one; what cannot be said there is refused by name. No vLLM."""
+"""Our sampling parameters as vLLM's, one to one, or drawn by our own sampler inside vLLM. No vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from halfmoon.engine.request import EngineRequest, SamplingParams
-from halfmoon.errors import InvalidRequest
+from halfmoon.vllm_engine.messages import OwnDraw
 
 _MOST_LOGIT_BIAS = 100.0  # vLLM cuts larger ones off
 _SEEDS = 1 << 63
@@ -18,14 +18,22 @@ def vllm_sampling(request: EngineRequest, eos_token_ids: Collection[int], num_be
 
     Ends of sequence are named as stop tokens, so that no file of the model adds others. vLLM's generator is begun
     anew for the position, so a token depends on the seed and on where the engine that drew it began.
-    Raises InvalidRequest.
     """
     sampling = request.sampling
-    check_sampling(sampling, num_before)
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_token_ids))
     max_tokens = 1 if request.prefill_only else sampling.max_tokens - num_before
-    return {
+    common = {
         "max_tokens": max_tokens,
+        "stop_token_ids": sorted(stops),
+        "ignore_eos": True,
+        "logprobs": sampling.num_top_logprobs,
+        "detokenize": False,
+    }
+    if needs_own_sampler(sampling, num_before):
+        draw = OwnDraw(request.request_id, sampling, num_before)
+        return {**common, "temperature": 0.0, "extra_args": {OwnDraw.NAME: draw.params()}}
+    return {
+        **common,
         "min_tokens": max(0, min(sampling.min_tokens - num_before, max_tokens)),
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
@@ -36,31 +44,14 @@ def vllm_sampling(request: EngineRequest, eos_token_ids: Collection[int], num_be
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "logit_bias": dict(sampling.logit_bias) or None,
-        "stop_token_ids": sorted(stops),
-        "ignore_eos": True,
-        "logprobs": sampling.num_top_logprobs,
-        "detokenize": False,
     }
 
 
-def check_sampling(sampling: SamplingParams, num_before: int) -> None:
-    """Raises InvalidRequest, naming the parameter, for what vLLM cannot do, or not behind `num_before` tokens."""
-    if sampling.constraint is not None:
-        raise InvalidRequest(
-            "workers with vLLM do not follow a structure yet: leave response_format, structured_outputs and forced "
-            "tools out, or serve with our own engine",
-            param=sampling.constraint.kind,
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        if getattr(sampling, name) and num_before:
-            raise InvalidRequest(
-                f"{name} counts earlier tokens of the answer, which a worker with vLLM takes for the prompt when it "
-                "goes on with an answer: leave it out, or decode with our own engine",
-                param=name,
-            )
-    if sampling.top_p == 0:
-        raise InvalidRequest("top_p must be above 0 on workers with vLLM; use temperature 0", param="top_p")
-    if any(abs(bias) > _MOST_LOGIT_BIAS for bias in sampling.logit_bias.values()):
-        raise InvalidRequest(
-            f"workers with vLLM take biases of -{_MOST_LOGIT_BIAS:g} to {_MOST_LOGIT_BIAS:g}", param="logit_bias"
-        )
+def needs_own_sampler(sampling: SamplingParams, num_before: int) -> bool:
+    """Whether vLLM cannot say it, or counts tokens of the answer as the prompt's: structure, penalties, extremes."""
+    return (
+        sampling.constraint is not None
+        or bool(num_before and (sampling.presence_penalty or sampling.frequency_penalty))
+        or sampling.top_p == 0
+        or any(abs(bias) > _MOST_LOGIT_BIAS for bias in sampling.logit_bias.values())
+    )

@@ -23,7 +23,14 @@ from halfmoon.engine.kv_memory.coded_copies import read_encoded, write_decoded
 from halfmoon.engine.kv_memory.kv_access import KVAccess
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.kv_memory.kv_watch import OnKV
-from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SampledToken, TokenOutput
+from halfmoon.engine.request import (
+    CONSTRAINT_TOKEN_ID,
+    ERROR_TOKEN_ID,
+    EngineRequest,
+    FinishReason,
+    SampledToken,
+    TokenOutput,
+)
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
@@ -35,7 +42,7 @@ from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.kv_layout import KVDtype
 from halfmoon.vllm_engine.block_events import BlockNames
-from halfmoon.vllm_engine.messages import Ended, KVOrder, Report, Saved, Stepped
+from halfmoon.vllm_engine.messages import Ended, KVOrder, NotDrawn, Report, Saved, Stepped
 from halfmoon.vllm_engine.sampling import vllm_sampling
 from halfmoon.vllm_engine.staging import StagingMemory
 
@@ -130,6 +137,7 @@ class VllmEngine:
         self._steps: list[StepResult] = []
         self._outputs: list[TokenOutput] = []
         self._is_flushing = False
+        self._aborting: set[asyncio.Task[None]] = set()
         self._dead: BaseException | None = None
         self._copies = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
 
@@ -158,7 +166,6 @@ class VllmEngine:
 
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
         """See `AsyncEngine.reserve`. What vLLM's cache evicts before the start is computed then."""
-        vllm_sampling(request, self._eos_token_ids, len(request.output_token_ids) + 1)
         entry = self._admit(request, on_kv)
         num_blocks = self.layout.num_blocks(len(entry.sequence.token_ids))
         self._check_fits(num_blocks)
@@ -289,6 +296,8 @@ class VllmEngine:
                         entry.is_with_vllm = False
             case Stepped():
                 self._note_step(report)
+            case NotDrawn():
+                self._note_not_drawn(report)
 
     def note_blocks(self, events: Iterable[Any] | None) -> None:
         """Takes events of vLLM's prefix cache; None: some were lost."""
@@ -396,6 +405,19 @@ class VllmEngine:
         entry.sequence.written = written
         entry.sequence.num_computed = max(entry.sequence.num_computed, written.num_tokens)
         entry.on_kv(written)
+
+    def _note_not_drawn(self, report: NotDrawn) -> None:
+        """Ends a request with the reason for which our sampler, inside vLLM, drew no token."""
+        entry = self._entries.get(report.request_id)
+        if entry is None or entry.sequence.state == "held":
+            return
+        reason: FinishReason = "constraint" if report.is_constraint else "error"
+        token_id = CONSTRAINT_TOKEN_ID if report.is_constraint else ERROR_TOKEN_ID
+        self._put_output(TokenOutput(report.request_id, token_id, entry.sequence.num_output, reason))
+        self._forget(entry)
+        aborting = asyncio.create_task(self._source.abort(report.request_id))
+        self._aborting.add(aborting)
+        aborting.add_done_callback(self._aborting.discard)
 
     def _note_step(self, step: Stepped) -> None:
         self._num_free = step.num_free_blocks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -15,9 +17,14 @@ from tests.e2e.system import System, running_system
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
-    """1 prefill and 1 decode worker, float32, and a hand-over for every request: what the golden test compares."""
-    options = ("--dtype", "float32", "--conditional-disaggregation", "off")
-    async with running_system(tmp_path_factory.mktemp("state"), *options) as found:
+    """1 prefill and 1 decode worker, float32, and a hand-over for every request: what the golden test compares.
+
+    HALFMOON_E2E_OPTIONS has further options of `halfmoon up`, such as those of another engine.
+    """
+    further = shlex.split(os.environ.get("HALFMOON_E2E_OPTIONS", ""))
+    options = ("--dtype", "float32", "--conditional-disaggregation", "off", *further)
+    start_s = 600.0 if further else 120.0
+    async with running_system(tmp_path_factory.mktemp("state"), *options, start_timeout_s=start_s) as found:
         yield found
 
 

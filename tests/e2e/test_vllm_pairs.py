@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
-import pytest_asyncio
 import yaml
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
@@ -26,7 +29,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.skipif(not PYTHON, reason="HALFMOON_VLLM_PYTHON names no interpreter that has vLLM"),
 ]
 
@@ -43,24 +46,47 @@ _ENGINES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["vllm-vllm", "vllm-halfmoon", "halfmoon-vllm"])
-async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
-    """A prefill worker with the first engine and a decode worker with the second, float32, a hand-over each time."""
-    prefill, decode = request.param.split("-")
-    directory = tmp_path_factory.mktemp("pair")
+@asynccontextmanager
+async def started(directory: Path, prefill: Sequence[str], decode: Sequence[str]) -> AsyncIterator[System]:
+    """Workers with these engines, float32, and a hand-over for each request."""
     file = directory / "halfmoon.yaml"
-    workers = {"all": {"dtype": "float32"}, "prefill": [_ENGINES[prefill]], "decode": [_ENGINES[decode]]}
+    groups = {"prefill": [_ENGINES[name] for name in prefill], "decode": [_ENGINES[name] for name in decode]}
+    workers = {"all": {"dtype": "float32"}, **groups}
     file.write_text(yaml.safe_dump({"workers": workers, "gateway": {"conditional_disaggregation": "off"}}))
     options = ("--config", str(file))
     async with running_system(directory / "state", *options, start_timeout_s=_START_S) as system:
         yield system
 
 
-async def test_golden(pair: System, reference: Reference, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize(("prefill", "decode"), [("vllm", "vllm"), ("vllm", "halfmoon"), ("halfmoon", "vllm")])
+async def test_golden(prefill: str, decode: str, reference: Reference, checkpoint: Checkpoint, tmp_path: Path) -> None:
     tokenizer = Tokenizer(checkpoint)
-    async with aiohttp.ClientSession(pair.url) as http:
+    async with started(tmp_path, [prefill], [decode]) as system, aiohttp.ClientSession(system.url) as http:
         for prompt in PROMPTS:
             check(await completion(http, prompt), prompt, reference, tokenizer)
         answers = await asyncio.gather(*(completion(http, prompt) for prompt in PROMPTS))
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             check(answer, prompt, reference, tokenizer)
+
+
+async def test_answers_go_on_at_our_engine_when_vllm_is_killed(reference: Reference, tmp_path: Path) -> None:
+    prompts = [f"{prompt} {number}" for number, prompt in enumerate(PROMPTS[3:6] * 2)]
+    async with (
+        started(tmp_path, ["halfmoon"], ["vllm", "halfmoon"]) as system,
+        aiohttp.ClientSession(system.url) as http,
+        asyncio.TaskGroup() as group,
+    ):
+        tasks = [group.create_task(completion(http, prompt, max_tokens=48, ignore_eos=True)) for prompt in prompts]
+        while True:
+            (worker,) = [one for one in await system.cluster(http) if one["device"].startswith("vllm")]
+            if worker["load"]["num_running"] > 0:
+                break
+            await asyncio.sleep(0.02)
+        vllm = psutil.Process(worker["pid"]).children(recursive=True)
+        os.kill(worker["pid"], signal.SIGKILL)
+        for prompt, task in zip(prompts, tasks, strict=True):
+            (choice,) = (await task)["choices"]
+            assert choice["token_ids"][:24] == reference(prompt, 24)[:24]
+            assert len(choice["token_ids"]) == 48
+        _, alive = await asyncio.to_thread(psutil.wait_procs, vllm, 30)
+        assert not alive, "vLLM outlives its worker"

@@ -9,13 +9,16 @@ import asyncio
 import json
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
-from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
+from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams, TokenOutput
+from halfmoon.engine.sampler import SamplingRow, adjust_logits
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Incompatible, NoCapacity
 from halfmoon.vllm_engine.engine_arguments import VllmOptions
@@ -33,6 +36,7 @@ class Checks:
     def __init__(self, model: Path) -> None:
         from transformers import AutoModelForCausalLM
 
+        self.model = model
         self.reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.num_preempted = 0
@@ -84,14 +88,30 @@ class Checks:
         await engine.cancel(name)
         return first, torch.frombuffer(kv, dtype=torch.float32).view(engine.layout.shape(layers, len(prompt)))
 
+    def penalised(self, prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
+        """Tokens of transformers' logits under our own adjustments."""
+        ids = list(prompt)
+        while len(ids) < len(prompt) + sampling.max_tokens:
+            with torch.inference_mode():
+                logits = self.reference(torch.tensor([ids])).logits[0, -1].clone()
+                adjust_logits(logits, SamplingRow(sampling, ids, len(prompt)), frozenset({2}))
+                ids.append(int(logits.argmax()))
+        return ids[len(prompt) :]
+
     async def received(
-        self, engine: VllmEngine, prompt: tuple[int, ...], max_tokens: int, kv: torch.Tensor, salt: bytes = b""
+        self,
+        engine: VllmEngine,
+        prompt: tuple[int, ...],
+        sampling: int | SamplingParams,
+        kv: torch.Tensor,
+        salt: bytes = b"",
     ) -> str:
-        """Reserves room as soon as there is some, and writes what vLLM's cache lacks."""
+        """Reserves room as soon as there is some, and writes what vLLM's cache lacks. sampling: or tokens, greedily."""
+        sampling = greedy(sampling) if isinstance(sampling, int) else sampling
         name = f"decode-{next(self._names)}"
         while True:
             try:
-                held = await engine.reserve(EngineRequest(name, prompt, greedy(max_tokens), tenant_salt=salt))
+                held = await engine.reserve(EngineRequest(name, prompt, sampling, tenant_salt=salt))
                 break
             except NoCapacity:
                 await asyncio.sleep(0.01)
@@ -162,6 +182,35 @@ async def computed_where_loading_failed(checks: Checks, engine: VllmEngine) -> N
     assert await checks.tokens(name, MAX_TOKENS - 1) == expected[1:]
 
 
+async def drawn_by_our_sampler(checks: Checks, engine: VllmEngine) -> None:
+    """Penalties count the tokens before a hand-over, and a structure goes on behind it."""
+    prompt = prompt_of(90, 11)
+    first, kv = await checks.prefilled(engine, prompt, MAX_TOKENS)
+    penalised = replace(greedy(MAX_TOKENS), frequency_penalty=1.5, presence_penalty=0.5)
+    name = await checks.received(engine, prompt, penalised, kv, b"penalised")
+    await engine.start(name, first)
+    assert [first, *await checks.tokens(name, MAX_TOKENS - 1)] == checks.penalised(prompt, penalised)
+    digits = replace(greedy(40), constraint=Constraint("regex", "[0-9]{4,6}"))
+    tokenizer = Tokenizer.from_file(str(checks.model / "tokenizer.json"))
+    await engine.add(EngineRequest("structure", prompt, digits, prefill_only=True), lambda _: None)
+    (first,) = await checks.tokens("structure", 1)
+    await engine.cancel("structure")
+    name = await checks.received(engine, prompt, digits, kv, b"structure")
+    await engine.start(name, first)
+    found = [first, *await checks.tokens(name, 40)]
+    assert checks.outputs[name][-1].finish_reason == "stop"
+    text = tokenizer.decode(found[:-1])
+    assert text.isdigit(), text
+    assert 4 <= len(text) <= 6, text
+
+
+async def ended_where_a_structure_allows_nothing(checks: Checks, engine: VllmEngine) -> None:
+    broken = replace(greedy(9), constraint=Constraint("regex", "a("))
+    await engine.add(EngineRequest("broken", prompt_of(9), broken))
+    await checks.tokens("broken", 1)
+    assert checks.outputs["broken"][-1].finish_reason in ("constraint", "error")
+
+
 async def cancelled_in_every_state(checks: Checks, engine: VllmEngine) -> None:
     prompt = prompt_of(300, 5)
     _, kv = await checks.prefilled(engine, prompt, 40)
@@ -190,6 +239,8 @@ CHECKS: tuple[Callable[[Checks, VllmEngine], Awaitable[None]], ...] = (
     computed_where_held_blocks_were_evicted,
     preempted,
     computed_where_loading_failed,
+    drawn_by_our_sampler,
+    ended_where_a_structure_allows_nothing,
     cancelled_in_every_state,
     nothing_is_left,
 )

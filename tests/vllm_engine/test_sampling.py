@@ -1,13 +1,14 @@
-"""Our sampling parameters become vLLM's, and what it cannot do is refused by name."""
+"""Our sampling parameters become vLLM's, and our own sampler draws what it cannot say."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams
-from halfmoon.errors import InvalidRequest
+from halfmoon.vllm_engine.messages import OwnDraw
 from halfmoon.vllm_engine.sampling import vllm_sampling
 
 EOS = frozenset({2, 7})
@@ -52,16 +53,22 @@ def test_ignored_ends_are_no_stop_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_before", "more", "param"),
+    ("num_before", "more"),
     [
-        (0, {"constraint": Constraint("regex", "a+")}, "regex"),
-        (1, {"presence_penalty": 0.5}, "presence_penalty"),
-        (1, {"frequency_penalty": -0.5}, "frequency_penalty"),
-        (0, {"top_p": 0.0}, "top_p"),
-        (0, {"logit_bias": {3: 101.0}}, "logit_bias"),
+        (0, {"constraint": Constraint("regex", "a+")}),
+        (1, {"presence_penalty": 0.5}),
+        (1, {"frequency_penalty": -0.5, "stop_token_ids": (9,), "min_tokens": 3}),
+        (0, {"top_p": 0.0}),
+        (0, {"logit_bias": {3: 101.0}}),
     ],
 )
-def test_what_vllm_cannot_do_is_refused_by_name(num_before: int, more: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        asked(num_before, **more)
-    assert refused.value.param == param
+def test_our_sampler_draws_what_vllm_cannot(num_before: int, more: dict[str, Any]) -> None:
+    found = asked(num_before, **more, num_top_logprobs=2)
+    assert (found["temperature"], found["max_tokens"], found["logprobs"]) == (0.0, 10 - num_before, 2)
+    assert not {"presence_penalty", "logit_bias", "min_tokens", "seed"} & found.keys()
+    draw = OwnDraw.of(json.loads(json.dumps(found["extra_args"]))[OwnDraw.NAME])
+    assert draw == OwnDraw("r", SamplingParams(max_tokens=10, **more, num_top_logprobs=2), num_before)
+
+
+def test_vllm_draws_everything_else() -> None:
+    assert "extra_args" not in asked(presence_penalty=0.5, logit_bias={3: 100.0}, top_p=0.1)

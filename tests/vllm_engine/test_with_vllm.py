@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, MambaConfig, MixtralConfig
 
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from tests.vllm_engine.real_vllm import CHECKS
 
 PYTHON = os.environ.get("HALFMOON_VLLM_PYTHON", "")
@@ -55,6 +57,8 @@ def saved(config: Any, path: Path) -> Path:
     torch.manual_seed(1)
     make: Any = AutoModelForCausalLM.from_config
     make(config, dtype=torch.float32).save_pretrained(path)
+    for file in Path(prepare_checkpoint("demo").path).glob("tokenizer*"):
+        shutil.copy(file, path)
     return path
 
 
