@@ -147,9 +147,12 @@ def _run(engine: Engine, trial: _Trial, give_up_s: float) -> Sequence[StepResult
 
 
 def _note(profile: Profile, trial: _Trial, result: StepResult, role: str) -> None:
-    """Adds a step to the profile. Prefills count only when a single prompt was computed."""
+    """Adds a step to the profile. Prefills count only when a single prompt was computed.
+
+    A decode worker's trials begin with prefills, too: it may have to restore a request alone.
+    """
     is_prefill = result.num_prefill_tokens and not result.num_decode_seqs
-    if is_prefill and trial.num_sequences == 1 and role != "decode":
+    if is_prefill and trial.num_sequences == 1:
         sample = prefill_sample(result.num_prefill_tokens, result.num_prefill_pairs, result.duration_s)
         profile.prefills.append(sample)
     elif result.num_decode_seqs and not result.num_prefill_tokens and role != "prefill":

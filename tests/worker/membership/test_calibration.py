@@ -21,7 +21,7 @@ def engine(tiny: Checkpoint) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("role", "measures"), [("prefill", (True, False)), ("decode", (False, True)), ("both", (True, True))]
+    ("role", "measures"), [("prefill", (True, False)), ("decode", (True, True)), ("both", (True, True))]
 )
 def test_each_role_measures_what_it_does(engine: Engine, role: str, measures: tuple[bool, bool]) -> None:
     profile = measure(engine, role, "k", 60)
@@ -31,6 +31,8 @@ def test_each_role_measures_what_it_does(engine: Engine, role: str, measures: tu
         assert max(one.batch for one in profile.steps) == 4  # sixteen do not fit
     if role != "decode":
         assert {one.new_tokens for one in profile.prefills} >= {10, 40, 80}
+    else:
+        assert {one.new_tokens for one in profile.prefills} == {64, 80}, "the prompts of its decode steps"
 
 
 def test_the_engine_is_left_as_it_was(engine: Engine) -> None:
