@@ -11,7 +11,6 @@ from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.goodput import Trial
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, WorkerGroup
 from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
-from halfmoon.sim.cluster.kv_codecs import KV_CODECS
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 
@@ -59,14 +58,11 @@ def workers_per_node(layout: Layout, workers: WorkerSet, fleet: Fleet) -> int:
 
 def layout_network(problem: PlanningProblem, layout: Layout) -> Network:
     """The network of a layout, with its codec. Between different GPUs it is as fast as the slower end."""
-    codec = KV_CODECS[layout.codec]
     all_ends = [problem.rules.networks[gpu] for gpu in layout.gpus]
     return replace(
         all_ends[0],
         bytes_per_s=min(network.bytes_per_s for network in all_ends),
         node_bytes_per_s=min(network.node_bytes_per_s for network in all_ends),
         latency_s=max(network.latency_s for network in all_ends),
-        kv_ratio=codec.ratio,
-        encode_bytes_per_s=codec.encode_bytes_per_s,
-        decode_bytes_per_s=codec.decode_bytes_per_s,
+        codec=layout.codec,
     )

@@ -13,6 +13,7 @@ from halfmoon.plan.node_pools import read_fleet
 from halfmoon.plan.problem import PlanningProblem, default_rules
 from halfmoon.plan.search.goodput import Goal
 from halfmoon.sim.cluster.cluster_spec import SloTargets
+from halfmoon.sim.cluster.kv_codecs import KvCodec
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.latency_sources.hardware import device
 from halfmoon.sim.latency_sources.measured_profile import MeasuredLimits, MeasuredPrefill, MeasuredProfile, MeasuredStep
@@ -103,9 +104,9 @@ def test_a_codec_sends_fewer_bytes_and_works_for_it() -> None:
     plain = layout_network(problem, layout)
     coded = layout_network(problem, replace(layout, codec="int8"))
     assert plain.bytes_per_s == coded.bytes_per_s == 1e9
-    assert (plain.kv_ratio, plain.encode_bytes_per_s) == (1.0, None)
-    assert coded.kv_ratio < 0.6
-    assert coded.encode_bytes_per_s is not None
+    assert plain.codec_within(is_node=False) == KvCodec(1.0)
+    assert coded.codec_within(is_node=False).ratio < 0.6
+    assert coded.codec_within(is_node=False).encode_bytes_per_s is not None
 
 
 def test_sequences_that_are_asked_for_are_planned_with_measured_times_too() -> None:

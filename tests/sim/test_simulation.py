@@ -15,6 +15,7 @@ from halfmoon.policy.models.latency import StepModel
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure, Network, SloTargets, WorkerGroup
 from halfmoon.sim.cluster.decode_batch import DecodeBatch
+from halfmoon.sim.cluster.kv_codecs import KvCodec
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.latency_sources.latency_model import StepPiece
 from halfmoon.sim.result import Attainment, SimResult
@@ -156,7 +157,7 @@ def test_admission_refuses_before_anything_is_computed() -> None:
 
 def test_admission_learns_what_the_hand_over_takes() -> None:
     """Its codec makes the mean of nineteen gaps too long, of which gateways know nothing before three such answers."""
-    slow = Network(bytes_per_s=1e11, encode_bytes_per_s=100 * MODEL.kv_bytes_per_token / 1.2)
+    slow = Network(bytes_per_s=1e11, codec=KvCodec(1.0, 100 * MODEL.kv_bytes_per_token / 1.2))
     spec = pair(slow, admission="predicted", targets=SloTargets(tpot_s=0.04))
     found = simulate(spec, work(*((3.0 * number, 100, 20) for number in range(4))))
     assert found.tpot_s[:3].min() > 0.05

@@ -11,7 +11,9 @@ from halfmoon.plan.problem import OF_A_RATE, PlanningProblem
 from halfmoon.plan.search.evaluation import Evaluation
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 
-_LEAST_GAIN: Mapping[KvCodecName, float] = MappingProxyType({"raw": 1.0, "int8": 1.05, "int4": 1.1})
+_LEAST_GAIN: Mapping[KvCodecName, float] = MappingProxyType(
+    {"raw": 1.0, "lz4": 1.0, "zstd": 1.0, "int8": 1.05, "int4": 1.1}
+)
 """Minimum goodput gain that makes a codec's loss worthwhile."""
 
 

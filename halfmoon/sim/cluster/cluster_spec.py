@@ -14,6 +14,7 @@ from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
+from halfmoon.sim.cluster.kv_codecs import KV_CODECS, KvCodec, KvCodecName, auto_codec
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
 TbtOf = Literal["longest", "longest-tenth"]
@@ -80,16 +81,23 @@ class Network:
     latency_s: float = 1e-4
     node_bytes_per_s: float = 300e9  # between workers of one node
     handover: Handover = "push"
-    kv_ratio: float = 1.0  # bytes handed over per byte of KV; below 1 with a codec. What is fetched or stored is raw
-    encode_bytes_per_s: float | None = None  # bytes of KV that a worker's codec encodes per second; None: no codec
-    decode_bytes_per_s: float | None = None  # bytes of KV that the receiver's codec restores per second
+    codec: KvCodecName | Literal["auto"] | KvCodec = "raw"  # of hand-overs; what is fetched or stored is raw
 
     def __post_init__(self) -> None:
         _check(self.bytes_per_s > 0 and self.node_bytes_per_s > 0, "bytes_per_s", "must be above 0")
         _check(self.latency_s >= 0, "latency_s", "must not be negative")
-        _check(0 < self.kv_ratio <= 1, "kv_ratio", "must be above 0 and at most 1")
-        for name in ("encode_bytes_per_s", "decode_bytes_per_s"):
-            _check((getattr(self, name) or 1.0) > 0, name, "must be above 0")
+        codec = self.codec_within(is_node=False)
+        _check(0 < codec.ratio <= 1, "codec", "must send some bytes, and not more than there are")
+        speeds = codec.encode_bytes_per_s, codec.decode_bytes_per_s
+        _check(all(speed is None or speed > 0 for speed in speeds), "codec", "must be faster than 0")
+
+    def codec_within(self, *, is_node: bool) -> KvCodec:
+        """The codec of hand-overs within a node, or between nodes."""
+        if isinstance(self.codec, KvCodec):
+            return self.codec
+        if self.codec == "auto":
+            return auto_codec(self.node_bytes_per_s if is_node else self.bytes_per_s)
+        return KV_CODECS[self.codec]
 
 
 @dataclass(frozen=True, slots=True)

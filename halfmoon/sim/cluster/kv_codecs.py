@@ -6,25 +6,45 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-KvCodecName = Literal["raw", "int8", "int4"]
+from halfmoon.kv.codec.choice import CodecCost, quickest_codec
+from halfmoon.kv.codec.names import Codec
+
+KvCodecName = Literal["raw", "lz4", "zstd", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
 class KvCodec:
     """One codec. Ratios refer to bfloat16 KV; speeds are those of one thread per worker; None: no work."""
 
-    name: KvCodecName
     ratio: float  # bytes sent per byte of KV
-    encode_bytes_per_s: float | None
-    decode_bytes_per_s: float | None
-    divergence: float  # of the next-token distribution, in nats
+    encode_bytes_per_s: float | None = None
+    decode_bytes_per_s: float | None = None
+    divergence: float = 0.0  # of the next-token distribution, in nats
+
+    @property
+    def cost(self) -> CodecCost:
+        """Per byte of KV."""
+        speeds = self.encode_bytes_per_s, self.decode_bytes_per_s
+        return CodecCost(self.ratio, *(0.0 if speed is None else 1 / speed for speed in speeds))
 
 
 KV_CODECS: MappingProxyType[KvCodecName, KvCodec] = MappingProxyType(
     {
-        "raw": KvCodec("raw", 1.0, None, None, 0.0),
-        "int8": KvCodec("int8", 1 / 1.94, 1.40e9, 2.06e9, 1.3e-4),
-        "int4": KvCodec("int4", 1 / 3.20, 0.86e9, 1.58e9, 4.8e-3),
+        "raw": KvCodec(1.0),
+        "lz4": KvCodec(1 / 1.22, 0.6e9, 2.0e9),
+        "zstd": KvCodec(1 / 1.46, 0.5e9, 1.3e9),
+        "int8": KvCodec(1 / 1.94, 1.40e9, 2.06e9, 1.3e-4),
+        "int4": KvCodec(1 / 3.20, 0.86e9, 1.58e9, 4.8e-3),
     }
 )
-"""Measured on SmolLM2-135M by `benchmarks/codecs` (docs/log/kv.md), on two cores of 2025."""
+"""Measured on SmolLM2-135M by `benchmarks/codecs` and `benchmarks/kv_entries` (docs/log/kv.md, docs/log/kvstore.md)."""
+
+_EXACT: dict[Codec, KvCodecName] = {Codec.RAW: "raw", Codec.LZ4: "lz4", Codec.ZSTD: "zstd"}
+
+
+def auto_codec(link_bytes_per_s: float) -> KvCodec:
+    """What workers choose by themselves for a link of that speed, of the exact codecs."""
+    costs: dict[Codec, CodecCost] = {
+        codec: KV_CODECS[name].cost for codec, name in _EXACT.items() if codec is not Codec.RAW
+    }
+    return KV_CODECS[_EXACT[quickest_codec(1 / link_bytes_per_s, costs, costs.keys())]]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from halfmoon.sim.cluster.cluster_spec import Network
 from halfmoon.sim.cluster.job import Job
+from halfmoon.sim.cluster.kv_codecs import KvCodec
 from halfmoon.sim.cluster.store import SimStore
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.cluster.worker_steps import WorkerSteps
@@ -60,22 +61,21 @@ class CodecQueues:
     workers by number, and nothing of ports.
     """
 
-    def __init__(self, network: Network, num_workers: int) -> None:
-        self._encode_s_per_byte = 1 / network.encode_bytes_per_s if network.encode_bytes_per_s else 0.0
-        self._decode_s_per_byte = 1 / network.decode_bytes_per_s if network.decode_bytes_per_s else 0.0
+    def __init__(self, num_workers: int) -> None:
         self._encoder_free_s = [0.0] * num_workers
         self._decoder_free_s = [0.0] * num_workers
 
-    def code(self, sender: int, receiver: int, num_bytes: float, ready_s: float, now_s: float) -> float:
+    def code(self, codec: KvCodec, sender: int, receiver: int, num_bytes: float, ready_s: float, now_s: float) -> float:
         """When everything is decoded, for KV that can be encoded from `ready_s` on and is complete at `now_s`.
 
         Both ends work concurrently: encoded bytes are decoded at once.
         """
-        if not self._encode_s_per_byte and not self._decode_s_per_byte:
+        _, encode_s, decode_s = codec.cost
+        if not encode_s and not decode_s:
             return now_s
-        encoded_s = max(self._encoder_free_s[sender], ready_s) + num_bytes * self._encode_s_per_byte
-        begun_s = max(self._decoder_free_s[receiver], encoded_s - num_bytes * self._encode_s_per_byte)
-        decoded_s = max(encoded_s, begun_s + num_bytes * self._decode_s_per_byte)
+        encoded_s = max(self._encoder_free_s[sender], ready_s) + num_bytes * encode_s
+        begun_s = max(self._decoder_free_s[receiver], encoded_s - num_bytes * encode_s)
+        decoded_s = max(encoded_s, begun_s + num_bytes * decode_s)
         self._encoder_free_s[sender], self._decoder_free_s[receiver] = encoded_s, decoded_s
         return max(decoded_s, now_s)
 
@@ -105,7 +105,8 @@ class KvTransfers:
     ) -> None:
         self._network = network
         self._ports = Ports(network, max(worker.node for worker in workers) + 1 + num_stores)
-        self._codec_queues = CodecQueues(network, len(workers))
+        self._codecs = {is_node: network.codec_within(is_node=is_node) for is_node in (False, True)}
+        self._codec_queues = CodecQueues(len(workers))
         self._events = events
         self._steps = steps
 
@@ -169,9 +170,10 @@ class KvTransfers:
             return
         ready_s = max(job.begun_s, 0.0) if self._network.handover == "push" else now_s
         raw_bytes = _kv_bytes(sender, num_missing)
-        num_bytes = raw_bytes * self._network.kv_ratio
+        codec = self._codecs[sender.node == receiver.node]
+        num_bytes = raw_bytes * codec.ratio
         end_s = self._ports.send(sender.node, receiver.node, num_bytes, ready_s, now_s)
-        coded_s = self._codec_queues.code(sender.number, receiver.number, raw_bytes, ready_s, now_s)
+        coded_s = self._codec_queues.code(codec, sender.number, receiver.number, raw_bytes, ready_s, now_s)
         self._events.at(max(end_s, coded_s), self._on_handed_over, job, sender, receiver, job.attempt)
 
     def _on_fetched(self, job: Job, target: SimWorker, attempt: int) -> None:

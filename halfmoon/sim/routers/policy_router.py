@@ -132,7 +132,7 @@ class PolicyRouter:
             max_running=group.limits.max_running,
             prefill_model=latency.policy_prefill,
             step_model=latency.policy_step,
-            kv_bytes_per_token=latency.kv_bytes_per_token * self._spec.network.kv_ratio,
+            kv_bytes_per_token=latency.kv_bytes_per_token * self._spec.network.codec_within(is_node=False).ratio,
             holder=self.index.number(worker.name) if kv.is_cache else -1,
             store_holder=-1 if self.stores is None else self.stores.holder,
             fetch_s_per_token=fetch_s if kv.is_cache else math.inf,

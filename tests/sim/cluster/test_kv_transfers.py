@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, Network
+from halfmoon.sim.cluster.kv_codecs import KvCodec
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.workload import Prefixes
 from tests.sim.small_clusters import FAST, group, pair, work
@@ -62,11 +63,20 @@ def test_what_a_holder_has_lost_is_computed() -> None:
 
 def test_codecs_take_their_time_beside_the_link() -> None:
     """100 MB at 1 GB/s; encoded at half of that they take twice as long, however fast the link is."""
-    slow = Network(bytes_per_s=1e9, latency_s=0.0, handover="pull", encode_bytes_per_s=5e8)
+    slow = Network(bytes_per_s=1e9, latency_s=0.0, handover="pull", codec=KvCodec(1.0, 5e8))
     found = simulate(pair(slow), work((0.0, 100, 2)))
     assert found.end_s[0] == pytest.approx(0.1 + 0.2 + 0.011)
-    halved = replace(slow, encode_bytes_per_s=None, kv_ratio=0.5)
+    halved = replace(slow, codec=KvCodec(0.5))
     assert simulate(pair(halved), work((0.0, 100, 2))).end_s[0] == pytest.approx(0.1 + 0.05 + 0.011)
+
+
+def test_workers_choose_what_is_quickest_over_each_link() -> None:
+    """By the rule of live ones: planes in zstd between nodes of 100 MB/s, raw KV within them."""
+    network = Network(bytes_per_s=1e8, node_bytes_per_s=1e10, latency_s=0.0, handover="pull", codec="auto")
+    far = simulate(pair(network), work((0.0, 100, 2)))
+    assert far.end_s[0] == pytest.approx(0.1 + 1.0 / 1.46 + 0.011)
+    near = pair(network, groups=(group("prefill", first_node=0), group("decode", first_node=0)))
+    assert simulate(near, work((0.0, 100, 2))).end_s[0] == pytest.approx(0.1 + 0.01 + 0.011)
 
 
 def test_what_was_on_its_way_to_a_worker_that_died_arrives_nowhere() -> None:
