@@ -111,25 +111,27 @@ async def show(load: Load, mbps: float, num_prefill: int, num_decode: int, num_k
             systems[mode] = _System(http, model, random.Random(1))
             for number in range(2 * num_decode):  # shows how fast workers and links are
                 await systems[mode].ask(question(1000 + number, 0, load.prompt_words), 30)
-        for turn in range(num_kills):
-            for mode in _MODES if turn % 2 else _MODES[::-1]:
-                await _turn(systems[mode], load, turn, num_prefill + num_decode)
-    busy = f"other prompts every {load.busy_s:g} s" if load.busy_s else "no other prompts"
-    print(
-        f"\n{num_kills} kills each at {mbps:g} MB/s, {num_prefill}+{num_decode} workers, {load.num_streams} streams of "
-        f"{load.prompt_words} words and {load.answer_tokens} tokens, {busy}"
-    )
-    columns = ("moved", "direct", "gap p50", "mean", "p90", "max s", "e2e s", "prefilled", "same", "lost")
-    print(f"{'mode':10}" + "".join(f"{column:>10}" for column in columns))
-    for mode, system in systems.items():
-        _print(mode, system.measured)
+        try:
+            for turn in range(num_kills):
+                for mode in _MODES if turn % 2 else _MODES[::-1]:
+                    await _turn(systems[mode], load, turn, num_prefill + num_decode)
+        finally:  # an interrupted run shows what it has
+            busy = f"other prompts every {load.busy_s:g} s" if load.busy_s else "no other prompts"
+            print(
+                f"\n{num_kills} kills each at {mbps:g} MB/s, {num_prefill}+{num_decode} workers, {load.num_streams} "
+                f"streams of {load.prompt_words} words and {load.answer_tokens} tokens, {busy}"
+            )
+            columns = ("moved", "direct", "gap p50", "mean", "p90", "max s", "e2e s", "prefilled", "same", "lost")
+            print(f"{'mode':10}" + "".join(f"{column:>10}" for column in columns))
+            for mode, system in systems.items():
+                _print(mode, system.measured)
 
 
 def _print(mode: str, found: Measured) -> None:
     gaps_s = found.longest_gaps_s or [float("nan")]
     figures = [*np.percentile(gaps_s, 50, keepdims=True), np.mean(gaps_s), np.percentile(gaps_s, 90), max(gaps_s)]
     figures.append(np.mean(found.e2e_s or [float("nan")]))
-    counts = f"{np.mean(found.prefill_tokens):10.0f}{found.num_same:10}{found.num_lost:10}"
+    counts = f"{np.mean(found.prefill_tokens or [0]):10.0f}{found.num_same:10}{found.num_lost:10}"
     reasons = ", ".join(f"{reason} {number}" for reason, number in found.reasons.items())
     moved = f"{mode:10}{len(found.e2e_s):10}{found.num_direct:10}"
     print(moved + "".join(f"{value:10.3f}" for value in figures) + counts + f"  {reasons}", flush=True)
