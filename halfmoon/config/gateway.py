@@ -75,6 +75,11 @@ class GatewayConfig(Section):
         "in a chat, max_tokens: model, what the model's own generation_config.json says; neutral, plain sampling up "
         "to the end of the context",
     )
+    split_reasoning: bool = Field(
+        True,
+        description="what a model writes between <think> and </think>, if its chat template has such tags, is parted "
+        "from the answer; false: it is a part of the text",
+    )
     shared_cache: bool = Field(
         False,
         description="tenants share cached KV, so that a tenant can find out by `cached_tokens` and by latency which "

@@ -18,6 +18,7 @@ from halfmoon.rpc.service import service_main
 from halfmoon.rpc.telemetry.tracing import tracing
 from services.gateway.openai.sampling_defaults import NEUTRAL, SamplingDefaults
 from services.gateway.openai.served_model import ServedModel
+from services.gateway.replies.reasoning import reasons
 from services.gateway.replies.tool_parsers import format_of_template
 from services.gateway.service import running_gateway
 from services.gateway.settings import GatewaySettings
@@ -45,6 +46,7 @@ def load_model(settings: GatewaySettings) -> ServedModel:
         created=int(time.time()),
         aliases=settings.model_alias,
         defaults=_defaults(settings, checkpoint.path),
+        reasons=settings.split_reasoning and reasons(tokenizer.chat_template),
         tool_format=format_of_template(tokenizer.chat_template),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
@@ -18,6 +19,7 @@ from services.gateway.openai.schemas import ChatBody, CompletionBody, Generation
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import RequestedConstraint, constraint_of
 from services.gateway.openai.tool_use import tool_use_of
+from services.gateway.replies.reasoning import ReasoningSplitter
 from services.gateway.replies.reply_format import ReplyOptions
 from services.gateway.replies.tool_parsers import NewToolParser
 
@@ -66,11 +68,21 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: 
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if limit == 0:
         raise InvalidRequest(f"{limit_name} must be at least 1", param=limit_name)
-    left = _room(len(prompt), context_tokens, "messages")
+    left = _room(len(prompt.token_ids), context_tokens, "messages")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = limit or model.defaults.max_new_tokens or left
-    generation = _generation(body, model, context_tokens, [prompt], max_tokens, num_top_logprobs, forced=use.forced)
-    return replace(generation, new_tool_parser=use.new_parser)
+    generation = _generation(
+        body, model, context_tokens, [prompt.token_ids], max_tokens, num_top_logprobs, forced=use.forced
+    )
+    if not model.reasons or generation.constraint is not None:  # its first token is that of the answer
+        return replace(generation, new_tool_parser=use.new_parser)
+    is_shown = body.include_reasoning is not False
+    new_parser = partial(_splitter, use.new_parser, is_begun=prompt.begins_reasoning, is_shown=is_shown)
+    return replace(generation, new_tool_parser=new_parser)
+
+
+def _splitter(new_parser: NewToolParser | None, *, is_begun: bool, is_shown: bool) -> ReasoningSplitter:
+    return ReasoningSplitter(new_parser and new_parser(), is_begun=is_begun, is_shown=is_shown)
 
 
 def equivalent_chat_request(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,11 +13,19 @@ from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.openai.messages import Message, RenderedChat
 from services.gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.openai.served_model import ServedModel
+from services.gateway.replies.reasoning import is_begun_by
 
 _MAX_CHARS_PER_TOKEN = 256  # the longest tokens of known vocabularies are 128 spaces
 _SLICE_CHARS = 4_096
 _MAX_RUN_CHARS = 1 << 19  # half a second
 _CLEARLY_TOO_MANY = 2  # contexts: sliced, a text has more tokens than as a whole, but less than twice as many
+
+
+class ChatPrompt(NamedTuple):
+    """A chat as the model reads it."""
+
+    token_ids: tuple[int, ...]
+    begins_reasoning: bool  # the output goes on inside the tags of reasoning
 
 
 def text_of_chat(
@@ -60,12 +68,13 @@ def chat_prompt(
     *,
     salt: bytes,
     tools: Sequence[Mapping[str, Any]] | None = None,
-) -> tuple[int, ...]:
-    """The token ids of a chat. Raises InvalidRequest if the template refuses, or ContextLengthExceeded."""
+) -> ChatPrompt:
+    """The prompt of a chat. Raises InvalidRequest if the template refuses, or ContextLengthExceeded."""
     text = text_of_chat(body, messages, model, tools)
     encode = partial(model.tokenizer.encode, salt=salt)
     refuse_hopeless(text, encode, context_tokens, "messages")
-    return _truncated(tuple(encode(text, with_special=bool(body.add_special_tokens))), body, context_tokens)
+    token_ids = tuple(encode(text, with_special=bool(body.add_special_tokens)))
+    return ChatPrompt(_truncated(token_ids, body, context_tokens), is_begun_by(text))
 
 
 def _truncated(prompt: tuple[int, ...], body: GenerationBody, context_tokens: int) -> tuple[int, ...]:

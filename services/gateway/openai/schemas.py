@@ -116,6 +116,7 @@ class ChatBody(GenerationBody, RenderedChat):
     top_logprobs: int | None = Field(
         None, ge=0, le=_MAX_LOGPROBS, description="also for this many likeliest tokens; needs logprobs"
     )
+    include_reasoning: bool | None = Field(None, description="false: what the model thinks is left out of the answer")
     tools: Tools | None = Field(
         None, description="functions that the model may call; in the system message if its chat template has no place"
     )

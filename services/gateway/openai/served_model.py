@@ -80,6 +80,7 @@ class ServedModel:
     created: int  # Unix seconds
     aliases: tuple[str, ...] = ()  # other names that requests may give it
     defaults: SamplingDefaults = NEUTRAL  # for what requests leave out
+    reasons: bool = False  # it writes its reasoning in tags, which are parted from the answer
     tool_format: ToolFormat | None = None  # None: its chat template has no tool format that we can parse
 
     @property

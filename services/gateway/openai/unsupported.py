@@ -49,7 +49,7 @@ REFUSED: dict[str, UnsupportedParameter] = {
     "documents": UnsupportedParameter("put them into the messages", ([],)),
     "function_call": UnsupportedParameter(_NO_TOOLS, ("none", "auto")),
     "functions": UnsupportedParameter(_NO_TOOLS, ([],)),
-    "include_reasoning": UnsupportedParameter("reasoning is not separated from other text", (True,)),
+    "include_reasoning": UnsupportedParameter("a completion is one text", (True,)),
     "length_penalty": UnsupportedParameter("there is no beam search", (1, 1.0)),
     "logprob_token_ids": UnsupportedParameter(f"{_ENGINE}; use top_logprobs"),
     "max_tool_calls": UnsupportedParameter("the model decides how many calls it writes"),

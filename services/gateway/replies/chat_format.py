@@ -20,7 +20,14 @@ from services.gateway.replies.reply_format import (
     token_ids,
 )
 from services.gateway.replies.text_stream import Decodes, TextPiece
-from services.gateway.replies.tool_parsers import CallPart, NamedCall, NewToolParser, ParsedPart, ToolParser
+from services.gateway.replies.tool_parsers import (
+    CallPart,
+    NamedCall,
+    NewToolParser,
+    ParsedPart,
+    ReasoningPart,
+    ToolParser,
+)
 
 CallIds = Callable[[int, int], str]
 """The id of a tool call, by its choice and its place among the calls of that."""
@@ -122,7 +129,7 @@ class ChatFormat:
 
 
 class ToolTurn:
-    """Owns one choice's parser, and whether it has found calls."""
+    """Owns one choice's parser, of reasoning and tool calls, and whether it has found calls."""
 
     def __init__(self, parser: ToolParser, call_id: Callable[[int], str] | None = None) -> None:
         self._parser = parser
@@ -142,16 +149,18 @@ class ToolTurn:
         """The message of a whole output."""
         parts = self.parts(piece)
         content = "".join(part for part in parts if isinstance(part, str))
+        thoughts = "".join(part.text for part in parts if isinstance(part, ReasoningPart))
         calls = [_call(part) for part in parts if isinstance(part, CallPart)]
-        return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
+        said = {"content": content or None, "tool_calls": calls} if calls else {"content": content}
+        return {**_reasoning(thoughts), **said} if thoughts else said
 
     def parts(self, piece: TextPiece) -> list[ParsedPart]:
-        """What a piece yields: content and calls."""
+        """What a piece yields: reasoning, content and calls."""
         parts = self._parser.push(piece.text)
         if piece.finish_reason is not None:
             parts += self._parser.flush(is_cut_off=piece.finish_reason == "length")
         self.has_calls |= any(isinstance(part, CallPart) for part in parts)
-        return [part if isinstance(part, str) else self._named(part) for part in parts]
+        return [self._named(part) if isinstance(part, CallPart) else part for part in parts]
 
     def _named(self, part: CallPart) -> CallPart:
         if part.id is None or self._call_id is None:
@@ -169,9 +178,16 @@ def new_turn(new_parser: NewToolParser | None, call_ids: CallIds | None, choice:
 def _delta(part: ParsedPart) -> dict[str, Any]:
     if isinstance(part, str):
         return {"content": part}
+    if isinstance(part, ReasoningPart):
+        return _reasoning(part.text)
     if part.id is None:
         return {"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]}
     return {"tool_calls": [{"index": part.index, **_call(part)}]}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both names that clients read."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _call(part: CallPart) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from services.gateway.replies.chat_format import CallIds, new_turn
 from services.gateway.replies.reply_format import Output, Usage, UsageNow
 from services.gateway.replies.text_stream import TextPiece
-from services.gateway.replies.tool_parsers import CallPart, NewToolParser, ParsedPart
+from services.gateway.replies.tool_parsers import CallPart, NewToolParser, ParsedPart, ReasoningPart
 
 
 class MessagesFormat:
@@ -72,6 +72,9 @@ class MessagesFormat:
         if isinstance(part, str):
             begun = [] if self._open == "text" else self._begin({"type": "text", "text": ""})
             return [*begun, self._delta({"type": "text_delta", "text": part})] if part else []
+        if isinstance(part, ReasoningPart):
+            begun = [] if self._open == "thinking" else self._begin(_thinking(""))
+            return [*begun, self._delta({"type": "thinking_delta", "thinking": part.text})]
         begun = []
         if part.id is not None:
             begun = self._begin({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
@@ -126,7 +129,12 @@ _ERRORS = {
 def _block(part: ParsedPart) -> dict[str, Any]:
     if isinstance(part, CallPart):
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.arguments)}
-    return {"type": "text", "text": part}
+    return {"type": "text", "text": part} if isinstance(part, str) else _thinking(part.text)
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    """A block of reasoning. Nobody checks its signature."""
+    return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -4,36 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from services.gateway.replies.chat_format import CallIds, new_turn
 from services.gateway.replies.logprob_entries import logprob_entries
 from services.gateway.replies.reply_format import Output, ReplyOptions, Usage, UsageNow
 from services.gateway.replies.text_stream import Decodes, Ending, TextPiece
-from services.gateway.replies.tool_parsers import CallPart, NewToolParser, ParsedPart
+from services.gateway.replies.tool_parsers import CallPart, NewToolParser, ParsedPart, ReasoningPart
 
 _STATUS: dict[Ending | None, str] = {None: "in_progress", "stop": "completed", "length": "incomplete"}
 
 
 @dataclass(slots=True)
 class _Item:
-    """One item of the output: a message with one text, or a call."""
+    """One item of the output: a message with one text, reasoning, or a call."""
 
     id: str
-    call: CallPart | None = None  # None: a message
+    kind: Literal["message", "reasoning", "call"]
+    call: CallPart | None = None
     text: str = ""  # or the arguments
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def shown(self, status: str, *, is_empty: bool = False) -> dict[str, Any]:
         """The item as it is now."""
-        if self.call is None:
-            content = [] if is_empty else [self.part()]
+        content = [] if is_empty else [self.part()]
+        if self.kind == "message":
             return {"type": "message", "id": self.id, "role": "assistant", "status": status, "content": content}
+        if self.call is None:
+            return {"type": "reasoning", "id": self.id, "status": status, "summary": [], "content": content}
         named = {"call_id": self.call.id, "name": self.call.name, "arguments": "" if is_empty else self.text}
         return {"type": "function_call", "id": self.id, "status": status, **named}
 
     def part(self) -> dict[str, Any]:
-        """A message's text."""
+        """A message's text, or reasoning."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
 
@@ -81,6 +86,8 @@ class ResponsesFormat:
         for part in parts:
             if isinstance(part, CallPart):
                 events += self._called(part)
+            elif isinstance(part, ReasoningPart):
+                events += self._thought(part.text)
             elif part or (self._turn is None and self._options.shows(piece)):
                 events += self._said(part, entries)
                 entries = []
@@ -93,7 +100,7 @@ class ResponsesFormat:
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
         """The events that close the last item and the response, each with its whole content."""
-        events = [] if self._items else self._begin(_Item(self._item_id("msg")))
+        events = [] if self._items else self._begin(_Item(self._item_id("msg"), "message"))
         events += self._close(_STATUS[self._ending])
         return [*events, self._event(f"response.{_STATUS[self._ending]}", response=self._response(usage))]
 
@@ -106,18 +113,26 @@ class ResponsesFormat:
         """The response object."""
         self.chunks(0, outputs[0].piece)
         if not self._items:
-            self._begin(_Item(self._item_id("msg")))
+            self._begin(_Item(self._item_id("msg"), "message"))
         return self._response(usage)
 
     def _said(self, text: str, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        begun = [] if self._is_open and self._items[-1].call is None else self._begin(_Item(self._item_id("msg")))
+        begun = [] if self._has_open("message") else self._begin(_Item(self._item_id("msg"), "message"))
         item = self._items[-1]
         item.text += text
         item.logprobs += entries
         return [*begun, self._event("response.output_text.delta", **self._place(), delta=text, logprobs=entries)]
 
+    def _thought(self, text: str) -> list[dict[str, Any]]:
+        begun = [] if self._has_open("reasoning") else self._begin(_Item(self._item_id("rs"), "reasoning"))
+        self._items[-1].text += text
+        return [*begun, self._event("response.reasoning_text.delta", **self._place(), delta=text)]
+
+    def _has_open(self, kind: str) -> bool:
+        return self._is_open and self._items[-1].kind == kind
+
     def _called(self, part: CallPart) -> list[dict[str, Any]]:
-        begun = [] if part.id is None else self._begin(_Item(self._item_id("fc"), part))
+        begun = [] if part.id is None else self._begin(_Item(self._item_id("fc"), "call", part))
         self._items[-1].text += part.arguments
         event = "response.function_call_arguments.delta"
         return [*begun, self._event(event, **self._place(), delta=part.arguments)]
@@ -129,7 +144,7 @@ class ResponsesFormat:
         self._is_open = True
         shown = item.shown("in_progress", is_empty=True)
         events.append(self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown))
-        if item.call is None:
+        if item.kind == "message":
             events.append(self._event("response.content_part.added", **self._place(), part=item.part()))
         return events
 
@@ -138,11 +153,13 @@ class ResponsesFormat:
             return []
         self._is_open = False
         item, place = self._items[-1], self._place()
-        if item.call is None:
+        if item.kind == "message":
             closed = [
                 self._event("response.output_text.done", **place, text=item.text, logprobs=item.logprobs),
                 self._event("response.content_part.done", **place, part=item.part()),
             ]
+        elif item.call is None:
+            closed = [self._event("response.reasoning_text.done", **place, text=item.text)]
         else:
             event = "response.function_call_arguments.done"
             closed = [self._event(event, **place, name=item.call.name, arguments=item.text)]

@@ -32,7 +32,14 @@ class CallPart:
     name: str | None = None
 
 
-ParsedPart = str | CallPart
+@dataclass(frozen=True, slots=True)
+class ReasoningPart:
+    """A part of what the model wrote before its answer."""
+
+    text: str
+
+
+ParsedPart = str | CallPart | ReasoningPart
 
 
 class ToolParser(Protocol):

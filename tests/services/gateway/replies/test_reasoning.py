@@ -1,0 +1,111 @@
+"""Reasoning is parted from the answer, wherever the pieces are cut, in all three APIs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.replies.reasoning import ReasoningSplitter, is_begun_by, reasons
+from services.gateway.replies.tool_parsers import CallPart, HermesCalls, ReasoningPart
+from tests.services.gateway import fakes
+from tests.services.gateway.fakes import MODEL, Script, running_fleet, served_model
+from tests.services.gateway.test_messages import BODY, post
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+THOUGHT = "<think>\nhm < a?\n</think>\n\nyes"
+CASES = [
+    (False, "just text", "", "just text"),
+    (False, " <thin", "", " <thin"),
+    (False, THOUGHT, "hm < a?\n", "yes"),
+    (False, "\n<think></think>yes", "", "yes"),
+    (False, "a <think>b</think>", "", "a <think>b</think>"),
+    (True, "\n hm</think> \nyes</think>", "hm", "yes</think>"),
+    (True, " </think>", "", ""),
+    (True, "never ends </thi", "never ends </thi", ""),
+    (False, "<think>cut", "cut", ""),
+]
+
+
+@given(st.sampled_from(CASES), st.data())
+def test_pieces_do_not_matter(case: tuple[bool, str, str, str], data: st.DataObject) -> None:
+    is_begun, text, thought, answer = case
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    for is_shown in (True, False):
+        splitter = ReasoningSplitter(None, is_begun=is_begun, is_shown=is_shown)
+        found = [part for piece in pieces for part in splitter.push(piece)] + splitter.flush(is_cut_off=False)
+        assert "".join(part for part in found if isinstance(part, str)) == answer
+        shown = "".join(part.text for part in found if isinstance(part, ReasoningPart))
+        assert shown == (thought if is_shown else "")
+
+
+def test_calls_are_found_behind_the_reasoning_alone() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    splitter = ReasoningSplitter(HermesCalls(), is_begun=True, is_shown=True)
+    found = [*splitter.push(f"or {call}?</think>so{call}"), *splitter.flush(is_cut_off=False)]
+    assert found[0] == ReasoningPart(f"or {call}?")
+    assert found[1] == "so"
+    assert [part.name for part in found if isinstance(part, CallPart)] == ["f"]
+
+
+def test_what_templates_tell() -> None:
+    assert reasons("{{ '<think>' }}")
+    assert not reasons("{{ messages }}")
+    assert not reasons(None)
+    assert is_begun_by("assistant:<think>\n")
+    assert not is_begun_by("assistant:<think>\n\n</think>\n\n")
+
+
+@pytest.fixture
+def _reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dataclasses.replace(served_model(), reasons=True, tool_format="hermes")
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
+
+
+@pytest.mark.usefixtures("_reasoning")
+async def test_a_chat(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script(THOUGHT))
+        create = fleet.client.chat.completions.create
+        whole = await create(model=MODEL, messages=HI)
+        stream = await create(model=MODEL, messages=HI, stream=True)
+        deltas = [choice.delta.model_dump() for chunk in [one async for one in stream] for choice in chunk.choices]
+        silent = await create(model=MODEL, messages=HI, extra_body={"include_reasoning": False})
+        message: Any = whole.choices[0].message.model_dump(exclude_none=True)
+        await create(model=MODEL, messages=[*HI, message, *HI])
+        forced = await create(model=MODEL, messages=HI, response_format={"type": "json_object"})
+    assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("yes", "hm < a?\n", "hm < a?\n")
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm < a?\n"
+    assert "".join(delta["content"] or "" for delta in deltas) == "yes"
+    assert "reasoning" not in silent.choices[0].message.model_dump()
+    assert silent.choices[0].message.content == "yes"
+    assert forced.choices[0].message.content == THOUGHT  # a structured output has no room for reasoning
+    assert b"assistant:yes" in bytes(prefill.calls.prefills[3].generation.prompt_token_ids)
+
+
+@pytest.mark.usefixtures("_reasoning")
+async def test_a_response_and_a_message(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script(THOUGHT))
+        response = await fleet.client.responses.create(model=MODEL, input="hi")
+        async with fleet.client.responses.stream(model=MODEL, input="hi") as stream:
+            kinds = [event.type async for event in stream]
+            streamed = await stream.get_final_response()
+        _, message = await post(fleet, BODY)
+        _, events = await post(fleet, BODY | {"stream": True})
+    assert (
+        [item.type for item in response.output] == [item.type for item in streamed.output] == ["reasoning", "message"]
+    )
+    assert response.output[0].model_dump()["content"] == [{"type": "reasoning_text", "text": "hm < a?\n"}]
+    assert response.output_text == streamed.output_text == "yes"
+    assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
+    thinking, text = message["content"]
+    assert (thinking["thinking"], text["text"]) == ("hm < a?\n", "yes")
+    starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert starts == ["thinking", "text"]
+    assert "".join(event.get("delta", {}).get("thinking", "") for event in events) == "hm < a?\n"
