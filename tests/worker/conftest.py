@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
@@ -30,9 +31,26 @@ from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import worker_services
 from halfmoon.worker.state import WorkerState
+from halfmoon.worker.store.awake_clock import AwakeClock
 from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
 from halfmoon.worker.store.restorer import Restorer
 from halfmoon.worker.store.source_links import HolderKind, SourceLinks
+
+
+class Patience:
+    """A clock a hundred times slower than the machine's, so that a busy machine makes nobody late, until `hurry`."""
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+        self._before_s = 0.0
+        self._pace = 0.01
+
+    def __call__(self) -> float:
+        return self._before_s + self._pace * (time.monotonic() - self._since_s)
+
+    def hurry(self) -> None:
+        """Goes at the machine's pace from now on."""
+        self._before_s, self._since_s, self._pace = self(), time.monotonic(), 1.0
 
 
 class RunningWorker:
@@ -46,6 +64,7 @@ class RunningWorker:
         peer: Peer,
         servicer: PrefillServicer,
         restorer: Restorer,
+        patience: Patience,
     ) -> None:
         self.async_engine = async_engine
         self.engine = async_engine.engine
@@ -54,6 +73,7 @@ class RunningWorker:
         self.peer = peer
         self.servicer = servicer
         self.restorer = restorer
+        self.patience = patience  # with whom it loads from
         self.prefill = prefill_pb2_grpc.PrefillStub(peer.channel)
         self.decode = decode_pb2_grpc.DecodeStub(peer.channel)
 
@@ -142,7 +162,8 @@ async def _worker(
     state = WorkerState(identity, engine.layout, metrics, ChainQueue(MAX_WAITING if store else 0), sources=sources)
     async with AsyncEngine(engine, state.on_step) as async_engine, AsyncExitStack() as stack:
         await stack.enter_async_context(aclosing(sources))
-        restorer = Restorer(async_engine, state, sources, metrics.store, ask_s=(60, 60))
+        patience = Patience()
+        restorer = Restorer(async_engine, state, sources, metrics.store, ask_s=(60, 60), clock=AwakeClock(patience))
         if sources.own is not None:
             await stack.enter_async_context(running(store_writer(async_engine, state, sources, metrics).run()))
         channels = KVChannels(link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device)
@@ -154,7 +175,7 @@ async def _worker(
             running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server,
             Peer(f"127.0.0.1:{server.port}") as peer,
         ):
-            yield RunningWorker(async_engine, state, metrics, peer, prefill, restorer)
+            yield RunningWorker(async_engine, state, metrics, peer, prefill, restorer, patience)
         await prefill.close()
         decode.close()
     engine.check_integrity()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import NotFound, Unavailable
 from halfmoon.pb import decode_pb2, prefill_pb2, types_pb2
 from tests.worker.conftest import RunningWorker
@@ -65,8 +68,32 @@ async def test_a_gateway_dies_and_another_gets_every_token(
     await until(lambda: decode.num_used_blocks == 0)
 
 
-async def test_an_answer_that_was_settled_is_kept_and_holds_no_blocks(start_worker: Start, tiny: Checkpoint) -> None:
+def stop_until_cancelled(worker: RunningWorker, monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
+    """After so many steps the engine waits until a request is cancelled."""
+    step, cancel, num_done, goes_on = worker.engine.step, worker.async_engine.cancel, 0, threading.Event()
+
+    def stopped() -> StepResult:
+        nonlocal num_done
+        num_done += 1
+        if num_done > num_steps:
+            goes_on.wait()
+        return step()
+
+    async def heard(request_id: str) -> bool:
+        cancelling = asyncio.ensure_future(cancel(request_id))
+        await asyncio.sleep(0)  # it is queued
+        goes_on.set()
+        return await cancelling
+
+    monkeypatch.setattr(worker.engine, "step", stopped)
+    monkeypatch.setattr(worker.async_engine, "cancel", heard)
+
+
+async def test_an_answer_that_was_settled_is_kept_and_holds_no_blocks(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = await start_worker("both")
+    stop_until_cancelled(worker, monkeypatch, num_steps=50)
     async with tokens_stream(worker, "a") as steps:
         await anext(steps)
         await prefilled(worker, prefill_pb2.PrefillRequest(generation=repeatable(tiny, 200)))

@@ -143,6 +143,7 @@ async def test_a_source_that_hangs_is_replaced_by_another(
     believe(worker, SLOW)
 
     async def never(block: int) -> memoryview:
+        worker.patience.hurry()
         await asyncio.Event().wait()
         raise AssertionError
 

@@ -30,6 +30,7 @@ async def test_a_store_that_hangs_in_the_middle_is_computed_past(
         nonlocal num_read
         num_read += 1
         if num_read > 3:
+            worker.patience.hurry()
             await asyncio.Event().wait()
         return await real(self, lent)
 
@@ -86,6 +87,7 @@ async def test_a_link_that_slows_down_is_computed_past(start_worker: Start, tiny
         events = asyncio.ensure_future(prefilled(worker, single(tiny, PROMPT)))
         await until(lambda: counted(worker, "store_loaded_bytes", tier="dram") > 0)
         worker.state.sources.to(address).client._inbound._seconds_per_byte = 1.0  # half an hour a block
+        worker.patience.hurry()
         (first,) = await events
         assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
         assert 0 < first.first_token.num_loaded_tokens < 80

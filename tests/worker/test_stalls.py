@@ -33,7 +33,7 @@ async def nothing_is_left(prefill: RunningWorker, decode: RunningWorker) -> None
 async def test_a_receiver_that_stands_still(
     start_worker: Start, tiny: Checkpoint, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, decode = await start_worker("prefill", stall_s=0.2), await start_worker("decode")
+    prefill, decode = await start_worker("prefill", stall_s=1.0), await start_worker("decode")
     gate = Gate()
     stop_before(decode, method, gate, monkeypatch)
     async with listening(decode):
@@ -46,7 +46,7 @@ async def test_a_receiver_that_stands_still(
 async def test_a_link_that_swallows_everything(
     start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, decode = await start_worker("prefill", stall_s=0.2), await start_worker("decode", lease_s=0.2)
+    prefill, decode = await start_worker("prefill", stall_s=1.0), await start_worker("decode", lease_s=1.0)
     gate, proxy = Gate(), Proxy()
     stop_before(prefill, "kv_read", gate, monkeypatch)
     read = partial(decode.metrics.registry.get_sample_value, "halfmoon_rpc_handled_total")
