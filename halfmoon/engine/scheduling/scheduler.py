@@ -187,7 +187,8 @@ class Scheduler:
                 overtaking = set(shorter)
                 queue = shorter + [other for other in queue if other not in overtaking]
             num_tokens = min(num_ready, room)
-            if sequence.restore is not None:  # Computed blocks cannot be loaded any more: a little at a time.
+            # Computed blocks cannot be loaded any more: a little at a time, unless others make the step a long one.
+            if sequence.restore is not None and not queue:
                 num_tokens = min(num_tokens, self._limits.chunk_tokens)
             budget -= num_tokens
             yield ScheduledSequence(sequence, num_tokens)

@@ -113,6 +113,15 @@ def test_a_fence_moves_both_ways_but_not_below_what_is_computed(make_engine: Mak
     it.engine.note_loaded("a", (7,))  # too late
 
 
+def test_only_alone_it_computes_a_little_at_a_time(make_engine: MakeEngine) -> None:
+    it = Loading(make_engine, fence=8, chunk_tokens=4, max_batch_tokens=60)
+    it.engine.step()
+    assert it.heard[-1] == (4, 0)
+    it.engine.add(request("b"))
+    it.engine.step()
+    assert it.heard[-1] == (8 * it.block_tokens, 0), "the other one makes the step a long one in any case"
+
+
 def test_what_was_preempted_or_cancelled_is_not_loaded(make_engine: MakeEngine) -> None:
     it = Loading(make_engine, fence=5)
     it.engine.cancel("a")
