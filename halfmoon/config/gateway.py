@@ -56,8 +56,9 @@ class GatewayConfig(Section):
     replica_mbps: float = Field(
         100.0,
         ge=0,
-        description="kvcache-centric: most megabytes a second by which stores copy prefixes from each other that are "
-        "asked for again and again near a store without them; 0 copies nothing",
+        description="kvcache-centric: most megabytes a second of prefixes that are copied ahead of need, because they "
+        "are asked for again and again: to a store near which they are missing or, without stores, to a worker less "
+        "busy than those that have them; 0 copies nothing",
     )
     admission: Annotated[AdmissionMode, BeforeValidator(off_is_a_word)] = Field(
         "predicted",

@@ -53,6 +53,7 @@ class PrefillRequest(_message.Message):
     KV_CODEC_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     IS_DEGRADED_FIELD_NUMBER: _builtins.int
+    IS_COPY_FIELD_NUMBER: _builtins.int
     CHOOSES_CODEC_FIELD_NUMBER: _builtins.int
     decode_address: _builtins.str
     """empty: this worker decodes it too (role "both")"""
@@ -60,6 +61,8 @@ class PrefillRequest(_message.Message):
     """encoding of the KV in transfer"""
     is_degraded: _builtins.bool
     """lossy KV of this request is for it alone: others need not bear it"""
+    is_copy: _builtins.bool
+    """nobody waits for it: it is loaded ahead of need, or NOT_FOUND if there is nothing to load"""
     chooses_codec: _builtins.bool
     """the worker takes RAW, a lossless codec or kv_codec, whichever is quickest over the link"""
     @_builtins.property
@@ -76,11 +79,12 @@ class PrefillRequest(_message.Message):
         kv_codec: Global___KVCodec.ValueType = ...,
         sources: _abc.Iterable[Global___KVSource] | None = ...,
         is_degraded: _builtins.bool = ...,
+        is_copy: _builtins.bool = ...,
         chooses_codec: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chooses_codec", b"chooses_codec", "decode_address", b"decode_address", "generation", b"generation", "is_degraded", b"is_degraded", "kv_codec", b"kv_codec", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chooses_codec", b"chooses_codec", "decode_address", b"decode_address", "generation", b"generation", "is_copy", b"is_copy", "is_degraded", b"is_degraded", "kv_codec", b"kv_codec", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -171,6 +171,9 @@ class _Run:
                 return False
         if self._stores is not None:
             self._stores.begin(job, prefill)
+        for copy in self._policy_router.copies.take():
+            source, target = self._policy_router.source(copy.source), self._by_name[copy.target]
+            self._transfers.copy(source, target, copy.blocks, copy.missing_tokens)
         if placement.fetched_tokens:
             self._fetch(job, prefill, placement)
         prefill.prompts.add(job)
@@ -193,7 +196,7 @@ class _Run:
         if self._stores is not None and stores is not None and placement.source == stores.holder:
             self._stores.load(job, target, placement, self._policy_router.restore_plan)
             return
-        source, size = self._policy_router.source(placement), self._prefix_block_tokens
+        source, size = self._policy_router.source(placement.source), self._prefix_block_tokens
         num_there = source.kv.use(job.prefix_blocks, (placement.cached_tokens + placement.fetched_tokens) // size)
         placement = replace(placement, fetched_tokens=max(num_there * size - placement.cached_tokens, 0))
         wait_s, token_s = self._transfers.wait_s(source, target), self._transfers.fetch_s_per_token(source, target)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from halfmoon.background import cancelled
 from halfmoon.engine.kv_memory.kv_watch import OnKV
-from halfmoon.errors import ConstraintFailed, HalfmoonError
+from halfmoon.errors import ConstraintFailed, HalfmoonError, NotFound
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.rpc.telemetry.spans import NO_SPAN, Span, current_span, reason_of, span_scope
 from halfmoon.worker.request_phases import Phase
@@ -34,15 +34,16 @@ class PrefillRequestScope:
         on_kv: OnKV | None = None,
         restorer: Restorer | None = None,
         sources: Sequence[NamedHolder] = (),
+        must_load: bool = False,
         called_s: float | None = None,
         span: Span | None = None,
     ) -> None:
         """Creates the scope; entering it adds the request to the engine.
 
         The decode worker has the KV of the first `held_tokens`. `on_kv` is called as KV is written, as in
-        `AsyncEngine.add`. `restorer` loads known prefixes from its
-        store and `sources`. The request arrived at `called_s`, or now. Its
-        spans are children of `span`, or of the current one.
+        `AsyncEngine.add`. `restorer` loads known prefixes from its store and `sources`; entering raises NotFound if it
+        `must_load` and they have nothing to load. The request arrived at `called_s`, or now. Its spans are children of
+        `span`, or of the current one.
         """
         self._engine = engine
         self._state = state
@@ -56,6 +57,7 @@ class PrefillRequestScope:
         has_sources = restorer is not None and (bool(sources) or restorer.has_stores)
         self._restorer = restorer if has_sources else None
         self._sources = sources
+        self._must_load = must_load
         self._restoring: Restoring | None = None
         self._loading: asyncio.Task[None] | None = None
         self._kept = True
@@ -83,6 +85,8 @@ class PrefillRequestScope:
         if self._restorer is not None:
             self._restoring = await self._plan(self._restorer)
         if self._restoring is None:
+            if self._must_load:
+                raise NotFound("no source has more of this prefix that is quicker to load than to compute")
             await self._engine.add(self._request, self._on_kv)
             return
         try:

@@ -72,7 +72,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         keeping = () if request.decode_address else (types_pb2.DECODE,)
         self._state.check_can_serve(request.generation, types_pb2.PREFILL, *keeping)
         sources = holders_from(request.sources)
-        if not request.decode_address:
+        if request.is_copy:
+            events = self._first_only(request.generation, sources, must_load=True)
+        elif not request.decode_address:
             events = self._keep(request.generation, sources)
         elif _tokens_left(request.generation) <= 1:
             events = self._first_only(request.generation, sources)
@@ -83,11 +85,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 yield event
 
     async def _first_only(
-        self, generation: types_pb2.Generation, sources: Sequence[NamedHolder]
+        self, generation: types_pb2.Generation, sources: Sequence[NamedHolder], *, must_load: bool = False
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Serves a request for a single token, which never needs a decode worker."""
         async with PrefillRequestScope(
-            self._engine, self._state, generation, restorer=self._restorer, sources=sources
+            self._engine, self._state, generation, restorer=self._restorer, sources=sources, must_load=must_load
         ) as scope:
             yield scope.event(await scope.first)
 

@@ -1,4 +1,4 @@
-"""Stores in simulated clusters: what they save, what they lose, what is copied between them."""
+"""Stores in simulated clusters: what they save, what they lose, what is copied between them, or between workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from halfmoon.catalog.entry import Tier
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, Stores, WorkerGroup
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, Network, Stores, WorkerGroup
+from halfmoon.sim.cluster.kv_memory import KvMemory
 from halfmoon.sim.cluster.store import SimStore
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.result import SimResult
@@ -122,3 +123,27 @@ def test_blocks_expire_and_copies_cool_down() -> None:
     assert store.find([1], 40.0) == {1}
     assert store.take_changes() == ((1,), ())
     assert store.find([1], 60.0) == set()
+
+
+def test_without_stores_hot_prefixes_outlive_the_worker_that_had_them() -> None:
+    """Few documents, all of them on one worker when nobody waits; it dies in the middle."""
+    load = workload(num_documents=3)
+    prefill = WorkerGroup("prefill", 3, MODEL)
+    decode = WorkerGroup("decode", 1, MODEL, prefix_cache=False)
+    deaths = tuple(Failure(number, 12.0 + number, 12.5 + number) for number in range(3))
+
+    def hits(mbps: float) -> int:
+        spec = ClusterSpec((prefill, decode), stores=Stores(replica_mbps=mbps), failures=deaths)
+        result = simulate(spec, load)
+        return int(np.sum(result.ttft_s < 0.05))
+
+    assert hits(1e5) > hits(0.0)
+
+
+def test_a_copied_prefix_takes_what_room_there_is() -> None:
+    kv = KvMemory(40, 4, is_cache=True)
+    kv.take(20)
+    kv.adopt([1, 2, 3])
+    kv.adopt([1, 2, 3, 4, 5, 6])
+    assert kv.take_changes() == ([1, 2, 3, 4, 5], [])
+    assert (kv.free, kv.available) == (0, 20), "nobody uses it"

@@ -10,7 +10,7 @@ import pytest
 from halfmoon.catalog.block_identity import block_id
 from halfmoon.catalog.entry import Tier
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
-from halfmoon.errors import NoCapacity
+from halfmoon.errors import NoCapacity, NotFound
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
@@ -237,6 +237,47 @@ async def test_many_workers_fetch_from_one(start_worker: Start, tiny: Checkpoint
     for (event,) in results:
         assert [event.first_token.token.token_id] == reference(tiny, PROMPT, 1)
     await until(lambda: sum(worker.num_used_blocks for worker in (holder, *workers)) == 0)
+
+
+async def test_a_storm_spreads_over_all_that_have_a_copy(start_worker: Start, tiny: Checkpoint) -> None:
+    holders = [await start_worker("prefill", num_blocks=64) for _ in range(2)]  # readers may hold eight blocks
+    for holder in holders:
+        await prefilled(holder, single(tiny, PROMPT, "before"))
+    workers = [await start_worker("prefill", link_mbps=0.1) for _ in range(6)]
+    for worker in workers:
+        believe(worker, LOAD_ALL)
+    results = await asyncio.gather(*(prefilled(one, naming(single(tiny, PROMPT), *holders)) for one in workers))
+    for (event,) in results:
+        assert [event.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    served = [holder.metrics.registry.get_sample_value("halfmoon_cache_served_bytes_total") for holder in holders]
+    assert all(served), "every reader asks both"
+    await until(lambda: sum(worker.num_used_blocks for worker in (*holders, *workers)) == 0)
+
+
+async def test_a_copy_is_there_before_its_prefix_is_asked_for(start_worker: Start, tiny: Checkpoint) -> None:
+    holder, worker = await warm(start_worker, tiny), await start_worker("prefill")
+    believe(worker, SLOW)
+    copy = naming(single(tiny, PROMPT[:81], "copy"), holder)
+    copy.is_copy = True
+    (event,) = await prefilled(worker, copy)
+    assert event.first_token.num_loaded_tokens == 80
+    (first,) = await prefilled(worker, naming(single(tiny, PROMPT), holder))
+    assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    assert (first.first_token.num_cached_tokens, first.first_token.num_loaded_tokens) == (80, 0)
+    assert counted(worker, "store_loaded_bytes", tier="worker") == 10 * worker.engine.layout.block_bytes
+    await until(lambda: worker.num_used_blocks + holder.num_used_blocks == 0)
+
+
+async def test_a_copy_that_nobody_has_computes_nothing(start_worker: Start, tiny: Checkpoint) -> None:
+    empty, worker = await start_worker("prefill"), await start_worker("prefill")
+    believe(worker, SLOW)
+    for sources in ((), (empty,)):
+        copy = naming(single(tiny, PROMPT[:81], f"copy-{len(sources)}"), *sources)
+        copy.is_copy = True
+        with pytest.raises(NotFound):
+            await prefilled(worker, copy)
+    assert worker.state.cached_blocks.depth(keys_of(worker, PROMPT)) == 0
+    await until(lambda: worker.num_used_blocks == 0)
 
 
 async def test_links_to_workers_that_are_not_used_are_closed(

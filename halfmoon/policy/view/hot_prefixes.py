@@ -57,7 +57,7 @@ class HotPrefixes:
         near: str = "",
         pool: int | None = None,
     ) -> float:
-        """Counts one request; returns how often its prefix was lately asked for near that store.
+        """Counts one request; returns how often its prefix was lately asked for, near that store if there is one.
 
         cached_blocks: `BlockIndex.match` of its keys. near: the store nearest to the chosen worker; empty: none.
         pool: the holder that stands for all stores, which are counted by themselves.
@@ -76,7 +76,7 @@ class HotPrefixes:
             prefix.near[near] = prefix.near.get(near, 0.0) + 1
         if len(self._prefixes) > self._limit:
             self._prefixes.popitem(last=False)
-        return prefix.near.get(near, 0.0)
+        return prefix.near[near] if near else prefix.num_uses
 
     def hottest(self, limit: int, now_s: float) -> list[HotPrefix]:
         """The prefixes that lately saved the most tokens."""

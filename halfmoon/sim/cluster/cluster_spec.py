@@ -117,7 +117,7 @@ class Stores:
     cold_latency_s: float = 0.03
     policy: PolicyName = "cost-aware"  # of eviction, in every tier
     ttl_s: float | None = None  # after storing it a block is dropped; None: never
-    replica_mbps: float = 100.0  # most megabytes a second of hot prefixes that stores copy from each other
+    replica_mbps: float = 100.0  # most megabytes a second of hot prefixes that stores copy from each other, or workers
     replica_cool_s: float = 300.0  # a copy is dropped after this long without use
 
     def __post_init__(self) -> None:

@@ -103,6 +103,15 @@ class KvMemory:
                 self.stored[block_id] = None
         return new
 
+    def adopt(self, prefix_blocks: Sequence[int]) -> None:
+        """Caches a prefix that came from another worker, as far as there is room. Nobody uses it yet."""
+        here = self.match(prefix_blocks, len(prefix_blocks))
+        room = self.available // self.prefix_block_size
+        left = prefix_blocks[len(here) :]
+        new = [block_id for block_id in left if block_id not in self._refs and block_id not in self._idle][:room]
+        self.take(len(new) * self.prefix_block_size)
+        self.release([*here, *self.insert(new)])
+
     def take_changes(self) -> tuple[list[int], list[int]]:
         """Prefix blocks stored and evicted since the last call. A block that was evicted and stored again is in neither
         list.

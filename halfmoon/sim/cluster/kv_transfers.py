@@ -146,6 +146,17 @@ class KvTransfers:
         port_s = _kv_bytes(target, num_tokens) / self._network.bytes_per_s
         return max((port_s, *(part.read_s for part in parts)))
 
+    def copy(self, source: SimWorker, target: SimWorker, blocks: Sequence[int], num_tokens: int) -> None:
+        """Sends a prefix from one worker's cache into another's; `num_tokens` of it are missing there."""
+        num_bytes, now_s = _kv_bytes(target, num_tokens), self._events.now_s
+        num_there = source.kv.use(blocks, len(blocks))
+        end_s = self._ports.send(source.node, target.node, num_bytes, now_s, now_s)
+        self._events.at(end_s, self._on_copied, target, blocks[:num_there])
+
+    def _on_copied(self, target: SimWorker, blocks: Sequence[int]) -> None:
+        if target.is_alive:
+            target.kv.adopt(blocks)
+
     def wait_from_s(self, parts: Sequence[LoadPart], target: SimWorker) -> float:
         """Seconds until the paths from all of these, and what they read from, are free."""
         now_s = self._events.now_s

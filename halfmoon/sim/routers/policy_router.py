@@ -29,6 +29,7 @@ from halfmoon.sim.routers.colocation import SimulatedColocation
 from halfmoon.sim.routers.prefix_keys import NO_KEYS, prefix_keys
 from halfmoon.sim.routers.simulated_links import SimulatedLinks
 from halfmoon.sim.routers.store_directory import StoreDirectory
+from halfmoon.sim.routers.worker_copies import WorkerCopies
 from halfmoon.sim.token_times import in_order
 from halfmoon.sim.workloads.workload import Ints, Prefixes
 
@@ -107,6 +108,7 @@ class PolicyRouter:
         if stores is not None:
             links = self.view.fetch_links
             self.stores = StoreDirectory(spec, stores, self.index, links, self._prefix_block_tokens)
+        self.copies = WorkerCopies(spec, self.view, self._prefix_block_tokens)
         for worker in workers:
             self.join(worker, 0.0)
 
@@ -235,6 +237,8 @@ class PolicyRouter:
         if self.stores is not None and self._keys is not None:
             worker = self._by_name[placement.prefill.worker_id]
             self.stores.note_use(job, self._keys_of(job), worker, cached_blocks, placement, now_s)
+        elif self._keys is not None:
+            self.copies.note_use(job, self._keys_of(job), request, placement, now_s)
         self._colocation.placed(job, placement, now_s)
         return placement
 
@@ -267,9 +271,9 @@ class PolicyRouter:
         if receiver is not sender:
             self._show(receiver)
 
-    def source(self, placement: Placement) -> SimWorker:
-        """The worker from which a placement's prefix is to be fetched."""
-        return self._holders[placement.source]
+    def source(self, holder: int) -> SimWorker:
+        """The worker with this number in the block index, from which a prefix is to be fetched."""
+        return self._holders[holder]
 
     def restore_plan(self, placement: Placement, wait_s: float, fetch_s: float) -> RestorePlan:
         """How the prefix to be fetched is restored, if the link is free after `wait_s`; a token takes `fetch_s`."""

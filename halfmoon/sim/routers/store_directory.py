@@ -82,5 +82,5 @@ class StoreDirectory:
         missing = [block for block in job.prefix_blocks[:depth] if block not in near]
         wanted = [block for block in missing if any(block in store for store in others)]
         num_bytes = len(wanted) * self._block_tokens * placement.prefill.kv_bytes_per_token
-        if self._replication.decide(near.name, int(keys[depth - 1]), num_uses, num_bytes, now_s) == "copy":
+        if self._replication.decide(near.name, int(keys[depth - 1]), num_bytes, now_s) == "copy":
             self.copies.append((near, job.prefix_blocks[:depth]))

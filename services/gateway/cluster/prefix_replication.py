@@ -1,9 +1,10 @@
-"""Has hot prefixes copied to the stores nearest to where they are asked for: a shell around `Replication`."""
+"""Has hot prefixes copied to where they will be asked for, to stores or workers: a shell around `Replication`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,15 @@ import numpy as np
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.owner import SHARED, KVOwner
-from halfmoon.policy.placement.replication import CopyDecision, Replication
+from halfmoon.pb.prefill_pb2 import KVSource, PrefillRequest
+from halfmoon.pb.prefill_pb2_grpc import PrefillStub
+from halfmoon.pb.types_pb2 import Generation, SamplingParams
+from halfmoon.policy.forecast.ttft import best_sources
+from halfmoon.policy.placement.replication import MIN_USES_OF_WORKERS, CopyDecision, Replication, next_holder
+from halfmoon.policy.values import Placement, PlacementRequest
 from halfmoon.policy.view.block_index import short_keys
 from halfmoon.rpc.credentials.credential import Credential
+from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from services.gateway.cluster.membership import Membership
 
@@ -23,23 +30,51 @@ log = logging.getLogger(__name__)
 
 _MAX_WAITING = 32
 _DEADLINE_S = 2.0
+_LOAD_DEADLINE_S = 30.0  # of a worker
+_LAST = 1 << 40  # the priority of a prompt that nobody waits for
+_MAX_SOURCES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """Leading blocks of a prompt, under its tenant's salt."""
+    """Leading blocks of a prompt, under its tenant's salt, and at least one token more."""
 
     keys: Sequence[bytes]
     layout: KVLayout
     tenant_salt: bytes = b""
     owner: KVOwner = SHARED
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _StoreCopy:
     target: str
     sources: Sequence[str]
     blocks: PromptBlocks
+
+    async def ask(self, credential: Credential | None) -> None:
+        """Has the store copy the blocks; returns at once."""
+        blocks = self.blocks
+        client = KVStoreClient(self.target, blocks.tenant_salt, credential=credential)
+        try:
+            for source in self.sources:
+                await client.replicate(source, blocks.keys, blocks.layout, blocks.owner, deadline_s=_DEADLINE_S)
+        finally:
+            await client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerCopy:
+    target: str
+    prompt: PrefillRequest
+
+    async def ask(self, credential: Credential | None) -> None:
+        """Has the worker load the prefix; returns when it has it."""
+        async with Peer(self.target, credential, "worker") as peer:
+            call = PrefillStub(peer.channel).Prefill
+            async with peer.stream(call, self.prompt, deadline_s=_LOAD_DEADLINE_S) as events:
+                async for _ in events:
+                    pass
 
 
 class PrefixCopies:
@@ -50,7 +85,7 @@ class PrefixCopies:
         self._membership = membership
         self._replication = Replication(bytes_per_s) if bytes_per_s else None
         self._credential = credential
-        self._waiting: asyncio.Queue[_Copy] = asyncio.Queue(_MAX_WAITING)
+        self._waiting: asyncio.Queue[_StoreCopy | _WorkerCopy] = asyncio.Queue(_MAX_WAITING)
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self.num_copies: Counter[str] = Counter()  # by outcome: asked, failed, dropped
@@ -73,10 +108,48 @@ class PrefixCopies:
                 sources.append(store)
                 missing |= found
         num_bytes = float(missing.sum()) * blocks.layout.block_bytes
-        decision = self._replication.decide(near, int(keys[-1]), num_uses, num_bytes, now_s)
+        decision = self._replication.decide(near, int(keys[-1]), num_bytes, now_s)
         if decision == "copy":
-            self._request(_Copy(near, sources, blocks))
+            self._request(_StoreCopy(near, sources, blocks))
         return decision
+
+    def spread(
+        self, request: PlacementRequest, placement: Placement, num_uses: float, blocks: PromptBlocks, now_s: float
+    ) -> CopyDecision | None:
+        """Requests a copy to one more worker if that pays for a prompt that was placed where no store is.
+
+        Returns as `consider`.
+        """
+        if self._replication is None or not blocks.keys:
+            return None
+        if not self._replication.is_hot(num_uses, MIN_USES_OF_WORKERS):
+            return "cold"
+        view = self._membership.view()
+        target = next_holder(view, request, placement)
+        if target is None:
+            return "here"
+        worker, key = view.worker(target.row), int(short_keys([blocks.keys[target.num_blocks - 1]])[0])
+        num_bytes = target.num_missing * blocks.layout.block_bytes
+        decision = self._replication.decide(worker.worker_id, key, num_bytes, now_s)
+        if decision == "copy":
+            holders = best_sources(view, target.row, request, 1.0, 0.0, _MAX_SOURCES)
+            sources = self._membership.worker_sources(holders, request.cached_blocks)
+            self._request(_WorkerCopy(worker.address, self._prompt(blocks, target.num_blocks, sources)))
+        return decision
+
+    def _prompt(self, blocks: PromptBlocks, num_blocks: int, sources: Sequence[KVSource]) -> PrefillRequest:
+        """The first blocks, and the token that a prompt computes in any case, as a prompt that comes last."""
+        generation = Generation(
+            request_id=f"copy-{secrets.token_hex(8)}",
+            model_fingerprint=self._membership.model_fingerprint,
+            prompt_token_ids=blocks.token_ids[: num_blocks * blocks.layout.block_tokens + 1],
+            sampling=SamplingParams(max_tokens=1, top_p=1.0, repetition_penalty=1.0),
+            priority=_LAST,
+            tenant_salt=blocks.tenant_salt,
+            tenant=blocks.owner.tenant,
+            tenant_kv_quota_bytes=blocks.owner.quota_bytes,
+        )
+        return PrefillRequest(generation=generation, sources=sources, is_copy=True)
 
     @property
     def is_idle(self) -> bool:
@@ -87,25 +160,19 @@ class PrefixCopies:
         """Requests the copies one after the other, forever."""
         while True:
             copy = await self._waiting.get()
-            blocks = copy.blocks
-            client = KVStoreClient(copy.target, blocks.tenant_salt, credential=self._credential)
             try:
-                for source in copy.sources:
-                    num_coming = await client.replicate(
-                        source, blocks.keys, blocks.layout, blocks.owner, deadline_s=_DEADLINE_S
-                    )
+                await copy.ask(self._credential)
             except HalfmoonError as error:
                 self.num_copies["failed"] += 1
-                log.info("store_copy.failed", extra={"target": copy.target, "reason": error.message})
+                log.info("prefix_copy.failed", extra={"target": copy.target, "reason": error.message})
             else:
                 self.num_copies["asked"] += 1
-                log.info("store_copy.asked", extra={"target": copy.target, "num_blocks": num_coming})
+                log.info("prefix_copy.asked", extra={"target": copy.target})
             finally:
-                await client.close()
                 if self._waiting.empty():
                     self._is_idle.set()
 
-    def _request(self, copy: _Copy) -> None:
+    def _request(self, copy: _StoreCopy | _WorkerCopy) -> None:
         try:
             self._waiting.put_nowait(copy)
         except asyncio.QueueFull:

@@ -200,31 +200,36 @@ class RequestRouting:
         progress.predicted_transfer_s = placement.transfer_s
         progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
         self._note_decision(request, now_s, placement)
-        self._count_prefix(request, now_s, placement.prefill.worker_id)
+        self._count_prefix(request, now_s, placement)
         self._context.telemetry.note_placed(placement, is_failover=request.is_failover)
         self._admit(admitted)
         view, tenant = self._membership.view(), self.output.tenant
         self._admission.enter(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
         return placement
 
-    def _count_prefix(self, request: PlacementRequest, now_s: float, prefill_worker: str | None = None) -> None:
-        """Counts the known prefix where it was asked for, and has it copied there if it is hot."""
+    def _count_prefix(self, request: PlacementRequest, now_s: float, placement: Placement | None = None) -> None:
+        """Counts the known prefix where it was asked for, and has it copied to where it will be if it is hot."""
         if self._keys is None or not self._keys.chains:
             return
-        layout = None if prefill_worker is None else self._membership.layout_of(prefill_worker)
-        chain = self._keys.chain(layout) or self._keys.chains[0]
-        near = "" if prefill_worker is None else self._membership.nearest_store(prefill_worker)
+        worker_id = "" if placement is None else placement.prefill.worker_id
+        chain = self._keys.chain(self._membership.layout_of(worker_id)) or self._keys.chains[0]
+        near = self._membership.nearest_store(worker_id)
         cached_blocks, block_tokens = request.cached_blocks, chain.layout.block_tokens
         num_uses = self._context.telemetry.prefixes.note(
             chain.short, cached_blocks, block_tokens, now_s, near, self._membership.pool
         )
+        if placement is None or (self._membership.stores and not near):
+            return
+        tenant, depth = self.output.tenant, min(int(cached_blocks.max(initial=0)), len(chain.keys))
+        owner = KVOwner(tenant.name, tenant.kv_bytes or 0)
+        tokens = self.output.prompt_token_ids
+        blocks = PromptBlocks(chain.keys[:depth], chain.layout, self.output.tenant_salt, owner, tokens)
         if near:
-            tenant, depth = self.output.tenant, min(int(cached_blocks.max(initial=0)), len(chain.keys))
-            owner = KVOwner(tenant.name, tenant.kv_bytes or 0)
-            blocks = PromptBlocks(chain.keys[:depth], chain.layout, self.output.tenant_salt, owner)
             decision = self._context.copies.consider(near, num_uses, blocks, now_s)
-            if decision is not None:
-                self._context.telemetry.pool_decisions["copy", decision] += 1
+        else:
+            decision = self._context.copies.spread(request, placement, num_uses, blocks, now_s)
+        if decision is not None:
+            self._context.telemetry.pool_decisions["copy", decision] += 1
 
     def _note_decision(
         self,

@@ -168,14 +168,16 @@ class _Predictions(Collector):
 
 
 class _Copies(Collector):
-    """Reads the counts of copies between stores."""
+    """Reads the counts of copies between stores or workers."""
 
     def __init__(self, copies: PrefixCopies) -> None:
         self._copies = copies
 
     def collect(self) -> Iterator[Metric]:
         copies = CounterMetricFamily(
-            "halfmoon_gateway_store_copies", "Prefixes that one store was to copy from another", labels=["outcome"]
+            "halfmoon_gateway_store_copies",
+            "Hot prefixes that a store, or without stores a worker, was to copy from others",
+            labels=["outcome"],
         )
         for outcome, num_copies in self._copies.num_copies.items():
             copies.add_metric([outcome], num_copies)

@@ -45,5 +45,5 @@ def test_uses_near_each_store_are_counted_apart() -> None:
     assert prefixes.note(KEYS, cached(3), 64, 0.0, "a:1") == 1
     assert prefixes.note(KEYS, cached(3), 64, 0.0, "b:1") == 1
     assert prefixes.note(KEYS, cached(3), 64, HALF_LIFE_S, "a:1") == pytest.approx(1.5)
-    assert prefixes.note(KEYS, cached(3), 64, HALF_LIFE_S) == 0, "near none"
+    assert prefixes.note(KEYS, cached(3), 64, HALF_LIFE_S) == pytest.approx(3.0), "near none: all of them"
     assert prefixes.note(KEYS, cached(2), 64, HALF_LIFE_S, "a:1") == 1, "another prefix"

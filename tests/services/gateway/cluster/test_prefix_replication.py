@@ -1,4 +1,4 @@
-"""A prefix that is asked for again near a store without it is copied there from the stores that have it."""
+"""A prefix that is asked for again is copied: to the store near by, or without stores to a worker that is less busy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.pb.gateway_pb2 import BlockEvents
 from halfmoon.pb.kvstore_pb2 import (
     DRAM,
     BlockPlace,
@@ -23,6 +24,7 @@ from halfmoon.pb.kvstore_pb2 import (
     WatchResponse,
 )
 from halfmoon.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
+from halfmoon.pb.prefill_pb2 import KVSource, PrefillRequest
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from tests.services.gateway.fakes import FINGERPRINT, LAYOUT, running_fleet
@@ -131,3 +133,39 @@ async def test_a_store_that_refuses_changes_nothing_for_the_request(tmp_path: Pa
         metrics = await placed_near(tmp_path, address, far, num_held=6)
     assert len(store.asked) == 1
     assert 'halfmoon_gateway_store_copies_total{outcome="failed"} 1.0' in metrics
+
+
+async def spread(tmp_path: Path, times: int, **gateway: Any) -> tuple[list[PrefillRequest], str, str]:
+    """One of two workers has six blocks of a prompt that is asked for so often; what the other one is told to copy."""
+    async with running_fleet(tmp_path, **gateway) as fleet:
+        holder = await fleet.add("holder", "prefill", can_fetch=True)
+        other = await fleet.add("other", "prefill", can_fetch=True)
+        await fleet.add("d0", "decode")
+        for worker in (holder, other):
+            measured(fleet, worker, 0.001)
+        stored = b"".join(key[:8] for key in KEYS[:6])
+        holder.loads.put_nowait(BlockEvents(sequence=0, is_snapshot=True, stored=stored))
+        await fleet.until_told(lambda: fleet.cluster.membership.index.num_pairs == 6)
+        for _ in range(times):
+            assert (await complete(fleet))[0] == 200
+        copies = fleet.gateway.routing.copies
+        await fleet.until_told(lambda: copies.is_idle)
+        assert not [request for request in holder.calls.prefills if request.is_copy]
+        return [one for one in other.calls.prefills if one.is_copy], holder.address, await fleet.metrics()
+
+
+async def test_without_stores_a_worker_loads_a_hot_prefix_before_it_is_asked_for_it(tmp_path: Path) -> None:
+    [copy], holder, metrics = await spread(tmp_path, times=7)
+    num_tokens = 6 * KV.block_tokens + 1
+    assert list(copy.generation.prompt_token_ids) == list(PROMPT.encode())[:num_tokens]
+    assert copy.generation.sampling.max_tokens == 1
+    assert [(one.address, one.kind, one.num_blocks) for one in copy.sources] == [(holder, KVSource.WORKER, 6)]
+    assert 'halfmoon_gateway_store_copies_total{outcome="asked"} 1.0' in metrics
+    for decision, num in (("cold", 4), ("copy", 1)):
+        assert f'halfmoon_gateway_pool_decisions_total{{decision="copy",reason="{decision}"}} {num}.0' in metrics
+
+
+async def test_no_worker_copies_what_is_rarely_asked_for_or_where_copies_are_off(tmp_path: Path) -> None:
+    assert (await spread(tmp_path / "rare", times=4))[0] == []
+    assert (await spread(tmp_path / "off", times=7, replica_mbps=0.0))[0] == []
+    assert (await spread(tmp_path / "aware", times=7, placement="cache-aware"))[0] == []
