@@ -26,7 +26,9 @@ class WorkerConfig(Section):
         "", description="further options for vLLM, as on its command line, such as '--quantization awq'"
     )
     staging_memory: ByteSize = Field(
-        ByteSize(512 << 20), gt=0, description="host memory in which a worker with vLLM holds KV that is handed over"
+        ByteSize(512 << 20),
+        gt=0,
+        description="host memory of a worker with vLLM for KV that is handed over or loaded, and for its last prompts",
     )
     weights: Literal["checkpoint", "dummy"] = Field(
         "checkpoint", description="'checkpoint': the model's; 'dummy': random weights of the same shape"

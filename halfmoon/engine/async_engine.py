@@ -72,6 +72,11 @@ class AsyncEngine:
         return self.engine.checkpoint.fingerprint
 
     @property
+    def computes_while_loading(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def chunk_tokens(self) -> int:
         """Most prompt tokens of a step beside other work."""
         return self.engine.config.prefill_chunk_tokens

@@ -16,6 +16,7 @@ class EngineFacts:
     layout: KVLayout
     context_tokens: int  # of prompt and output
     num_blocks: int
+    num_readable_blocks: int  # from which other workers may read prefixes
     step_tokens: int  # of a step
     chunk_tokens: int  # prompt tokens of a step beside decodes
     max_running: int

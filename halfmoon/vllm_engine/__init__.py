@@ -18,6 +18,8 @@ are; our connector is in vLLM's, in two halves: one beside its scheduler, one in
   once the connector has said that the request has ended there, after which no step touches them.
 - *A decode* begins once all KV is in the arena; the connector loads it before the first step. Blocks carry the number
   of their use: a load that finds another number is reported to vLLM, which computes the prompt anew.
+- *Known prefixes* are loaded into the arena before vLLM gets the request. The arena keeps whole blocks of the last
+  prompts by their keys, for stores and other workers, until their room is needed.
 - *Sampling* is vLLM's where it has the same parameter; otherwise our own sampler draws the token inside vLLM, as a
   logits processor (structured output; penalties behind a hand-over).
 - *Layouts* are not assumed but measured: at start the engine's own cache write is given known bits, which shows where

@@ -7,10 +7,11 @@ from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from vllm import SamplingParams, TokensPrompt
+from vllm import SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -132,9 +133,7 @@ class AsyncLLMSource:
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Drawn, None]:
         """See `TokenSource.generate`."""
-        tokens = TokensPrompt(prompt_token_ids=prompt.token_ids)
-        if prompt.salt:
-            tokens["cache_salt"] = prompt.salt
+        tokens = tokens_input(prompt.token_ids, cache_salt=prompt.salt or None)
         try:
             extra = {"kv_transfer_params": prompt.order.params(), **prompt.sampling.get("extra_args", {})}
             sampling = SamplingParams(

@@ -199,7 +199,7 @@ class SchedulingHalf:
         """Notes that vLLM has pages for this many tokens of the arena."""
         order = KVOrder.of(request.kv_transfer_params)
         if order is not None:
-            followed = self._followed.setdefault(request.request_id, _Followed(order, saved=order.save_from or 0))
+            followed = self._followed.setdefault(request.request_id, _Followed(order))
             followed.num_loading = num_tokens
 
     def step(self, output: SchedulerOutput) -> StepOrders:
@@ -229,10 +229,11 @@ class SchedulingHalf:
                 loads.append(Copy(order, pages_now, start - followed.num_loading, start))
                 followed.num_loading = 0
             end = start + output.num_scheduled_tokens[request_id]
-            if order.save_from is not None and end > followed.saved:
+            end = min(end, order.save_tokens)
+            if end > followed.saved:
                 saves.append(Copy(order, pages_now, followed.saved, end))
                 followed.saved = end
-            if order.save_from is None and not followed.has_ended:
+            elif followed.saved >= order.save_tokens and not followed.has_ended:
                 followed.has_ended = True
                 self._ended.append(order)
         self._begin_step(output, starts)
@@ -256,6 +257,7 @@ class SchedulingHalf:
             new.req_id
             for new in output.scheduled_new_reqs
             if new.req_id in self._followed
+            and not self._followed[new.req_id].order.save_tokens
             and 0 < self._followed[new.req_id].order.load_tokens <= new.num_computed_tokens
         }
         prefills = {
@@ -295,6 +297,7 @@ class ComputingHalf:
         self._layers: dict[str, tuple[int, int, PagedLayer]] = {}  # name: (place here, layer of the model, cache)
         self._heads = slice(0, memory.layout.num_kv_heads)
         self._failed: set[int] = set()
+        self._foreign: set[int] = set()  # uses that were found ended while their request was not
 
     def register(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Learns how each layer of the cache lies in memory. Raises Incompatible."""
@@ -318,6 +321,7 @@ class ComputingHalf:
                 values = self._memory.read(index, self._heads, blocks, copy.start, copy.end)
                 layer.write(copy.pages, copy.start, values)
             if not self._memory.has_stamps(blocks, copy.order.use):
+                self._foreign.add(copy.order.use)
                 size = self._memory.layout.block_tokens
                 self._failed.update(copy.pages[copy.start // size : -(-copy.end // size)])
         self._reports.send(*(Ended(order.request_id, order.use, self._rank) for order in orders.ended))
@@ -326,6 +330,8 @@ class ComputingHalf:
         """Copies one layer of the step's tokens to the arena."""
         place, index, layer = self._layers[name]
         for copy in orders.saves:
+            if copy.order.use in self._foreign:
+                continue
             num_tokens = copy.end - copy.start
             values = layer.read(copy.pages, copy.start, num_tokens)
             self._memory.write(index, self._heads, copy.order.blocks, copy.start, values)

@@ -14,7 +14,6 @@ from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import ServiceFailed
 from halfmoon.kv.keys import root_key
-from halfmoon.vllm_engine.block_events import BlockNames
 from halfmoon.vllm_engine.engine_arguments import VllmOptions
 from halfmoon.vllm_engine.messages import Report
 from halfmoon.vllm_engine.reports import ReportListener
@@ -49,6 +48,7 @@ class VllmHost:
             layout=started.memory.layout,
             context_tokens=min(started.context_tokens, started.num_blocks * started.memory.layout.block_tokens),
             num_blocks=started.num_blocks,
+            num_readable_blocks=started.memory.num_blocks,
             step_tokens=started.step_tokens,
             chunk_tokens=started.step_tokens,
             max_running=started.max_running,
@@ -68,10 +68,18 @@ class VllmHost:
         started, facts = self._started, self.facts
         limits = RequestLimits(started.vocab_size, facts.context_tokens, facts.num_blocks, facts.layout)
         eos = self._checkpoint.eos_token_ids
-        names = BlockNames(partial(root_key, facts.fingerprint, facts.layout), facts.layout.block_tokens)
-        drain = self._listener.drain
         engine = VllmEngine(
-            started.source, started.memory, limits, eos, on_step, on_death, drain, names, started.num_ranks
+            started.source,
+            started.memory,
+            limits,
+            eos,
+            on_step,
+            on_death,
+            self._listener.drain,
+            partial(root_key, facts.fingerprint, facts.layout),
+            started.num_ranks,
+            facts.fingerprint,
+            facts.step_tokens,
         )
         self._engine = engine
         self._listener.start()

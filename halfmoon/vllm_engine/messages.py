@@ -14,8 +14,8 @@ from halfmoon.engine.request import Constraint, SamplingParams
 class KVOrder:
     """What to do with one request's KV, sent with it as `kv_transfer_params`. Blocks are those of the arena.
 
-    Tokens from `load_from` to `load_tokens` are loaded before the first step, if vLLM has those before them; those from
-    `save_from` on are saved, if it is given.
+    Tokens from `load_from` to `load_tokens` are loaded before the first step, if vLLM has those before them. The first
+    `save_tokens` are saved.
     """
 
     request_id: str
@@ -23,7 +23,7 @@ class KVOrder:
     blocks: tuple[int, ...]
     load_tokens: int = 0
     load_from: int = 0
-    save_from: int | None = None
+    save_tokens: int = 0
 
     def params(self) -> dict[str, Any]:
         """The order as `kv_transfer_params`."""

@@ -7,9 +7,10 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -33,9 +34,10 @@ from halfmoon.engine.request import (
 )
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
-from halfmoon.engine.scheduling.restore_order import RestoreOrder
+from halfmoon.engine.scheduling.prefix_cache import PrefixCache
+from halfmoon.engine.scheduling.restore_order import Restore, RestoreOrder
 from halfmoon.engine.scheduling.sequence import Sequence
-from halfmoon.engine.step_result import StepResult
+from halfmoon.engine.step_result import BlockChain, StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import KVPlace, KVSource
@@ -94,7 +96,27 @@ class _Entry:
     task: asyncio.Task[None] | None = None
     is_with_vllm: bool = False
     has_begun: bool = False
+    restore: _Restoring | None = None
+    num_loaded_tokens: int = 0
     saved: dict[int, Saved] = field(default_factory=dict)  # the newest report of each rank
+
+
+class _Restoring:
+    """Which blocks of one request are loaded before vLLM gets it. Useful are those that follow each other."""
+
+    def __init__(self, order: RestoreOrder) -> None:
+        self.first = order.fence  # those before it are vLLM's or nobody's
+        self.blocks = Restore(order)
+        self.on_progress = order.on_progress
+        self.is_over = asyncio.Event()
+
+    @property
+    def num_leading(self) -> int:
+        """Blocks up to the first that is not loaded."""
+        block = self.first
+        while self.blocks.is_loaded(block):
+            block += 1
+        return block
 
 
 class VllmEngine:
@@ -112,11 +134,20 @@ class VllmEngine:
         on_step: Callable[[StepResult], None],
         on_death: Callable[[BaseException], None],
         drain: Callable[[], None],
-        names: BlockNames,
+        root: Callable[[bytes], bytes],
         num_ranks: int = 1,
+        fingerprint: str = "",
+        step_tokens: int = 512,
     ) -> None:
-        """limits: of vLLM. drain: handles the reports that have been sent by now. names: of vLLM's cached blocks."""
+        """limits: of vLLM. drain: handles the reports that have been sent by now.
+
+        root: the parent of a tenant's first block keys, from its salt; fingerprint: of the model; step_tokens: most
+        prompt tokens of a step.
+        """
         self.layout = memory.layout
+        self.fingerprint = fingerprint
+        self.step_tokens = self.chunk_tokens = step_tokens
+        self.computes_while_loading = False  # vLLM computes behind a prefix that is whole
         self._source = source
         self._memory = memory
         self._limits = limits
@@ -124,10 +155,11 @@ class VllmEngine:
         self._on_step = on_step
         self._on_death = on_death
         self._drain = drain
-        self._names = names
+        self._names = BlockNames(root, self.layout.block_tokens)
         self._num_ranks = num_ranks
         self._kv = KVAccess(KVArena(self.layout, memory.num_blocks, memory.kv.dtype, "cpu", memory=memory.kv))
-        self._pool = BlockPool(memory.num_blocks)
+        self._cache = PrefixCache(BlockPool(memory.num_blocks), self.layout.block_tokens, root)  # of the shared memory
+        self._chains: list[BlockChain] = []  # that stores may lack
         self._entries: dict[str, _Entry] = {}
         self._lent: dict[int, list[int]] = {}  # blocks that vLLM may touch, by use
         self._ended: dict[int, int] = {}  # how many ranks touch them no more
@@ -154,13 +186,17 @@ class VllmEngine:
         await asyncio.to_thread(self._copies.shutdown)
 
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
-        """See `AsyncEngine.add`. Raises InvalidRequest for an order: nothing is restored block by block."""
-        if order is not None:
-            raise InvalidRequest("a worker with vLLM does not restore blocks")
+        """See `AsyncEngine.add`. With an order, vLLM gets the request once no block of it is awaited."""
         sampling = vllm_sampling(request, self._eos_token_ids, len(request.output_token_ids))
         entry = self._admit(request, on_kv)
-        num_blocks = 0 if on_kv is None else self.layout.num_blocks(len(entry.sequence.token_ids))
+        num_blocks = self.layout.num_blocks(len(entry.sequence.token_ids))
+        is_full = self._waiting_for_room or num_blocks > self._cache.num_available
+        if on_kv is None and order is None and is_full:
+            num_blocks = 0  # nobody needs its KV here
         self._check_fits(num_blocks)
+        if order is not None:
+            entry.restore = _Restoring(order)
+            entry.sequence.restore = entry.restore.blocks
         entry.task = asyncio.create_task(self._compute(entry, sampling, num_blocks))
         self._entries[request.request_id] = entry
 
@@ -169,7 +205,7 @@ class VllmEngine:
         entry = self._admit(request, on_kv)
         num_blocks = self.layout.num_blocks(len(entry.sequence.token_ids))
         self._check_fits(num_blocks)
-        if self._waiting_for_room or num_blocks > min(self._pool.num_free, self.stats_now().num_free_blocks):
+        if self._waiting_for_room or num_blocks > min(self._cache.num_available, self.stats_now().num_free_blocks):
             raise NoCapacity("this decode worker has no room for another prompt now", retry_after_ms=_RETRY_MS)
         entry.sequence.blocks = self._take(entry.use, num_blocks)
         entry.sequence.num_cached = self._names.depth(entry.sequence.token_ids, request.tenant_salt)
@@ -187,6 +223,9 @@ class VllmEngine:
         num_tokens = len(sequence.token_ids)
         order = KVOrder(request_id, entry.use, tuple(sequence.blocks), num_tokens, load_from=sequence.num_cached)
         sequence.token_ids.append(first_token_id)
+        if not sequence.num_cached and not is_private:
+            sequence.num_computed = num_tokens
+            self._cache.insert(sequence)
         with sequence.kv_lock:
             sequence.state = "running"
         if sequence.finish_reason(self._eos_token_ids) is not None:
@@ -245,6 +284,46 @@ class VllmEngine:
         shape = self.layout.shape(layer_end - layer_start, num_tokens)
         return await self._copy(partial(read_encoded, read, self.layout, shape, out, codec))
 
+    async def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
+        """See `AsyncEngine.load_block`."""
+        await self._copy(partial(self._kv.load, self._find(request_id).sequence, block, self.layout, payload))
+
+    def note_loaded(self, request_id: str, loaded: SequenceOf[int], given_up: SequenceOf[int] = ()) -> None:
+        """See `AsyncEngine.note_loaded`."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.restore is None or entry.restore.is_over.is_set():
+            return
+        restore = entry.restore
+        for block in loaded:
+            restore.blocks.note_loaded(block)
+        restore.blocks.give_up(given_up)
+        self._note_restored(entry, restore)
+
+    async def move_fence(self, request_id: str, fence: int) -> int:
+        """See `AsyncEngine.move_fence`. A fence behind blocks that are not here ends the loads: vLLM computes them."""
+        entry = self._find(request_id)
+        if entry.restore is None or entry.restore.is_over.is_set():
+            raise NotFound(f"request {request_id} awaits no blocks")
+        restore = entry.restore
+        if fence > restore.num_leading:
+            restore.blocks.move_fence(restore.blocks.num_blocks)
+            self._note_restored(entry, restore)
+        return restore.blocks.fence
+
+    @asynccontextmanager
+    async def cached(self, keys: SequenceOf[bytes]) -> AsyncIterator[list[int]]:
+        """See `AsyncEngine.cached`: of the shared memory, which has the last prompts."""
+        blocks = self._cache.hold(keys)
+        try:
+            yield blocks
+        finally:
+            self._cache.release(blocks)
+            self._give_room()
+
+    async def read_block(self, block: int) -> memoryview:
+        """See `AsyncEngine.read_block`."""
+        return await self._copy(partial(self._kv.read_block, block, self.layout))
+
     def check_open(self) -> None:
         """See `AsyncEngine.check_open`."""
         if self._dead is not None:
@@ -272,7 +351,7 @@ class VllmEngine:
     @property
     def num_free_staging_blocks(self) -> int:
         """Blocks of the shared memory that nobody uses."""
-        return self._pool.num_free
+        return self._cache.num_available
 
     def die(self, reason: BaseException) -> None:
         """Ends everything: vLLM is gone."""
@@ -331,12 +410,29 @@ class VllmEngine:
 
     async def _compute(self, entry: _Entry, sampling: Mapping[str, Any], num_blocks: int) -> None:
         """Computes a prompt, once there is room for the KV that is to be read."""
-        request = entry.sequence.request
+        sequence, restore = entry.sequence, entry.restore
         if num_blocks:
-            entry.sequence.blocks = await self._room(entry.use, num_blocks)
-        save_from = None if entry.on_kv is None else request.held_tokens
-        order = KVOrder(request.request_id, entry.use, tuple(entry.sequence.blocks), save_from=save_from)
+            sequence.blocks = await self._room(entry.use, num_blocks)
+        order = KVOrder(sequence.request_id, entry.use, tuple(sequence.blocks))
+        if num_blocks:
+            order = replace(order, save_tokens=len(sequence.token_ids))
+        if restore is not None:
+            self._note_restored(entry, restore)
+            await restore.is_over.wait()
+            ends = [block * self.layout.block_tokens for block in (restore.first, restore.num_leading)]
+            order = replace(order, load_from=ends[0], load_tokens=ends[1]) if ends[1] > ends[0] else order
         await self._generate(entry, sampling, order)
+
+    def _note_restored(self, entry: _Entry, restore: _Restoring) -> None:
+        """Reports loaded blocks, once there is room for them."""
+        if not entry.sequence.blocks:
+            return
+        size = self.layout.block_tokens
+        entry.num_loaded_tokens = (restore.num_leading - restore.first) * size
+        restore.on_progress(restore.num_leading * size, entry.num_loaded_tokens)
+        self._tell_written(entry, Written())
+        if not restore.blocks.is_waiting:
+            restore.is_over.set()
 
     async def _generate(
         self, entry: _Entry, sampling: Mapping[str, Any], order: KVOrder, *, is_private: bool = False
@@ -367,6 +463,9 @@ class VllmEngine:
             if sequence.state in ("removed", "held"):
                 return
             position = sequence.num_output
+            if entry.on_kv is not None and sequence.written.num_tokens < len(sequence.token_ids):
+                drawn = Drawn((), is_failed=True)  # its KV is wanted and did not come
+                break
             sequence.num_computed = len(sequence.token_ids)
             sequence.token_ids.append(token.token_id)
             reason = sequence.finish_reason(self._eos_token_ids)
@@ -391,7 +490,7 @@ class VllmEngine:
 
     def _note_saved(self, report: Saved) -> None:
         entry = self._entries.get(report.request_id)
-        if entry is None or entry.on_kv is None:
+        if entry is None:
             return
         entry.saved[report.rank] = report
         if len(entry.saved) < self._num_ranks:
@@ -402,9 +501,21 @@ class VllmEngine:
             min(report.end for report in reports),
             min(report.num_layers for report in reports),
         )
-        entry.sequence.written = written
         entry.sequence.num_computed = max(entry.sequence.num_computed, written.num_tokens)
-        entry.on_kv(written)
+        sequence = entry.sequence
+        if written.num_tokens == len(sequence.token_ids) and self._cache.insert(sequence):
+            keys, request = tuple(sequence.block_keys[: sequence.num_known_blocks]), sequence.request
+            self._chains.append(BlockChain(request.request_id, keys, request.tenant_salt, request.owner))
+        self._tell_written(entry, written)
+
+    def _tell_written(self, entry: _Entry, written: Written) -> None:
+        if entry.restore is not None:
+            size = self.layout.block_tokens
+            runs = entry.restore.blocks.runs(written.num_tokens // size)
+            written = written._replace(loaded=tuple((first * size, last * size) for first, last in runs))
+        entry.sequence.written = written
+        if entry.on_kv is not None:
+            entry.on_kv(written)
 
     def _note_not_drawn(self, report: NotDrawn) -> None:
         """Ends a request with the reason for which our sampler, inside vLLM, drew no token."""
@@ -424,7 +535,7 @@ class VllmEngine:
         counts = {name: count for name, (_, count) in step.prefill_tokens.items()}
         prefill_context = sum(before + count for before, count in step.prefill_tokens.values())
         began = {
-            name: before
+            name: before - self._entries[name].num_loaded_tokens
             for name, (before, _) in step.prefill_tokens.items()
             if name in self._entries and not self._entries[name].has_begun
         }
@@ -459,20 +570,21 @@ class VllmEngine:
     def _flush(self) -> None:
         steps, outputs = self._steps, tuple(self._outputs)
         self._steps, self._outputs, self._is_flushing = [], [], False
+        chains, self._chains = tuple(self._chains), []
         *before, last = steps or [StepResult(ended_s=time.monotonic())]
-        for result in (*before, replace(last, outputs=outputs)):
+        for result in (*before, replace(last, outputs=outputs, chains=chains)):
             self._on_step(result)
 
     async def _room(self, use: int, num_blocks: int) -> list[int]:
         """Waits, in order of arrival, for blocks of the shared memory."""
-        if not self._waiting_for_room and self._pool.num_free >= num_blocks:
+        if not self._waiting_for_room and self._cache.num_available >= num_blocks:
             return self._take(use, num_blocks)
         room: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._waiting_for_room.append((use, num_blocks, room))
         return await room  # whoever cancels the wait gives the blocks back
 
     def _take(self, use: int, num_blocks: int) -> list[int]:
-        blocks = self._pool.allocate(num_blocks)
+        blocks = self._cache.allocate(num_blocks)
         self._memory.stamps[torch.tensor(blocks, dtype=torch.int64)] = use
         self._lent[use] = blocks
         return blocks
@@ -481,8 +593,11 @@ class VllmEngine:
         blocks = self._lent.pop(use, None)
         if blocks:
             self._memory.stamps[torch.tensor(blocks, dtype=torch.int64)] = 0
-            self._pool.release(blocks)
-        while self._waiting_for_room and self._waiting_for_room[0][1] <= self._pool.num_free:
+            self._cache.release(blocks)
+        self._give_room()
+
+    def _give_room(self) -> None:
+        while self._waiting_for_room and self._waiting_for_room[0][1] <= self._cache.num_available:
             waiting, num_blocks, room = self._waiting_for_room.popleft()
             if not room.done():
                 room.set_result(self._take(waiting, num_blocks))

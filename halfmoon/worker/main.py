@@ -49,7 +49,7 @@ from halfmoon.worker.membership.decode_peers import DecodePeers
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import ROLES, Serving, worker_services
-from halfmoon.worker.serving_engine import ServingEngine
+from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.settings import WorkerSettings
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
@@ -111,16 +111,15 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         host.running(state.on_step, death.set_result) as engine,
         aclosing(sources),
     ):
-        pooling = engine if isinstance(engine, AsyncEngine) else None  # vLLM's cache is not read and not filled yet
-        device = None if pooling is None else _device_memory(pooling.engine)
-        restorer = None if pooling is None else Restorer(pooling, state, sources, metrics.store)
+        device = _device_memory(engine.engine) if isinstance(engine, AsyncEngine) else None
+        restorer = Restorer(engine, state, sources, metrics.store)
         channels = KVChannels(
             kv_links, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device, credential=credential
         )
         prefill = PrefillServicer(engine, state, metrics, channels, restorer)
 
         decode = DecodeServicer(engine, state, metrics, settings.lease_s, device)
-        cache = None if pooling is None else CacheServicer(pooling, host.facts.num_blocks, state, metrics)
+        cache = CacheServicer(engine, host.facts.num_readable_blocks, state, metrics)
         services = worker_services(prefill, decode, cache)
         access = CallAccess(credential)
         async with running_server(settings.listen, services, metrics.rpc, tracer=tracer, access=access) as server:
@@ -132,12 +131,12 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
                 work = Serving(
                     engine,
                     state,
-                    lambda: state.load(engine, prefill.links(), restorer.holders.speeds() if restorer else ()),
+                    lambda: state.load(engine, prefill.links(), restorer.holders.speeds()),
                     death,
                     credential,
                 )
-                if sources.own is not None and pooling is not None:
-                    work.add(store_writer(pooling, state, sources, metrics).run())
+                if sources.own is not None:
+                    work.add(store_writer(engine, state, sources, metrics).run())
                 await work.until_stopped(settings.gateway, settings.drain_s, stopping, retiring)
         await prefill.close()
         decode.close()
@@ -158,7 +157,9 @@ def store_client(address: str, mbps: float | None, credential: Credential | None
     return KVStoreClient(address, b"", limit, credential)
 
 
-def store_writer(engine: AsyncEngine, state: WorkerState, sources: SourceLinks, metrics: WorkerMetrics) -> StoreWriter:
+def store_writer(
+    engine: PoolingEngine, state: WorkerState, sources: SourceLinks, metrics: WorkerMetrics
+) -> StoreWriter:
     """Writer of this worker's blocks to the stores."""
     return StoreWriter(engine, sources, state.chains, metrics.store, lambda: state.compute_rate.model)
 
@@ -182,7 +183,7 @@ class EngineHost(Protocol):
 
     def running(
         self, on_step: Callable[[StepResult], None], on_death: Callable[[BaseException], None]
-    ) -> AbstractAsyncContextManager[ServingEngine]:
+    ) -> AbstractAsyncContextManager[PoolingEngine]:
         """Serves requests while inside. `on_death` is called, at most once, when it computes nothing any more."""
         ...
 
@@ -200,6 +201,7 @@ class OwnHost:
             layout=engine.layout,
             context_tokens=engine.context_tokens,
             num_blocks=engine.stats().num_blocks,
+            num_readable_blocks=engine.stats().num_blocks,
             step_tokens=config.step_tokens,
             chunk_tokens=config.prefill_chunk_tokens,
             max_running=config.max_running,
@@ -330,7 +332,7 @@ def _identity(
         max_running=facts.max_running,
         tensor_parallel=facts.tensor_parallel,
         pipeline_parallel=facts.pipeline_parallel,
-        can_fetch=settings.engine == "halfmoon",
+        can_fetch=True,
     )
 
 

@@ -84,6 +84,11 @@ class PoolingEngine(ServingEngine, Protocol):
         ...
 
     @property
+    def computes_while_loading(self) -> bool:
+        """Whether the blocks below a request's fence are computed while the others are awaited."""
+        ...
+
+    @property
     def chunk_tokens(self) -> int:
         """Most prompt tokens of a step beside other work."""
         ...

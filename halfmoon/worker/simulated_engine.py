@@ -76,6 +76,7 @@ class SimulatedEngine:
         """
         self.layout = layout
         self.fingerprint = fingerprint
+        self.computes_while_loading = True
         self.chunk_tokens = profile.chunk_tokens
         self.step_tokens = profile.max_batch_tokens
         self.links = SimulatedLinks(profile, clock)

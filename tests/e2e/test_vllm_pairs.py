@@ -20,9 +20,10 @@ import yaml
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.text.tokenizer import Tokenizer
+from halfmoon.rpc.credentials.child_environment import child_environment
 from tests.e2e.conftest import Reference
 from tests.e2e.system import System, running_system
-from tests.e2e.test_golden import PROMPTS, check, completion
+from tests.e2e.test_golden import MAX_TOKENS, PROMPTS, check, completion
 
 PYTHON = os.environ.get("HALFMOON_VLLM_PYTHON", "")
 pytestmark = [
@@ -83,6 +84,10 @@ async def test_answers_go_on_at_our_engine_when_vllm_is_killed(reference: Refere
                 break
             await asyncio.sleep(0.02)
         vllm = psutil.Process(worker["pid"]).children(recursive=True)
+        known = psutil.Process(worker["pid"]).environ()
+        secrets = known.keys() - child_environment(known, "vllm").keys()
+        assert secrets
+        assert not any(secrets & process.environ().keys() for process in vllm)
         os.kill(worker["pid"], signal.SIGKILL)
         for prompt, task in zip(prompts, tasks, strict=True):
             (choice,) = (await task)["choices"]
@@ -90,3 +95,22 @@ async def test_answers_go_on_at_our_engine_when_vllm_is_killed(reference: Refere
             assert len(choice["token_ids"]) == 48
         _, alive = await asyncio.to_thread(psutil.wait_procs, vllm, 30)
         assert not alive, "vLLM outlives its worker"
+
+
+async def test_a_new_vllm_loads_a_known_prompt_from_the_store(reference: Reference, tmp_path: Path) -> None:
+    prompt = PROMPTS[-1]
+    async with started(tmp_path, ["vllm"], ["halfmoon"]) as system, aiohttp.ClientSession(system.url) as http:
+        first = await completion(http, prompt)
+        (before,) = [one for one in await system.cluster(http) if one["role"] == "prefill"]
+        await asyncio.sleep(5)  # blocks go to the store behind the answer
+        os.kill(before["pid"], signal.SIGKILL)
+        while True:
+            found = [one for one in await system.cluster(http) if one["role"] == "prefill"]
+            if found and found[0]["pid"] != before["pid"]:
+                break
+            await asyncio.sleep(0.5)
+        again = await completion(http, prompt)
+        for answer in (first, again):
+            assert answer["choices"][0]["token_ids"] == reference(prompt, MAX_TOKENS)
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 900

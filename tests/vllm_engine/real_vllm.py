@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams, TokenOutput
 from halfmoon.engine.sampler import SamplingRow, adjust_logits
+from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Incompatible, NoCapacity
 from halfmoon.vllm_engine.engine_arguments import VllmOptions
@@ -41,12 +43,14 @@ class Checks:
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.num_preempted = 0
         self.num_held = 0
+        self.num_cached: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._names = count()
         self._expected: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def on_step(self, step: StepResult) -> None:
         self.num_preempted += step.num_preempted
+        self.num_cached |= step.num_cached_tokens
         for output in step.outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
         self._changed.set()
@@ -182,6 +186,35 @@ async def computed_where_loading_failed(checks: Checks, engine: VllmEngine) -> N
     assert await checks.tokens(name, MAX_TOKENS - 1) == expected[1:]
 
 
+async def restored(checks: Checks, engine: VllmEngine) -> None:
+    """Blocks of a pool are loaded, and vLLM computes behind them; a missing one is computed with all after it."""
+    prompt, size = prompt_of(300, 12), engine.layout.block_tokens
+    expected = checks.expected(prompt, MAX_TOKENS)[0]
+    _, kv = await checks.prefilled(engine, prompt, MAX_TOKENS)
+    num_blocks = 299 // size
+    for missing in (None, 1):
+        began, name = asyncio.Event(), f"restored-{missing}"
+        request = EngineRequest(name, prompt, greedy(MAX_TOKENS), prefill_only=True, tenant_salt=name.encode())
+        order = RestoreOrder(num_blocks, 0, partial(_set, began))
+        await engine.add(request, lambda _: None, order)
+        await began.wait()
+        for block in reversed(range(num_blocks)):
+            if block != missing:
+                cells = kv[:, :, :, block * size : (block + 1) * size].contiguous().numpy().tobytes()
+                await engine.load_block(name, block, cells)
+                engine.note_loaded(name, [block])
+        engine.note_loaded(name, (), range(num_blocks))
+        assert await checks.tokens(name, 1) == [expected]
+        again = bytearray(await engine.kv_read(name, 0, engine.layout.num_layers, 0, 300))
+        assert torch.allclose(torch.frombuffer(again, dtype=torch.float32).view(kv.shape), kv, atol=1e-4)
+        assert checks.num_cached[name] == 0
+        await engine.cancel(name)
+
+
+def _set(event: asyncio.Event, num_tokens: int, num_loaded: int) -> None:
+    event.set()
+
+
 async def drawn_by_our_sampler(checks: Checks, engine: VllmEngine) -> None:
     """Penalties count the tokens before a hand-over, and a structure goes on behind it."""
     prompt = prompt_of(90, 11)
@@ -239,6 +272,7 @@ CHECKS: tuple[Callable[[Checks, VllmEngine], Awaitable[None]], ...] = (
     computed_where_held_blocks_were_evicted,
     preempted,
     computed_where_loading_failed,
+    restored,
     drawn_by_our_sampler,
     ended_where_a_structure_allows_nothing,
     cancelled_in_every_state,

@@ -11,13 +11,13 @@ import torch
 from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
 from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.vllm_engine.block_events import BlockNames
 from halfmoon.vllm_engine.messages import Ended, KVOrder, Saved, Stepped
 from halfmoon.vllm_engine.staging import StagingMemory
 from halfmoon.vllm_engine.vllm_engine import VllmEngine
@@ -52,7 +52,7 @@ class Worker:
             self._on_step,
             self._on_death,
             lambda: None,
-            BlockNames(root, LAYOUT.block_tokens),
+            root,
             num_ranks,
         )
 
@@ -102,7 +102,7 @@ async def test_a_prompt_is_read_while_it_is_written_and_freed_when_both_ends_are
     await worker.engine.add(EngineRequest("a", PROMPT, GREEDY, prefill_only=True, tenant_salt=b"t"), reports.append)
     prompt = await worker.vllm.prompt("a")
     assert (prompt.token_ids, prompt.salt, prompt.sampling["max_tokens"]) == (list(PROMPT), "74", 1)
-    assert (prompt.order.save_from, prompt.order.load_tokens, len(prompt.order.blocks)) == (0, 0, 3)
+    assert (prompt.order.save_tokens, prompt.order.load_tokens, len(prompt.order.blocks)) == (20, 0, 3)
     assert worker.memory.has_stamps(prompt.order.blocks, prompt.order.use)
     values = written_values()
     worker.memory.write(0, slice(0, 2), prompt.order.blocks, 0, values[0])
@@ -170,7 +170,7 @@ async def test_received_kv_is_loaded_and_decoding_goes_on(worker: Worker) -> Non
     prompt = await worker.vllm.prompt("d")
     order = prompt.order
     assert (prompt.token_ids, prompt.sampling["max_tokens"]) == ([*PROMPT, 40], 3)
-    assert (order.load_tokens, order.save_from) == (20, None)
+    assert (order.load_tokens, order.save_tokens) == (20, 0)
     loaded = torch.stack([worker.memory.read(layer, slice(0, 2), order.blocks, 0, 20) for layer in range(3)])
     assert torch.equal(loaded, values)
     worker.engine.handle(Ended("d", order.use))  # loaded
@@ -301,6 +301,81 @@ async def test_the_death_of_vllm_is_reported_once_and_refuses_everything(worker:
         worker.engine.check_open()
     with pytest.raises(Unavailable):
         await worker.engine.add(EngineRequest("c", PROMPT, GREEDY))
+
+
+async def test_a_known_prefix_is_loaded_before_vllm_computes_the_rest(worker: Worker) -> None:
+    values, progress, reports = written_values(3), list[tuple[int, int]](), list[Written | None]()
+    begun = asyncio.Event()
+
+    def on_progress(num_tokens: int, num_loaded: int) -> None:
+        progress.append((num_tokens, num_loaded))
+        begun.set()
+
+    order = RestoreOrder(2, 0, on_progress)
+    request = EngineRequest("a", PROMPT, GREEDY, prefill_only=True)
+    await worker.engine.add(request, reports.append, order)
+    await begun.wait()
+    for block in (1, 0):
+        cells = values[:, :, :, 8 * block : 8 * block + 8].contiguous().numpy().tobytes()
+        await worker.engine.load_block("a", block, cells)
+        assert "a" not in worker.vllm.prompts
+        worker.engine.note_loaded("a", [block])
+    sent = (await worker.vllm.prompt("a")).order
+    assert (sent.load_from, sent.load_tokens, sent.save_tokens) == (0, 16, 20)
+    assert progress == [(0, 0), (0, 0), (16, 16)]
+    assert reports[-1] == Written(0, 0, 0, ((0, 16),))
+    assert bytes(await worker.engine.kv_read("a", 0, 3, 2, 9)) == values[:, :, :, 2:11].contiguous().numpy().tobytes()
+    worker.engine.handle(Stepped(1.0, 1.5, {"a": (16, 4)}, 0, 0, num_free_blocks=5))
+    worker.vllm.draw("a", 50)
+    assert (await worker.until_outputs(1))[0].finish_reason == "error"  # its KV was not saved
+    assert worker.steps[0].num_cached_tokens == {"a": 0}
+
+
+@pytest.mark.parametrize("gives_up_by_fence", [True, False])
+async def test_what_is_not_loaded_is_computed(worker: Worker, gives_up_by_fence: bool) -> None:
+    begun = asyncio.Event()
+    order = RestoreOrder(2, 0, lambda tokens, loaded: begun.set())
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY), None, order)
+    await begun.wait()
+    await worker.engine.load_block("a", 1, bytes(LAYOUT.block_bytes))
+    worker.engine.note_loaded("a", [1])
+    if gives_up_by_fence:
+        assert await worker.engine.move_fence("a", 1) == 2
+    else:
+        worker.engine.note_loaded("a", (), [0])
+    assert (await worker.vllm.prompt("a")).order.load_tokens == 0
+    with pytest.raises(NotFound):
+        await worker.engine.load_block("a", 0, bytes(LAYOUT.block_bytes))
+
+
+async def test_a_prompt_that_waits_for_its_prefix_can_be_cancelled(worker: Worker) -> None:
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY), None, RestoreOrder(2, 0, lambda *_: None))
+    assert await worker.engine.cancel("a")
+    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    assert "a" not in worker.vllm.prompts
+
+
+async def test_the_last_prompts_can_be_read_by_their_keys_until_room_is_needed(worker: Worker) -> None:
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY, prefill_only=True, tenant_salt=b"t"), lambda _: None)
+    order, values = (await worker.vllm.prompt("a")).order, written_values()
+    save(worker, order, values)
+    worker.engine.handle(Ended("a", order.use))
+    worker.vllm.draw("a", 50)
+    await worker.until_outputs(1)
+    keys = block_keys(root(b"t"), PROMPT, LAYOUT.block_tokens)
+    (chain,) = [chain for step in worker.steps for chain in step.chains]
+    assert (chain.keys, chain.tenant_salt) == (tuple(keys), b"t")
+    await worker.engine.cancel("a")
+    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    async with worker.engine.cached(keys) as blocks:
+        assert len(blocks) == 2
+        cells = bytes(await worker.engine.read_block(blocks[1]))
+        assert cells == values[:, :, :, 8:16].contiguous().numpy().tobytes()
+        assert worker.engine.num_free_staging_blocks == NUM_BLOCKS - 2
+    for name in ("b", "c"):
+        await worker.engine.reserve(EngineRequest(name, PROMPT, GREEDY))
+    async with worker.engine.cached(keys) as blocks:
+        assert blocks == []
 
 
 async def test_the_memory_is_the_same_under_its_path() -> None:

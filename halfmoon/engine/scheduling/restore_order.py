@@ -34,6 +34,11 @@ class Restore:
         self._loaded: set[int] = set()
         self._given_up: set[int] = set()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any block is awaited."""
+        return bool(self._waited)
+
     def is_waited_for(self, block: int) -> bool:
         """Whether this block is awaited, and so not computed."""
         return block in self._waited

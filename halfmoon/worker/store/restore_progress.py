@@ -32,11 +32,13 @@ class RestoreProgress:
         model: PrefillModel,
         sources: Sequence[SourceProgress],
         step_tokens: int = 0,
+        *,
+        can_do_both: bool = True,
     ) -> None:
         """Starts with everything computed; `begin` sets the fence.
 
         chunk_tokens: prompt tokens of one step while loading; model: prefill model of steps; step_tokens: prompt tokens
-        of one step without loading, if larger.
+        of one step without loading, if larger; can_do_both: whether computing goes on while blocks are loaded.
         """
         self.num_blocks = num_blocks
         self.fence = num_blocks
@@ -45,6 +47,7 @@ class RestoreProgress:
         self._chunk_tokens = chunk_tokens
         self._step_tokens = max(step_tokens, chunk_tokens)
         self._model = model
+        self._can_do_both = can_do_both
         self._num_computed = 0  # tokens
         self._progress_s: float | None = None
         self._blocks = bytearray(num_blocks)  # the state of each
@@ -136,6 +139,9 @@ class RestoreProgress:
         if not free or not live:
             return self.fence
         costs = self.costs(below * self._block_tokens, load_s, queue_s)
+        if not self._can_do_both:
+            compute_s = costs.compute_s((self.num_blocks - below) * self._block_tokens)
+            return self.num_blocks if compute_s < _GAIN * costs.load_s(len(free) * self._block_tokens) else self.fence
         plan = plan_restore(costs, len(free), self._block_tokens)
         computed = sum(block < self.fence for block in free)
         as_it_is_s = costs.restore_s(computed * self._block_tokens, len(free) * self._block_tokens)
@@ -177,7 +183,7 @@ class RestoreProgress:
             costs.load_s(num_tokens) + step_s,
             plan.seconds + step_s,
         )  # the last tokens take a step of their own
-        if plan.method != "both" or both_s > _GAIN_OF_BOTH * min(compute_s, load_s):
+        if not self._can_do_both or plan.method != "both" or both_s > _GAIN_OF_BOTH * min(compute_s, load_s):
             plan = RestorePlan(0, num_blocks, load_s) if load_s <= compute_s else RestorePlan(num_blocks, 0, compute_s)
         self.fence = num_here + plan.num_compute_blocks
         return plan

@@ -194,7 +194,13 @@ class Restorer:
                 parts.append(SourceProgress(wanted, s_per_byte * layout.block_bytes, queue_s))
                 sources.append(RestoringSource(holder, tiers))
         progress = RestoreProgress(
-            num_blocks, layout.block_tokens, engine.chunk_tokens, model, parts, engine.step_tokens
+            num_blocks,
+            layout.block_tokens,
+            engine.chunk_tokens,
+            model,
+            parts,
+            engine.step_tokens,
+            can_do_both=engine.computes_while_loading,
         )
         load_s, queue_s = progress.load_s(range(num_here, num_blocks), 0.0)
         costs = progress.costs(num_here * layout.block_tokens, load_s, queue_s)

@@ -180,3 +180,23 @@ def test_a_single_method_is_preferred_where_both_save_little() -> None:
         )
         plans.append(progress.begin(4, progress.costs(0, load_s, 0.0)).method)
     assert plans == ["load", "compute", "both"]
+
+
+@pytest.mark.parametrize(("load_s", "fence"), [(0.01, 0), (10.0, 16)])
+def test_an_engine_that_does_one_after_the_other_loads_all_or_nothing(load_s: float, fence: int) -> None:
+    sources = [SourceProgress(range(16), load_s, 0.0)]
+    model = PrefillModel(0.0, 1e-3, 0.0)  # 64 ms a block
+    progress = RestoreProgress(16, BLOCK_TOKENS, CHUNK_TOKENS, model, sources, can_do_both=False)
+    progress.begin(0, progress.costs(0, load_s, 0.0))
+    assert progress.fence == fence
+
+
+def test_such_an_engine_computes_all_once_loading_has_become_slower() -> None:
+    sources = [SourceProgress(range(16), 0.03, 0.0)]
+    progress = RestoreProgress(16, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0.0, 1e-3, 0.0), sources, can_do_both=False)
+    progress.begin(0, progress.costs(0, 0.03, 0.0))
+    progress.advance(0, 0.0)
+    blocks = progress.claim(0.0)
+    assert progress.wanted_fence(0.01) == 0
+    assert progress.wanted_fence(100.0) == 16  # nothing came for long
+    assert blocks
