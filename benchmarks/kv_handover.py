@@ -10,6 +10,7 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import psutil
 
@@ -84,13 +85,14 @@ async def hand_over(
 ) -> None:
     """Prints the table of hand-overs: medians over the repeats after a first one that does not count.
 
+    The codecs take turns. `auto` is what the worker chooses of the exact ones, `auto-int8` of these and int8.
     limit: the link's MB/s (0: unlimited) and its delay in ms. tls: certificates, for mutual TLS.
     """
     mbps, delay_ms = limit
     link = f", link of {mbps:g} MB/s and {delay_ms:g} ms" if mbps or delay_ms else ""
     link += ", mutual TLS" if tls else ""
     print(f"\nhand-over of {num_tokens} tokens, one thread a worker{link}, median of {repeat}")
-    print(f"{'transport':10}{'codec':>7}{'prefill s':>11}{'exposed ms':>12}{'share':>8}")
+    print(f"{'transport':10}{'codec':>10}{'prefill s':>11}{'exposed ms':>12}{'share':>8}{'MB sent':>9}")
     for transport in transports:
         how = transport, str(mbps), str(delay_ms)
         worker = tls.worker if tls else None
@@ -105,20 +107,30 @@ async def hand_over(
                 listen = decode_pb2.TokensRequest(gateway_id=_GATEWAY)
                 async with to_decode.stream(tokens, listen, deadline_s=3600) as steps:
                     await anext(steps)
+                    runs: dict[str, list[_Figures]] = {codec: [] for codec in codecs}
+                    for number in range(repeat + 1):
+                        for codec in codecs:
+                            one = await _one(to_prefill, decode, fingerprint, num_tokens, codec, number)
+                            runs[codec] += [one] if number else []
                     for codec in codecs:
-                        runs = [
-                            await _one(to_prefill, decode, fingerprint, num_tokens, codec, number)
-                            for number in range(repeat + 1)
-                        ][1:]
-                        prefill_s, exposed_s = (statistics.median(run[i] for run in runs) for i in (0, 1))
-                        share = statistics.median(run[1] / run[0] for run in runs)
-                        print(f"{transport:10}{codec:>7}{prefill_s:11.3f}{exposed_s * 1e3:12.1f}{share:8.1%}")
+                        _print_row(transport, codec, runs[codec])
 
 
-async def _one(
-    to_prefill: Peer, decode: str, fingerprint: str, num_tokens: int, codec: str, number: int
-) -> tuple[float, float]:
-    """(prefill seconds, exposed seconds) of one hand-over."""
+class _Figures(NamedTuple):
+    prefill_s: float
+    exposed_s: float
+    sent_bytes: int
+
+
+def _print_row(transport: str, codec: str, runs: Sequence[_Figures]) -> None:
+    prefill_s, exposed_s, sent_bytes = (statistics.median(figures) for figures in zip(*runs, strict=True))
+    share = statistics.median(run.exposed_s / run.prefill_s for run in runs)
+    print(f"{transport:10}{codec:>10}{prefill_s:11.3f}{exposed_s * 1e3:12.1f}{share:8.1%}{sent_bytes / 1e6:9.1f}")
+
+
+async def _one(to_prefill: Peer, decode: str, fingerprint: str, num_tokens: int, codec: str, number: int) -> _Figures:
+    auto, _, lossiest = codec.partition("-")
+    named = (lossiest or "raw") if auto == "auto" else codec
     rng = random.Random(number)
     request = prefill_pb2.PrefillRequest(
         generation=types_pb2.Generation(
@@ -129,9 +141,11 @@ async def _one(
             gateway_id=_GATEWAY,
         ),
         decode_address=decode,
-        kv_codec=prefill_pb2.KVCodec.Value(codec.upper()),
+        kv_codec=prefill_pb2.KVCodec.Value(named.upper()),
+        chooses_codec=auto == "auto",
     )
     stub = prefill_pb2_grpc.PrefillStub(to_prefill.channel)
     async with to_prefill.stream(stub.Prefill, request, deadline_s=600) as events:
         first, handed_over = [event async for event in events]
-    return first.first_token.compute_s, handed_over.handed_over.transfer_s
+    done = handed_over.handed_over
+    return _Figures(first.first_token.compute_s, done.transfer_s, done.kv_bytes)
