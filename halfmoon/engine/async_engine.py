@@ -184,9 +184,9 @@ class AsyncEngine:
                 lambda: self.engine.let_cached_go(blocks)
             )  # runs after the call above, whether or not that was awaited
 
-    async def read_block(self, block: int) -> memoryview:
+    async def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """Calls `Engine.read_block` during the steps."""
-        return await self._copy(partial(self.engine.read_block, block))
+        return await self._copy(partial(self.engine.read_block, block, layers))
 
     def _on_loop(self, on_kv: OnKV | None) -> OnKV | None:
         return None if on_kv is None else self._thread.on_loop(on_kv)

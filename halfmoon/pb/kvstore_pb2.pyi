@@ -1004,6 +1004,7 @@ class BlocksOpen(_message.Message):
     Get: the client sends OPEN; its range names the layers and heads that it wants of every block, and the position of
     the first block's tokens. The store answers with DATA frames that cover that range block by block, each a block's
     tokens further on; then DONE. The first block that cannot be read ends them; if it is the very first, the call fails.
+    With `layers_at_once`, all blocks' first so many layers come before any block's next ones.
     Errors: absent NOT_FOUND; over the budget RESOURCE_EXHAUSTED; another layout
     FAILED_PRECONDITION; digest DATA_LOSS; an unreachable tier UNAVAILABLE.
 
@@ -1015,12 +1016,15 @@ class BlocksOpen(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
+    LAYERS_AT_ONCE_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     RECOMPUTE_S_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     tenant_salt: _builtins.bytes
+    layers_at_once: _builtins.int
+    """for Get: 0: block by block, each with all its layers"""
     parent: _builtins.bytes
     """for Put only:
     key of the block before the first, here or elsewhere; empty for a prompt's first block
@@ -1047,6 +1051,7 @@ class BlocksOpen(_message.Message):
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         layout: _types_pb2.KVLayout | None = ...,
         tenant_salt: _builtins.bytes = ...,
+        layers_at_once: _builtins.int = ...,
         parent: _builtins.bytes = ...,
         recompute_s: _builtins.float = ...,
         ttl_s: _builtins.float = ...,
@@ -1055,7 +1060,7 @@ class BlocksOpen(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "tenant", b"tenant", "tenant_quota_bytes", b"tenant_quota_bytes", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layers_at_once", b"layers_at_once", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "tenant", b"tenant", "tenant_quota_bytes", b"tenant_quota_bytes", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

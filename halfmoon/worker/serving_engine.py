@@ -118,6 +118,6 @@ class PoolingEngine(ServingEngine, Protocol):
         """Holds the blocks of the leading keys that are cached."""
         ...
 
-    async def read_block(self, block: int) -> memoryview:
-        """Reads a held block."""
+    async def read_block(self, block: int, layers: range | None = None) -> memoryview:
+        """Reads a held block, or some successive layers of it."""
         ...

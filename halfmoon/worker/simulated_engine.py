@@ -192,7 +192,7 @@ class SimulatedEngine:
             self._core.let_cached_go(blocks)
             self._wake.set()  # requests that wait for blocks may get some now
 
-    async def read_block(self, block: int) -> memoryview:
+    async def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """See `AsyncEngine.read_block`; the bytes are meaningless, and have left on the modelled link."""
         await self.links.read(self.layout.block_tokens)
         return memoryview(bytes(self.layout.block_bytes))

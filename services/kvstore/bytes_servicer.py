@@ -21,7 +21,7 @@ from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.owner import KVOwner
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import kvstore_pb2
-from halfmoon.rpc.store.block_streams import BYTES_SERVICE, block_frames, opened_run, whole_blocks
+from halfmoon.rpc.store.block_streams import BYTES_SERVICE, block_frames, opened_run, parts_in_order, whole_blocks
 from halfmoon.rpc.transfer import KVIntake, next_message, parse_body, raw_service
 from services.kvstore.movement.incoming import Arrivals, Run, run_metas
 from services.kvstore.pool import Loan, Pool
@@ -64,15 +64,15 @@ class KVBytesServicer:
         if not blocks:
             raise InvalidRequest("a Get must name the blocks that it wants", param="keys")
         num_sent = 0  # frames
-        for index, block in enumerate(blocks):
+        for (index, block), part in parts_in_order(request.range, opened.layers_at_once, list(enumerate(blocks))):
             try:
                 loan = await self._pool.acquire(block)
             except HalfmoonError:
-                if index:
+                if num_sent:
                     break
                 raise
             try:
-                async for frame in _data(loan, request, index, num_sent):
+                async for frame in _data(loan, replace(request, range=part), index, num_sent):
                     yield encode_frame(frame)
                     num_sent += 1
             finally:

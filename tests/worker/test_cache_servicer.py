@@ -142,7 +142,7 @@ async def test_readers_beyond_what_it_can_bear_are_refused(
     keys, may_read, num_copies, most_copies = keys_of(worker, PROMPT), asyncio.Event(), 0, 0
     real = worker.async_engine.read_block
 
-    async def slow(block: int) -> memoryview:
+    async def slow(block: int, layers: range | None = None) -> memoryview:
         nonlocal num_copies, most_copies
         num_copies += 1
         most_copies = max(most_copies, num_copies)
@@ -172,7 +172,7 @@ async def test_a_reader_that_leaves_gives_its_blocks_back(
 ) -> None:
     worker = await holder(start_worker, tiny)
 
-    async def never(block: int) -> memoryview:
+    async def never(block: int, layers: range | None = None) -> memoryview:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -202,7 +202,7 @@ async def test_blocks_are_given_back_as_the_stream_is_closed_and_not_when_it_is_
             finally:
                 held = 0
 
-        async def read_block(self, block: int) -> memoryview:
+        async def read_block(self, block: int, layers: range | None = None) -> memoryview:
             return memoryview(bytes(layout.block_bytes))
 
     async def opening() -> AsyncIterator[bytes]:
@@ -262,3 +262,17 @@ def test_workers_alone_may_read() -> None:
     for method in ("/halfmoon.KVStore/Match", "/halfmoon.KVStoreBytes/Get"):
         assert may_call("worker", method)
         assert not any(may_call(role, method) for role in ("gateway", "operator", "planner", "profiler"))
+
+
+async def test_layers_of_all_blocks_come_before_the_next_layers_of_any(start_worker: Start, tiny: Checkpoint) -> None:
+    worker = await holder(start_worker, tiny)
+    keys, layout = keys_of(worker, PROMPT)[:3], worker.engine.layout
+    whole = [await content(worker, key) for key in keys]
+    layer_bytes = layout.block_bytes // layout.num_layers
+    async with (
+        reader(worker) as client,
+        aclosing(client.get_run(keys, layout, layers_at_once=1, deadline_s=LIMIT_S)) as parts,
+    ):
+        got_parts = [bytes(part) async for part in parts]
+    starts = range(0, layout.block_bytes, layer_bytes)
+    assert got_parts == [block[start : start + layer_bytes] for start in starts for block in whole]

@@ -142,7 +142,7 @@ async def test_a_source_that_hangs_is_replaced_by_another(
     worker = await start_worker("prefill")
     believe(worker, SLOW)
 
-    async def never(block: int) -> memoryview:
+    async def never(block: int, layers: range | None = None) -> memoryview:
         worker.patience.hurry()
         await asyncio.Event().wait()
         raise AssertionError

@@ -67,9 +67,9 @@ class KVAccess:
             start = block * layout.block_tokens
             self._memory.write(sequence.blocks, 0, layout.num_layers, start, layout.block_tokens, payload)
 
-    def read_block(self, block: int, layout: KVLayout) -> memoryview:
-        """Reads all of one block that is neither released nor written meanwhile."""
-        return self._memory.read((block,), 0, layout.num_layers, 0, layout.block_tokens)
+    def read_block(self, block: int, layers: range, layout: KVLayout) -> memoryview:
+        """Reads layers of one block that is neither released nor written meanwhile."""
+        return self._memory.read((block,), layers.start, layers.stop, 0, layout.block_tokens)
 
     def read(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import grpc
 import numpy as np
@@ -25,6 +26,7 @@ from halfmoon.rpc.transport.link import KVLink
 
 BYTES_SERVICE = "halfmoon.KVStoreBytes"
 _PUT, _GET = f"/{BYTES_SERVICE}/Put", f"/{BYTES_SERVICE}/Get"
+_Block = TypeVar("_Block")
 _TRANSFER_ID = bytes(16)  # the stream of a Get carries one transfer
 
 
@@ -68,23 +70,40 @@ async def get_blocks(
     wanted: KVRange,
     salt: bytes,
     arrival: Callable[[int], Awaitable[None]],
+    layers_at_once: int = 0,
     *,
     deadline_s: float,
 ) -> AsyncGenerator[memoryview, None]:
     """Implements `KVStoreClient.get_run`; `arrival(num_bytes)` returns when that many bytes would have arrived."""
-    body = kvstore_pb2.BlocksOpen(keys=keys, tenant_salt=salt).SerializeToString()
+    body = kvstore_pb2.BlocksOpen(
+        keys=keys, tenant_salt=salt, layers_at_once=layers_at_once
+    ).SerializeToString()  # fmt: skip
     opening = Frame(FrameKind.OPEN, _TRANSFER_ID, layout.fingerprint(), 0, wanted, payload=encode_open((), body))
     call = link.peer.raw_stream(_GET, deadline_s=deadline_s)
     try:
         with in_our_tree(link.peer.address):
             await _send(call, encode_frame(opening))
-        for index in range(len(keys)):
-            cells = await _next_block(call, link, layout, _further(wanted, index * layout.block_tokens), arrival)
+        for index, part in parts_in_order(wanted, layers_at_once, range(len(keys))):
+            cells = await _next_block(call, link, layout, _further(part, index * layout.block_tokens), arrival)
             if cells is None:
                 return
             yield cells
     finally:
         call.cancel()
+
+
+def parts_in_order(
+    wanted: KVRange, layers_at_once: int, blocks: Sequence[_Block]
+) -> Iterator[tuple[_Block, KVRange]]:
+    """What a Get sends, in order: each block's part of `wanted`, or so many layers of all blocks before the next."""
+    parts = [wanted]
+    if layers_at_once:
+        firsts = range(wanted.layer_start, wanted.layer_end, layers_at_once)
+        ends = [*firsts[1:], wanted.layer_end]
+        parts = [replace(wanted, layer_start=first, layer_end=end) for first, end in zip(firsts, ends, strict=False)]
+    for part in parts:
+        for block in blocks:
+            yield block, part
 
 
 def opened_run(frame: Frame) -> kvstore_pb2.BlocksOpen:
@@ -95,13 +114,19 @@ def opened_run(frame: Frame) -> kvstore_pb2.BlocksOpen:
     return parse_body(kvstore_pb2.BlocksOpen, body)
 
 
-def block_frames(cells: KVBytes, layout: KVLayout, opening: Frame, index: int, num_sent: int) -> Iterator[Frame]:
-    """The DATA frames of a Get's `index`th block, whose raw bytes are `cells`, numbered after the first `num_sent`."""
-    wanted, rows = opening.range, np.frombuffer(cells, np.uint8).reshape(_row_shape(layout))
+def block_frames(
+    cells: KVBytes, layout: KVLayout, opening: Frame, index: int, num_sent: int, first_layer: int = 0
+) -> Iterator[Frame]:
+    """The DATA frames of a Get's `index`th block, or of a part of it, numbered after the first `num_sent`.
+
+    `cells` are the block's raw bytes from `first_layer` on.
+    """
+    wanted, rows = opening.range, np.frombuffer(cells, np.uint8).reshape(-1, *_row_shape(layout)[1:])
     shard = Shard(wanted.layer_start, wanted.layer_end, wanted.head_start, wanted.head_end)
     parts = plan_frames(layout, shard, wanted.token_start, wanted.num_tokens)
     for sequence, part in enumerate(parts, num_sent):
-        payload = rows[_slices(_further(part, -wanted.token_start))].tobytes()
+        layers = slice(part.layer_start - first_layer, part.layer_end - first_layer)
+        payload = rows[layers, *_slices(_further(part, -wanted.token_start))[1:]].tobytes()
         place = _further(part, index * layout.block_tokens)
         yield Frame(FrameKind.DATA, opening.transfer_id, opening.layout_fingerprint, sequence, place, payload=payload)
 

@@ -174,14 +174,23 @@ class KVStoreClient:
         raise DataLoss("the store sent only a part of the block")
 
     def get_run(
-        self, keys: Sequence[bytes], layout: KVLayout, part: KVRange | None = None, *, deadline_s: float
+        self,
+        keys: Sequence[bytes],
+        layout: KVLayout,
+        part: KVRange | None = None,
+        layers_at_once: int = 0,
+        *,
+        deadline_s: float,
     ) -> AsyncGenerator[memoryview, None]:
         """Yields blocks, or a part of each, as raw bytes in canonical order; `token_start` may count from any origin.
 
+        With `layers_at_once`, so many layers of every block are yielded before the next layers of any.
         Ends at the first absent block, and raises NotFound if that is the very first. Close the iterator.
         """
         blocks_range = part or whole_blocks(layout, 0, 1)
-        return get_blocks(self._link, keys, layout, blocks_range, self._salt, self._arrival, deadline_s=deadline_s)
+        return get_blocks(
+            self._link, keys, layout, blocks_range, self._salt, self._arrival, layers_at_once, deadline_s=deadline_s
+        )
 
     @asynccontextmanager
     async def borrow(self, keys: Sequence[bytes], *, deadline_s: float) -> AsyncIterator[list[Lent]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,21 @@ async def test_a_block_comes_back_as_it_went(transports: tuple[str, ...]) -> Non
         assert len(await it.get(KEYS[1], BIG, part, deadline_s=LIMIT_S)) == part.num_bytes(BIG)
         assert (await it.stats(deadline_s=LIMIT_S)).num_hits_total == 3
         store.pool.dram.check_integrity()
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd", "int8"])
+@pytest.mark.parametrize("layers_at_once", [1, 2, 9])
+async def test_layers_of_all_blocks_come_before_the_next_layers_of_any(codec: str, layers_at_once: int) -> None:
+    async with served(dram_codec=codec) as (_, address), client(address) as it:
+        for block in KEYS[:3]:
+            await it.put(block, BIG, content(block, BIG), deadline_s=LIMIT_S)
+        whole = [bytes(await it.get(block, BIG, deadline_s=LIMIT_S)) for block in KEYS[:3]]
+        run = it.get_run(KEYS[:4], BIG, layers_at_once=layers_at_once, deadline_s=LIMIT_S)
+        async with aclosing(run) as parts:
+            came = [bytes(part) async for part in parts]
+    step = BIG.block_bytes // BIG.num_layers * layers_at_once
+    first = [block[:step] for block in whole]
+    assert came == first, "a run ends at the first absent block, whichever layers are left"
 
 
 async def test_a_chain_is_matched_prefetched_and_dropped(tmp_path: Path) -> None:
