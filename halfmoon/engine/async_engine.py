@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +17,7 @@ from halfmoon.engine.engine_thread import EngineThread
 from halfmoon.engine.kv_memory.coded_copies import read_encoded, write_decoded
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
+from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import StepResult
 from halfmoon.kv.codec import Codec
@@ -160,9 +161,27 @@ class AsyncEngine:
         shape = self.engine.layout.shape(layer_end - layer_start, num_tokens)
         return await self._copy(partial(read_encoded, read, self.engine.layout, shape, out, codec))
 
+    @property
+    def loads_by_layer(self) -> bool:
+        """Calls `Engine.loads_by_layer`."""
+        return self.engine.loads_by_layer
+
     async def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
         """Calls `Engine.load_block` during the steps. `payload` must not change until this returns."""
         await self._copy(partial(self.engine.load_block, request_id, block, payload))
+
+    async def load_layers(self, request_id: str, layers: range, payloads: Mapping[int, KVSource]) -> None:
+        """Calls `Engine.load_block` for these layers of each block. The payloads must not change until this returns."""
+
+        def load() -> None:
+            for block, payload in payloads.items():
+                self.engine.load_block(request_id, block, payload, layers)
+
+        await self._copy(load)
+
+    def arrive_by_layer(self, request_id: str, gate: LayerGate) -> None:
+        """Calls `Engine.arrive_by_layer` before the next step."""
+        self._thread.put(partial(self.engine.arrive_by_layer, request_id, gate))
 
     def note_loaded(self, request_id: str, loaded: Sequence[int], given_up: Sequence[int] = ()) -> None:
         """Calls `Engine.note_loaded` before the next step."""

@@ -25,5 +25,5 @@ class Chunk:
 
 def chunk_of(item: ScheduledSequence) -> Chunk:
     """The chunk for a scheduled sequence."""
-    sequence, start = item.sequence, item.sequence.num_computed
+    sequence, start = item.sequence, item.start
     return Chunk(sequence.token_ids[start : start + item.num_tokens], start, sequence.blocks, item.samples)

@@ -16,6 +16,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine_core import EngineCore
 from halfmoon.engine.kv_memory.kv_access import KVAccess
+from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.tiers import TieredKV
@@ -23,6 +24,7 @@ from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.request import SampledToken
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.layer_gate import LayerLate
 from halfmoon.engine.scheduling.scheduler import SchedulerLimits
 from halfmoon.engine.step_result import StagedWork, StepResult
 from halfmoon.errors import ServiceFailed
@@ -82,12 +84,18 @@ class Engine(EngineCore):
         """
         return self._kv.read(self.find(request_id), layer_start, layer_end, token_start, num_tokens, out)
 
-    def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
+    @property
+    def loads_by_layer(self) -> bool:
+        """Whether a step can wait for layers: not over several ranks, with KV on the host, or on a GPU (not tried)."""
+        return isinstance(self._runner, ModelRunner) and self._runner.is_on_cpu
+
+    def load_block(self, request_id: str, block: int, payload: KVSource, layers: range | None = None) -> None:
         """Writes the canonical KV bytes of one block behind the fence of a request added with an order. Any thread.
 
+        Of all layers or some successive ones.
         They count from `note_loaded` on. Raises NotFound if the block is not, or no longer, awaited.
         """
-        self._kv.load(self.find(request_id), block, self.layout, payload)
+        self._kv.load(self.find(request_id), block, layers or range(self.layout.num_layers), self.layout, payload)
 
     def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """Reads the canonical KV bytes of a held block, of all layers or of some successive ones. Any thread."""
@@ -104,11 +112,15 @@ class Engine(EngineCore):
         scheduled = step.schedule.scheduled
         if not scheduled:
             return step.counts
+        gates = [item.gate for item in scheduled if item.gate is not None]
         sampled: list[SampledToken] | None = None
         try:
             sampled = self._runner.run(scheduled, step.watch)
         except ServiceFailed:
             raise
+        except LayerLate:
+            self.give_up_step(step)
+            return self.step()  # nothing waits for a layer again before it is asked to
         except Exception:
             logger.exception("step_failed", extra={"num_requests": len(scheduled)})
         result = self.end_step(step, sampled)
@@ -117,6 +129,7 @@ class Engine(EngineCore):
             result,
             duration_s=self.last_step_s,
             ended_s=time.monotonic(),
+            layer_wait_s=sum(gate.waited_s for gate in gates),
             staged=self._runner.take_work() if isinstance(self._runner, OffloadRunner) else StagedWork(),
         )
 

@@ -22,6 +22,7 @@ from halfmoon.engine.request import (
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_chains import BlockChains
 from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.restore_order import Restore, RestoreOrder
 from halfmoon.engine.scheduling.restore_watch import RestoreWatch
@@ -147,6 +148,15 @@ class EngineCore:
         """
         return self._restores.move_fence(self.find(request_id), fence)
 
+    def arrive_by_layer(self, request_id: str, gate: LayerGate) -> None:
+        """Lets a step compute what is behind the awaited blocks while their layers arrive at `gate`.
+
+        `load_block` writes them, and the step counts them as loaded. No effect on a request that awaits nothing.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._restores.arrive_by_layer(sequence, gate)
+
     def hold_cached(self, keys: SequenceOf[bytes]) -> list[int]:
         """Holds the blocks of the leading keys in the prefix cache until `let_cached_go`, and returns them."""
         return self._cache.hold(keys)
@@ -194,6 +204,12 @@ class EngineCore:
             evicted_keys=changes.evicted,
             chains=self._chains.take(),
         )
+
+    def give_up_step(self, step: Step) -> None:
+        """Forgets a step whose layers did not arrive. Its tokens are computed later; their blocks are still awaited."""
+        for item in step.schedule.scheduled:
+            self._restores.arrive_by_layer(item.sequence, None)
+            self._kv_watch.taken_back(item.sequence)
 
     def stats(self) -> EngineStats:
         """Returns current counts. Read from another thread than `step`'s, they may be inconsistent."""
@@ -246,6 +262,8 @@ class EngineCore:
             token = next(tokens) if item.samples else None
             if item.sequence.state == "removed":
                 continue
+            if item.num_arriving and item.sequence.restore is not None:
+                self._restores.note_loaded(item.sequence, range(item.sequence.restore.num_blocks), ())
             item.sequence.num_computed += item.num_tokens
             item.sequence.skip_loaded(self.layout.block_tokens)
             self._restores.tell(item.sequence)

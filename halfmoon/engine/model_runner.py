@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import AttentionBackend, StepAttention, TokenSpan
-from halfmoon.engine.attention.watched_attention import DeviceWatch, WatchedAttention
+from halfmoon.engine.attention.watched_attention import DeviceWatch, GatedAttention, WatchedAttention
 from halfmoon.engine.chunk import Chunk, chunk_of
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.kv_memory.kv_arena import KVArena
@@ -55,16 +55,26 @@ class ModelRunner:
         self._masks = masks
         self._device_watch = DeviceWatch() if arena.tensor.is_cuda else None
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the device is the CPU, where what another thread writes is seen at once."""
+        return self._arena.tensor.device.type == "cpu"
+
     @torch.inference_mode()
     def run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None) -> list[SampledToken]:
         """Computes the scheduled tokens; returns one sampled token for each item that `samples`, in order.
 
-        `watch` is notified of finished layers, unless the step was recorded.
+        `watch` is notified of finished layers, unless the step was recorded. Raises LayerLate if KV that was to arrive
+        meanwhile did not.
         """
         chunks = [chunk_of(item) for item in scheduled]
         if self._recorded is not None and self._recorded.fits(chunks):
             return self.sample(scheduled, self._recorded.run(chunks))
-        sampled = self.sample(scheduled, self.forward(self.batch(chunks), watch=watch))
+        batch = self.batch(chunks)
+        for item in scheduled:
+            if item.gate is not None:
+                batch = replace(batch, attention=GatedAttention(batch.attention, item.gate))
+        sampled = self.sample(scheduled, self.forward(batch, watch=watch))
         if not sampled and self._arena.tensor.is_cuda:  # nothing was read back, which would have waited for the device
             torch.cuda.current_stream().synchronize()
         self.finish_watch()

@@ -44,6 +44,7 @@ class StepResult:
     decode_context_tokens: int = 0  # of the decoding sequences
     num_preempted: int = 0
     duration_s: float = 0.0
+    layer_wait_s: float = 0.0  # part of the duration during which the step waited for KV that arrives by layer
     ended_s: float = 0.0  # time.monotonic(): listeners may be late
     num_cached_tokens: Mapping[str, int] = field(
         default_factory=lambda: MappingProxyType({})

@@ -98,9 +98,7 @@ class CacheServicer:
                 async for frame in frames:
                     yield encode_frame(frame)
 
-    async def _frames(
-        self, opening: Frame, keys: Sequence[bytes], layers_at_once: int
-    ) -> AsyncGenerator[Frame, None]:
+    async def _frames(self, opening: Frame, keys: Sequence[bytes], layers_at_once: int) -> AsyncGenerator[Frame, None]:
         layout, num_sent = self._state.layout, 0
         async with self._engine.cached(keys) as blocks:
             if not blocks:
@@ -109,7 +107,9 @@ class CacheServicer:
             for (index, block), part in parts_in_order(opening.range, layers_at_once, list(enumerate(blocks))):
                 async with self._copying:
                     cells = await self._engine.read_block(block, range(part.layer_start, part.layer_end))
-                for frame in block_frames(cells, layout, replace(opening, range=part), index, num_sent, part.layer_start):
+                for frame in block_frames(
+                    cells, layout, replace(opening, range=part), index, num_sent, part.layer_start
+                ):
                     yield frame
                     num_sent += 1
                 self._metrics.store.cache_served_bytes.inc(part.num_bytes(layout))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
+from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import KVPlace, KVSource
@@ -100,6 +101,19 @@ class PoolingEngine(ServingEngine, Protocol):
 
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
         """Queues a request, some blocks of which are awaited."""
+        ...
+
+    @property
+    def loads_by_layer(self) -> bool:
+        """Whether a step can wait for layers that arrive."""
+        ...
+
+    async def load_layers(self, request_id: str, layers: range, payloads: Mapping[int, KVSource]) -> None:
+        """Writes some layers of awaited blocks."""
+        ...
+
+    def arrive_by_layer(self, request_id: str, gate: LayerGate) -> None:
+        """Lets the step behind the awaited blocks begin while their layers arrive."""
         ...
 
     async def load_block(self, request_id: str, block: int, payload: KVSource) -> None:

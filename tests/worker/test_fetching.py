@@ -10,11 +10,13 @@ import pytest
 from halfmoon.catalog.block_identity import block_id
 from halfmoon.catalog.entry import Tier
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
-from halfmoon.errors import NoCapacity, NotFound
+from halfmoon.engine.scheduling.layer_gate import LayerGate
+from halfmoon.errors import NoCapacity, NotFound, Unavailable
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.worker.cache_servicer import CacheServicer
+from halfmoon.worker.store.holder import NamedHolder
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, stored
@@ -194,6 +196,65 @@ async def test_a_holder_that_dies_in_the_middle_leaves_the_rest_to_others(
     assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
     assert 0 < first.first_token.num_loaded_tokens < 80
     assert sources(worker, "worker", "busy") == 1
+    await until(lambda: worker.num_used_blocks == 0)
+
+
+def by_layer(worker: RunningWorker, holder: RunningWorker) -> None:
+    """Has the worker believe in a step long enough to hide a load, and in a link of 0.1 MB/s."""
+    believe(worker, PrefillModel(5.0, 0.5, 0.0))
+    known = worker.restorer.holders._get(NamedHolder(holder.peer.address, "worker"))
+    known.rate.observe("dram", 100_000, 1.0)
+
+
+async def test_what_follows_a_prefix_is_computed_while_its_layers_arrive(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, decode = await warm(start_worker, tiny), await start_worker("decode")
+    worker = await start_worker("prefill", link_mbps=0.1)
+    by_layer(worker, holder)
+    gates, real = [], worker.engine.arrive_by_layer
+
+    def arrive_by_layer(request_id: str, gate: LayerGate) -> None:
+        gates.append(gate)
+        real(request_id, gate)
+
+    monkeypatch.setattr(worker.engine, "arrive_by_layer", arrive_by_layer)
+    async with listening(decode) as steps:
+        request = prefill_pb2.PrefillRequest(generation=generation(tiny, PROMPT, 12))
+        request.decode_address = decode.peer.address
+        first, _ = await prefilled(worker, naming(request, holder))
+        tokens = [first.first_token.token.token_id, *await tokens_of(steps)]
+    assert tokens == reference(tiny, PROMPT, 12)
+    assert first.first_token.num_loaded_tokens == 80
+    assert counted(worker, "restore_decisions", method="layers") == 1
+    assert [gate.is_open for gate in gates] == [True]
+    assert worker.state.cached_blocks.depth(keys_of(worker, PROMPT)) == 10
+    await until(lambda: worker.num_used_blocks + holder.num_used_blocks == 0)
+
+
+@pytest.mark.parametrize("num_frames", [0, 12, 19])
+async def test_a_holder_that_dies_between_two_layers_costs_no_token(
+    start_worker: Start, tiny: Checkpoint, num_frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = await warm(start_worker, tiny)
+    worker = await start_worker("prefill", link_mbps=0.1)
+    by_layer(worker, dying)
+    real = CacheServicer._frames
+
+    async def breaking(self: CacheServicer, *arguments: object) -> object:
+        left = num_frames
+        async for frame in real(self, *arguments):  # type: ignore[arg-type]
+            if not left:
+                raise Unavailable("it dies")
+            left -= 1
+            yield frame
+
+    monkeypatch.setattr(CacheServicer, "_frames", breaking)
+    (first,) = await prefilled(worker, naming(single(tiny, PROMPT), dying))
+    assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    assert first.first_token.num_loaded_tokens == 0, "half-loaded blocks count for nothing"
+    assert counted(worker, "restore_decisions", method="layers") == 1
+    assert sources(worker, "worker", "away") == 1
     await until(lambda: worker.num_used_blocks == 0)
 
 

@@ -1,6 +1,7 @@
-"""Reports how far a running step has come, layer by layer. A step without listeners costs nothing.
+"""Reports how far a running step has come, and waits for what it needs, layer by layer.
 
-A model calls `attend` once a layer, in order, and the call stores that layer's K and V first.
+A model calls `attend` once a layer, in order, and the call stores that layer's K and V first. A step that nobody
+listens to, and that waits for nothing, costs nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import StepAttention
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
+from halfmoon.engine.scheduling.layer_gate import LayerGate
 
 
 class WatchedAttention:
@@ -33,6 +35,21 @@ class WatchedAttention:
         if self._done % self._watch.every == 0 or (left < self._watch.every and left & (left - 1) == 0):
             self._watch.notify(self._done)
         return out
+
+
+class GatedAttention:
+    """Owns the count of a step's layers that were begun; waits for each at a gate, then attends like `inner`."""
+
+    def __init__(self, inner: StepAttention, gate: LayerGate) -> None:
+        self._inner = inner
+        self._gate = gate
+        self._begun = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
+        """See `StepAttention.attend`. Raises LayerLate."""
+        self._gate.wait(self._begun)
+        self._begun += 1
+        return self._inner.attend(q, k, v, layer_kv, scale)
 
 
 class DeviceWatch:

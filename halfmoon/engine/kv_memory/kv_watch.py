@@ -45,7 +45,7 @@ class KVWatch:
             sequence = item.sequence
             if sequence.request_id in self._listeners:
                 start = sequence.num_computed
-                watched.append((sequence, start, start + item.num_tokens))
+                watched.append((sequence, start, item.start + item.num_tokens))
                 if start > 0 and not sequence.has_begun:
                     self._notify(sequence, Written(start))
         if not watched:
@@ -61,6 +61,12 @@ class KVWatch:
         """Ends a step: `num_computed` tokens are written in all layers."""
         if sequence.request.prefill_only:
             self._notify(sequence, Written(sequence.num_computed))
+
+    def taken_back(self, sequence: Sequence) -> None:
+        """Notes that a step of the sequence was given up: what it wrote will be written again."""
+        with sequence.kv_lock:  # lets a copy in progress finish
+            sequence.written = Written()
+        self._notify(sequence, Written(sequence.num_computed))
 
     def loaded(self, sequence: Sequence) -> None:
         """Reports that some of the sequence's blocks were loaded."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from halfmoon.engine.scheduling.layer_gate import LayerGate
+
 OnProgress = Callable[[int, int], None]  # (leading tokens whose K and V are here, how many of them were loaded)
 
 
@@ -30,6 +32,7 @@ class Restore:
     def __init__(self, order: RestoreOrder) -> None:
         self.num_blocks = order.num_blocks
         self.fence = order.fence
+        self.gate: LayerGate | None = None  # where a step can wait for all that is awaited
         self._waited = set(range(order.fence, order.num_blocks))
         self._loaded: set[int] = set()
         self._given_up: set[int] = set()
@@ -66,6 +69,14 @@ class Restore:
     def stop(self, block: int) -> int | None:
         """The first block from `block` on that must not be computed now; None if there is none."""
         return min((other for other in (*self._waited, *self._loaded) if other >= block), default=None)
+
+    def arrives_by_layer(self, block: int) -> bool:
+        """Whether everything from `block` on is loaded, or arrives layer by layer while a step waits at the gate."""
+        gate = self.gate
+        if gate is None or not gate.is_open:
+            return False
+        coming = self._waited & gate.blocks
+        return all(other in coming or other in self._loaded for other in range(block, self.num_blocks))
 
     def runs(self, block: int) -> tuple[tuple[int, int], ...]:
         """The loaded blocks from `block` on, as half-open runs in order."""

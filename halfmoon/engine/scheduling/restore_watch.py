@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.restore_order import OnProgress
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import NotFound
@@ -40,6 +41,11 @@ class RestoreWatch:
             sequence.restore.give_up(given_up)
             sequence.skip_loaded(self._block_tokens)
         return True
+
+    def arrive_by_layer(self, sequence: Sequence, gate: LayerGate | None) -> None:
+        """Implements `Engine.arrive_by_layer`; None: whatever is awaited is awaited as a whole again."""
+        if sequence.restore is not None:
+            sequence.restore.gate = gate
 
     def move_fence(self, sequence: Sequence, fence: int) -> int:
         """Implements `Engine.move_fence`."""

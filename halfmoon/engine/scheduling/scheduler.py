@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import NoCapacity
@@ -29,15 +30,30 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """`num_tokens` tokens of `sequence`, from its `num_computed` on, run in this step."""
+    """`num_tokens` tokens of `sequence`, from `start` on, run in this step.
+
+    The `num_arriving` tokens between its `num_computed` and `start` arrive layer by layer while the step runs.
+    """
 
     sequence: Sequence
     num_tokens: int
+    num_arriving: int = 0
+
+    @property
+    def start(self) -> int:
+        """Position of the first token that runs."""
+        return self.sequence.num_computed + self.num_arriving
+
+    @property
+    def gate(self) -> LayerGate | None:
+        """Where the step waits for the layers that arrive."""
+        restore = self.sequence.restore
+        return restore.gate if self.num_arriving and restore is not None else None
 
     @property
     def samples(self) -> bool:
         """Whether the step ends with this sequence's newest token, so that the next one is drawn."""
-        return self.num_tokens == self.sequence.num_uncomputed
+        return self.num_arriving + self.num_tokens == self.sequence.num_uncomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +178,9 @@ class Scheduler:
         if num_decode_seqs:
             budget = min(budget, self._limits.chunk_tokens)
         self._is_short = num_preempted > 0
-        scheduled.extend(self._prefills(budget))
+        scheduled.extend(
+            self._prefills(budget) if num_decode_seqs else self._by_layer(budget) or self._prefills(budget)
+        )
         return Schedule(tuple(scheduled), num_decode_seqs, num_preempted)
 
     def _prefills(self, budget: int) -> Iterable[ScheduledSequence]:
@@ -192,6 +210,19 @@ class Scheduler:
                 num_tokens = min(num_tokens, self._limits.chunk_tokens)
             budget -= num_tokens
             yield ScheduledSequence(sequence, num_tokens)
+
+    def _by_layer(self, budget: int) -> list[ScheduledSequence]:
+        """The first prompt by rank, alone, if its step can wait for layers that arrive.
+
+        So no decode and no other prompt waits in that step, and giving it up takes nothing back from others.
+        """
+        tokens = self._block_tokens
+        able = [one for one in self._running if one.num_ready(tokens) or one.num_arriving(tokens)]
+        first = min((*able, *self._waiting), key=lambda sequence: sequence.rank, default=None)
+        num_arriving = 0 if first is None or first.state == "waiting" else first.num_arriving(tokens)
+        if first is None or not num_arriving:
+            return []
+        return [ScheduledSequence(first, min(first.num_uncomputed - num_arriving, budget), num_arriving)]
 
     def _shorter(self, long: Sequence, later: Iterable[Sequence]) -> list[Sequence]:
         """The `later` sequences that may share a step with a prompt too long for it, shortest first.

@@ -59,6 +59,15 @@ class Sequence:
         """Tokens still to run before the next one can be drawn: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
 
+    def num_arriving(self, block_tokens: int) -> int:
+        """Uncomputed tokens that need no computing if the step behind them waits for their layers; 0: it cannot."""
+        if self.restore is None or self.num_computed % block_tokens:
+            return 0
+        block = self.num_computed // block_tokens
+        if block >= self.restore.num_blocks or not self.restore.arrives_by_layer(block):
+            return 0
+        return self.restore.num_blocks * block_tokens - self.num_computed
+
     def num_ready(self, block_tokens: int) -> int:
         """Leading uncomputed tokens that can be computed now: the others wait for loaded blocks."""
         stop = None if self.restore is None else self.restore.stop(self.num_computed // block_tokens)

@@ -9,13 +9,11 @@ from halfmoon.engine.step_result import StepResult
 def step_counts(schedule: Schedule) -> StepResult:
     """The counts for a step's result, taken before its outcome is booked."""
     prefills = schedule.scheduled[schedule.num_decode_seqs :]
-    context_tokens = sum(item.sequence.num_computed + item.num_tokens for item in schedule.scheduled)
-    prefill_context_tokens = sum(item.sequence.num_computed + item.num_tokens for item in prefills)
+    context_tokens = sum(item.start + item.num_tokens for item in schedule.scheduled)
+    prefill_context_tokens = sum(item.start + item.num_tokens for item in prefills)
     return StepResult(
         num_prefill_tokens=sum(item.num_tokens for item in prefills),
-        num_prefill_pairs=sum(
-            item.num_tokens * (item.sequence.num_computed + item.num_tokens / 2) for item in prefills
-        ),
+        num_prefill_pairs=sum(item.num_tokens * (item.start + item.num_tokens / 2) for item in prefills),
         num_decode_seqs=schedule.num_decode_seqs,
         context_tokens=context_tokens,
         decode_context_tokens=context_tokens - prefill_context_tokens,

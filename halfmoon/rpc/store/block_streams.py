@@ -92,9 +92,7 @@ async def get_blocks(
         call.cancel()
 
 
-def parts_in_order(
-    wanted: KVRange, layers_at_once: int, blocks: Sequence[_Block]
-) -> Iterator[tuple[_Block, KVRange]]:
+def parts_in_order(wanted: KVRange, layers_at_once: int, blocks: Sequence[_Block]) -> Iterator[tuple[_Block, KVRange]]:
     """What a Get sends, in order: each block's part of `wanted`, or so many layers of all blocks before the next."""
     parts = [wanted]
     if layers_at_once:

@@ -27,5 +27,6 @@ class ComputeRate:
     def observe(self, result: StepResult) -> None:
         """Learns from one step. Steps that also decode are skipped: they say little about prefill."""
         if result.num_prefill_tokens and not result.num_decode_seqs:
+            seconds = result.duration_s - result.layer_wait_s
             before = result.context_tokens - result.num_prefill_tokens
-            self._latency.observe_prefills([PrefillSample(result.num_prefill_tokens, before, result.duration_s)])
+            self._latency.observe_prefills([PrefillSample(result.num_prefill_tokens, before, seconds)])

@@ -15,6 +15,7 @@ from halfmoon.rpc.store.kvstore_client import KVStoreClient
 log = logging.getLogger(__name__)
 
 Write = Callable[[int, KVBytes], Awaitable[None]]  # (block's number in its prompt, its cells)
+WriteLayers = Callable[[range, Mapping[int, KVBytes]], Awaitable[None]]  # (layers, their cells by block's number)
 
 _DEADLINE_S = 30.0
 _ASK_AGAIN_S = 60.0  # a store that was restarted may lend
@@ -37,13 +38,41 @@ class BlockSource:
         Whatever was written for other blocks is invalid. Raises Unavailable and DeadlineExceeded when the store is
         away, and any error of `write`.
         """
-        if self._now_s() >= self._ask_at_s:
+        if self.may_lend:
             try:
                 return await self._borrow(store, keys, write)
             except Incompatible as error:
                 self._ask_at_s = self._now_s() + _ASK_AGAIN_S
                 log.info("store.not_lending", extra={"reason": error.message})
         return await self._get(store, keys, write)
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether the store's memory may be read in place."""
+        return self._now_s() >= self._ask_at_s
+
+    async def load_layers(
+        self, store: KVStoreClient, keys: Mapping[int, bytes], layers_at_once: int, write: WriteLayers
+    ) -> list[int]:
+        """Writes all blocks' first layers, then their next ones; returns the blocks if all came intact, or none.
+
+        Raises as `load` does.
+        """
+        run = store.get_run(list(keys.values()), self._layout, layers_at_once=layers_at_once, deadline_s=_DEADLINE_S)
+        async with aclosing(run) as parts:
+            for first in range(0, self._layout.num_layers, layers_at_once):
+                cells: dict[int, KVBytes] = {}
+                for index in keys:
+                    try:
+                        part = await anext(parts, None)
+                    except (NotFound, DataLoss) as error:
+                        log.debug("store.miss", extra={"reason": error.message})
+                        return []
+                    if part is None:
+                        return []
+                    cells[index] = part
+                await write(range(first, min(first + layers_at_once, self._layout.num_layers)), cells)
+        return list(keys)
 
     async def _borrow(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write) -> list[int]:
         written: list[int] = []

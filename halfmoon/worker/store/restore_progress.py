@@ -9,11 +9,14 @@ import math
 from collections.abc import Sequence
 
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.policy.placement.restore_plan import RestoreCosts, RestorePlan, plan_restore
+from halfmoon.policy.placement.restore_plan import LayerLoads, RestoreCosts, RestorePlan, plan_restore
 from halfmoon.worker.store.source_progress import SourceProgress
 
 _GAIN = 0.9  # share of the remaining time: a smaller saving is not worth a step that cannot be undone
 _GAIN_OF_BOTH = 0.75  # share of the better single method's time: both disturb each other, and steps cannot be undone
+
+_PATIENCE_SHARE = 0.5  # of the step that waits for layers
+_LEAST_PATIENCE_S = 0.05
 
 _FREE, _TAKEN, _LOADED, _LOST = range(4)  # not requested; under way from one source; here; to be computed
 
@@ -32,13 +35,15 @@ class RestoreProgress:
         model: PrefillModel,
         sources: Sequence[SourceProgress],
         step_tokens: int = 0,
+        layers: LayerLoads | None = None,
         *,
         can_do_both: bool = True,
     ) -> None:
         """Starts with everything computed; `begin` sets the fence.
 
         chunk_tokens: prompt tokens of one step while loading; model: prefill model of steps; step_tokens: prompt tokens
-        of one step without loading, if larger; can_do_both: whether computing goes on while blocks are loaded.
+        of one step without loading, if larger; layers: what loading by layer would cost, None if it cannot be done;
+        can_do_both: whether computing goes on while blocks are loaded.
         """
         self.num_blocks = num_blocks
         self.fence = num_blocks
@@ -48,6 +53,8 @@ class RestoreProgress:
         self._step_tokens = max(step_tokens, chunk_tokens)
         self._model = model
         self._can_do_both = can_do_both
+        self._layers = layers if len(sources) == 1 and can_do_both else None
+        self._has_asked_by_layer = False
         self._num_computed = 0  # tokens
         self._progress_s: float | None = None
         self._blocks = bytearray(num_blocks)  # the state of each
@@ -86,6 +93,8 @@ class RestoreProgress:
         """Claims the next blocks to request from a source, last first. None if another one delivers them sooner."""
         one = self.sources[source]
         lowest, most = max(self.fence, self._num_done), one.most_at_once
+        if self._layers is not None and not self._has_asked_by_layer:
+            lowest += self._layers.num_blocks(one.load_s_per_block)
         claimed: list[int] = []
         for block in range(self.num_blocks - 1, lowest - 1, -1):
             if self._blocks[block] == _FREE and block in one.available:
@@ -102,6 +111,35 @@ class RestoreProgress:
             one.ask(claimed, now_s)
         return claimed
 
+    def claim_layers(self, now_s: float) -> list[int]:
+        """Claims the first blocks behind the fence to request by layer, once all others are; none if not worth it."""
+        if self._layers is None or self._has_asked_by_layer:
+            return []
+        (source,) = self.sources
+        first = max(self.fence, self._num_done)
+        free = [block for block in range(first, self.num_blocks) if self._blocks[block] == _FREE]
+        if not free or len(free) > self._layers.num_blocks(source.load_s_per_block):
+            return []
+        if free[-1] - free[0] >= len(free) or free[0] != first or not source.available.issuperset(free):
+            self._layers = None
+            return []
+        self._has_asked_by_layer = True
+        source.ask(free, now_s)
+        for block in free:
+            self._blocks[block] = _TAKEN
+        return free
+
+    def layer_wait_s(self, share_here: float, elapsed_s: float) -> float:
+        """How long layers would wait if the step behind them began now. share_here: of what arrives by layer."""
+        if self._layers is None:
+            return math.inf
+        return self._layers.wait_s(1 - share_here, elapsed_s * (1 / share_here - 1))
+
+    @property
+    def layer_patience_s(self) -> float:
+        """How long the layers of a step may wait in all."""
+        return 0.0 if self._layers is None else _PATIENCE_SHARE * self._layers.step_s + _LEAST_PATIENCE_S
+
     def came(self, blocks: list[int], now_s: float, source: int = 0) -> None:
         """Notes that claimed blocks were loaded."""
         self.sources[source].came(blocks, now_s)
@@ -110,6 +148,7 @@ class RestoreProgress:
 
     def failed(self, blocks: Sequence[int], source: int = 0) -> list[int]:
         """Notes that claimed blocks will not arrive from this source; returns those that no other one has."""
+        self._layers = None if blocks else self._layers
         self.sources[source].failed(blocks)
         return self._released(blocks)
 
@@ -142,9 +181,9 @@ class RestoreProgress:
         if not self._can_do_both:
             compute_s = costs.compute_s((self.num_blocks - below) * self._block_tokens)
             return self.num_blocks if compute_s < _GAIN * costs.load_s(len(free) * self._block_tokens) else self.fence
-        plan = plan_restore(costs, len(free), self._block_tokens)
+        plan = plan_restore(costs, len(free), self._block_tokens, self._layers)
         computed = sum(block < self.fence for block in free)
-        as_it_is_s = costs.restore_s(computed * self._block_tokens, len(free) * self._block_tokens)
+        as_it_is_s = costs.restore_s(computed * self._block_tokens, len(free) * self._block_tokens, self._layers)
         if plan.seconds >= _GAIN * as_it_is_s:
             return self.fence
         return free[plan.num_compute_blocks] if plan.num_load_blocks else free[-1] + 1
@@ -185,7 +224,23 @@ class RestoreProgress:
         )  # the last tokens take a step of their own
         if not self._can_do_both or plan.method != "both" or both_s > _GAIN_OF_BOTH * min(compute_s, load_s):
             plan = RestorePlan(0, num_blocks, load_s) if load_s <= compute_s else RestorePlan(num_blocks, 0, compute_s)
+        plan = self._by_layer(costs, plan)
         self.fence = num_here + plan.num_compute_blocks
+        return plan
+
+    def _by_layer(self, costs: RestoreCosts, other: RestorePlan) -> RestorePlan:
+        """The plan by layer if the first token comes clearly sooner with it than with the other one."""
+        layers, num_blocks = self._layers, other.num_compute_blocks + other.num_load_blocks
+        if layers is None:
+            return other
+        plan = plan_restore(costs, num_blocks, self._block_tokens, layers)
+        alone_s = costs.restore_s(0, num_blocks * self._block_tokens, layers)
+        if alone_s + layers.step_s < (plan.seconds + layers.step_s) / _GAIN:  # nothing is computed beside the load
+            per_block_s = costs.load_s_per_token * self._block_tokens
+            plan = RestorePlan(0, num_blocks, alone_s, min(num_blocks, layers.num_blocks(per_block_s)))
+        if not plan.num_layer_blocks or plan.seconds + layers.step_s > _GAIN * (other.seconds + layers.step_s):
+            self._layers = None
+            return other
         return plan
 
     def costs(self, num_before: int, load_s_per_block: float, load_queue_s: float) -> RestoreCosts:

@@ -12,7 +12,7 @@ from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import DeadlineExceeded, HalfmoonError
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.policy.placement.restore_plan import RestorePlan
+from halfmoon.policy.placement.restore_plan import LayerLoads, RestorePlan
 from halfmoon.rpc.store.kvstore_client import TierName
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
@@ -20,7 +20,7 @@ from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.awake_clock import AwakeClock
 from halfmoon.worker.store.holder import Holder, Holders, NamedHolder
 from halfmoon.worker.store.restore_progress import RestoreProgress
-from halfmoon.worker.store.restoring import Restoring, RestoringSource
+from halfmoon.worker.store.restoring import NUM_PASSES, Restoring, RestoringSource
 from halfmoon.worker.store.source_links import HolderKind, SourceLinks
 from halfmoon.worker.store.source_progress import SourceProgress
 
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _LATER_LOOKS = 4  # other answers may come so much later than the first useful one; a stopped event loop looks once
 _LOOK_S = 0.005
+_LAYERS_OVERHEAD_S = 0.02  # measured: docs/log/worker.md
 _SHARE_FACTOR = 2.0  # another request that loads the same may be silent so many times as long as it should take
 _LEAST_SHARE_S = 0.25
 _SHARE_LOOK_S = 0.05
@@ -200,6 +201,7 @@ class Restorer:
             model,
             parts,
             engine.step_tokens,
+            self._layer_loads(request, num_blocks, sources, model),
             can_do_both=engine.computes_while_loading,
         )
         load_s, queue_s = progress.load_s(range(num_here, num_blocks), 0.0)
@@ -225,6 +227,18 @@ class Restorer:
         self._running.setdefault(restoring.first_key, restoring)
         return restoring
 
+    def _layer_loads(
+        self, request: EngineRequest, num_blocks: int, sources: Sequence[RestoringSource], model: PrefillModel
+    ) -> LayerLoads | None:
+        """What loading by layer would cost; None if the engine cannot, or a source's memory may be read in place."""
+        engine = self.engine
+        if not engine.loads_by_layer or any(source.holder.blocks.may_lend for source in sources):
+            return None
+        num_before = num_blocks * engine.layout.block_tokens
+        num_new = len(request.prompt_token_ids) + len(request.output_token_ids) - num_before
+        step_s = model.seconds(min(num_new, engine.step_tokens), num_before)
+        return LayerLoads(step_s, min(NUM_PASSES, engine.layout.num_layers), _LAYERS_OVERHEAD_S)
+
     def _note(self, plan: RestorePlan) -> None:
         self.metrics.restore_decisions.labels(plan.method).inc()
         log.info(
@@ -232,6 +246,7 @@ class Restorer:
             extra={
                 "compute_blocks": plan.num_compute_blocks,
                 "load_blocks": plan.num_load_blocks,
+                "layer_blocks": plan.num_layer_blocks,
                 "predicted_s": round(plan.seconds, 4),
             },
         )

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
+from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.errors import DeadlineExceeded, HalfmoonError, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.kv_layout import KVBytes
-from halfmoon.rpc.store.kvstore_client import TierName
+from halfmoon.rpc.store.kvstore_client import KVStoreClient, TierName
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.store.awake_clock import AwakeClock
+from halfmoon.worker.store.block_source import BlockSource
 from halfmoon.worker.store.holder import Holder
 from halfmoon.worker.store.restore_progress import RestoreProgress
 
 log = logging.getLogger(__name__)
 
 _PREFETCH_S = 2.0
+NUM_PASSES = 5  # of a load by layer; more hide more of it, and cost more
+_WAIT_SHARE = 0.2  # of a step's patience; a step that would wait longer begins later
 _LOADS_AT_ONCE = 2  # of each source: keeps the link busy while a block is written
 
 
@@ -102,6 +106,7 @@ class Restoring:
             while not self._is_gone:
                 self._replace_late_sources()
                 self._start_loads()
+                self._start_layers()
                 moving = self._moved(moving)
                 if self._progress.is_over and moving is None:
                     return
@@ -160,9 +165,17 @@ class Restoring:
                 blocks = self._progress.claim(self._clock.now_s(), number)
                 if not blocks:
                     break
-                task = asyncio.create_task(self._load(number, blocks))
-                self._loads[task] = number
-                task.add_done_callback(self._ended)
+                self._start(number, self._load(number, blocks))
+
+    def _start_layers(self) -> None:
+        blocks = self._progress.claim_layers(self._clock.now_s())
+        if blocks:
+            self._start(0, self._load(0, blocks, by_layer=True))
+
+    def _start(self, number: int, load: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(load)
+        self._loads[task] = number
+        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._loads[task]
@@ -171,7 +184,7 @@ class Restoring:
             log.error("restore.load_died", exc_info=task.exception())
             self._is_gone = True
 
-    async def _load(self, number: int, blocks: list[int]) -> None:
+    async def _load(self, number: int, blocks: list[int], *, by_layer: bool = False) -> None:
         num_bytes = len(blocks) * self._engine.layout.block_bytes
         source = self._sources[number]
         rate, came, reason = source.holder.rate, [], "cancelled"
@@ -179,7 +192,10 @@ class Restoring:
         try:
             with source.holder.use(self._request.tenant_salt) as client:
                 keys = {block: self._keys[block] for block in blocks}
-                came = await source.holder.blocks.load(client, keys, self._write)
+                if by_layer:
+                    came = await self._load_layers(source.holder.blocks, client, keys)
+                else:
+                    came = await source.holder.blocks.load(client, keys, self._write)
             reason = "evicted"
         except NotFound:
             came, reason = [], "unwanted"  # the engine no longer needs them
@@ -214,9 +230,34 @@ class Restoring:
             self._engine.note_loaded(self._request.request_id, (), lost)
         self._is_gone = all(part.is_gone for part in self._progress.sources)
 
+    async def _load_layers(self, blocks: BlockSource, client: KVStoreClient, keys: Mapping[int, bytes]) -> list[int]:
+        """Loads blocks by layer, and has the engine begin the step behind them as soon as it will hardly wait."""
+        request_id, num_layers = self._request.request_id, self._engine.layout.num_layers
+        gate, began_s, has_asked = LayerGate(keys, num_layers, self._progress.layer_patience_s), self._clock.now_s(), False
+        patience_s = self._progress.layer_patience_s * _WAIT_SHARE
+
+        async def write(layers: range, cells: Mapping[int, KVBytes]) -> None:
+            nonlocal has_asked
+            await self._written(self._engine.load_layers(request_id, layers, cells))
+            gate.arrived(layers.stop)
+            wait_s = self._progress.layer_wait_s(layers.stop / num_layers, self._clock.now_s() - began_s)
+            if not has_asked and layers.stop < num_layers and wait_s <= patience_s:
+                has_asked = True
+                self._engine.arrive_by_layer(request_id, gate)
+
+        try:
+            return await blocks.load_layers(client, keys, -(-num_layers // NUM_PASSES), write)
+        finally:
+            gate.fail()
+            if not gate.is_open:
+                self._metrics.restore_decisions.labels("late").inc()
+
     async def _write(self, block: int, cells: KVBytes) -> None:
-        """Writes a block. A cancelled wait ends with the write, so that no other source's block is overwritten."""
-        writing = asyncio.ensure_future(self._engine.load_block(self._request.request_id, block, cells))
+        await self._written(self._engine.load_block(self._request.request_id, block, cells))
+
+    async def _written(self, write: Coroutine[None, None, None]) -> None:
+        """Waits for a write. A cancelled wait ends with the write, so that no other source's block is overwritten."""
+        writing = asyncio.ensure_future(write)
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.placement.restore_plan import RestoreCosts, RestorePlan, meeting_point, plan_restore
+from halfmoon.policy.placement.restore_plan import LayerLoads, RestoreCosts, RestorePlan, meeting_point, plan_restore
 
 QUEUE_S = st.floats(0, 2) | st.just(0.0)
 COSTS = st.builds(
@@ -79,3 +79,40 @@ def test_the_extremes() -> None:
     assert plan_restore(RestoreCosts(1e-3, 1e-3, load_queue_s=60), 10, BLOCK).method == "compute"
     assert plan_restore(RestoreCosts(1e-3, 1e-3, compute_queue_s=60), 10, BLOCK).method == "load"
     assert plan_restore(RestoreCosts(0.0, 0.0), 10, BLOCK).seconds == 0
+
+
+LAYERS = st.builds(LayerLoads, step_s=st.floats(0, 5), num_passes=st.integers(1, 8), overhead_s=st.floats(0, 0.05))
+
+
+@given(COSTS, st.integers(0, 60), LAYERS)
+def test_no_plan_is_quicker_by_layer_or_by_block(costs: RestoreCosts, num_blocks: int, layers: LayerLoads) -> None:
+    plan, num_tokens = plan_restore(costs, num_blocks, BLOCK, layers), num_blocks * BLOCK
+    every = [
+        costs.restore_s(number * BLOCK, num_tokens, how) for number in range(num_blocks + 1) for how in (None, layers)
+    ]
+    assert plan.seconds == pytest.approx(min(every))
+    assert plan.num_compute_blocks + plan.num_load_blocks == num_blocks
+    assert 0 <= plan.num_layer_blocks <= plan.num_load_blocks
+    assert plan.seconds <= plan_restore(costs, num_blocks, BLOCK).seconds, "never behind the meeting"
+    assert plan.seconds <= costs.restore_s(0, num_tokens, layers) * (1 + 1e-9), "never behind loading all by layer"
+
+
+@given(st.floats(1e-4, 5), st.integers(1, 30), st.floats(0.0, 5))
+def test_what_a_step_hides_is_what_its_layers_do_not_wait_for(step_s: float, num_passes: int, load_s: float) -> None:
+    """Layer by layer: pass p arrives at (p + 1) / P of the load, and is needed after p / P of the step."""
+    layers = LayerLoads(step_s, num_passes)
+    end_s = 0.0
+    for number in range(num_passes):
+        end_s = max(end_s, load_s * (number + 1) / num_passes) + step_s / num_passes
+    assert load_s - layers.hidden_s(load_s) + step_s == pytest.approx(end_s)
+    assert layers.wait_s(1.0, load_s) == pytest.approx(end_s - step_s)
+    assert layers.wait_s(0.0, 0.0) == 0
+
+
+def test_by_layer_where_the_new_part_takes_about_as_long_as_the_load() -> None:
+    costs = RestoreCosts(1e-3, 1e-4)  # a link of 230 MB/s for 23 kB a token
+    layers = LayerLoads(0.2, 5, 0.02)
+    plan = plan_restore(costs, 23, BLOCK, layers)
+    assert (plan.method, plan.num_layer_blocks) == ("layers", 23)
+    assert plan_restore(costs, 23, BLOCK, LayerLoads(0.0, 5, 0.02)).method == "both", "nothing to hide it behind"
+    assert plan_restore(costs._replace(load_s_per_token=1e-6), 23, BLOCK, layers).method == "load", "nothing to hide"
