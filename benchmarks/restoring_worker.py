@@ -64,7 +64,7 @@ class Worker:
         self._measured = state.compute_rate
         self._num_requests = 0
         # Each has learned the speed of its link.
-        self._restorers: dict[tuple[NamedHolder, float | None], tuple[SourceLinks, Restorer]] = {}
+        self._restorers: dict[tuple[NamedHolder, float | None, bool], tuple[SourceLinks, Restorer]] = {}
 
     async def prefill(
         self, prompt: Sequence[int], restorer: Restorer | None, sources: Sequence[NamedHolder] = ()
@@ -81,7 +81,14 @@ class Worker:
         return Restored(ttft_s, event.token.token_id, event.num_loaded_tokens)
 
     async def restore(
-        self, prompt: Sequence[int], address: str, mbps: float | None, method: Method, kind: HolderKind = "store"
+        self,
+        prompt: Sequence[int],
+        address: str,
+        mbps: float | None,
+        method: Method,
+        kind: HolderKind = "store",
+        *,
+        may_load_by_layer: bool = True,
     ) -> Restored:
         """Obtains the first token of `prompt` with an empty prefix cache, from a store or from another worker."""
         holder = NamedHolder(address, kind)
@@ -90,7 +97,8 @@ class Worker:
         try:
             if method == "compute":
                 return await self.prefill(prompt, None)
-            return await self.prefill(prompt, self._restorer(holder, mbps), [holder] if kind == "worker" else ())
+            restorer = self._restorer(holder, mbps, may_load_by_layer)
+            return await self.prefill(prompt, restorer, [holder] if kind == "worker" else ())
         finally:
             self.state.compute_rate = self._measured
 
@@ -99,13 +107,14 @@ class Worker:
         for links, _ in self._restorers.values():
             await links.aclose()
 
-    def _restorer(self, holder: NamedHolder, mbps: float | None) -> Restorer:
-        if (holder, mbps) not in self._restorers:
+    def _restorer(self, holder: NamedHolder, mbps: float | None, by_layer: bool) -> Restorer:
+        if (holder, mbps, by_layer) not in self._restorers:
             limit = LinkSettings(bytes_per_s=mbps and mbps * 1e6)
             own = holder.address if holder.kind == "store" else None
             links = SourceLinks(own, lambda address, kind: KVStoreClient(address, b"", limit, server_role=kind))
-            self._restorers[holder, mbps] = links, Restorer(self.engine, self.state, links, self._metrics.store)
-        return self._restorers[holder, mbps][1]
+            restorer = Restorer(self.engine, self.state, links, self._metrics.store, num_passes=5 if by_layer else 1)
+            self._restorers[holder, mbps, by_layer] = links, restorer
+        return self._restorers[holder, mbps, by_layer][1]
 
     async def fill(self, prompt: Sequence[int], store: str) -> Restored:
         """Computes `prompt` and puts its blocks into the store."""

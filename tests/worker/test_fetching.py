@@ -200,17 +200,17 @@ async def test_a_holder_that_dies_in_the_middle_leaves_the_rest_to_others(
 
 
 def by_layer(worker: RunningWorker, holder: RunningWorker) -> None:
-    """Has the worker believe in a step long enough to hide a load, and in a link of 0.1 MB/s."""
-    believe(worker, PrefillModel(5.0, 0.5, 0.0))
+    """Has the worker believe in a step long enough to hide a load, and in a link of 0.02 MB/s."""
+    believe(worker, PrefillModel(1.6, 0.1, 0.0))
     known = worker.restorer.holders._get(NamedHolder(holder.peer.address, "worker"))
-    known.rate.observe("dram", 100_000, 1.0)
+    known.rate.observe("dram", 20_000, 1.0)
 
 
 async def test_what_follows_a_prefix_is_computed_while_its_layers_arrive(
     start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder, decode = await warm(start_worker, tiny), await start_worker("decode")
-    worker = await start_worker("prefill", link_mbps=0.1)
+    worker = await start_worker("prefill", link_mbps=0.02)
     by_layer(worker, holder)
     gates, real = [], worker.engine.arrive_by_layer
 
@@ -227,7 +227,7 @@ async def test_what_follows_a_prefix_is_computed_while_its_layers_arrive(
     assert tokens == reference(tiny, PROMPT, 12)
     assert first.first_token.num_loaded_tokens == 80
     assert counted(worker, "restore_decisions", method="layers") == 1
-    assert [gate.is_open for gate in gates] == [True]
+    assert len(gates) == 1, "a step was allowed to wait"
     assert worker.state.cached_blocks.depth(keys_of(worker, PROMPT)) == 10
     await until(lambda: worker.num_used_blocks + holder.num_used_blocks == 0)
 
@@ -237,7 +237,7 @@ async def test_a_holder_that_dies_between_two_layers_costs_no_token(
     start_worker: Start, tiny: Checkpoint, num_frames: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying = await warm(start_worker, tiny)
-    worker = await start_worker("prefill", link_mbps=0.1)
+    worker = await start_worker("prefill", link_mbps=0.02)
     by_layer(worker, dying)
     real = CacheServicer._frames
 

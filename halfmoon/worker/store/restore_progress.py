@@ -135,6 +135,10 @@ class RestoreProgress:
             return math.inf
         return self._layers.wait_s(1 - share_here, elapsed_s * (1 / share_here - 1))
 
+    def layers_at_once(self, num_layers: int) -> int:
+        """Layers of each pass over the blocks that arrive by layer."""
+        return num_layers if self._layers is None else -(-num_layers // self._layers.num_passes)
+
     @property
     def layer_patience_s(self) -> float:
         """How long the layers of a step may wait in all."""
@@ -238,7 +242,8 @@ class RestoreProgress:
         if alone_s + layers.step_s < (plan.seconds + layers.step_s) / _GAIN:  # nothing is computed beside the load
             per_block_s = costs.load_s_per_token * self._block_tokens
             plan = RestorePlan(0, num_blocks, alone_s, min(num_blocks, layers.num_blocks(per_block_s)))
-        if not plan.num_layer_blocks or plan.seconds + layers.step_s > _GAIN * (other.seconds + layers.step_s):
+        other_s = other.seconds - self._model.a + layers.step_s  # `begin` counts a step for the last tokens
+        if not plan.num_layer_blocks or plan.seconds + layers.step_s > _GAIN * other_s:
             self._layers = None
             return other
         return plan

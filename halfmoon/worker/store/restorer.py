@@ -20,7 +20,7 @@ from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.awake_clock import AwakeClock
 from halfmoon.worker.store.holder import Holder, Holders, NamedHolder
 from halfmoon.worker.store.restore_progress import RestoreProgress
-from halfmoon.worker.store.restoring import NUM_PASSES, Restoring, RestoringSource
+from halfmoon.worker.store.restoring import Restoring, RestoringSource
 from halfmoon.worker.store.source_links import HolderKind, SourceLinks
 from halfmoon.worker.store.source_progress import SourceProgress
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _LATER_LOOKS = 4  # other answers may come so much later than the first useful one; a stopped event loop looks once
 _LOOK_S = 0.005
-_LAYERS_OVERHEAD_S = 0.02  # measured: docs/log/worker.md
+_LAYERS_OVERHEAD_S = 0.04  # measured: docs/log/worker.md
 _SHARE_FACTOR = 2.0  # another request that loads the same may be silent so many times as long as it should take
 _LEAST_SHARE_S = 0.25
 _SHARE_LOOK_S = 0.05
@@ -55,10 +55,15 @@ class Restorer:
         metrics: StoreMetrics,
         ask_s: tuple[float, float] = (0.05, 2.0),
         clock: AwakeClock | None = None,
+        num_passes: int = 5,
     ) -> None:
-        """ask_s: least and greatest limit on holders' answers about what they have."""
+        """ask_s: least and greatest limit on holders' answers about what they have.
+
+        num_passes: of a load by layer; more hide more of it, and cost more; 1: everything is loaded by block.
+        """
         self.engine = engine
         self.metrics = metrics
+        self._num_passes = num_passes
         self.holders = Holders(links, engine.layout)
         self._state = state
         self._ask_s = ask_s
@@ -237,7 +242,7 @@ class Restorer:
         num_before = num_blocks * engine.layout.block_tokens
         num_new = len(request.prompt_token_ids) + len(request.output_token_ids) - num_before
         step_s = model.seconds(min(num_new, engine.step_tokens), num_before)
-        return LayerLoads(step_s, min(NUM_PASSES, engine.layout.num_layers), _LAYERS_OVERHEAD_S)
+        return LayerLoads(step_s, min(self._num_passes, engine.layout.num_layers), _LAYERS_OVERHEAD_S)
 
     def _note(self, plan: RestorePlan) -> None:
         self.metrics.restore_decisions.labels(plan.method).inc()

@@ -25,7 +25,6 @@ from halfmoon.worker.store.restore_progress import RestoreProgress
 log = logging.getLogger(__name__)
 
 _PREFETCH_S = 2.0
-NUM_PASSES = 5  # of a load by layer; more hide more of it, and cost more
 _WAIT_SHARE = 0.2  # of a step's patience; a step that would wait longer begins later
 _LOADS_AT_ONCE = 2  # of each source: keeps the link busy while a block is written
 
@@ -233,7 +232,11 @@ class Restoring:
     async def _load_layers(self, blocks: BlockSource, client: KVStoreClient, keys: Mapping[int, bytes]) -> list[int]:
         """Loads blocks by layer, and has the engine begin the step behind them as soon as it will hardly wait."""
         request_id, num_layers = self._request.request_id, self._engine.layout.num_layers
-        gate, began_s, has_asked = LayerGate(keys, num_layers, self._progress.layer_patience_s), self._clock.now_s(), False
+        gate, began_s, has_asked = (
+            LayerGate(keys, num_layers, self._progress.layer_patience_s),
+            self._clock.now_s(),
+            False,
+        )
         patience_s = self._progress.layer_patience_s * _WAIT_SHARE
 
         async def write(layers: range, cells: Mapping[int, KVBytes]) -> None:
@@ -246,7 +249,7 @@ class Restoring:
                 self._engine.arrive_by_layer(request_id, gate)
 
         try:
-            return await blocks.load_layers(client, keys, -(-num_layers // NUM_PASSES), write)
+            return await blocks.load_layers(client, keys, self._progress.layers_at_once(num_layers), write)
         finally:
             gate.fail()
             if not gate.is_open:
