@@ -95,7 +95,7 @@ class Engine(EngineCore):
         Of all layers or some successive ones.
         They count from `note_loaded` on. Raises NotFound if the block is not, or no longer, awaited.
         """
-        self._kv.load(self.find(request_id), block, layers or range(self.layout.num_layers), self.layout, payload)
+        self._kv.load(self.find(request_id), block, self.layout, payload, layers)
 
     def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """Reads the canonical KV bytes of a held block, of all layers or of some successive ones. Any thread."""

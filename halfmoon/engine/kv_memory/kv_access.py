@@ -59,12 +59,14 @@ class KVAccess:
                 raise InvalidRequest(f"the first {sequence.num_cached} tokens are here already, and shared with others")
             self._memory.write(sequence.blocks, layer_start, layer_end, start, num_tokens, payload)
 
-    def load(self, sequence: Sequence, block: int, layers: range, layout: KVLayout, payload: KVSource) -> None:
+    def load(
+        self, sequence: Sequence, block: int, layout: KVLayout, payload: KVSource, layers: range | None = None
+    ) -> None:
         """Implements `Engine.load_block`: no step computes a block behind the fence."""
         with sequence.kv_lock:
             if sequence.restore is None or not sequence.blocks or not sequence.restore.is_waited_for(block):
                 raise NotFound(f"block {block} of request {sequence.request_id} is not, or no longer, to be loaded")
-            start = block * layout.block_tokens
+            start, layers = block * layout.block_tokens, layers or range(layout.num_layers)
             self._memory.write(sequence.blocks, layers.start, layers.stop, start, layout.block_tokens, payload)
 
     def read_block(self, block: int, layers: range, layout: KVLayout) -> memoryview:

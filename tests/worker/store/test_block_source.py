@@ -27,7 +27,13 @@ class Sending(KVStoreClient):
         yield []
 
     async def get_run(
-        self, keys: Sequence[bytes], layout: KVLayout, part: KVRange | None = None, *, deadline_s: float
+        self,
+        keys: Sequence[bytes],
+        layout: KVLayout,
+        part: KVRange | None = None,
+        layers_at_once: int = 0,
+        *,
+        deadline_s: float,
     ) -> AsyncGenerator[memoryview, None]:
         for key in keys:
             yield memoryview(key)
