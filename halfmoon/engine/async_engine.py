@@ -162,9 +162,9 @@ class AsyncEngine:
         return await self._copy(partial(read_encoded, read, self.engine.layout, shape, out, codec))
 
     @property
-    def loads_by_layer(self) -> bool:
-        """Calls `Engine.loads_by_layer`."""
-        return self.engine.loads_by_layer
+    def layer_loading(self) -> AsyncEngine | None:
+        """This engine, if its steps can wait for layers that arrive."""
+        return self if self.engine.loads_by_layer else None
 
     async def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
         """Calls `Engine.load_block` during the steps. `payload` must not change until this returns."""

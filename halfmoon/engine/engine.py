@@ -99,7 +99,7 @@ class Engine(EngineCore):
 
     def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """Reads the canonical KV bytes of a held block, of all layers or of some successive ones. Any thread."""
-        return self._kv.read_block(block, layers or range(self.layout.num_layers), self.layout)
+        return self._kv.read_block(block, self.layout, layers)
 
     def step(self) -> StepResult:
         """Runs one step. A failure inside it ends its requests with "error"; the engine goes on.

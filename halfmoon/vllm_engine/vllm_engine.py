@@ -148,6 +148,7 @@ class VllmEngine:
         self.fingerprint = fingerprint
         self.step_tokens = self.chunk_tokens = step_tokens
         self.computes_while_loading = False  # vLLM computes behind a prefix that is whole
+        self.layer_loading = None
         self._source = source
         self._memory = memory
         self._limits = limits
@@ -320,9 +321,9 @@ class VllmEngine:
             self._cache.release(blocks)
             self._give_room()
 
-    async def read_block(self, block: int) -> memoryview:
+    async def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """See `AsyncEngine.read_block`."""
-        return await self._copy(partial(self._kv.read_block, block, self.layout))
+        return await self._copy(partial(self._kv.read_block, block, self.layout, layers))
 
     def check_open(self) -> None:
         """See `AsyncEngine.check_open`."""

@@ -71,6 +71,18 @@ class ServingEngine(Protocol):
         ...
 
 
+class LayerLoading(Protocol):
+    """An engine whose steps can wait for layers that arrive. `AsyncEngine` documents each method's contract."""
+
+    async def load_layers(self, request_id: str, layers: range, payloads: Mapping[int, KVSource]) -> None:
+        """Writes some layers of awaited blocks."""
+        ...
+
+    def arrive_by_layer(self, request_id: str, gate: LayerGate) -> None:
+        """Lets the step behind the awaited blocks begin while their layers arrive."""
+        ...
+
+
 class PoolingEngine(ServingEngine, Protocol):
     """A `ServingEngine` whose blocks can be loaded from elsewhere, and read by others."""
 
@@ -104,16 +116,8 @@ class PoolingEngine(ServingEngine, Protocol):
         ...
 
     @property
-    def loads_by_layer(self) -> bool:
-        """Whether a step can wait for layers that arrive."""
-        ...
-
-    async def load_layers(self, request_id: str, layers: range, payloads: Mapping[int, KVSource]) -> None:
-        """Writes some layers of awaited blocks."""
-        ...
-
-    def arrive_by_layer(self, request_id: str, gate: LayerGate) -> None:
-        """Lets the step behind the awaited blocks begin while their layers arrive."""
+    def layer_loading(self) -> LayerLoading | None:
+        """How blocks are loaded layer by layer; None: no step can wait for a layer."""
         ...
 
     async def load_block(self, request_id: str, block: int, payload: KVSource) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +23,6 @@ from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest, FinishReason, SampledToken, TokenLogprobs
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
-from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.scheduling.scheduler import SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
@@ -78,6 +77,7 @@ class SimulatedEngine:
         self.layout = layout
         self.fingerprint = fingerprint
         self.computes_while_loading = True
+        self.layer_loading = None  # a modelled step has no layers that could wait
         self.chunk_tokens = profile.chunk_tokens
         self.step_tokens = profile.max_batch_tokens
         self.links = SimulatedLinks(profile, clock)
@@ -173,19 +173,6 @@ class SimulatedEngine:
         self._check_awaited(request_id, block)
         await self.links.load(self.layout.block_tokens)
         self._check_awaited(request_id, block)
-
-    @property
-    def loads_by_layer(self) -> bool:
-        """Never: a modelled step has no layers that could wait."""
-        return False
-
-    async def load_layers(self, request_id: str, layers: range, payloads: Mapping[int, KVSource]) -> None:
-        """See `loads_by_layer`."""
-        raise NotImplementedError
-
-    def arrive_by_layer(self, request_id: str, gate: LayerGate) -> None:
-        """See `loads_by_layer`."""
-        raise NotImplementedError
 
     def note_loaded(self, request_id: str, loaded: SequenceOf[int], given_up: SequenceOf[int] = ()) -> None:
         """See `AsyncEngine.note_loaded`."""

@@ -69,8 +69,9 @@ class KVAccess:
             start, layers = block * layout.block_tokens, layers or range(layout.num_layers)
             self._memory.write(sequence.blocks, layers.start, layers.stop, start, layout.block_tokens, payload)
 
-    def read_block(self, block: int, layers: range, layout: KVLayout) -> memoryview:
-        """Reads layers of one block that is neither released nor written meanwhile."""
+    def read_block(self, block: int, layout: KVLayout, layers: range | None = None) -> memoryview:
+        """Reads one block, or some layers of it, that is neither released nor written meanwhile."""
+        layers = layers or range(layout.num_layers)
         return self._memory.read((block,), layers.start, layers.stop, 0, layout.block_tokens)
 
     def read(

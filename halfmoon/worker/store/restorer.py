@@ -237,7 +237,7 @@ class Restorer:
     ) -> LayerLoads | None:
         """What loading by layer would cost; None if the engine cannot, or a source's memory may be read in place."""
         engine = self.engine
-        if not engine.loads_by_layer or any(source.holder.blocks.may_lend for source in sources):
+        if engine.layer_loading is None or any(source.holder.blocks.may_lend for source in sources):
             return None
         num_before = num_blocks * engine.layout.block_tokens
         num_new = len(request.prompt_token_ids) + len(request.output_token_ids) - num_before

@@ -239,14 +239,17 @@ class Restoring:
         )
         patience_s = self._progress.layer_patience_s * _WAIT_SHARE
 
+        engine = self._engine.layer_loading
+        assert engine is not None, "it was planned without"
+
         async def write(layers: range, cells: Mapping[int, KVBytes]) -> None:
             nonlocal has_asked
-            await self._written(self._engine.load_layers(request_id, layers, cells))
+            await self._written(engine.load_layers(request_id, layers, cells))
             gate.arrived(layers.stop)
             wait_s = self._progress.layer_wait_s(layers.stop / num_layers, self._clock.now_s() - began_s)
             if not has_asked and layers.stop < num_layers and wait_s <= patience_s:
                 has_asked = True
-                self._engine.arrive_by_layer(request_id, gate)
+                engine.arrive_by_layer(request_id, gate)
 
         try:
             return await blocks.load_layers(client, keys, self._progress.layers_at_once(num_layers), write)
