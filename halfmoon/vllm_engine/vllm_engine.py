@@ -148,7 +148,7 @@ class VllmEngine:
         self.fingerprint = fingerprint
         self.step_tokens = self.chunk_tokens = step_tokens
         self.computes_while_loading = False  # vLLM computes behind a prefix that is whole
-        self.layer_loading = None
+        self.layer_loading: None = None
         self._source = source
         self._memory = memory
         self._limits = limits

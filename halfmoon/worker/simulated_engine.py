@@ -77,7 +77,7 @@ class SimulatedEngine:
         self.layout = layout
         self.fingerprint = fingerprint
         self.computes_while_loading = True
-        self.layer_loading = None  # a modelled step has no layers that could wait
+        self.layer_loading: None = None  # a modelled step has no layers that could wait
         self.chunk_tokens = profile.chunk_tokens
         self.step_tokens = profile.max_batch_tokens
         self.links = SimulatedLinks(profile, clock)
