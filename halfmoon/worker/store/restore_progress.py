@@ -233,7 +233,11 @@ class RestoreProgress:
         return plan
 
     def _by_layer(self, costs: RestoreCosts, other: RestorePlan) -> RestorePlan:
-        """The plan by layer if the first token comes clearly sooner with it than with the other one."""
+        """The plan by layer if the first token comes clearly sooner with it than with the other one.
+
+        Only where the step hides all of the load: with a part of it before the step, the meeting was measured to be
+        sooner (docs/log/worker.md).
+        """
         layers, num_blocks = self._layers, other.num_compute_blocks + other.num_load_blocks
         if layers is None:
             return other
@@ -243,7 +247,7 @@ class RestoreProgress:
             per_block_s = costs.load_s_per_token * self._block_tokens
             plan = RestorePlan(0, num_blocks, alone_s, min(num_blocks, layers.num_blocks(per_block_s)))
         other_s = other.seconds - self._model.a + layers.step_s  # `begin` counts a step for the last tokens
-        if not plan.num_layer_blocks or plan.seconds + layers.step_s > _GAIN * other_s:
+        if plan.num_layer_blocks < num_blocks or plan.seconds + layers.step_s > _GAIN * other_s:
             self._layers = None
             return other
         return plan
