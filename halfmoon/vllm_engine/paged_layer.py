@@ -22,7 +22,7 @@ class PagedLayer:
         """cache: [blocks, ...]. shape: (2, heads, block_tokens, head_dim). places: of that shape, in each block."""
         self._block_tokens = shape[2]
         self._cells = _cells(cache)
-        self._places = places
+        self._places = places.to(cache.device)
         self._views = _strided(cache, places)
 
     @classmethod
@@ -44,6 +44,7 @@ class PagedLayer:
     def write(self, blocks: Sequence[int], start: int, values: Tensor) -> None:
         """Writes `values`, [2, heads, num_tokens, head_dim], as tokens `start`.. of a sequence."""
         block, token = self._where(blocks, start, values.shape[2])
+        values = values.to(self._cells.device)
         if self._views is not None:
             for view, part in zip(self._views, values, strict=True):
                 view[block, :, token] = part.transpose(0, 1)

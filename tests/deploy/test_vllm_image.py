@@ -1,0 +1,30 @@
+"""The image of workers with vLLM: a release that they work with, and settings that they have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from halfmoon.vllm_engine.versions import check_release
+from services.decode.settings import DecodeSettings
+from services.prefill.settings import PrefillSettings
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_its_vllm_is_one_that_we_work_with() -> None:
+    for file in ("deploy/vllm/Dockerfile", "scripts/vllm_env"):
+        (release,) = re.findall(r"(?:vllm-openai:v|release=)(\d+\.\d+\.\d+)", (ROOT / file).read_text())
+        check_release(release)
+
+
+def test_its_variables_are_settings_of_the_service() -> None:
+    services = yaml.safe_load((ROOT / "deploy/vllm/compose.yml").read_text())["services"]
+    own = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    for name, settings in (("prefill", PrefillSettings), ("decode", DecodeSettings)):
+        prefix = f"HALFMOON_{name.upper()}_"
+        names = [variable.removeprefix(prefix).lower() for variable in services[name]["environment"]]
+        assert set(names) <= settings.model_fields.keys()
+        assert services[name]["entrypoint"][-1] == name in own
