@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _LATER_LOOKS = 4  # other answers may come so much later than the first useful one; a stopped event loop looks once
 _LOOK_S = 0.005
-_LAYERS_OVERHEAD_S = 0.04  # measured: docs/log/worker.md
+_LAYERS_OVERHEAD_S = 0.04  # a cautious guess: docs/log/worker.md
 _SHARE_FACTOR = 2.0  # another request that loads the same may be silent so many times as long as it should take
 _LEAST_SHARE_S = 0.25
 _SHARE_LOOK_S = 0.05
