@@ -159,5 +159,5 @@ class PrefillRequestScope:
         if restoring is None:
             return Phase("restore", self._asked_s, self._decided_s)
         return Phase(
-            "restore", self._asked_s, restoring.last_s, restoring.num_loaded_tokens, restoring.num_planned_tokens
+            "restore", self._asked_s, restoring.ended_s, restoring.num_loaded_tokens, restoring.num_planned_tokens
         )

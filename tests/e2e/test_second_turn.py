@@ -31,4 +31,6 @@ async def test_a_second_turn_stays(tmp_path: Path, reference: Reference) -> None
     kept = [placement for placement in placements if placement["disaggregation"].startswith("kept_")]
     assert kept
     assert all(placement["prefill_worker"] == placement["decode_worker"] for placement in kept)
-    assert all(placement["measured"]["cached_tokens"] for placement in kept)
+    cached = [placement for placement in kept if placement["disaggregation"] == "kept_cached"]
+    assert cached, [placement["disaggregation"] for placement in placements]
+    assert all(placement["measured"]["cached_tokens"] for placement in cached)

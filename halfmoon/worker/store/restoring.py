@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -75,6 +76,7 @@ class Restoring:
         self.num_loaded_tokens = 0
         self.num_blocks_from_workers = 0
         self.last_s = clock.now_s()  # when the last load ended
+        self.ended_s = time.monotonic()  # the same, for the outside
         for source in sources:
             source.holder.num_users += 1
 
@@ -208,7 +210,7 @@ class Restoring:
 
     def _note_ended(self, number: int, blocks: list[int], came: list[int], reason: str) -> None:
         source, metrics, now_s = self._sources[number], self._metrics, self._clock.now_s()
-        self.last_s = now_s
+        self.last_s, self.ended_s = now_s, time.monotonic()
         missed = [block for block in blocks if block not in came]
         self._progress.came(came, now_s, number)
         lost = self._progress.failed(missed, number)
