@@ -126,7 +126,7 @@ class PrefixCopies:
             return "cold"
         view = self._membership.view()
         target = next_holder(view, request, placement)
-        if target is None:
+        if target is None or target.num_blocks > len(blocks.keys):  # blocks of an answer are not counted as a prefix
             return "here"
         worker, key = view.worker(target.row), int(short_keys([blocks.keys[target.num_blocks - 1]])[0])
         num_bytes = target.num_missing * blocks.layout.block_bytes

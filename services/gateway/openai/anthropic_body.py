@@ -17,11 +17,13 @@ from services.gateway.openai.tools import FunctionDefinition, Name, NamedFunctio
 _MAX_MESSAGES = 10_000
 _MAX_BLOCKS = 1_000
 _MAX_TOOLS = 128
+_MAX_CALLS = 128
 _MAX_STOPS = 16
 OWN_NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "stop": "stop_sequences",
+    "continue_final_message": "messages",
 }
 """Parameters of the equivalent chat, as they are called here."""
 
@@ -83,6 +85,8 @@ class Turn(Part):
         for block in () if isinstance(self.content, str) else self.content:
             if not isinstance(block, TextBlock) and not isinstance(block, own):
                 raise misplaced("content", f"the role {self.role!r} has no block of the type {block.type!r}")
+        if sum(isinstance(block, ToolUseBlock) for block in self.content) > _MAX_CALLS:
+            raise misplaced("content", f"at most {_MAX_CALLS} calls in one message")
         return self
 
 
@@ -158,7 +162,7 @@ class CountedBody(Part):
         last = messages[-1]
         parallel = self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
         config = self.output_config or OutputConfig()
-        return ChatBody(
+        return ChatBody.model_construct(
             model=self.model,
             messages=messages,
             tools=[_tool(tool) for tool in self.tools or ()] or None,

@@ -24,7 +24,7 @@ The results come in <tool_response> tags. Answer in plain words where no call is
 
 def with_described_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
     """The conversation as text alone: tools in the system message, earlier calls and results in tags."""
-    said = [_as_text(message) for message in messages]
+    said = _with_results_joined(messages)
     if not tools:
         return said
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -32,6 +32,22 @@ def with_described_tools(messages: Sequence[Message], tools: Sequence[dict[str, 
     if said and said[0].role in ("system", "developer"):
         return [said[0].model_copy(update={"content": f"{said[0].text}\n\n{instructions}"}), *said[1:]]
     return [Message(role="system", content=instructions), *said]
+
+
+def _with_results_joined(messages: Sequence[Message]) -> list[Message]:
+    """The messages as text. Results and what the user says with them are one message: templates want turns."""
+    turns: list[tuple[Message, list[str]]] = []
+    follows_result = False
+    for message in messages:
+        text, is_result = _as_text(message), message.role == "tool"
+        if turns and text.role == turns[-1][0].role == "user" and (is_result or follows_result):
+            turns[-1][1].append(text.text)
+        else:
+            turns.append((text, []))
+        follows_result = is_result
+    return [
+        first.model_copy(update={"content": "\n".join([first.text, *more])}) if more else first for first, more in turns
+    ]
 
 
 def _as_text(message: Message) -> Message:

@@ -97,7 +97,8 @@ def equivalent_chat_request(
     except InvalidRequest as error:
         param = error.param or ""
         own = own_names.get(param, param)
-        raise type(error)(error.message.replace(param, own) if param else error.message, param=own or None) from error
+        message = error.message.replace(param, own, 1) if param else error.message
+        raise type(error)(message, param=own or None) from error
     constraint = generation.constraint
     named = constraint and constraint._replace(param=own_names.get(constraint.param, constraint.param))
     return replace(generation, constraint=named)

@@ -18,6 +18,7 @@ from services.gateway.replies.reasoning import is_begun_by
 _MAX_CHARS_PER_TOKEN = 256  # the longest tokens of known vocabularies are 128 spaces
 _SLICE_CHARS = 4_096
 _MAX_RUN_CHARS = 1 << 19  # half a second
+_END = "\ue000\uf8ff\ue000"  # marks where a continued message ends; private characters, which nobody sends
 _CLEARLY_TOO_MANY = 2  # contexts: sliced, a text has more tokens than as a whole, but less than twice as many
 
 
@@ -40,24 +41,32 @@ def text_of_chat(
         options["add_generation_prompt"] = False
     if variables := body.template_variables():
         options["template_kwargs"] = variables
-    text = model.tokenizer.render_chat([message.for_template() for message in messages], **options)
+    shown = [message.for_template() for message in messages]
+    if body.continue_final_message:
+        shown[-1]["content"] += _END
+    text = model.tokenizer.render_chat(shown, **options)
+    _check_unusual_roles(messages, text)
+    if not body.continue_final_message:
+        return text
+    end = text.rfind(_END)
+    if end < 0:
+        why = "continue_final_message: the model's chat template does not write the last message's content as it is"
+        raise InvalidRequest(why, param="continue_final_message")
+    return text[:end]
+
+
+def _check_unusual_roles(messages: Sequence[Message], text: str) -> None:
+    """Raises InvalidRequest if the template has left out a message of a role that it does not know."""
+    at = 0
     for number, message in enumerate(messages):
-        if not message.has_usual_role and message.text.strip() not in text:
+        if message.has_usual_role:
+            continue
+        words = message.text.strip()
+        at = text.find(words, at)
+        if at < 0:
             role = f"messages[{number}].role"
             raise InvalidRequest(f"{role}: the model's chat template leaves out {message.role!r}", param=role)
-    return _up_to_content(text, messages[-1].text) if body.continue_final_message else text
-
-
-def _up_to_content(text: str, content: str) -> str:
-    """A conversation's text up to the end of its last message's content. Templates may strip white space around it."""
-    words = content.strip()
-    at = text.rfind(words) if words else -1
-    if at < 0:
-        why = "continue_final_message: the last message has no content that the template writes as it is"
-        raise InvalidRequest(why, param="continue_final_message")
-    end = at + len(words)
-    tail = content[len(content.rstrip()) :]
-    return text[: end + len(tail)] if text.startswith(tail, end) else text[:end]
+        at += len(words)
 
 
 def chat_prompt(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from services.gateway.openai.messages import CalledFunction, CalledTool, Message
 from services.gateway.openai.schemas import Bias, ChatBody
-from services.gateway.openai.strict_model import Items, Part, at_most_entries
+from services.gateway.openai.strict_model import Items, Part, at_most_entries, misplaced
 from services.gateway.openai.structured_output import JsonSchema, ResponseFormat, StructuredOutputs
 from services.gateway.openai.tools import FunctionDefinition, Name, NamedFunction, NamedTool, Tool, ToolChoice
 
@@ -179,6 +179,12 @@ class ResponsesBody(Part):
         None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
     )
 
+    @model_validator(mode="after")
+    def _check_input(self) -> Self:
+        if not isinstance(self.input, str) and all(isinstance(item, ReasoningItem) for item in self.input):
+            raise misplaced("input", "reasoning alone is nothing to answer; add a message")
+        return self
+
     def as_chat(self) -> ChatBody:
         """The chat with the same prompt and the same sampling."""
         same = {name: getattr(self, name) for name in type(self).model_fields if name in ChatBody.model_fields}
@@ -228,11 +234,12 @@ def _text(content: str | list[InputText]) -> str:
 def _add_call(messages: list[Message], call: FunctionCall) -> None:
     """Adds a call to the assistant's message, or as one of its own. An output has its text and its calls in a row."""
     called = CalledTool(id=call.call_id, function=CalledFunction(name=call.name, arguments=call.arguments))
-    last = messages[-1] if messages and messages[-1].role == "assistant" else None
-    if last is None:
+    if not messages or messages[-1].role != "assistant":
         messages.append(Message(role="assistant", tool_calls=[called]))
+    elif messages[-1].tool_calls:
+        messages[-1].tool_calls.append(called)
     else:
-        messages[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), called]})
+        messages[-1] = messages[-1].model_copy(update={"tool_calls": [called]})
 
 
 def _tool(tool: FunctionTool) -> Tool:

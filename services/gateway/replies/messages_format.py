@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
+
+from pydantic_core import from_json
 
 from services.gateway.replies.chat_format import CallIds, new_turn
 from services.gateway.replies.reply_format import Output, Usage, UsageNow
@@ -60,7 +61,7 @@ class MessagesFormat:
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """The message with all blocks."""
         piece = outputs[0].piece
-        blocks = [_block(part) for part in self._parts(piece) if part]
+        blocks = [_block(part) for part in _merged(self._parts(piece))]
         return {**self._head, "content": blocks, **self._ended(piece), "usage": _usage(usage)}
 
     def _parts(self, piece: TextPiece) -> Sequence[ParsedPart]:
@@ -126,6 +127,20 @@ _ERRORS = {
 }
 
 
+def _merged(parts: Sequence[ParsedPart]) -> list[ParsedPart]:
+    """The parts, those of one text or of one thought in one."""
+    merged: list[ParsedPart] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if isinstance(part, str) and isinstance(last, str):
+            merged[-1] = last + part
+        elif isinstance(part, ReasoningPart) and isinstance(last, ReasoningPart):
+            merged[-1] = ReasoningPart(last.text + part.text)
+        elif part:
+            merged.append(part)
+    return merged
+
+
 def _block(part: ParsedPart) -> dict[str, Any]:
     if isinstance(part, CallPart):
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.arguments)}
@@ -140,7 +155,7 @@ def _thinking(text: str) -> dict[str, Any]:
 def _input(arguments: str) -> dict[str, Any]:
     """The arguments of a call; empty if they are no JSON object, which a call that was cut off may have."""
     try:
-        value = json.loads(arguments)
+        value = from_json(arguments, allow_inf_nan=False)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

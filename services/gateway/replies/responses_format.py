@@ -66,6 +66,7 @@ class ResponsesFormat:
         self._options = options
         self._turn = new_turn(new_tool_parser, call_ids)
         self._items: list[_Item] = []
+        self._entries: list[dict[str, Any]] = []  # log-probabilities for the next text: also of tags and reasoning
         self._is_open = False
         self._ending: Ending | None = None
         self._num_events = 0
@@ -80,7 +81,8 @@ class ResponsesFormat:
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """Deltas of items, which begin and end as the model goes from text to calls."""
-        entries = logprob_entries(piece.tokens, self._tokenizer, self._options) if self._options.logprobs else []
+        if self._options.logprobs:
+            self._entries += logprob_entries(piece.tokens, self._tokenizer, self._options)
         parts: Sequence[ParsedPart] = [piece.text] if self._turn is None else self._turn.parts(piece)
         events = []
         for part in parts:
@@ -89,8 +91,7 @@ class ResponsesFormat:
             elif isinstance(part, ReasoningPart):
                 events += self._thought(part.text)
             elif part or (self._turn is None and self._options.shows(piece)):
-                events += self._said(part, entries)
-                entries = []
+                events += self._said(part)
         self._ending = piece.finish_reason
         return events
 
@@ -116,7 +117,8 @@ class ResponsesFormat:
             self._begin(_Item(self._item_id("msg"), "message"))
         return self._response(usage)
 
-    def _said(self, text: str, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _said(self, text: str) -> list[dict[str, Any]]:
+        entries, self._entries = self._entries, []
         begun = [] if self._has_open("message") else self._begin(_Item(self._item_id("msg"), "message"))
         item = self._items[-1]
         item.text += text

@@ -215,6 +215,29 @@ async def test_errors_have_anthropics_shape(
     assert said in answer[1]["error"]["message"]
 
 
+async def test_limits_that_the_equivalent_chat_has_are_no_internal_error(tmp_path: Path) -> None:
+    calls = [{"type": "tool_use", "id": str(number), "name": "f", "input": {}} for number in range(129)]
+    results = [{"type": "tool_result", "tool_use_id": str(number), "content": ""} for number in range(1_000)]
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair()
+        for turns in ([*HI, {"role": "assistant", "content": calls}], [{"role": "user", "content": results}] * 11):
+            for path in ("", "/count_tokens"):
+                body = {"messages": turns} | ({} if path else {"max_tokens": 5})
+                status, answer = await post(fleet, body, path)
+                assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.usefixtures("_tools")
+async def test_arguments_that_are_no_json_and_a_text_that_ends_like_a_tag(tmp_path: Path) -> None:
+    forced = {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}}
+    for number, said in enumerate(("[" * 90, '{"a": NaN}', "if a <")):
+        async with running_fleet(tmp_path / str(number)) as fleet:
+            await fleet.pair(Script(said))
+            _, answer = await post(fleet, BODY | ({"tools": [WEATHER]} if said == "if a <" else forced))
+        (block,) = answer["content"]
+        assert block == {"type": "text", "text": said} if said == "if a <" else block["input"] == {}
+
+
 async def test_keys_come_in_their_own_header_too(tmp_path: Path) -> None:
     async with running_fleet(tmp_path, api_key=("secret",)) as fleet:
         await fleet.pair()

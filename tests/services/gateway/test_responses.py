@@ -129,6 +129,7 @@ async def test_structured_text_and_logprobs(tmp_path: Path) -> None:
         ({"input": [{"type": "computer_call", "call_id": "x"}]}, "input[0]"),
         ({"input": "x" * 300}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),

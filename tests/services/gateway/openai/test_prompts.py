@@ -45,8 +45,30 @@ def test_the_output_goes_on_with_the_last_message() -> None:
     assert text(messages=[USER, begun], continue_final_message=True) == "user:hi\nassistant:The answer is "
     assert text(messages=[USER, begun], continue_final_message=True, add_generation_prompt=False).endswith("is ")
     both = refusal(messages=[USER, begun], continue_final_message=True, add_generation_prompt=True)
-    empty = refusal(messages=[USER, {"role": "assistant", "content": " "}], continue_final_message=True)
-    assert both.param == empty.param == "continue_final_message"
+    assert both.param == "continue_final_message"
+
+
+@pytest.mark.parametrize("content", ["<", "|", "i", "assistant", "<|im_end|>", " ", ""])
+def test_what_a_message_begins_with_may_be_in_the_template_too(content: str) -> None:
+    model = dataclasses.replace(served_model(), tokenizer=Tokenizer(prepare_checkpoint("demo")))
+    messages = [Message(role="user", content="hi"), Message(role="assistant", content=content)]
+    rendered = text_of_chat(ChatBody(messages=messages, continue_final_message=True), messages, model, None)
+    assert rendered.endswith(f"<|im_start|>assistant\n{content}")
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "render_chat", lambda self, messages, **_: messages[0]["content"])
+    begun = {"role": "assistant", "content": "x"}
+    assert refusal(messages=[USER, begun], continue_final_message=True).param == "continue_final_message"
+
+
+@pytest.mark.parametrize("num_dropped", [1, 2])
+def test_a_message_that_is_left_out_is_missed_though_its_words_are_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, num_dropped: int
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "render_chat", lambda self, messages, **_: "zq" * (len(messages) - num_dropped))
+    odd = [{"role": "critic", "content": "zq"}] * 4
+    assert refusal(messages=[*odd]).param == f"messages[{4 - num_dropped}].role"
 
 
 @pytest.mark.parametrize("content", ["The answer is", "The answer is ", " two\n\nlines\n", "hi"])

@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.pb.types_pb2 import Constraint
+from services.gateway.openai.described_tools import with_described_tools
+from services.gateway.openai.messages import Message
 from services.gateway.replies.tool_parsers import (
     PARSERS,
     CallPart,
@@ -203,6 +205,15 @@ async def test_a_model_without_tools_is_told_in_plain_text(
 def test_a_call_that_was_cut_off_is_no_content(kind: str, text: str, content: str, num_calls: int) -> None:
     found, calls = parsed(MAKERS[kind](), [text], is_cut_off=True)
     assert (found, len(calls)) == (content, num_calls)
+
+
+def test_results_and_what_is_said_with_them_are_one_turn() -> None:
+    messages = [Message.model_validate(one) for one in (*HISTORY, HISTORY[2] | {"content": "late"}, HI[0], HI[0])]
+    said = with_described_tools(messages, [])
+    assert [one.role for one in said] == ["user", "assistant", "user", "user"]
+    assert said[2].text.split("\n") == [
+        *("<tool_response>", "noon", "</tool_response>", "<tool_response>", "late", "</tool_response>", "hi")
+    ]
 
 
 def test_formats_of_templates() -> None:
