@@ -68,6 +68,20 @@ def test_weights_make_larger_shares() -> None:
     assert room.may_use(HEAVY, 100, 2.0)  # 600 and 100 of 750
 
 
+def test_a_part_of_a_place_is_kept_for_nobody() -> None:
+    """Eight places, three tenants: a share is two places and two thirds, so three of two leave one to whoever comes."""
+    room = TenantRoom()
+    for name in "aaabbbcc":
+        assert room.may_use(Tenant(name), 100, 0.0)
+        room.take(Tenant(name), 100)
+    room.may_use(Tenant("c"), 100, 0.0)
+    room.take(Tenant("c"), 100)
+    room.note_full(100, 0.0)
+    room.give_back(Tenant("c"), 100)
+    room.give_back(Tenant("b"), 100)
+    assert [room.may_use(Tenant(name), 100, 1.0) for name in "abc"] == [True] * 3
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0, 10)), max_size=200))
 def test_of_equal_requests_somebody_who_wants_a_free_place_gets_it(steps: list[tuple[str, bool, float]]) -> None:
     """Work conserving: if one tenant is refused though there is a place, another one may have it."""
