@@ -33,6 +33,13 @@ from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.run import run_up
 from halfmoon.up.terminal import unfailing_console
 
+GatewayUrl = Annotated[str, typer.Option(help="URL of the gateway.", rich_help_panel="Gateway")]
+OperatorToken = Annotated[
+    str | None, typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help=TOKEN_HELP, rich_help_panel="Gateway")
+]
+StateDir = Annotated[Path, typer.Option(help="State directory of `halfmoon up`.", rich_help_panel="Gateway")]
+Authorities = Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP, rich_help_panel="Gateway")]
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(certs_app, name="certs")
 app.add_typer(keys_app, name="keys")
@@ -75,17 +82,10 @@ def up(config: SystemConfig) -> None:
 
 @app.command("top")
 def top_command(
-    gateway: Annotated[
-        str, typer.Option(help="URL of the gateway.", rich_help_panel="Gateway")
-    ] = "http://127.0.0.1:8000",
-    token: Annotated[
-        str | None,
-        typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help=TOKEN_HELP, rich_help_panel="Gateway"),
-    ] = None,
-    state_dir: Annotated[
-        Path, typer.Option(help="State directory of `halfmoon up`.", rich_help_panel="Gateway")
-    ] = DEFAULT_STATE_DIR,
-    ca: Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP, rich_help_panel="Gateway")] = None,
+    gateway: GatewayUrl = "http://127.0.0.1:8000",
+    token: OperatorToken = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    ca: Authorities = None,
     interval_s: Annotated[
         float, typer.Option(min=0.2, help="Seconds between two refreshes.", rich_help_panel="Display")
     ] = 2.0,
@@ -107,21 +107,14 @@ def top_command(
 
 @app.command("chat")
 def chat_command(
-    gateway: Annotated[
-        str, typer.Option(help="URL of the gateway.", rich_help_panel="Gateway")
-    ] = "http://127.0.0.1:8000",
+    gateway: GatewayUrl = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
         typer.Option(envvar="HALFMOON_API_KEY", help="API key, where one is needed.", rich_help_panel="Gateway"),
     ] = None,
-    token: Annotated[
-        str | None,
-        typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help=TOKEN_HELP, rich_help_panel="Gateway"),
-    ] = None,
-    state_dir: Annotated[
-        Path, typer.Option(help="State directory of `halfmoon up`.", rich_help_panel="Gateway")
-    ] = DEFAULT_STATE_DIR,
-    ca: Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP, rich_help_panel="Gateway")] = None,
+    token: OperatorToken = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    ca: Authorities = None,
     model: Annotated[
         str | None, typer.Option(help="Name of the model; default: the served one.", rich_help_panel="Answers")
     ] = None,
