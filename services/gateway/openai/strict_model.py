@@ -30,13 +30,12 @@ class Part(BaseModel):
         """
         if not isinstance(value, dict):
             return value
+        known = cls.model_fields
         if len(value) > _MAX_NAMES:
-            first = next(name for name in value if name not in cls.model_fields)
+            first = next(name for name in value if name not in known)
             raise PydanticCustomError("too_many_names", "too many names", {"name": first})
         dropped = [
-            name
-            for name, inner in value.items()
-            if name not in cls.model_fields and (inner is None or name in cls.ignored_names)
+            name for name, inner in value.items() if name not in known and (inner is None or name in cls.ignored_names)
         ]
         return {name: value[name] for name in value if name not in dropped} if dropped else value
 

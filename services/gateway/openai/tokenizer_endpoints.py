@@ -17,15 +17,14 @@ from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.openai.anthropic_body import CountedBody
-from services.gateway.openai.described_tools import with_described_tools
 from services.gateway.openai.generation_request import max_values
 from services.gateway.openai.messages import Message, RenderedChat
 from services.gateway.openai.parse_body import parse_request
-from services.gateway.openai.prompts import refuse_hopeless, text_of_chat
+from services.gateway.openai.prompts import chat_prompt, refuse_hopeless, text_of_chat
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.strict_model import Items, Part
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
-from services.gateway.openai.tool_use import tool_use_of
+from services.gateway.openai.tool_use import told_of_tools, tool_use_of
 from services.gateway.openai.tools import Tools
 
 _SLOW_BODY_BYTES = 4_096  # longer bodies are handled off the event loop
@@ -121,10 +120,8 @@ class TokenizerEndpoints:
         self._check_name(body.model)
         chat = body.as_chat()
         use = tool_use_of(chat, model)
-        text = text_of_chat(chat, use.messages, model, use.rendered)
-        encode = partial(model.tokenizer.encode, salt=salt)
-        refuse_hopeless(text, encode, self._context_tokens, "messages")
-        return {"input_tokens": len(encode(text, with_special=False))}
+        prompt = chat_prompt(chat, use.messages, model, self._context_tokens, salt=salt, tools=use.rendered)
+        return {"input_tokens": len(prompt.token_ids)}
 
     def _detokenized(self, raw: bytes, model: ServedModel) -> dict[str, Any]:
         body = parse_request(DetokenizeBody, raw, max_values(self._context_tokens)).body
@@ -149,9 +146,8 @@ def _text_of_chat(body: TokenizeBody, model: ServedModel) -> str:
         message = "add_special_tokens: the chat template writes all special tokens; leave it out with messages"
         raise InvalidRequest(message, param="add_special_tokens")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    if model.tool_format is None:
-        return text_of_chat(body, with_described_tools(body.messages or (), tools), model, None)
-    return text_of_chat(body, body.messages or (), model, tools)
+    told = told_of_tools(body.messages or (), tools, model)
+    return text_of_chat(body, told.messages, model, told.rendered)
 
 
 def _refuse_with_prompt(body: TokenizeBody) -> None:

@@ -30,10 +30,7 @@ def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
     tools = body.tools or []
     choice = choice_of(body.tool_choice, tools)
     rendered = [] if choice == "none" else [tool.model_dump(exclude_none=True) for tool in tools]
-    if model.tool_format is None:
-        told = ToolUse(with_described_tools(body.messages, rendered))
-    else:
-        told = ToolUse(body.messages, rendered or None)
+    told = told_of_tools(body.messages, rendered, model)
     if choice == "none":
         return told
     for name in ("response_format", "structured_outputs"):
@@ -50,3 +47,10 @@ def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
     if isinstance(choice, NamedTool):
         return told._replace(forced=forced, new_parser=partial(NamedCall, choice.function.name))
     return told._replace(forced=forced, new_parser=RequiredCalls)
+
+
+def told_of_tools(messages: Sequence[Message], tools: list[dict[str, Any]], model: ServedModel) -> ToolUse:
+    """How a model is told of tools, as JSON values: by its chat template, or in plain text."""
+    if model.tool_format is None:
+        return ToolUse(with_described_tools(messages, tools))
+    return ToolUse(messages, tools or None)
