@@ -73,7 +73,7 @@ class BlockNames:
         return list(zip(event.block_hashes, block_keys(parent, event.token_ids, self._block_tokens), strict=True))
 
     def _parent(self, event: Any) -> bytes | None:
-        """The key before the event's first block; None if it is not known, or the blocks are nobody else's."""
+        """The key before the event's first block; None if it is not known, or the blocks are private."""
         if event.parent_block_hash is not None:
             return self._keys.get(event.parent_block_hash)
         extra = [part for part in (event.extra_keys or [None])[0] or () if isinstance(part, str)]

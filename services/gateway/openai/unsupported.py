@@ -24,7 +24,7 @@ IGNORED: dict[str, str] = {
     "kv_transfer_params": "the gateway places requests itself",
     "media_io_kwargs": _TEXT,
     "mm_processor_kwargs": _TEXT,
-    "prediction": "there is no speculative decoding",
+    "prediction": "speculative decoding is not supported",
     "prompt_cache_retention": "the stores' own settings say how long KV is kept",
     "request_id": "send it as the header X-Request-Id",
     "return_mm_kwargs": _TEXT,
