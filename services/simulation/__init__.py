@@ -1,4 +1,5 @@
 """Many simulated workers in one process.
 
-Read in this order: __main__, settings, then halfmoon/worker/simulation and halfmoon/worker/simulated_engine.
+Read in this order: __main__, settings, then halfmoon/worker/simulated/simulation and
+halfmoon/worker/simulated/simulated_engine.
 """

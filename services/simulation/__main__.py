@@ -14,7 +14,7 @@ from halfmoon.rpc.service import service_main
 from halfmoon.rpc.telemetry.tracing import tracing
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import load_profile
-from halfmoon.worker.simulation import SimulatedCluster, SimulatedModel, running_simulation
+from halfmoon.worker.simulated.simulation import SimulatedCluster, SimulatedModel, running_simulation
 from services.simulation.settings import SimulationSettings
 
 log = logging.getLogger(__name__)

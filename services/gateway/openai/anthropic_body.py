@@ -12,7 +12,7 @@ from services.gateway.openai.messages import CalledFunction, CalledTool, Message
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.strict_model import Items, Part, misplaced
 from services.gateway.openai.structured_output import JsonSchema, ResponseFormat
-from services.gateway.openai.tools import FunctionDefinition, Name, NamedFunction, NamedTool, Tool, ToolChoice
+from services.gateway.openai.tooling.tools import FunctionDefinition, Name, NamedFunction, NamedTool, Tool, ToolChoice
 
 _MAX_MESSAGES = 10_000
 _MAX_BLOCKS = 1_000

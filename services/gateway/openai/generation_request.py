@@ -18,7 +18,7 @@ from services.gateway.openai.sampling import sampling_of, stops_of
 from services.gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import RequestedConstraint, constraint_of
-from services.gateway.openai.tool_use import tool_use_of
+from services.gateway.openai.tooling.tool_use import tool_use_of
 from services.gateway.replies.reasoning import ReasoningSplitter
 from services.gateway.replies.reply_format import ReplyOptions
 from services.gateway.replies.tool_parsers import NewToolParser

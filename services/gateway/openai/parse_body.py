@@ -24,7 +24,7 @@ from services.gateway.openai.responses_body import (
 )
 from services.gateway.openai.schemas import ChatBody, CompletionBody, StreamOptions
 from services.gateway.openai.structured_output import JsonSchema, ResponseFormat, StructuredOutputs
-from services.gateway.openai.tools import FunctionDefinition, NamedTool, Tool
+from services.gateway.openai.tooling.tools import FunctionDefinition, NamedTool, Tool
 from services.gateway.openai.unsupported import IGNORED, REFUSED
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -11,7 +11,7 @@ from services.gateway.openai.messages import CalledFunction, CalledTool, Message
 from services.gateway.openai.schemas import Bias, ChatBody
 from services.gateway.openai.strict_model import Items, Part, at_most_entries, misplaced
 from services.gateway.openai.structured_output import JsonSchema, ResponseFormat, StructuredOutputs
-from services.gateway.openai.tools import FunctionDefinition, Name, NamedFunction, NamedTool, Tool, ToolChoice
+from services.gateway.openai.tooling.tools import FunctionDefinition, Name, NamedFunction, NamedTool, Tool, ToolChoice
 
 _MAX_ITEMS = 10_000
 _MAX_PARTS = 1_000

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from services.gateway.openai.messages import Message, RenderedChat
 from services.gateway.openai.strict_model import Items, Part, at_most_entries
 from services.gateway.openai.structured_output import ResponseFormat, StructuredOutputs
-from services.gateway.openai.tools import ToolChoice, Tools
+from services.gateway.openai.tooling.tools import ToolChoice, Tools
 
 _MAX_MESSAGES = 10_000
 _MAX_PROMPTS = 1_000

@@ -24,8 +24,8 @@ from services.gateway.openai.prompts import chat_prompt, refuse_hopeless, text_o
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.strict_model import Items, Part
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
-from services.gateway.openai.tool_use import told_of_tools, tool_use_of
-from services.gateway.openai.tools import Tools
+from services.gateway.openai.tooling.tool_use import told_of_tools, tool_use_of
+from services.gateway.openai.tooling.tools import Tools
 
 _SLOW_BODY_BYTES = 4_096  # longer bodies are handled off the event loop
 _MAX_TOKENS = 2_000_000

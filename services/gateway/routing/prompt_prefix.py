@@ -22,7 +22,7 @@ from services.gateway.openai.prompts import each_prompt, text_of_chat
 from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.served_model import PromptPrefix, ServedModel
-from services.gateway.openai.tool_use import tool_use_of
+from services.gateway.openai.tooling.tool_use import tool_use_of
 
 _MAX_READ_TOKENS = 2_048  # read in one go; a prompt that needs more is tokenized as a whole
 _MAX_PREFIX_TOKENS = 8_192  # a longer prefix would have to be hashed off the event loop

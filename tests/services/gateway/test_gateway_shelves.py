@@ -33,7 +33,7 @@ def imported_shelves(file: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("shelf", ORDER)
 def test_a_shelf_imports_only_those_before_it(shelf: str) -> None:
-    files = [ROOM / f"{shelf}.py"] if (ROOM / f"{shelf}.py").exists() else sorted((ROOM / shelf).glob("*.py"))
+    files = [ROOM / f"{shelf}.py"] if (ROOM / f"{shelf}.py").exists() else sorted((ROOM / shelf).rglob("*.py"))
     allowed = {*ORDER[: ORDER.index(shelf)], shelf}
     assert files
     assert {(file.name, name) for file in files for name in imported_shelves(file) if name not in allowed} == set()

@@ -16,7 +16,7 @@ import pytest
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import INSTANT, PROFILES, WorkerProfile, coefficients
-from halfmoon.worker.simulation import SimulatedCluster, SimulatedModel, Simulation, running_simulation
+from halfmoon.worker.simulated.simulation import SimulatedCluster, SimulatedModel, Simulation, running_simulation
 from services.gateway.service import RunningGateway, running_gateway
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.fakes import FINGERPRINT, MODEL, VOCAB_SIZE, served_model

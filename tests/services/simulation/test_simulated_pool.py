@@ -18,8 +18,8 @@ from halfmoon.pb import prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.rpc.peer import Peer
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile, coefficients
-from halfmoon.worker.simulated_links import SimulatedLinks
-from halfmoon.worker.simulation import SimulatedWorker
+from halfmoon.worker.simulated.simulated_links import SimulatedLinks
+from halfmoon.worker.simulated.simulation import SimulatedWorker
 from services.kvstore.assembly import Store
 from tests.rpc.store.test_kvstore_client import served
 from tests.services.gateway.fakes import FINGERPRINT

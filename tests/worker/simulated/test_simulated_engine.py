@@ -19,7 +19,7 @@ from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile, coefficients
-from halfmoon.worker.simulated_engine import SimulatedEngine
+from halfmoon.worker.simulated.simulated_engine import SimulatedEngine
 
 BLOCK = 16
 LAYOUT = KVLayout(1, 1, 1, "float16", BLOCK)

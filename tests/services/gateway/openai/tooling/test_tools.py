@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.pb.types_pb2 import Constraint
-from services.gateway.openai.described_tools import with_described_tools
 from services.gateway.openai.messages import Message
+from services.gateway.openai.tooling.described_tools import with_described_tools
 from services.gateway.replies.tool_parsers import (
     PARSERS,
     CallPart,

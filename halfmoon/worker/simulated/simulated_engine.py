@@ -34,7 +34,7 @@ from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
-from halfmoon.worker.simulated_links import SimulatedLinks
+from halfmoon.worker.simulated.simulated_links import SimulatedLinks
 
 T = TypeVar("T")
 

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from halfmoon.errors import InvalidRequest
-from services.gateway.openai.described_tools import with_described_tools
 from services.gateway.openai.messages import Message
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import RequestedConstraint
-from services.gateway.openai.tools import NamedTool, choice_of, constraint_of_choice
+from services.gateway.openai.tooling.described_tools import with_described_tools
+from services.gateway.openai.tooling.tools import NamedTool, choice_of, constraint_of_choice
 from services.gateway.replies.tool_parsers import PARSERS, NamedCall, NewToolParser, RequiredCalls
 
 
