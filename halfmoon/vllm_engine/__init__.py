@@ -25,6 +25,7 @@ are; our connector is in vLLM's, in two halves: one beside its scheduler, one in
 - *Layouts* are not assumed but measured: at start the engine's own cache write is given known bits, which shows where
   each value lies. A cache that is not a permutation of canonical values (quantised, latent) is refused.
 
-Read in this order: versions, messages, sampling, engine_arguments, paged_layer, staging, connector,
-own_sampling, reports, block_events, vllm_engine, async_llm, event_reader, host.
+Read in this order: versions, messages, sampling, engine_arguments, paged_layer, staging, reports,
+scheduling_half, computing_half, connector, own_sampling, block_events, token_source, shared_blocks, prefix_loading,
+step_results, vllm_engine, async_llm, event_reader, host.
 """

@@ -21,7 +21,7 @@ from halfmoon.engine.request import SampledToken, TokenLogprobs
 from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed, Unavailable
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
 from halfmoon.vllm_engine.staging import StagingMemory
-from halfmoon.vllm_engine.vllm_engine import Drawn, Prompt
+from halfmoon.vllm_engine.token_source import Drawn, Prompt
 
 _DTYPES: dict[str, KVDtype] = {
     "torch.float32": "float32",

@@ -16,8 +16,8 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.request import CONSTRAINT_TOKEN_ID
 from halfmoon.engine.sampler import SamplingRow, sample
-from halfmoon.vllm_engine.connector import Reports
 from halfmoon.vllm_engine.messages import NotDrawn, OwnDraw
+from halfmoon.vllm_engine.reports import ReportSender
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -32,7 +32,7 @@ class OwnSampling(AdapterLogitsProcessor):
         model, extra = vllm_config.model_config, vllm_config.kv_transfer_config.kv_connector_extra_config
         self._eos_token_ids = frozenset(extra["eos_token_ids"])
         self._masks = TokenMasks(Path(model.model), model.get_vocab_size(), self._eos_token_ids)
-        self._reports = Reports(extra["reports"])
+        self._reports = ReportSender(extra["reports"])
 
     def is_argmax_invariant(self) -> bool:
         """False: it decides."""

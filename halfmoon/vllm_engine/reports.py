@@ -1,21 +1,26 @@
-"""The worker's end of the connector's reports: reads them on the event loop, in each sender's order."""
+"""Reports of vLLM's processes to the worker, over a Unix socket: both ends. No vLLM."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from halfmoon.vllm_engine.messages import Report, decode_report
+from halfmoon.vllm_engine.messages import Report, decode_report, encode_report
 
 _READ_BYTES = 1 << 16
 
 
 class ReportListener:
-    """Owns a Unix socket in a directory of its own, which no other user may enter, and the senders' connections."""
+    """Reads reports on the event loop, in each sender's order.
+
+    Owns a Unix socket in a directory of its own, which no other user may enter, and the senders' connections.
+    """
 
     def __init__(self, on_report: Callable[[Report], None], on_end: Callable[[], None]) -> None:
         """`on_end`: called when a sender's process has ended."""
@@ -75,3 +80,23 @@ class ReportListener:
         del self._senders[sender]
         self._loop.remove_reader(sender)
         sender.close()
+
+
+class ReportSender:
+    """Sends reports to the worker process. Its end is the end of this process, too."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        threading.Thread(target=self._end_with_worker, name="worker-watch", daemon=True).start()
+
+    def send(self, *reports: Report) -> None:
+        """Waits only while the worker is far behind. Raises OSError if it is gone."""
+        if reports:
+            self._socket.sendall(b"".join(map(encode_report, reports)))
+
+    def _end_with_worker(self) -> None:
+        """Waits for the worker's end, however it went. Nobody could use this process, nor its memory, after that."""
+        with contextlib.suppress(OSError):
+            self._socket.recv(1)
+        os._exit(1)

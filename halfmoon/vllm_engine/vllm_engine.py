@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from halfmoon.background import cancelled
 from halfmoon.engine.engine_stats import EngineStats
@@ -24,18 +20,9 @@ from halfmoon.engine.kv_memory.coded_copies import read_encoded, write_decoded
 from halfmoon.engine.kv_memory.kv_access import KVAccess
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.kv_memory.kv_watch import OnKV
-from halfmoon.engine.request import (
-    CONSTRAINT_TOKEN_ID,
-    ERROR_TOKEN_ID,
-    EngineRequest,
-    FinishReason,
-    SampledToken,
-    TokenOutput,
-)
+from halfmoon.engine.request import CONSTRAINT_TOKEN_ID, ERROR_TOKEN_ID, EngineRequest, FinishReason, TokenOutput
 from halfmoon.engine.request_check import RequestLimits
-from halfmoon.engine.scheduling.block_pool import BlockPool
-from halfmoon.engine.scheduling.prefix_cache import PrefixCache
-from halfmoon.engine.scheduling.restore_order import Restore, RestoreOrder
+from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import BlockChain, StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
@@ -45,8 +32,12 @@ from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.kv_layout import KVDtype
 from halfmoon.vllm_engine.block_events import BlockNames
 from halfmoon.vllm_engine.messages import Ended, KVOrder, NotDrawn, Report, Saved, Stepped
+from halfmoon.vllm_engine.prefix_loading import PrefixLoading
 from halfmoon.vllm_engine.sampling import vllm_sampling
+from halfmoon.vllm_engine.shared_blocks import SharedBlocks
 from halfmoon.vllm_engine.staging import StagingMemory
+from halfmoon.vllm_engine.step_results import StepResults
+from halfmoon.vllm_engine.token_source import Drawn, Prompt, TokenSource
 
 log = logging.getLogger(__name__)
 
@@ -54,36 +45,6 @@ T = TypeVar("T")
 
 _NUM_COPY_THREADS = 2
 _RETRY_MS = 200
-
-
-class Drawn(NamedTuple):
-    """Tokens of one request that came together. `is_failed`: vLLM ended the request without being asked to."""
-
-    tokens: tuple[SampledToken, ...]
-    is_failed: bool = False
-
-
-class Prompt(NamedTuple):
-    """What vLLM is given of one request."""
-
-    request_id: str
-    token_ids: list[int]
-    sampling: dict[str, Any]  # arguments of vLLM's SamplingParams
-    order: KVOrder
-    priority: int
-    salt: str  # requests with the same one share vLLM's cached blocks
-
-
-class TokenSource(Protocol):
-    """vLLM as far as it is needed here."""
-
-    def generate(self, prompt: Prompt) -> AsyncGenerator[Drawn, None]:
-        """Yields the tokens of one request. Raises InvalidRequest before vLLM has it, Unavailable if vLLM died."""
-        ...
-
-    async def abort(self, request_id: str) -> None:
-        """Ends a request; its generator ends, too."""
-        ...
 
 
 @dataclass(slots=True)
@@ -96,33 +57,14 @@ class _Entry:
     task: asyncio.Task[None] | None = None
     is_with_vllm: bool = False
     has_begun: bool = False
-    restore: _Restoring | None = None
-    num_loaded_tokens: int = 0
+    loading: PrefixLoading | None = None
     saved: dict[int, Saved] = field(default_factory=dict)  # the newest report of each rank
 
 
-class _Restoring:
-    """Which blocks of one request are loaded before vLLM gets it. Useful are those that follow each other."""
-
-    def __init__(self, order: RestoreOrder) -> None:
-        self.first = order.fence  # those before it are vLLM's or nobody's
-        self.blocks = Restore(order)
-        self.on_progress = order.on_progress
-        self.is_over = asyncio.Event()
-
-    @property
-    def num_leading(self) -> int:
-        """Blocks up to the first that is not loaded."""
-        block = self.first
-        while self.blocks.is_loaded(block):
-            block += 1
-        return block
-
-
 class VllmEngine:
-    """Owns the requests by id, and the blocks of the shared memory. Event-loop thread only.
+    """Owns the requests by id. Event-loop thread only.
 
-    A block is free again once the request has left here and vLLM's connector has said that it touches it no more.
+    A request's shared blocks are free again once it has left here and vLLM's connector touches them no more.
     """
 
     def __init__(
@@ -150,26 +92,18 @@ class VllmEngine:
         self.computes_while_loading = False  # vLLM computes behind a prefix that is whole
         self.layer_loading: None = None
         self._source = source
-        self._memory = memory
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._on_step = on_step
         self._on_death = on_death
         self._drain = drain
         self._names = BlockNames(root, self.layout.block_tokens)
         self._num_ranks = num_ranks
         self._kv = KVAccess(KVArena(self.layout, memory.num_blocks, memory.kv.dtype, "cpu", memory=memory.kv))
-        self._cache = PrefixCache(BlockPool(memory.num_blocks), self.layout.block_tokens, root)  # of the shared memory
-        self._chains: list[BlockChain] = []  # that stores may lack
+        self._blocks = SharedBlocks(memory, root, num_ranks)
+        self._results = StepResults(on_step)
         self._entries: dict[str, _Entry] = {}
-        self._lent: dict[int, list[int]] = {}  # blocks that vLLM may touch, by use
-        self._ended: dict[int, int] = {}  # how many ranks touch them no more
-        self._waiting_for_room: deque[tuple[int, int, asyncio.Future[list[int]]]] = deque()  # (use, blocks, room)
         self._num_uses = 0
         self._num_free = limits.num_blocks  # of vLLM's blocks, as of the last step
-        self._steps: list[StepResult] = []
-        self._outputs: list[TokenOutput] = []
-        self._is_flushing = False
         self._aborting: set[asyncio.Task[None]] = set()
         self._dead: BaseException | None = None
         self._copies = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
@@ -191,13 +125,12 @@ class VllmEngine:
         sampling = vllm_sampling(request, self._eos_token_ids, len(request.output_token_ids))
         entry = self._admit(request, on_kv)
         num_blocks = self.layout.num_blocks(len(entry.sequence.token_ids))
-        is_full = self._waiting_for_room or num_blocks > self._cache.num_available
-        if on_kv is None and order is None and is_full:
+        if on_kv is None and order is None and not self._blocks.has_room(num_blocks):
             num_blocks = 0  # nobody needs its KV here
-        self._check_fits(num_blocks)
+        self._blocks.check_fits(num_blocks)
         if order is not None:
-            entry.restore = _Restoring(order)
-            entry.sequence.restore = entry.restore.blocks
+            entry.loading = PrefixLoading(order, self.layout.block_tokens)
+            entry.sequence.restore = entry.loading.blocks
         entry.task = asyncio.create_task(self._compute(entry, sampling, num_blocks))
         self._entries[request.request_id] = entry
 
@@ -205,10 +138,10 @@ class VllmEngine:
         """See `AsyncEngine.reserve`. What vLLM's cache evicts before the start is computed then."""
         entry = self._admit(request, on_kv)
         num_blocks = self.layout.num_blocks(len(entry.sequence.token_ids))
-        self._check_fits(num_blocks)
-        if self._waiting_for_room or num_blocks > min(self._cache.num_available, self.stats_now().num_free_blocks):
+        self._blocks.check_fits(num_blocks)
+        if not self._blocks.has_room(num_blocks) or num_blocks > self.stats_now().num_free_blocks:
             raise NoCapacity("this decode worker has no room for another prompt now", retry_after_ms=_RETRY_MS)
-        entry.sequence.blocks = self._take(entry.use, num_blocks)
+        entry.sequence.blocks = self._blocks.take(entry.use, num_blocks)
         entry.sequence.num_cached = self._names.depth(entry.sequence.token_ids, request.tenant_salt)
         entry.sequence.state = "reserved"
         self._entries[request.request_id] = entry
@@ -226,7 +159,7 @@ class VllmEngine:
         sequence.token_ids.append(first_token_id)
         if not sequence.num_cached and not is_private:
             sequence.num_computed = num_tokens
-            self._cache.insert(sequence)
+            self._blocks.insert(sequence)
         with sequence.kv_lock:
             sequence.state = "running"
         if sequence.finish_reason(self._eos_token_ids) is not None:
@@ -249,7 +182,7 @@ class VllmEngine:
         else:
             if entry.task is not None:
                 await cancelled(entry.task)
-            self._give_back(entry.use)
+            self._blocks.give_back(entry.use)
         return True
 
     async def kv_write(
@@ -292,34 +225,25 @@ class VllmEngine:
     def note_loaded(self, request_id: str, loaded: SequenceOf[int], given_up: SequenceOf[int] = ()) -> None:
         """See `AsyncEngine.note_loaded`."""
         entry = self._entries.get(request_id)
-        if entry is None or entry.restore is None or entry.restore.is_over.is_set():
+        if entry is None or entry.loading is None or entry.loading.is_over:
             return
-        restore = entry.restore
-        for block in loaded:
-            restore.blocks.note_loaded(block)
-        restore.blocks.give_up(given_up)
-        self._note_restored(entry, restore)
+        entry.loading.note(loaded, given_up)
+        self._note_loading(entry, entry.loading)
 
     async def move_fence(self, request_id: str, fence: int) -> int:
-        """See `AsyncEngine.move_fence`. A fence behind blocks that are not here ends the loads: vLLM computes them."""
+        """See `AsyncEngine.move_fence`."""
         entry = self._find(request_id)
-        if entry.restore is None or entry.restore.is_over.is_set():
+        if entry.loading is None:
             raise NotFound(f"request {request_id} awaits no blocks")
-        restore = entry.restore
-        if fence > restore.num_leading:
-            restore.blocks.move_fence(restore.blocks.num_blocks)
-            self._note_restored(entry, restore)
-        return restore.blocks.fence
+        fence = entry.loading.move_fence(fence)
+        self._note_loading(entry, entry.loading)
+        return fence
 
     @asynccontextmanager
     async def cached(self, keys: SequenceOf[bytes]) -> AsyncIterator[list[int]]:
         """See `AsyncEngine.cached`: of the shared memory, which has the last prompts."""
-        blocks = self._cache.hold(keys)
-        try:
+        with self._blocks.held(keys) as blocks:
             yield blocks
-        finally:
-            self._cache.release(blocks)
-            self._give_room()
 
     async def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """See `AsyncEngine.read_block`."""
@@ -352,7 +276,7 @@ class VllmEngine:
     @property
     def num_free_staging_blocks(self) -> int:
         """Blocks of the shared memory that nobody uses."""
-        return self._cache.num_available
+        return self._blocks.num_free
 
     def die(self, reason: BaseException) -> None:
         """Ends everything: vLLM is gone."""
@@ -366,12 +290,10 @@ class VllmEngine:
             case Saved():
                 self._note_saved(report)
             case Ended():
-                self._ended[report.use] = self._ended.get(report.use, 0) + 1
-                if self._ended[report.use] >= self._num_ranks:
-                    del self._ended[report.use]
+                if self._blocks.has_left(report):
                     entry = self._entries.get(report.request_id)
                     if entry is None or entry.use != report.use or entry.on_kv is None:
-                        self._give_back(report.use)
+                        self._blocks.give_back(report.use)
                     else:
                         entry.is_with_vllm = False
             case Stepped():
@@ -381,10 +303,7 @@ class VllmEngine:
 
     def note_blocks(self, events: Iterable[Any] | None) -> None:
         """Takes events of vLLM's prefix cache; None: some were lost."""
-        change = self._names.forget() if events is None else self._names.apply(events)
-        if change.stored or change.evicted:
-            self._steps.append(StepResult(stored_keys=change.stored, evicted_keys=change.evicted))
-            self._flush_soon()
+        self._results.put_blocks(self._names.forget() if events is None else self._names.apply(events))
 
     def _admit(self, request: EngineRequest, on_kv: OnKV | None) -> _Entry:
         self.check_open()
@@ -395,14 +314,6 @@ class VllmEngine:
         self._limits.check(sequence)
         return _Entry(sequence, self._num_uses, on_kv)
 
-    def _check_fits(self, num_blocks: int) -> None:
-        if num_blocks > self._memory.num_blocks:
-            raise InvalidRequest(
-                f"the prompt's KV needs {num_blocks} blocks of shared memory, this worker has "
-                f"{self._memory.num_blocks}: start it with more --staging-memory",
-                param="prompt",
-            )
-
     def _find(self, request_id: str) -> _Entry:
         entry = self._entries.get(request_id)
         if entry is None:
@@ -411,29 +322,23 @@ class VllmEngine:
 
     async def _compute(self, entry: _Entry, sampling: Mapping[str, Any], num_blocks: int) -> None:
         """Computes a prompt, once there is room for the KV that is to be read."""
-        sequence, restore = entry.sequence, entry.restore
+        sequence, loading = entry.sequence, entry.loading
         if num_blocks:
-            sequence.blocks = await self._room(entry.use, num_blocks)
+            sequence.blocks = await self._blocks.room(entry.use, num_blocks)
         order = KVOrder(sequence.request_id, entry.use, tuple(sequence.blocks))
         if num_blocks:
             order = replace(order, save_tokens=len(sequence.token_ids))
-        if restore is not None:
-            self._note_restored(entry, restore)
-            await restore.is_over.wait()
-            ends = [block * self.layout.block_tokens for block in (restore.first, restore.num_leading)]
-            order = replace(order, load_from=ends[0], load_tokens=ends[1]) if ends[1] > ends[0] else order
+        if loading is not None:
+            self._note_loading(entry, loading)
+            first, last = await loading.useful_tokens()
+            order = replace(order, load_from=first, load_tokens=last) if last > first else order
         await self._generate(entry, sampling, order)
 
-    def _note_restored(self, entry: _Entry, restore: _Restoring) -> None:
+    def _note_loading(self, entry: _Entry, loading: PrefixLoading) -> None:
         """Reports loaded blocks, once there is room for them."""
-        if not entry.sequence.blocks:
-            return
-        size = self.layout.block_tokens
-        entry.num_loaded_tokens = (restore.num_leading - restore.first) * size
-        restore.on_progress(restore.num_leading * size, entry.num_loaded_tokens)
-        self._tell_written(entry, Written())
-        if not restore.blocks.is_waiting:
-            restore.is_over.set()
+        if entry.sequence.blocks:
+            loading.report()
+            self._tell_written(entry, Written())
 
     async def _generate(
         self, entry: _Entry, sampling: Mapping[str, Any], order: KVOrder, *, is_private: bool = False
@@ -470,7 +375,7 @@ class VllmEngine:
             sequence.num_computed = len(sequence.token_ids)
             sequence.token_ids.append(token.token_id)
             reason = sequence.finish_reason(self._eos_token_ids)
-            self._put_output(TokenOutput(request_id, token.token_id, position, reason, token.logprobs))
+            self._results.put_output(TokenOutput(request_id, token.token_id, position, reason, token.logprobs))
             if sequence.request.prefill_only:
                 sequence.state = "held"
             elif reason is not None:
@@ -478,7 +383,7 @@ class VllmEngine:
             else:
                 sequence.state = "running"
         if drawn.is_failed and sequence.state not in ("removed", "held"):
-            self._put_output(TokenOutput(request_id, ERROR_TOKEN_ID, sequence.num_output, "error"))
+            self._results.put_output(TokenOutput(request_id, ERROR_TOKEN_ID, sequence.num_output, "error"))
             self._forget(entry)
 
     def _forget(self, entry: _Entry) -> None:
@@ -487,7 +392,7 @@ class VllmEngine:
         self._entries.pop(entry.sequence.request_id, None)
         entry.on_kv = None  # its output says it
         if not entry.is_with_vllm:
-            self._give_back(entry.use)
+            self._blocks.give_back(entry.use)
 
     def _note_saved(self, report: Saved) -> None:
         entry = self._entries.get(report.request_id)
@@ -504,16 +409,14 @@ class VllmEngine:
         )
         entry.sequence.num_computed = max(entry.sequence.num_computed, written.num_tokens)
         sequence = entry.sequence
-        if written.num_tokens == len(sequence.token_ids) and self._cache.insert(sequence):
+        if written.num_tokens == len(sequence.token_ids) and self._blocks.insert(sequence):
             keys, request = tuple(sequence.block_keys[: sequence.num_known_blocks]), sequence.request
-            self._chains.append(BlockChain(request.request_id, keys, request.tenant_salt, request.owner))
+            self._results.put_chain(BlockChain(request.request_id, keys, request.tenant_salt, request.owner))
         self._tell_written(entry, written)
 
     def _tell_written(self, entry: _Entry, written: Written) -> None:
-        if entry.restore is not None:
-            size = self.layout.block_tokens
-            runs = entry.restore.blocks.runs(written.num_tokens // size)
-            written = written._replace(loaded=tuple((first * size, last * size) for first, last in runs))
+        if entry.loading is not None:
+            written = written._replace(loaded=tuple(entry.loading.runs(written.num_tokens)))
         entry.sequence.written = written
         if entry.on_kv is not None:
             entry.on_kv(written)
@@ -525,7 +428,7 @@ class VllmEngine:
             return
         reason: FinishReason = "constraint" if report.is_constraint else "error"
         token_id = CONSTRAINT_TOKEN_ID if report.is_constraint else ERROR_TOKEN_ID
-        self._put_output(TokenOutput(report.request_id, token_id, entry.sequence.num_output, reason))
+        self._results.put_output(TokenOutput(report.request_id, token_id, entry.sequence.num_output, reason))
         self._forget(entry)
         aborting = asyncio.create_task(self._source.abort(report.request_id))
         self._aborting.add(aborting)
@@ -533,75 +436,13 @@ class VllmEngine:
 
     def _note_step(self, step: Stepped) -> None:
         self._num_free = step.num_free_blocks
-        counts = {name: count for name, (_, count) in step.prefill_tokens.items()}
-        prefill_context = sum(before + count for before, count in step.prefill_tokens.values())
-        began = {
-            name: before - self._entries[name].num_loaded_tokens
-            for name, (before, _) in step.prefill_tokens.items()
-            if name in self._entries and not self._entries[name].has_begun
-        }
-        for name in began:
-            self._entries[name].has_begun = True
-        result = StepResult(
-            num_prefill_tokens=sum(counts.values()),
-            num_prefill_pairs=sum(count * (before + count / 2) for before, count in step.prefill_tokens.values()),
-            num_decode_seqs=step.num_decode_seqs,
-            context_tokens=prefill_context + step.decode_context_tokens,
-            decode_context_tokens=step.decode_context_tokens,
-            num_preempted=step.num_preempted,
-            duration_s=step.ended_s - step.began_s,
-            ended_s=step.ended_s,
-            num_cached_tokens=began,
-            num_computed_tokens=counts,
-        )
-        if not result.is_empty:
-            self._steps.append(result)
-            self._flush_soon()
-
-    def _put_output(self, output: TokenOutput) -> None:
-        self._outputs.append(output)
-        self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        """Gives all tokens of a step in one result, as far as they come together."""
-        if not self._is_flushing:
-            self._is_flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        steps, outputs = self._steps, tuple(self._outputs)
-        self._steps, self._outputs, self._is_flushing = [], [], False
-        chains, self._chains = tuple(self._chains), []
-        *before, last = steps or [StepResult(ended_s=time.monotonic())]
-        for result in (*before, replace(last, outputs=outputs, chains=chains)):
-            self._on_step(result)
-
-    async def _room(self, use: int, num_blocks: int) -> list[int]:
-        """Waits, in order of arrival, for blocks of the shared memory."""
-        if not self._waiting_for_room and self._cache.num_available >= num_blocks:
-            return self._take(use, num_blocks)
-        room: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        self._waiting_for_room.append((use, num_blocks, room))
-        return await room  # whoever cancels the wait gives the blocks back
-
-    def _take(self, use: int, num_blocks: int) -> list[int]:
-        blocks = self._cache.allocate(num_blocks)
-        self._memory.stamps[torch.tensor(blocks, dtype=torch.int64)] = use
-        self._lent[use] = blocks
-        return blocks
-
-    def _give_back(self, use: int) -> None:
-        blocks = self._lent.pop(use, None)
-        if blocks:
-            self._memory.stamps[torch.tensor(blocks, dtype=torch.int64)] = 0
-            self._cache.release(blocks)
-        self._give_room()
-
-    def _give_room(self) -> None:
-        while self._waiting_for_room and self._waiting_for_room[0][1] <= self._cache.num_available:
-            waiting, num_blocks, room = self._waiting_for_room.popleft()
-            if not room.done():
-                room.set_result(self._take(waiting, num_blocks))
+        num_cached_tokens = {}
+        for name, (num_before, _) in step.prefill_tokens.items():
+            entry = self._entries.get(name)
+            if entry is not None and not entry.has_begun:
+                entry.has_begun = True
+                num_cached_tokens[name] = num_before - (entry.loading.num_loaded_tokens if entry.loading else 0)
+        self._results.put_step(step, num_cached_tokens)
 
     async def _copy(self, call: Callable[[], T]) -> T:
         self.check_open()

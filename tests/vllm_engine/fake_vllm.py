@@ -9,7 +9,7 @@ from typing import Any
 
 from halfmoon.engine.request import SampledToken
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.vllm_engine.vllm_engine import Drawn, Prompt
+from halfmoon.vllm_engine.token_source import Drawn, Prompt
 
 
 @dataclass

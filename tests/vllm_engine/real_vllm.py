@@ -193,7 +193,7 @@ async def computed_where_loading_failed(checks: Checks, engine: VllmEngine) -> N
     expected = await checks.expected(engine, prompt, MAX_TOKENS)
     _, kv = await checks.prefilled(engine, prompt, MAX_TOKENS)
     name = await checks.received(engine, prompt, MAX_TOKENS, torch.zeros_like(kv), b"failing")
-    engine._memory.stamps.zero_()  # as if the blocks were in another use
+    engine._blocks._stamps.zero_()  # as if the blocks were in another use
     await engine.start(name, expected[0])
     assert await checks.tokens(name, MAX_TOKENS - 1) == expected[1:]
 
@@ -275,7 +275,7 @@ async def cancelled_in_every_state(checks: Checks, engine: VllmEngine) -> None:
 
 
 async def nothing_is_left(checks: Checks, engine: VllmEngine) -> None:
-    await checks.until(lambda: engine.num_free_staging_blocks == engine._memory.num_blocks)
+    await checks.until(lambda: engine.num_free_staging_blocks == engine._blocks.num_blocks)
     await checks.until(lambda: engine.stats_now().num_free_blocks == engine.stats_now().num_blocks)
 
 

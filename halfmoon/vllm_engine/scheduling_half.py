@@ -1,0 +1,162 @@
+"""The connector beside vLLM's scheduler: decides which tokens are copied around each step, and reports the steps."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from halfmoon.vllm_engine.messages import KVOrder, Stepped
+from halfmoon.vllm_engine.reports import ReportSender
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Tokens `start`..`end` of one request, in vLLM's blocks and in those of the arena."""
+
+    order: KVOrder
+    pages: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders(KVConnectorMetadata):
+    """What the computing halves do around one step."""
+
+    loads: tuple[Copy, ...] = ()
+    saves: tuple[Copy, ...] = ()
+    ended: tuple[KVOrder, ...] = ()
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A request with an order, as vLLM's scheduler has it."""
+
+    order: KVOrder
+    pages: list[int] = field(default_factory=list)
+    num_loading: int = 0  # tokens to be loaded before its next step
+    saved: int = 0  # tokens below this one are in the arena
+    has_ended: bool = False  # nothing is left to be copied
+
+
+class SchedulingHalf:
+    """Owns which pages of vLLM's belong to requests with orders."""
+
+    def __init__(self, reports: ReportSender) -> None:
+        self.pool: BlockPool | None = None
+        self._reports = reports
+        self._followed: dict[str, _Followed] = {}  # by vLLM's request id
+        self._ended: list[KVOrder] = []
+        self._steps: deque[Stepped] = deque()
+
+    def num_loadable(self, request: Request, num_computed: int) -> int:
+        """How many tokens behind the `num_computed` the arena has.
+
+        A preempted request's KV is computed again, and so is everything if vLLM has evicted what was left out of the
+        hand-over.
+        """
+        order = KVOrder.of(request.kv_transfer_params)
+        if order is None or request.num_preemptions or num_computed < order.load_from:
+            return 0
+        num_loadable: int = min(order.load_tokens, request.num_tokens - 1) - num_computed
+        return max(0, num_loadable)
+
+    def note_load(self, request: Request, num_tokens: int) -> None:
+        """Notes that vLLM has pages for this many tokens of the arena."""
+        order = KVOrder.of(request.kv_transfer_params)
+        if order is not None:
+            followed = self._followed.setdefault(request.request_id, _Followed(order))
+            followed.num_loading = num_tokens
+
+    def step(self, output: SchedulerOutput) -> StepOrders:
+        """The copies that belong to this step."""
+        cached = output.scheduled_cached_reqs
+        starts: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            starts[new.req_id] = new.num_computed_tokens
+            if new.req_id in self._followed:
+                self._followed[new.req_id].pages = list(new.block_ids[0])
+        for request_id, pages, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            starts[request_id] = start
+            followed = self._followed.get(request_id)
+            if followed is not None and request_id in cached.resumed_req_ids:
+                followed.pages = []
+            if followed is not None and pages is not None:
+                followed.pages += pages[0]
+        loads, saves = [], []
+        for request_id, start in starts.items():
+            followed = self._followed.get(request_id)
+            if followed is None:
+                continue
+            order, pages_now = followed.order, tuple(followed.pages)
+            if followed.num_loading:
+                loads.append(Copy(order, pages_now, start - followed.num_loading, start))
+                followed.num_loading = 0
+            end = start + output.num_scheduled_tokens[request_id]
+            end = min(end, order.save_tokens)
+            if end > followed.saved:
+                saves.append(Copy(order, pages_now, followed.saved, end))
+                followed.saved = end
+            elif followed.saved >= order.save_tokens and not followed.has_ended:
+                followed.has_ended = True
+                self._ended.append(order)
+        self._begin_step(output, starts)
+        ended, self._ended = tuple(self._ended), []
+        return StepOrders(tuple(loads), tuple(saves), ended)
+
+    def finish(self, request: Request) -> None:
+        """Reports, once no step uses the blocks, that the request has ended."""
+        followed = self._followed.pop(request.request_id, None)
+        order = KVOrder.of(request.kv_transfer_params)
+        if order is not None and (followed is None or not followed.has_ended):
+            self._ended.append(order)
+
+    def _begin_step(self, output: SchedulerOutput, starts: Mapping[str, int]) -> None:
+        counts = output.num_scheduled_tokens
+        cached = output.scheduled_cached_reqs
+        decoding = {
+            request_id for request_id, made in zip(cached.req_ids, cached.num_output_tokens, strict=True) if made
+        }
+        decoding |= {
+            new.req_id
+            for new in output.scheduled_new_reqs
+            if new.req_id in self._followed
+            and not self._followed[new.req_id].order.save_tokens
+            and 0 < self._followed[new.req_id].order.load_tokens <= new.num_computed_tokens
+        }
+        prefills = {
+            self._followed[name].order.request_id if name in self._followed else name: (start, counts[name])
+            for name, start in starts.items()
+            if name not in decoding
+        }
+        now_s = time.monotonic()
+        self._steps.append(
+            Stepped(
+                began_s=now_s,
+                ended_s=now_s,
+                prefill_tokens=prefills,
+                num_decode_seqs=len(decoding),
+                decode_context_tokens=sum(starts[name] + counts[name] for name in decoding),
+                num_free_blocks=0 if self.pool is None else self.pool.get_num_free_blocks(),
+                num_preempted=len(output.preempted_req_ids or ()),
+            )
+        )
+
+    def end_step(self) -> None:
+        """Reports the oldest step under way."""
+        if self._steps:
+            step = self._steps.popleft()
+            fields = {name: getattr(step, name) for name in step.__slots__}
+            self._reports.send(Stepped(**{**fields, "ended_s": time.monotonic()}))

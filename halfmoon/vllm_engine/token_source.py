@@ -1,0 +1,39 @@
+"""vLLM as far as the engine needs it: prompts in, tokens out. No vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, NamedTuple, Protocol
+
+from halfmoon.engine.request import SampledToken
+from halfmoon.vllm_engine.messages import KVOrder
+
+
+class Drawn(NamedTuple):
+    """Tokens of one request that came together. `is_failed`: vLLM ended the request without being asked to."""
+
+    tokens: tuple[SampledToken, ...]
+    is_failed: bool = False
+
+
+class Prompt(NamedTuple):
+    """What vLLM is given of one request."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: dict[str, Any]  # arguments of vLLM's SamplingParams
+    order: KVOrder
+    priority: int
+    salt: str  # requests with the same one share vLLM's cached blocks
+
+
+class TokenSource(Protocol):
+    """vLLM's `AsyncLLM`, or a test's."""
+
+    def generate(self, prompt: Prompt) -> AsyncGenerator[Drawn, None]:
+        """Yields the tokens of one request. Raises InvalidRequest before vLLM has it, Unavailable if vLLM died."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its generator ends, too."""
+        ...
