@@ -41,7 +41,7 @@ class Flag:
 
 
 PANELS: Mapping[str, Sequence[Flag]] = {
-    "Model": (Flag("--model", "model.path"), Flag("--model-name", "model.name")),
+    "Model": (Flag("--model", "model.path"), Flag("--model-name", "model.name"), Flag("--lora", "model.lora")),
     "Workers": (
         Flag("--engine", "engine"),
         Flag("--engine-python", "workers.all.engine_python"),

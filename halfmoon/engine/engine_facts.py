@@ -23,3 +23,4 @@ class EngineFacts:
     device: str
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    adapters: tuple[str, ...] = ()  # fingerprints of those that it computes with

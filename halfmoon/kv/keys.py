@@ -1,7 +1,8 @@
 """Block keys: the content address of a block, chained so that equal keys mean equal prefixes.
 
 `key[i] = blake2b-128(key[i-1] || tokens of block i as little-endian u32)`; `key[-1]` is the root, which names the
-model, the layout and, where caches must not be shared, the tenant. Keys are equal on all machines and in all processes.
+model, the layout and, by a salt, the adapter and, where caches must not be shared, the tenant. Keys are equal on all
+machines and in all processes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 from halfmoon.kv.kv_layout import KVLayout
 
 KEY_BYTES = 16
+_ADAPTER = b"\xfe"  # begins no text in UTF-8, and no salt of a tenant
+_ADAPTER_BYTES = 16
 
 
 def root_key(model_fingerprint: str, layout: KVLayout, tenant_salt: bytes = b"") -> bytes:
@@ -22,6 +25,16 @@ def root_key(model_fingerprint: str, layout: KVLayout, tenant_salt: bytes = b"")
     for part in (model_fingerprint.encode(), layout.fingerprint().to_bytes(8, "little"), tenant_salt):
         hasher.update(len(part).to_bytes(8, "little") + part)
     return hasher.digest()
+
+
+def adapter_salt(adapter: str, tenant_salt: bytes) -> bytes:
+    """The salt of KV that is computed with an adapter, from its fingerprint (128 bits in hex; empty: without one)."""
+    return _ADAPTER + bytes.fromhex(adapter) + tenant_salt if adapter else tenant_salt
+
+
+def adapter_of(salt: bytes) -> str:
+    """The fingerprint of the adapter that KV under this salt is computed with; empty: without one."""
+    return salt[1 : 1 + _ADAPTER_BYTES].hex() if salt.startswith(_ADAPTER) else ""
 
 
 def child_key(parent: bytes, block_token_ids: Sequence[int]) -> bytes:

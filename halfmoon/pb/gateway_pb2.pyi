@@ -236,6 +236,7 @@ class WorkerIdentity(_message.Message):
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     CAN_FETCH_FIELD_NUMBER: _builtins.int
     NUM_GATEWAYS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FINGERPRINTS_FIELD_NUMBER: _builtins.int
     KEEP_ANSWERS_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _types_pb2.Role.ValueType
@@ -273,6 +274,10 @@ class WorkerIdentity(_message.Message):
     def profile(self) -> Global___LatencyProfile:
         """measured by the worker itself before it joined"""
 
+    @_builtins.property
+    def adapter_fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of LoRA adapters that it computes with"""
+
     def __init__(
         self,
         *,
@@ -297,11 +302,12 @@ class WorkerIdentity(_message.Message):
         pipeline_parallel: _builtins.int = ...,
         can_fetch: _builtins.bool = ...,
         num_gateways: _builtins.int = ...,
+        adapter_fingerprints: _abc.Iterable[_builtins.str] | None = ...,
         keep_answers_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -315,9 +315,11 @@ class Generation(_message.Message):
     gateway_id: _builtins.str
     """the gateway whose Tokens stream carries the output"""
     tenant_salt: _builtins.bytes
-    """requests with the same salt share KV"""
+    """requests with the same salt share KV. One that begins with 0xFE names an"""
     tenant: _builtins.str
-    """whose KV it is: a short id of letters, digits, "_", "-", "."; empty: shared"""
+    """adapter by the next 16 bytes, and only those who have it serve the request
+    whose KV it is: a short id of letters, digits, "_", "-", "."; empty: shared
+    """
     tenant_kv_quota_bytes: _builtins.int
     """most KV bytes that the tenant keeps in one store; 0: no limit"""
     @_builtins.property

@@ -57,7 +57,7 @@ from halfmoon.up.supervision.announcements import (
 )
 from halfmoon.up.supervision.child import ServiceSpec, children_ready
 from halfmoon.up.supervision.supervisor import Supervisor
-from halfmoon.up.up_options import UpOptions, WorkerStart, has_vllm
+from halfmoon.up.up_options import UpOptions, WorkerStart, engines
 
 _HEALTH_POLL_S = 0.1
 
@@ -145,7 +145,7 @@ async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, ba
 async def _start(
     options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress, ports: ReservedPorts, fleet: str
 ) -> _Started:
-    model = await prepared_model(options.model, terminal, for_any_engine=has_vllm(options))
+    model = await prepared_model(options.model, terminal, for_any_engine="vllm" in engines(options))
     model = replace(model, name=options.model_name or model.name)
     if options.simulation is not None:
         print_ignored(options, terminal)

@@ -101,12 +101,12 @@ def wanted_workers(options: UpOptions) -> list[tuple[Role, WorkerStart]]:
     ]
 
 
-def has_vllm(options: UpOptions) -> bool:
-    """Returns whether vLLM computes in some worker."""
-    everywhere = option_values(options.worker_arguments)
-    return any(
-        (everywhere | option_values(start.arguments)).get("--engine") == "vllm" for _, start in wanted_workers(options)
-    )
+def engines(options: UpOptions) -> set[str]:
+    """Returns what computes in the workers: halfmoon, vllm or sim."""
+    if options.simulation is not None:
+        return {"sim"}
+    everywhere = {"--engine": "halfmoon"} | option_values(options.worker_arguments)
+    return {(everywhere | option_values(start.arguments))["--engine"] for _, start in wanted_workers(options)}
 
 
 def simulated_workers(options: UpOptions) -> list[tuple[Role, Mapping[str, str]]]:

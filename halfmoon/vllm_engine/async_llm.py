@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -12,11 +12,13 @@ from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from halfmoon.engine.checkpoint.adapters import Adapter
 from halfmoon.engine.request import SampledToken, TokenLogprobs
 from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed, Unavailable
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
@@ -45,7 +47,12 @@ class Started(NamedTuple):
 
 
 def start_vllm(
-    arguments: dict[str, Any], eos_token_ids: Collection[int], staging_bytes: int, reports: str, events: str
+    arguments: dict[str, Any],
+    eos_token_ids: Collection[int],
+    staging_bytes: int,
+    reports: str,
+    events: str,
+    adapters: Sequence[Adapter] = (),
 ) -> Started:
     """Starts vLLM's processes and waits until the model is loaded: minutes. arguments: of `AsyncEngineArgs`.
 
@@ -92,7 +99,7 @@ def start_vllm(
     num_blocks = config.cache_config.num_gpu_blocks
     assert num_blocks is not None
     return Started(
-        AsyncLLMSource(llm),
+        AsyncLLMSource(llm, adapters),
         memory,
         num_blocks - 1,  # vLLM never gives away block 0
         config.model_config.max_model_len,
@@ -128,8 +135,20 @@ def kv_layout(config: VllmConfig) -> KVLayout:
 class AsyncLLMSource:
     """A `TokenSource`. Owns vLLM's processes until `close`."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, adapters: Sequence[Adapter] = ()) -> None:
         self._llm = llm
+        self._adapters = {
+            adapter.fingerprint: LoRARequest(adapter.name, number, str(adapter.path))
+            for number, adapter in enumerate(adapters, 1)
+        }
+
+    async def load_adapters(self) -> None:
+        """Loads every adapter. Raises ServiceFailed for one that vLLM refuses."""
+        for adapter in self._adapters.values():
+            try:
+                await self._llm.add_lora(adapter)
+            except Exception as error:
+                raise ServiceFailed(f"vLLM refuses the adapter {adapter.lora_name!r}: {error}") from error
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Drawn, None]:
         """See `TokenSource.generate`."""
@@ -139,7 +158,14 @@ class AsyncLLMSource:
             sampling = SamplingParams(
                 **{**prompt.sampling, "output_kind": RequestOutputKind.DELTA, "extra_args": extra}
             )
-            async for output in self._llm.generate(tokens, sampling, prompt.request_id, priority=prompt.priority):
+            outputs = self._llm.generate(
+                tokens,
+                sampling,
+                prompt.request_id,
+                lora_request=self._adapters[prompt.adapter] if prompt.adapter else None,
+                priority=prompt.priority,
+            )
+            async for output in outputs:
                 (completion,) = output.outputs
                 ids = completion.token_ids
                 logprobs = completion.logprobs or [None] * len(ids)

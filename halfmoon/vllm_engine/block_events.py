@@ -76,7 +76,7 @@ class BlockNames:
         """The key before the event's first block; None if it is not known, or the blocks are private."""
         if event.parent_block_hash is not None:
             return self._keys.get(event.parent_block_hash)
-        extra = [part for part in (event.extra_keys or [None])[0] or () if isinstance(part, str)]
+        extra = [part for part in (event.extra_keys or [None])[0] or () if part not in (event.lora_name, None)]
         try:
             return self._root(bytes.fromhex("".join(extra)))
         except ValueError:  # of one request alone

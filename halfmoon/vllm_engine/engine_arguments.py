@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from halfmoon.engine.checkpoint.adapters import Adapter
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVDtype
 
@@ -34,9 +35,13 @@ _OURS = {  # vLLM's option: the setting that decides it
     "stream_interval": "",
     "logits_processors": "",
     "kv_cache_dtype": "",
-    "enable_lora": "",
+    "enable_lora": "lora",
+    "lora_modules": "lora",
     "disable_hybrid_kv_cache_manager": "",
 }
+
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM can be told
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class VllmOptions:
     kv_memory_bytes: int | None = None
     has_dummy_weights: bool = False
     engine_args: str = ""  # vLLM's own options, as on its command line
+    adapters: tuple[Adapter, ...] = ()
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's `AsyncEngineArgs`. Raises InvalidRequest for options that are not to be given there."""
@@ -73,6 +79,10 @@ class VllmOptions:
             "load_format": "dummy" if self.has_dummy_weights else None,
             "scheduling_policy": "priority",
         }
+        if self.adapters:
+            rank = max(adapter.rank for adapter in self.adapters)
+            room = next((size for size in _LORA_RANKS if size >= rank), rank)
+            ours |= {"enable_lora": True, "max_loras": len(self.adapters), "max_lora_rank": room}
         return {name: value for name, value in ours.items() if value is not None} | further_arguments(self.engine_args)
 
 

@@ -37,7 +37,12 @@ class VllmHost:
         self._listener = ReportListener(self._on_report, self._on_end)
         listener = self._listener
         self._started = start_vllm(
-            options.arguments(), checkpoint.eos_token_ids, staging_bytes, listener.path, listener.events_endpoint
+            options.arguments(),
+            checkpoint.eos_token_ids,
+            staging_bytes,
+            listener.path,
+            listener.events_endpoint,
+            options.adapters,
         )
         self._checkpoint = checkpoint
         self._engine: VllmEngine | None = None
@@ -54,6 +59,7 @@ class VllmHost:
             max_running=started.max_running,
             device=f"vllm {started.device}",
             tensor_parallel=options.tensor_parallel,
+            adapters=tuple(adapter.fingerprint for adapter in options.adapters),
         )
 
     def first_steps(self) -> Sequence[StepResult]:
@@ -85,6 +91,7 @@ class VllmHost:
         self._listener.start()
         reader = self._event_reader(engine)
         try:
+            await started.source.load_adapters()
             async with engine:
                 yield engine
         finally:

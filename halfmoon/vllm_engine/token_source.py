@@ -25,6 +25,7 @@ class Prompt(NamedTuple):
     order: KVOrder
     priority: int
     salt: str  # requests with the same one share vLLM's cached blocks
+    adapter: str = ""  # fingerprint of the one to compute with; empty: none
 
 
 class TokenSource(Protocol):

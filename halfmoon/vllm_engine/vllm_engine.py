@@ -29,6 +29,7 @@ from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.keys import adapter_of
 from halfmoon.kv.kv_layout import KVDtype
 from halfmoon.vllm_engine.block_events import BlockNames
 from halfmoon.vllm_engine.messages import Ended, KVOrder, NotDrawn, Report, Saved, Stepped
@@ -345,7 +346,15 @@ class VllmEngine:
     ) -> None:
         sequence, request = entry.sequence, entry.sequence.request
         salt = f"private {secrets.token_hex(16)}" if is_private else request.tenant_salt.hex()
-        prompt = Prompt(request.request_id, list(sequence.token_ids), dict(sampling), order, request.priority, salt)
+        prompt = Prompt(
+            request.request_id,
+            list(sequence.token_ids),
+            dict(sampling),
+            order,
+            request.priority,
+            salt,
+            adapter_of(request.tenant_salt),
+        )
         entry.is_with_vllm = True
         try:
             async with aclosing(self._source.generate(prompt)) as stream:

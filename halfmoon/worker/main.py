@@ -15,6 +15,7 @@ import torch
 
 import halfmoon
 from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.checkpoint.adapters import read_adapters
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, OffloadConfig
 from halfmoon.engine.engine import Engine
@@ -247,11 +248,16 @@ def _start_vllm(settings: WorkerSettings) -> EngineHost:
         kv_memory_bytes=None if settings.kv_memory is None else int(settings.kv_memory),
         has_dummy_weights=settings.weights == "dummy",
         engine_args=settings.engine_args,
+        adapters=read_adapters(settings.lora),
     )
     return VllmHost(checkpoint, options, int(settings.staging_memory))
 
 
 def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> Engine:
+    if settings.lora:
+        raise InvalidRequest(
+            "lora: our own engine computes no adapters; start its worker with --engine vllm", param="lora"
+        )
     checkpoint = prepare_checkpoint(settings.model)
     config = EngineConfig(
         device=_device(settings.device),
@@ -333,6 +339,7 @@ def _identity(
         tensor_parallel=facts.tensor_parallel,
         pipeline_parallel=facts.pipeline_parallel,
         can_fetch=True,
+        adapter_fingerprints=facts.adapters,
     )
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from halfmoon.config.observability import ObservedConfig
+from halfmoon.config.section import Texts
 from halfmoon.config.worker import WorkerConfig
 from halfmoon.policy.view.worker_view import Role
 
@@ -23,6 +24,9 @@ class WorkerSettings(WorkerConfig, ObservedConfig, BaseSettings):
     advertise: str | None = Field(None, description="host:port where others reach this worker, if not --listen")
     model: str = Field("demo", description="'demo', a directory, a .gguf file or a Hugging Face id")
     model_name: str | None = Field(None, description="name under which the model is served; default: its own")
+    lora: Texts = Field(
+        (), description="adapter that requests call by its name, as NAME=PATH; vLLM computes it; repeat it"
+    )
     kv_store: str | None = Field(None, description="host:port of the KV store; default: no store")
     metrics_port: int | None = Field(None, ge=0, description="serve Prometheus metrics on this port")
     state_dir: Path = Field(Path(".halfmoon"), description="directory in which a service may keep files")

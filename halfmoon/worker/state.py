@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
+from halfmoon.kv.keys import adapter_of
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.rpc.transport.estimate import LinkEstimate
@@ -75,6 +76,9 @@ class WorkerState:
                 f"this worker serves {self.identity.model} ({self.identity.model_fingerprint[:12]}), "
                 f"the request is for {generation.model_fingerprint[:12]}"
             )
+        adapter = adapter_of(generation.tenant_salt)
+        if adapter and adapter not in self.identity.adapter_fingerprints:
+            raise Incompatible(f"this worker has no adapter {adapter[:12]}: start all workers with the same --lora")
         if generation.request_id in self._cancelled:
             raise Cancelled("the request was cancelled before its work arrived here")
 

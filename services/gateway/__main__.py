@@ -9,8 +9,10 @@ import time
 from functools import partial
 from pathlib import Path
 
+from halfmoon.engine.checkpoint.adapters import read_adapters
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.text.tokenizer import Detokenizer, Tokenizer
+from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.listeners import check_listener
 from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.server import until_told_to_stop
@@ -34,9 +36,12 @@ def load_model(settings: GatewaySettings) -> ServedModel:
     checkpoint = prepare_checkpoint(
         settings.model, on_progress=lambda step: log.info("model", extra={"step": step}), for_any_engine=True
     )
-    tokenizer = Tokenizer(checkpoint)
+    name, tokenizer = settings.model_name or checkpoint.name, Tokenizer(checkpoint)
+    adapters = {adapter.name: adapter.fingerprint for adapter in read_adapters(settings.lora)}
+    for taken in adapters.keys() & {name, *settings.model_alias}:
+        raise InvalidRequest(f"lora: {taken!r} is a name of the model itself: call the adapter otherwise", param="lora")
     return ServedModel(
-        name=settings.model_name or checkpoint.name,
+        name=name,
         checkpoint_name=checkpoint.name,
         fingerprint=checkpoint.fingerprint,
         vocab_size=checkpoint.vocab_size,
@@ -45,6 +50,7 @@ def load_model(settings: GatewaySettings) -> ServedModel:
         new_detokenizer=partial(Detokenizer, tokenizer),
         created=int(time.time()),
         aliases=settings.model_alias,
+        adapters=adapters,
         defaults=_defaults(settings, checkpoint.path),
         reasons=settings.split_reasoning and reasons(tokenizer.chat_template),
         tool_format=format_of_template(tokenizer.chat_template),

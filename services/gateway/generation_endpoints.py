@@ -12,6 +12,7 @@ from functools import partial
 from aiohttp import web
 
 from halfmoon.errors import HalfmoonError
+from halfmoon.kv.keys import adapter_salt
 from halfmoon.policy.admission.tenants import kv_salt
 from halfmoon.rpc.telemetry.spans import span_scope
 from services.gateway.cluster.held_answers import HeldAnswers
@@ -137,10 +138,10 @@ class GenerationEndpoints:
         context_tokens = self._membership.context_tokens(self._model.context_tokens)
         body, ignored = await self._parse(request, raw, context_tokens)
         note_ignored(http_request, ignored)
-        request.qos = self._early_rejection.class_of(
-            http_request.headers, body.model or self._model.name, request.tenant
-        )
-        request.tenant_salt = kv_salt(request.tenant, body.cache_salt, is_shared=self._is_cache_shared)
+        request.model = self._model.named(body.model)
+        request.qos = self._early_rejection.class_of(http_request.headers, body.model or request.model, request.tenant)
+        tenant_salt = kv_salt(request.tenant, body.cache_salt, is_shared=self._is_cache_shared)
+        request.tenant_salt = adapter_salt(self._model.adapters.get(request.model, ""), tenant_salt)
         answer = partial(self._answer, http_request, request, body, len(raw), context_tokens)
         if not is_repeatable(http_request):
             return await answer()
@@ -220,12 +221,12 @@ class GenerationEndpoints:
     def _reply_format(self, request: GatewayRequest) -> ReplyFormat:
         generation, repeat = request.generation, request.repeat
         created = int(request.created_at.timestamp()) if repeat is None else repeat.created_at
-        head = (request.request_id, self._model.name, created, self._model.tokenizer, generation.reply_options)
+        head = (request.request_id, request.model, created, self._model.tokenizer, generation.reply_options)
         call_ids = None if repeat is None else repeat.call_id
         if request.endpoint == "responses":
             return ResponsesFormat(*head, generation.echoed, generation.new_tool_parser, call_ids)
         if request.endpoint == "messages":
-            return MessagesFormat(request.request_id, self._model.name, generation.new_tool_parser, call_ids)
+            return MessagesFormat(request.request_id, request.model, generation.new_tool_parser, call_ids)
         if request.endpoint == "chat.completions":
             return ChatFormat(*head, generation.prompts[0], generation.new_tool_parser, call_ids)
         return CompletionFormat(*head, generation.prompts, generation.prompt_texts, generation.num_choices)

@@ -50,11 +50,12 @@ class GatewayRequest:
     tenant: Tenant = ANYONE
 
     # known once its body is parsed
+    model: str = ""  # the name that its answer gives: the model's, or an adapter's
     qos: QosClass = NO_PROMISES
     needs_workers: bool = False  # also False for an echo without output
     priority: int = 0  # the client's, within its class
     has_gaps: bool = False  # asks for more than one token, without doubt
-    tenant_salt: bytes = b""  # KV is shared among requests of one salt
+    tenant_salt: bytes = b""  # KV is shared among requests of one salt, which also names the adapter
     repeat: RepeatableRequest | None = None  # None: its client gave it no id
 
     # known once its prompts are tokenized

@@ -95,7 +95,7 @@ async def running_gateway(
     Raises InvalidRequest for an address that cannot be bound, or certificates that cannot be used.
     """
     tls = _tls(settings)
-    membership = Membership(model.fingerprint, settings.heartbeat_interval_s, settings.kv_store)
+    membership = Membership(model.fingerprint, settings.heartbeat_interval_s, settings.kv_store, model.adapters)
     drain_gate = DrainGate(settings.drain_s)
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     async with (

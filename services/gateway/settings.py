@@ -47,6 +47,7 @@ class GatewaySettings(
     model_alias: tuple[str, ...] = Field(
         (), description="another name for the model in requests, such as one that a class matches; repeat it"
     )
+    lora: Texts = Field((), description="adapter that requests call by its name, as NAME=PATH; repeat it")
     kv_store: Texts = Field(
         (), description="host:port of a store of the pool, beside those that workers say they use; repeat it"
     )

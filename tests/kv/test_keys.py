@@ -7,7 +7,15 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.kv.keys import KEY_BYTES, block_keys, child_key, iter_block_keys, root_key
+from halfmoon.kv.keys import (
+    KEY_BYTES,
+    adapter_of,
+    adapter_salt,
+    block_keys,
+    child_key,
+    iter_block_keys,
+    root_key,
+)
 from halfmoon.kv.kv_layout import KVLayout
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16", 4)
@@ -54,6 +62,16 @@ def test_roots_separate_model_layout_and_tenant(
     left: tuple[str, KVLayout, bytes], right: tuple[str, KVLayout, bytes]
 ) -> None:
     assert (root_key(*left) == root_key(*right)) == (left == right)
+
+
+adapters = st.just("") | st.binary(min_size=16, max_size=16).map(bytes.hex)
+salts = st.text(max_size=3).map(str.encode) | st.binary(max_size=3).map(lambda rest: b"\xff" + rest)  # as tenants have
+
+
+@given(adapters, salts, adapters, salts)
+def test_salts_separate_adapters_and_tenants(left: str, salt: bytes, right: str, other: bytes) -> None:
+    assert (adapter_salt(left, salt) == adapter_salt(right, other)) == ((left, salt) == (right, other))
+    assert adapter_of(adapter_salt(left, salt)) == left
 
 
 def test_pinned_vector() -> None:

@@ -213,3 +213,13 @@ def test_one_text_is_a_list_of_one() -> None:
     text = "security: {api_key: sk-x}\nmodel: {alias: a}\ngateway: {allowed_origins: '*'}"
     config = parse_config(text, "halfmoon.yaml")
     assert (config.security.api_key, config.model.alias, config.gateway.allowed_origins) == (("sk-x",), ("a",), ("*",))
+
+
+def test_adapters_reach_gateways_and_workers_of_vllm() -> None:
+    lora = Override("model.lora", ["sql=/a", "fr=/b"], "--lora")
+    specs = started(options_of("engine: vllm", lora))
+    for name, service in (("gateway", "GATEWAY"), ("prefill-0", "PREFILL"), ("decode-0", "DECODE")):
+        assert specs[name].environment[f"HALFMOON_{service}_LORA"] == '["sql=/a", "fr=/b"]'
+    for text in ("", "engine: sim", "engine: vllm\nworkers: {decode: {engine: halfmoon}}"):
+        with pytest.raises(InvalidRequest, match="only vLLM computes adapters"):
+            options_of(text, lora)

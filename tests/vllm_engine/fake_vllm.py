@@ -21,6 +21,7 @@ class BlockStored:
     token_ids: list[int]
     block_size: int
     extra_keys: list[tuple[Any, ...] | None] | None = None
+    lora_name: str | None = None
 
 
 @dataclass

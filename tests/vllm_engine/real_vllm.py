@@ -1,4 +1,6 @@
-"""`python -m tests.vllm_engine.real_vllm RANKS MODEL [REFUSED]`, in vLLM's environment: what only vLLM itself can show.
+"""`python -m tests.vllm_engine.real_vllm RANKS MODEL REFUSED [NAME=ADAPTER ...]`: what only vLLM itself can show.
+
+It runs in vLLM's environment.
 
 Prints a JSON line for each thing that holds; ends with an error at the first that does not. Then waits to be killed.
 """
@@ -9,21 +11,24 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from halfmoon.engine.checkpoint.adapters import Adapter, read_adapters
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams, TokenOutput
 from halfmoon.engine.sampler import SamplingRow, adjust_logits
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Incompatible, NoCapacity
+from halfmoon.kv.keys import adapter_salt
 from halfmoon.vllm_engine.engine_arguments import VllmOptions
 from halfmoon.vllm_engine.host import VllmHost
 from halfmoon.vllm_engine.vllm_engine import VllmEngine
@@ -36,19 +41,21 @@ LENGTHS = (1, 63, 64, 65, 200, 300)
 class Checks:
     """One engine and the tokens that it gave; transformers' greedy tokens to compare with."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, adapters: Sequence[Adapter] = ()) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model = model
         self.is_latent = "kv_lora_rank" in json.loads((model / "config.json").read_text())
-        self.reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        load = partial(AutoModelForCausalLM.from_pretrained, model, dtype=torch.float32)
+        self.reference = load()
+        self.references = {"": self.reference, **{one.fingerprint: merged(load(), one) for one in adapters}}
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.num_preempted = 0
         self.num_held = 0
         self.num_cached: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._names = count()
-        self._expected: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._expected: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
 
     def on_step(self, step: StepResult) -> None:
         self.num_preempted += step.num_preempted
@@ -65,9 +72,11 @@ class Checks:
             except TimeoutError:
                 continue
 
-    async def expected(self, engine: VllmEngine, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    async def expected(
+        self, engine: VllmEngine, prompt: tuple[int, ...], max_tokens: int, adapter: str = ""
+    ) -> list[int]:
         """transformers' greedy tokens; for latent attention, which vLLM computes differently, its own in one piece."""
-        key = (prompt, max_tokens)
+        key = (prompt, max_tokens, adapter)
         if key not in self._expected and self.is_latent:
             name = f"whole-{next(self._names)}"
             await engine.add(EngineRequest(name, prompt, greedy(max_tokens), tenant_salt=name.encode()))
@@ -75,7 +84,7 @@ class Checks:
         elif key not in self._expected:
             ids = torch.tensor([prompt])
             with torch.inference_mode():
-                whole = self.reference.generate(
+                whole = self.references[adapter].generate(
                     ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
                 )
             self._expected[key] = whole[0, len(prompt) :].tolist()
@@ -89,10 +98,13 @@ class Checks:
         await self.until(is_done)
         return [output.token_id for output in self.outputs[name]]
 
-    async def prefilled(self, engine: VllmEngine, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, torch.Tensor]:
+    async def prefilled(
+        self, engine: VllmEngine, prompt: tuple[int, ...], max_tokens: int, salt: bytes = b""
+    ) -> tuple[int, torch.Tensor]:
         """First token and KV, [layers, 2, heads, tokens, head_dim], of a prompt."""
-        name = f"prefill-{next(self._names)}"
-        await engine.add(EngineRequest(name, prompt, greedy(max_tokens), prefill_only=True), lambda _: None)
+        name = self.latest = f"prefill-{next(self._names)}"
+        request = EngineRequest(name, prompt, greedy(max_tokens), prefill_only=True, tenant_salt=salt)
+        await engine.add(request, lambda _: None)
         (first,) = await self.tokens(name, 1)
         layers = engine.layout.num_layers
         kv = bytearray(await engine.kv_read(name, 0, layers, 0, len(prompt)))
@@ -131,6 +143,16 @@ class Checks:
             rest = kv[:, :, :, held:].contiguous().numpy().tobytes()
             await engine.kv_write(name, 0, engine.layout.num_layers, held, len(prompt) - held, rest)
         return name
+
+
+def merged(model: torch.nn.Module, adapter: Adapter) -> torch.nn.Module:
+    """The model with the adapter's changes in its weights."""
+    values = load_file(adapter.path / "adapter_model.safetensors")
+    scale = json.loads((adapter.path / "adapter_config.json").read_text())["lora_alpha"] / adapter.rank
+    for name in (name.removesuffix(".lora_A.weight") for name in values if name.endswith(".lora_A.weight")):
+        module = model.get_submodule(name.removeprefix("base_model.model."))
+        module.weight.data += scale * values[f"{name}.lora_B.weight"] @ values[f"{name}.lora_A.weight"]
+    return model
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -256,6 +278,25 @@ async def ended_where_a_structure_allows_nothing(checks: Checks, engine: VllmEng
     assert checks.outputs["broken"][-1].finish_reason in ("constraint", "error")
 
 
+async def computed_with_each_adapter(checks: Checks, engine: VllmEngine) -> None:
+    """Each gives the text of the weights that it changes, and its KV serves nobody else."""
+    prompt, texts = prompt_of(200, 30), set()
+    for adapter in checks.references:
+        salt = adapter_salt(adapter, b"")
+        expected = await checks.expected(engine, prompt, MAX_TOKENS, adapter)
+        first, kv = await checks.prefilled(engine, prompt, MAX_TOKENS, salt)
+        assert checks.num_cached[checks.latest] == 0
+        name = await checks.received(engine, prompt, MAX_TOKENS, kv, salt + b"elsewhere")
+        await engine.start(name, first)
+        assert [first, *await checks.tokens(name, MAX_TOKENS - 1)] == expected
+        again, same = await checks.prefilled(engine, prompt, MAX_TOKENS, salt)
+        assert checks.num_cached[checks.latest] == 192
+        assert again == first
+        assert torch.allclose(same, kv, atol=1e-4)
+        texts.add(tuple(expected))
+    assert len(texts) == len(checks.references)
+
+
 async def cancelled_in_every_state(checks: Checks, engine: VllmEngine) -> None:
     prompt = prompt_of(300, 5)
     _, kv = await checks.prefilled(engine, prompt, 40)
@@ -286,6 +327,7 @@ CHECKS: tuple[Callable[[Checks, VllmEngine], Awaitable[None]], ...] = (
     computed_where_loading_failed,
     restored,
     drawn_by_our_sampler,
+    computed_with_each_adapter,
     ended_where_a_structure_allows_nothing,
     cancelled_in_every_state,
     nothing_is_left,
@@ -296,7 +338,9 @@ CHECKS: tuple[Callable[[Checks, VllmEngine], Awaitable[None]], ...] = (
 LATENT_CHECKS = (handed_over, cancelled_in_every_state, nothing_is_left)
 
 
-def options(model: Path, kv_memory_bytes: int, block_tokens: int = 64, ranks: int = 1) -> VllmOptions:
+def options(
+    model: Path, kv_memory_bytes: int, block_tokens: int = 64, ranks: int = 1, adapters: tuple[Adapter, ...] = ()
+) -> VllmOptions:
     return VllmOptions(
         str(model),
         block_tokens=block_tokens,
@@ -307,6 +351,7 @@ def options(model: Path, kv_memory_bytes: int, block_tokens: int = 64, ranks: in
         max_batch_tokens=128,
         kv_memory_bytes=kv_memory_bytes,
         engine_args="--enforce-eager",
+        adapters=adapters,
     )
 
 
@@ -320,12 +365,11 @@ def died(reason: BaseException) -> None:
     os._exit(1)
 
 
-async def main(ranks: int, model: Path, refused: Path | None) -> None:
-    if refused is not None:
-        try:
-            VllmHost(prepare_checkpoint(str(refused), for_any_engine=True), options(refused, 1 << 20), 1 << 20)
-        except Incompatible as error:
-            say(refused=error.message)
+async def main(ranks: int, model: Path, refused: Path, lora: Sequence[str]) -> None:
+    try:
+        VllmHost(prepare_checkpoint(str(refused), for_any_engine=True), options(refused, 1 << 20), 1 << 20)
+    except Incompatible as error:
+        say(refused=error.message)
     checkpoint = prepare_checkpoint(str(model), for_any_engine=True)
     config = json.loads((model / "config.json").read_text())
     is_latent = "kv_lora_rank" in config
@@ -333,9 +377,10 @@ async def main(ranks: int, model: Path, refused: Path | None) -> None:
     block_tokens = 16 if is_latent else 64
     block_bytes, num_blocks = block_tokens * config["num_hidden_layers"] * width * 4, CACHE_TOKENS // block_tokens
     ranks_bytes = (num_blocks + 1) * block_bytes // min(ranks, config["num_key_value_heads"])
-    asked = options(model, ranks_bytes, block_tokens, ranks)
+    adapters = read_adapters(lora)
+    asked = options(model, ranks_bytes, block_tokens, ranks, adapters)
     host = await asyncio.to_thread(VllmHost, checkpoint, asked, (num_blocks + 2) * block_bytes)
-    checks = Checks(model)
+    checks = Checks(model, adapters)
     async with host.running(checks.on_step, died) as engine:
         assert host.facts.num_blocks == num_blocks
         for check in LATENT_CHECKS if checks.is_latent else CHECKS:
@@ -346,4 +391,4 @@ async def main(ranks: int, model: Path, refused: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None))
+    asyncio.run(main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

@@ -30,6 +30,13 @@ def test_a_tenants_salt_is_in_its_keys() -> None:
     assert found.depth(TOKENS, b"") == 0
 
 
+def test_an_adapters_name_is_no_part_of_the_salt() -> None:
+    found = names()
+    found.apply([BlockStored([1], None, TOKENS[:4], 4, [("beef", "fe74")], lora_name="beef")])
+    assert found.depth(TOKENS, b"\xfet") == 4
+    assert found.depth(TOKENS, b"\xbe\xef\xfet") == 0
+
+
 def test_private_blocks_unknown_parents_and_other_sizes_are_left_out() -> None:
     found = names()
     events = [

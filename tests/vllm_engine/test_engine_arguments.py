@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from halfmoon.engine.checkpoint.adapters import Adapter
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.vllm_engine.engine_arguments import VllmOptions, further_arguments
 from halfmoon.vllm_engine.versions import check_release
@@ -16,6 +19,14 @@ def test_only_what_is_set_is_passed_on() -> None:
     }  # fmt: skip
 
 
+def test_adapters_have_room_for_their_rank() -> None:
+    adapters = tuple(Adapter(name, Path(name), "", rank) for name, rank in (("a", 4), ("b", 9)))
+    more = VllmOptions("/models/m", adapters=adapters, engine_args="--max-loras 1").arguments()
+    assert {name: value for name, value in more.items() if "lora" in name} == {
+        "enable_lora": True, "max_loras": 1, "max_lora_rank": 16,
+    }  # fmt: skip
+
+
 def test_further_options_are_read_as_on_a_command_line() -> None:
     text = "--quantization awq --enforce-eager --seed=3 --no-enable-prefix-caching --hf-overrides '{\"a\": [1]}'"
     assert further_arguments(text) == {
@@ -24,7 +35,9 @@ def test_further_options_are_read_as_on_a_command_line() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["--max-model-len 9", "--kv-transfer-config {}", "--model x", "--kv-cache-dtype fp8"])
+@pytest.mark.parametrize(
+    "text", ["--max-model-len 9", "--enable-lora", "--kv-transfer-config {}", "--model x", "--kv-cache-dtype fp8"]
+)
 def test_options_of_ours_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match=text.split()[0]):
         further_arguments(text)

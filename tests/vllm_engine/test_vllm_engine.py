@@ -16,7 +16,7 @@ from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.keys import block_keys, root_key
+from halfmoon.kv.keys import adapter_salt, block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.vllm_engine.messages import Ended, KVOrder, Saved, Stepped
 from halfmoon.vllm_engine.staging import StagingMemory
@@ -203,6 +203,13 @@ async def test_what_vllm_has_cached_is_not_sent_and_reported(worker: Worker) -> 
     worker.engine.note_blocks(None)
     await worker.until(lambda: len(worker.steps) > 1)
     assert set(worker.steps[1].evicted_keys) == set(keys)
+
+
+async def test_the_salt_names_the_adapter(worker: Worker) -> None:
+    salt = adapter_salt("ab" * 16, b"t")
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY, tenant_salt=salt))
+    prompt = await worker.vllm.prompt("a")
+    assert (prompt.adapter, prompt.salt) == ("ab" * 16, salt.hex())
 
 
 async def test_private_kv_is_found_by_nobody_else(worker: Worker) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, MambaConfig, MixtralConfig
 
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
@@ -66,11 +67,37 @@ def saved(config: Any, path: Path) -> Path:
     return path
 
 
+def adapter(config: Any, path: Path, seed: int, rank: int) -> str:
+    """An adapter with random weights for every projection."""
+    path.mkdir()
+    generator, width = torch.Generator().manual_seed(seed), config.num_attention_heads * config.head_dim
+    kv_width, hidden, inner = config.num_key_value_heads * config.head_dim, config.hidden_size, config.intermediate_size
+    sizes = {
+        "self_attn.q_proj": (hidden, width), "self_attn.k_proj": (hidden, kv_width),
+        "self_attn.v_proj": (hidden, kv_width), "self_attn.o_proj": (width, hidden),
+        "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }  # fmt: skip
+    values = {}
+    for layer in range(config.num_hidden_layers):
+        for name, (num_in, num_out) in sizes.items():
+            whole = f"base_model.model.model.layers.{layer}.{name}"
+            values[f"{whole}.lora_A.weight"] = 0.2 * torch.randn(rank, num_in, generator=generator)
+            values[f"{whole}.lora_B.weight"] = 0.2 * torch.randn(num_out, rank, generator=generator)
+    save_file(values, path / "adapter_model.safetensors")
+    targets = [name.split(".")[1] for name in sizes]
+    written = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
+    (path / "adapter_config.json").write_text(json.dumps(written))
+    return f"{path.name}={path}"
+
+
 @pytest.mark.parametrize(("config", "ranks"), [(llama, 1), (mixtral, 1), (mixtral, 2), (deepseek, 1)])
 async def test_what_only_vllm_can_show(config: Any, ranks: int, tmp_path: Path) -> None:
     model, refused = saved(config(), tmp_path / "model"), saved(mamba(), tmp_path / "refused")
+    lora = [adapter(config(), tmp_path / name, seed, 4) for seed, name in enumerate(("sql", "fr"))]
     process = await asyncio.create_subprocess_exec(
         *(PYTHON, "-m", "tests.vllm_engine.real_vllm", str(ranks), str(model), str(refused)),
+        *(lora if config is llama else ()),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

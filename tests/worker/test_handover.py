@@ -22,6 +22,7 @@ from halfmoon.errors import (
     Unavailable,
 )
 from halfmoon.kv.frame import KVRange
+from halfmoon.kv.keys import adapter_salt
 from halfmoon.pb import decode_pb2, prefill_pb2, types_pb2
 from halfmoon.rpc.transfer import transfer_to
 from halfmoon.worker.wire import request_from
@@ -210,6 +211,7 @@ async def test_nothing_is_taken_for_a_gateway_that_does_not_listen(start_worker:
     ("change", "error"),
     [
         ({"model_fingerprint": "another"}, Incompatible),
+        ({"tenant_salt": adapter_salt("ab" * 16, b"")}, Incompatible),
         ({"request_id": ""}, InvalidRequest),
         ({"prompt_token_ids": [1000]}, InvalidRequest),
         ({"prompt_token_ids": [1] * 511}, InvalidRequest),

@@ -16,7 +16,7 @@ from halfmoon.up.fleet.from_plan import with_planned_workers
 from halfmoon.up.simulated import SimulatedWorkers
 from halfmoon.up.stores import StoreOptions
 from halfmoon.up.supervision.log_files import LogLimits
-from halfmoon.up.up_options import UpOptions, WorkerStart
+from halfmoon.up.up_options import UpOptions, WorkerStart, engines
 
 # fields of UpOptions
 _OWN_OF_GATEWAY = frozenset(
@@ -72,7 +72,15 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
         settings=service_settings(config),
         simulation=_simulation(config, profile) if config.engine == "sim" else None,
     )
-    return options if config.cluster is None else with_planned_workers(options, config.cluster)
+    if config.cluster is not None:
+        options = with_planned_workers(options, config.cluster)
+    if config.model.lora and (others := engines(options) - {"vllm"}):
+        raise InvalidRequest(
+            f"--lora: only vLLM computes adapters, and {', '.join(sorted(others))} computes in some worker: start all "
+            "with --engine vllm",
+            param="lora",
+        )
+    return options
 
 
 def texts(section: Section, leave_out: frozenset[str] = frozenset()) -> dict[str, str]:
@@ -131,16 +139,18 @@ def service_settings(config: SystemConfig) -> dict[str, dict[str, str]]:
     classes = {name: written.model_dump(mode="json", exclude_unset=True) for name, written in config.classes.items()}
     tenants = {name: written.model_dump(mode="json", exclude_unset=True) for name, written in config.tenants.items()}
     aliases = {"model_alias": json.dumps(config.model.alias)} if config.model.alias else {}
+    adapters = {"lora": json.dumps(config.model.lora)} if config.model.lora else {}
     return {
         "gateway": everywhere
         | aliases
+        | adapters
         | texts(config.gateway, _OWN_OF_GATEWAY)
         | ({"classes": json.dumps(classes)} if classes else {})
         | ({"tenants": json.dumps(tenants)} if tenants else {}),
         "kvstore": everywhere | texts(config.stores, _OWN_OF_STORES),
         "planner": everywhere | texts(config.planner),
-        "prefill": everywhere,
-        "decode": everywhere,
+        "prefill": everywhere | adapters,
+        "decode": everywhere | adapters,
         "simulation": everywhere,
     }
 

@@ -44,6 +44,9 @@ class ModelConfig(Section):
     path: str = Field("demo", description="'demo', a directory, a .gguf file or a Hugging Face id")
     name: str | None = Field(None, description="name under which the model is served; none: the model's own")
     alias: Texts = Field((), description="further names by which requests may call the model")
+    lora: Texts = Field(
+        (), description="LoRA adapters for vLLM as NAME=PATH; requests call each by its name, as they call a model"
+    )
 
 
 class WorkerGroup(WorkerConfig):

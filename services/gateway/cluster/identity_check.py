@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.pb.gateway_pb2 import WorkerIdentity
@@ -12,9 +12,11 @@ from halfmoon.rpc.layout_message import layout_from
 from services.gateway.cluster.member import ROLES
 
 
-def check_identity(identity: WorkerIdentity, model_fingerprint: str, members: Iterable[WorkerIdentity]) -> None:
-    """Raises InvalidRequest for an unusable identity, and Incompatible for another model than the gateway's or a KV
-    layout that cannot be exchanged with a member's."""
+def check_identity(
+    identity: WorkerIdentity, model_fingerprint: str, adapters: Mapping[str, str], members: Iterable[WorkerIdentity]
+) -> None:
+    """Raises InvalidRequest for an unusable identity, and Incompatible for another model than the gateway's, a lack of
+    one of its adapters, or a KV layout that cannot be exchanged with a member's."""
     if identity.role not in ROLES:
         raise InvalidRequest("a worker must say its role", param="role")
     for name in ("worker_id", "address", "context_tokens", "total_blocks"):
@@ -25,6 +27,12 @@ def check_identity(identity: WorkerIdentity, model_fingerprint: str, members: It
             f"worker {identity.worker_id} serves model {identity.model_fingerprint}, "
             f"this gateway serves {model_fingerprint}"
         )
+    for name, fingerprint in adapters.items():
+        if fingerprint not in identity.adapter_fingerprints:
+            raise Incompatible(
+                f"worker {identity.worker_id} lacks the adapter {name!r}, or has another version of it: start all "
+                "workers and gateways with the same --lora"
+            )
     for member in members:
         differing = _differing(identity, member)
         if member.worker_id != identity.worker_id and differing:

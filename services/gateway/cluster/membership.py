@@ -5,7 +5,8 @@ from __future__ import annotations
 import hmac
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +37,16 @@ class Membership:
     Knows nothing of connections. Has no clock.
     """
 
-    def __init__(self, model_fingerprint: str, heartbeat_interval_s: float, stores: Iterable[str] = ()) -> None:
-        """stores: addresses of stores of the pool beside those that members use."""
+    def __init__(
+        self,
+        model_fingerprint: str,
+        heartbeat_interval_s: float,
+        stores: Iterable[str] = (),
+        adapters: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """stores: addresses of stores of the pool beside those that members use; adapters: fingerprints by name."""
         self.model_fingerprint = model_fingerprint
+        self._adapters = adapters
         self.heartbeat_interval_s = heartbeat_interval_s
         self._named_stores = frozenset(stores)
         self.stores: frozenset[str] = frozenset()  # addresses of the pool's stores: those named, and those members use
@@ -78,12 +86,13 @@ class Membership:
         """Adds a worker, in place of one with the same id and the same process's key.
 
         Raises AlreadyHere if another process has the id, InvalidRequest for an unusable identity, and Incompatible for
-        another model, or a KV layout that differs from the members' in more than its dtype.
+        another model, a missing adapter, or a KV layout that differs from the members' in more than its dtype.
         """
         owner = self._members.get(identity.worker_id)
         if owner is not None and not hmac.compare_digest(owner.process_key, process_key):
             raise AlreadyHere("this worker id is taken")
-        check_identity(identity, self.model_fingerprint, [member.identity for member in self._members.values()])
+        others = [member.identity for member in self._members.values()]
+        check_identity(identity, self.model_fingerprint, self._adapters, others)
         load = WorkerLoad(free_blocks=identity.total_blocks)
         before = self._members.pop(identity.worker_id, None)
         holder = self.index.number(identity.worker_id)

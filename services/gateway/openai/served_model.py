@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from halfmoon.errors import InvalidRequest, UnknownModel
@@ -81,19 +81,25 @@ class ServedModel:
     aliases: tuple[str, ...] = ()  # other names that requests may give it
     defaults: SamplingDefaults = NEUTRAL  # for what requests leave out
     reasons: bool = False  # it writes its reasoning in tags, which are parted from the answer
+    adapters: Mapping[str, str] = field(default_factory=dict)  # fingerprint by the name that requests give it
     tool_format: ToolFormat | None = None  # None: its chat template has no tool format that we can parse
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names that requests may use, each once, its own first."""
-        return tuple(dict.fromkeys((self.name, *self.aliases)))
+        return tuple(dict.fromkeys((self.name, *self.aliases, *self.adapters)))
 
     def check_name(self, name: str) -> None:
-        """Raises UnknownModel unless the model is served under this name."""
-        if name != self.name and name not in self.aliases:
+        """Raises UnknownModel unless the model, or an adapter of it, is served under this name."""
+        if name not in self.names:
+            served = ", ".join(repr(one) for one in (self.name, *self.adapters))
             raise UnknownModel(
-                f"the model {shortened(name)!r} does not exist; this server serves {self.name!r}", param="model"
+                f"the model {shortened(name)!r} does not exist; this server serves {served}", param="model"
             )
+
+    def named(self, name: str | None) -> str:
+        """The name to answer with where a request gives this one: an adapter's, or else the model's own."""
+        return name if name is not None and name in self.adapters else self.name
 
     def check_token_ids(self, token_ids: Sequence[int] | Mapping[int, Any], param: str) -> None:
         """Raises InvalidRequest unless all are in the vocabulary."""

@@ -93,7 +93,7 @@ class RequestRecorder:
             return
         gaps_s, now_s = request.gaps_s, self._clock()
         error = None if error is None else shortened(error, _MAX_ERROR_CHARS)
-        row = request_row(request, self._model_name, status, http_status, error, gaps_s, now_s)
+        row = request_row(request, request.model or self._model_name, status, http_status, error, gaps_s, now_s)
         end_span(request.span, row, reason)
         num_used = 0 if status == "rejected" else row.prompt_tokens + row.output_tokens
         self._limits.correct_tokens(request.tenant, num_used - request.num_expected_tokens)

@@ -1,0 +1,52 @@
+"""LoRA adapters on disk: small changes to a model's weights, each of which clients call by a model name. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfmoon.engine.checkpoint.checkpoint import read_json
+from halfmoon.errors import InvalidRequest, UnknownModel
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter in PEFT's format. `fingerprint`: 128 bits in hex, equal for equal files."""
+
+    name: str
+    path: Path
+    fingerprint: str
+    rank: int  # the largest of its layers
+
+
+def read_adapters(written: Iterable[str]) -> tuple[Adapter, ...]:
+    """Reads adapters that are written as NAME=PATH. Raises InvalidRequest and UnknownModel."""
+    adapters: dict[str, Adapter] = {}
+    for text in written:
+        name, sign, path = text.partition("=")
+        if not (name and sign and path):
+            raise InvalidRequest(f"lora: {text!r} is not NAME=PATH, such as sql=/models/sql-adapter", param="lora")
+        if name in adapters:
+            raise InvalidRequest(f"lora: there are two adapters named {name!r}", param="lora")
+        adapters[name] = _read(name, Path(path).expanduser().absolute())
+    return tuple(adapters.values())
+
+
+def _read(name: str, path: Path) -> Adapter:
+    config_file, weights_file = path / "adapter_config.json", path / "adapter_model.safetensors"
+    if not (config_file.is_file() and weights_file.is_file()):
+        raise UnknownModel(
+            f"lora: {path} has no adapter_config.json beside an adapter_model.safetensors, as PEFT saves them",
+            param="lora",
+        )
+    config = read_json(config_file)
+    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
+        raise InvalidRequest(f"lora: {config_file} has no rank above 0: is it that of a LoRA adapter?", param="lora")
+    hasher = hashlib.blake2b(digest_size=16)
+    for file in (config_file, weights_file):
+        with file.open("rb") as stream:
+            hasher.update(hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).digest())
+    return Adapter(name, path, hasher.hexdigest(), max(ranks))
