@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,15 +16,17 @@ _START_S = 180.0
 
 
 @asynccontextmanager
-async def running_system(arguments: Sequence[str], state_dir: Path, num_workers: int = 1) -> AsyncIterator[str]:
-    """Yields the gateway's URL once `num_workers` have joined. Raises TimeoutError after three minutes."""
-    port = random.randrange(20_000, 60_000)
+async def running_system(
+    arguments: Sequence[str], state_dir: Path, num_workers: int = 1, start_s: float = _START_S
+) -> AsyncIterator[str]:
+    """Yields the gateway's URL once `num_workers` have joined. Raises TimeoutError if they do not within `start_s`."""
+    port = free_port()
     where = ("--port", str(port), "--state-dir", str(state_dir), "--no-console")
     command = (sys.executable, "-m", "halfmoon.cli.app", "up", "--slo", "off", *arguments, *where)
     process = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr.fileno())
     try:
         url = f"http://127.0.0.1:{port}"
-        await _until_ready(url, num_workers)
+        await _until_ready(url, num_workers, start_s)
         yield url
     finally:
         with suppress(ProcessLookupError):  # it has ended and logged why
@@ -32,8 +34,15 @@ async def running_system(arguments: Sequence[str], state_dir: Path, num_workers:
         await process.wait()
 
 
-async def _until_ready(url: str, num_workers: int) -> None:
-    give_up_s = time.monotonic() + _START_S
+def free_port() -> int:
+    """A port of this host that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+async def _until_ready(url: str, num_workers: int, start_s: float) -> None:
+    give_up_s = time.monotonic() + start_s
     async with aiohttp.ClientSession() as session:
         while time.monotonic() < give_up_s:
             try:
@@ -44,4 +53,4 @@ async def _until_ready(url: str, num_workers: int) -> None:
             except aiohttp.ClientError:
                 pass
             await asyncio.sleep(0.2)
-    raise TimeoutError(f"{url} was not ready within {_START_S:g} s")
+    raise TimeoutError(f"{url} was not ready within {start_s:g} s")
