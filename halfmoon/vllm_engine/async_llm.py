@@ -22,6 +22,7 @@ from halfmoon.engine.checkpoint.adapters import Adapter
 from halfmoon.engine.request import SampledToken, TokenLogprobs
 from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed, Unavailable
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
+from halfmoon.vllm_engine.reports import Lifeline
 from halfmoon.vllm_engine.staging import StagingMemory
 from halfmoon.vllm_engine.token_source import Drawn, Prompt
 
@@ -86,6 +87,7 @@ def start_vllm(
     memory = StagingMemory(layout, max(1, staging_bytes // layout.block_bytes))
     transfer.kv_connector_extra_config.update(
         reports=reports,
+        lifeline=Lifeline(reports),
         eos_token_ids=sorted(eos_token_ids),
         layout=asdict(layout),
         num_blocks=memory.num_blocks,

@@ -83,20 +83,40 @@ class ReportListener:
 
 
 class ReportSender:
-    """Sends reports to the worker process. Its end is the end of this process, too."""
+    """Sends reports to the worker process."""
 
     def __init__(self, path: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(path)
-        threading.Thread(target=self._end_with_worker, name="worker-watch", daemon=True).start()
+        self._socket = _connected(path)
 
     def send(self, *reports: Report) -> None:
         """Waits only while the worker is far behind. Raises OSError if it is gone."""
         if reports:
             self._socket.sendall(b"".join(map(encode_report, reports)))
 
-    def _end_with_worker(self) -> None:
-        """Waits for the worker's end, however it went. Nobody could use this process, nor its memory, after that."""
+
+class Lifeline:
+    """Ends a process of vLLM with the worker, however that ends: nobody could use the process, nor its memory.
+
+    It is a value among vLLM's settings, and does its work in each process that unpickles those, which is the first that
+    vLLM does there: a worker may be killed while its vLLM loads weights.
+    """
+
+    def __init__(self, path: str, owner: int | None = None) -> None:
+        self._path = path
+        self._owner = os.getpid() if owner is None else owner
+        if self._owner != os.getpid():
+            threading.Thread(target=self._end_with_owner, name="worker-watch", daemon=True).start()
+
+    def __reduce__(self) -> tuple[type[Lifeline], tuple[str, int]]:
+        return Lifeline, (self._path, self._owner)
+
+    def _end_with_owner(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.recv(1)
+            _connected(self._path).recv(1)
         os._exit(1)
+
+
+def _connected(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(path)
+    return connection
