@@ -271,10 +271,14 @@ class _Run:
         self._steps.schedule(worker)
         self._policy_router.leave(worker)
         self._attempts.note_left()
-        for job in [job for job in self._inside.values() if worker.number in (job.at, job.decode)]:
+        lost = [job for job in self._inside.values() if worker.number in (job.at, job.decode)]
+        freed = {number: None for job in lost for number in (job.at, job.decode) if number is not None}
+        for job in lost:
             self._fail_over(job)
+        for number in freed:  # others may have waited for what these jobs held there
+            self._steps.wake(self._workers[number])
         for other in self._workers:
-            if other.backlog:  # reservations of jobs that moved elsewhere are free again
+            if other.backlog:
                 self.pull(other)
         if failure.back_s is not None:
             self._events.at(failure.back_s, self._on_return, worker)
@@ -286,13 +290,11 @@ class _Run:
         at, decode = self._workers[job.at], self._workers[job.decode]
         if at.is_alive:  # its decode worker died
             at.withdraw(job)
-            self._reports.note(at)
         elif decode.is_alive:
             if job.reserved_blocks:
                 decode.unreserve(job)
             elif job in decode.backlog:
                 decode.backlog.remove(job)
-            self._reports.note(decode)
         self._forget(job)
         job.num_failovers += 1
         self._attempts.lost(job, "lost" if decode.is_alive else "decode lost")
