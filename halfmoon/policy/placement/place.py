@@ -13,7 +13,7 @@ from halfmoon.policy.placement.conditional import ConditionalDisaggregation, Con
 from halfmoon.policy.placement.forecast import Forecast
 from halfmoon.policy.placement.ranking import PlacementMode, Ranking
 from halfmoon.policy.values import Placement, PlacementRequest, TtftPrediction
-from halfmoon.policy.view.capabilities import RoleMasks
+from halfmoon.policy.view.capabilities import Bools, RoleMasks
 from halfmoon.policy.view.cluster_view import ClusterView
 
 _RETRY_AFTER_MS = 1_000  # a worker that joins or drains takes about a second to show
@@ -153,7 +153,7 @@ def some_decode_only_fewer(view: ClusterView, num_tokens: int, fewer_tokens: int
 def _eligible(view: ClusterView, request: PlacementRequest, *, goes_alone: bool) -> RoleMasks:
     """The workers that can hold the request and are not excluded.
 
-    goes_alone: where no worker is there that prefills, decode workers serve it as those of both roles do.
+    goes_alone: where no worker is left that prefills, decode workers serve it as those of both roles do.
     """
     known = view.capabilities
     longest = request.num_prompt_tokens + max(request.max_tokens, 1)
@@ -163,26 +163,28 @@ def _eligible(view: ClusterView, request: PlacementRequest, *, goes_alone: bool)
     holds_prompt = capacity >= request.num_prompt_tokens + 1
     holds_all = capacity >= request.num_prompt_tokens + request.max_tokens
     fitting = RoleMasks(present.prefill & holds_prompt, present.decode & holds_all, present.both & holds_all)
-    if goes_alone and not np.logical_or.reduce(present.prefill | present.both):
-        fitting = fitting._replace(both=fitting.decode & known.may_keep)
-    if not fitting.is_any:
+    may_go_alone = known.may_keep & goes_alone
+    if not _or_alone(fitting, may_go_alone).is_any:
         if view.missing:
             raise Unavailable(f"no {' and no '.join(view.missing)} is ready", retry_after_ms=_RETRY_AFTER_MS)
         raise ContextLengthExceeded(
             f"{request.num_prompt_tokens} tokens of prompt and {request.max_tokens} of output are more than any "
             f"worker can hold: together at most {_longest_that_fits(present, capacity)} tokens fit"
         )
-    left = _without(fitting, view.rows_of(request.exclude)) if request.exclude else fitting
+    allowed = np.ones(view.num_rows, dtype=np.bool_)
+    allowed[view.rows_of(request.exclude)] = False
+    left = RoleMasks(fitting.prefill & allowed, fitting.decode & allowed, fitting.both & allowed)
+    left = _or_alone(left, may_go_alone)
+    if not left.is_any:
+        raise Unavailable("every worker that could serve the request refused it", retry_after_ms=_RETRY_AFTER_MS)
     return left.useful
 
 
-def _without(fitting: RoleMasks, rows: list[int]) -> RoleMasks:
-    allowed = np.ones(len(fitting.both), dtype=np.bool_)
-    allowed[rows] = False
-    left = RoleMasks(fitting.prefill & allowed, fitting.decode & allowed, fitting.both & allowed)
-    if not left.is_any:
-        raise Unavailable("every worker that could serve the request refused it", retry_after_ms=_RETRY_AFTER_MS)
-    return left
+def _or_alone(rows: RoleMasks, may_go_alone: Bools) -> RoleMasks:
+    """The rows, where none of them prefills with decode workers for all of the request."""
+    if np.logical_or.reduce(rows.prefill | rows.both):
+        return rows
+    return rows._replace(both=rows.decode & may_go_alone)
 
 
 def _longest_that_fits(present: RoleMasks, capacity: Floats) -> int:

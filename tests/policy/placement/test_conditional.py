@@ -50,9 +50,10 @@ def placed(
     handover_s: float = 0.0,
     seed: int = 0,
     is_failover: bool = False,
+    exclude: tuple[str, ...] = (),
 ) -> Placement:
     request = PlacementRequest(
-        num_prompt_tokens, max_tokens, targets=targets, cached_blocks=cached_blocks, is_failover=is_failover
+        num_prompt_tokens, max_tokens, exclude, targets=targets, cached_blocks=cached_blocks, is_failover=is_failover
     )
     view, rules = ClusterView(workers), PlacementRules(mode, conditional=conditional)
     forecast = ReportedState(view, rules)
@@ -131,6 +132,16 @@ def test_a_failover_needs_no_prefill_worker() -> None:
     for worker, conditional, is_failover in cases:
         with pytest.raises(Unavailable, match="no prefill worker"):
             placed(worker, conditional=conditional, is_failover=is_failover)
+
+
+def test_a_failover_goes_alone_where_the_prefill_worker_left_is_excluded() -> None:
+    """It may be dying, and is still in view for some seconds."""
+    other = worker("other", "decode")
+    placement = placed(P, D, other, is_failover=True, exclude=("p", "d"))
+    assert (placement.prefill.worker_id, placement.disaggregation) == ("other", "kept_alone")
+    for workers, is_failover in (((P, D, other), False), ((P, D), True)):
+        with pytest.raises(Unavailable, match="refused it"):
+            placed(*workers, is_failover=is_failover, exclude=("p", "d"))
 
 
 def test_prompts_that_wait_there_fill_the_chunk() -> None:
