@@ -2,7 +2,7 @@
 
 Cake (arXiv 2410.03065): both sides work towards each other; the optimum is where they meet. By layer (Mooncake, section
 5.2): the step that computes what follows the prefix begins before all of it is there, and each layer waits for its own
-KV. Both together: the front is computed, and the blocks behind it arrive by layer, during the step.
+KV.
 """
 
 from __future__ import annotations
@@ -22,10 +22,6 @@ class LayerLoads(NamedTuple):
     def hidden_s(self, load_s: float) -> float:
         """Seconds of a load that the step hides."""
         return (1 - 1 / self.num_passes) * min(load_s, self.step_s)
-
-    def num_blocks(self, load_s_per_block: float) -> int:
-        """Blocks that arrive during the step; at least one, the others before it."""
-        return max(1, int(min(self.step_s / load_s_per_block, 1e6))) if load_s_per_block > 0 else 1_000_000
 
     def wait_s(self, share_left: float, left_s: float) -> float:
         """How long layers wait if the step begins now, and the last `share_left` of them are here after `left_s`."""
@@ -54,16 +50,13 @@ class RestoreCosts(NamedTuple):
         """Seconds until `num_tokens` are loaded."""
         return self.load_queue_s + num_tokens * self.load_s_per_token if num_tokens > 0 else 0.0
 
-    def restore_s(self, num_computed: float, num_tokens: float, layers: LayerLoads | None = None) -> float:
-        """Seconds until the first `num_computed` are computed and the rest of `num_tokens` is loaded.
+    def restore_s(self, num_computed: float, num_tokens: float) -> float:
+        """Seconds until the first `num_computed` are computed and the rest of `num_tokens` is loaded."""
+        return max(self.compute_s(num_computed), self.load_s(num_tokens - num_computed))
 
-        With `layers`, less what the step behind them hides: the step's end comes `layers.step_s` later.
-        """
-        num_loaded = num_tokens - num_computed
-        compute_s, load_s = self.compute_s(num_computed), self.load_s(num_loaded)
-        if layers is None or num_loaded <= 0:
-            return max(compute_s, load_s)
-        return max(compute_s, load_s - layers.hidden_s(num_loaded * self.load_s_per_token)) + layers.overhead_s
+    def by_layer_s(self, num_tokens: float, layers: LayerLoads) -> float:
+        """Seconds until `num_tokens` are loaded by layer, less what the step behind them hides."""
+        return self.load_s(num_tokens) - layers.hidden_s(num_tokens * self.load_s_per_token) + layers.overhead_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +66,12 @@ class RestorePlan:
     num_compute_blocks: int
     num_load_blocks: int
     seconds: float  # predicted, from now; by layer: less what the step behind the prefix hides
-    num_layer_blocks: int = 0  # of those loaded, the first ones, which arrive by layer
+    is_by_layer: bool = False  # whether the blocks loaded arrive by layer
 
     @property
     def method(self) -> Literal["compute", "load", "both", "none", "layers"]:
-        """The sides that have work; "layers": some of what is loaded arrives by layer."""
-        if self.num_layer_blocks:
+        """The sides that have work; "layers": what is loaded arrives by layer."""
+        if self.is_by_layer:
             return "layers"
         if self.num_compute_blocks and self.num_load_blocks:
             return "both"
@@ -101,34 +94,15 @@ def meeting_point(costs: RestoreCosts, num_tokens: float) -> float:
     return min(num_tokens, 2 * ahead_s / (slope + root))
 
 
-def plan_restore(
-    costs: RestoreCosts, num_blocks: int, block_tokens: int, layers: LayerLoads | None = None
-) -> RestorePlan:
-    """The fastest plan in whole blocks; among equals the one that computes least. layers: None if none can wait.
+def plan_restore(costs: RestoreCosts, num_blocks: int, block_tokens: int) -> RestorePlan:
+    """The fastest plan in whole blocks; among equals the one that computes least.
 
     Compares the blocks on both sides of l* with each other, and with either method alone, which does not wait for the
-    queue of the other side; and all this by layer with the same by block. The plan is thus never predicted to be slower
-    than the better method alone.
+    queue of the other side. The plan is thus never predicted to be slower than the better method alone.
     """
-    by_block = _fastest(costs, num_blocks, block_tokens, None)
-    if layers is None:
-        return by_block
-    by_layer = _fastest(costs, num_blocks, block_tokens, layers)
-    return by_layer if by_layer.seconds < by_block.seconds else by_block
-
-
-def _fastest(costs: RestoreCosts, num_blocks: int, block_tokens: int, layers: LayerLoads | None) -> RestorePlan:
     num_tokens = num_blocks * block_tokens
-    middle = meeting_point(costs, num_tokens)
-    if layers is not None:  # the load less what is hidden is the longer one of two lines
-        share = 1 / layers.num_passes
-        flat = costs._replace(load_s_per_token=costs.load_s_per_token * share)
-        low = costs._replace(load_queue_s=costs.load_queue_s - (1 - share) * layers.step_s)
-        middle = max(meeting_point(flat, num_tokens), meeting_point(low, num_tokens))
-    middle /= block_tokens
+    middle = meeting_point(costs, num_tokens) / block_tokens
     candidates = sorted({0, math.floor(middle), min(num_blocks, math.ceil(middle)), num_blocks})
-    seconds = [costs.restore_s(num * block_tokens, num_tokens, layers) for num in candidates]
+    seconds = [costs.restore_s(num * block_tokens, num_tokens) for num in candidates]
     best = min(range(len(candidates)), key=lambda index: seconds[index])
-    num_loaded = num_blocks - candidates[best]
-    num_by_layer = 0 if layers is None else min(num_loaded, layers.num_blocks(costs.load_s_per_token * block_tokens))
-    return RestorePlan(candidates[best], num_loaded, seconds[best], num_by_layer)
+    return RestorePlan(candidates[best], num_blocks - candidates[best], seconds[best])

@@ -92,9 +92,9 @@ class RestoreProgress:
     def claim(self, now_s: float, source: int = 0) -> list[int]:
         """Claims the next blocks to request from a source, last first. None if another one delivers them sooner."""
         one = self.sources[source]
+        if self._layers is not None:
+            return []
         lowest, most = max(self.fence, self._num_done), one.most_at_once
-        if self._layers is not None and not self._has_asked_by_layer:
-            lowest += self._layers.num_blocks(one.load_s_per_block)
         claimed: list[int] = []
         for block in range(self.num_blocks - 1, lowest - 1, -1):
             if self._blocks[block] == _FREE and block in one.available:
@@ -112,22 +112,19 @@ class RestoreProgress:
         return claimed
 
     def claim_layers(self, now_s: float) -> list[int]:
-        """Claims the first blocks behind the fence to request by layer, once all others are; none if not worth it."""
+        """Claims all blocks behind the fence, to request by layer, if that was planned."""
         if self._layers is None or self._has_asked_by_layer:
             return []
         (source,) = self.sources
-        first = max(self.fence, self._num_done)
-        free = [block for block in range(first, self.num_blocks) if self._blocks[block] == _FREE]
-        if not free or len(free) > self._layers.num_blocks(source.load_s_per_block):
-            return []
-        if free[-1] - free[0] >= len(free) or free[0] != first or not source.available.issuperset(free):
+        blocks = list(range(max(self.fence, self._num_done), self.num_blocks))
+        if not source.available.issuperset(blocks):
             self._layers = None
             return []
         self._has_asked_by_layer = True
-        source.ask(free, now_s)
-        for block in free:
+        source.ask(blocks, now_s)
+        for block in blocks:
             self._blocks[block] = _TAKEN
-        return free
+        return blocks
 
     def layer_wait_s(self, share_here: float, elapsed_s: float) -> float:
         """How long layers would wait if the step behind them began now. share_here: of what arrives by layer."""
@@ -179,16 +176,17 @@ class RestoreProgress:
                 load_s = queue_s = max(load_s, *(source.waited_s(now_s) for source in late))
             else:
                 load_s, queue_s = self.load_s(free, now_s)
-        if not free or not live:
+        if not free or not live or (self._layers is not None and not late):
             return self.fence
         costs = self.costs(below * self._block_tokens, load_s, queue_s)
         if not self._can_do_both:
             compute_s = costs.compute_s((self.num_blocks - below) * self._block_tokens)
             return self.num_blocks if compute_s < _GAIN * costs.load_s(len(free) * self._block_tokens) else self.fence
-        plan = plan_restore(costs, len(free), self._block_tokens, self._layers)
+        plan = plan_restore(costs, len(free), self._block_tokens)
         computed = sum(block < self.fence for block in free)
-        as_it_is_s = costs.restore_s(computed * self._block_tokens, len(free) * self._block_tokens, self._layers)
-        if plan.seconds >= _GAIN * as_it_is_s:
+        as_it_is_s = costs.restore_s(computed * self._block_tokens, len(free) * self._block_tokens)
+        last_s = self._model.a
+        if plan.seconds + last_s >= (_GAIN if self.fence > below else _GAIN_OF_BOTH) * (as_it_is_s + last_s):
             return self.fence
         return free[plan.num_compute_blocks] if plan.num_load_blocks else free[-1] + 1
 
@@ -241,16 +239,13 @@ class RestoreProgress:
         layers, num_blocks = self._layers, other.num_compute_blocks + other.num_load_blocks
         if layers is None:
             return other
-        plan = plan_restore(costs, num_blocks, self._block_tokens, layers)
-        alone_s = costs.restore_s(0, num_blocks * self._block_tokens, layers)
-        if alone_s + layers.step_s < (plan.seconds + layers.step_s) / _GAIN:  # nothing is computed beside the load
-            per_block_s = costs.load_s_per_token * self._block_tokens
-            plan = RestorePlan(0, num_blocks, alone_s, min(num_blocks, layers.num_blocks(per_block_s)))
+        num_tokens = num_blocks * self._block_tokens
+        seconds = costs.by_layer_s(num_tokens, layers)
         other_s = other.seconds - self._model.a + layers.step_s  # `begin` counts a step for the last tokens
-        if plan.num_layer_blocks < num_blocks or plan.seconds + layers.step_s > _GAIN * other_s:
+        if num_tokens * costs.load_s_per_token > layers.step_s or seconds + layers.step_s > _GAIN * other_s:
             self._layers = None
             return other
-        return plan
+        return RestorePlan(0, num_blocks, seconds, is_by_layer=True)
 
     def costs(self, num_before: int, load_s_per_block: float, load_queue_s: float) -> RestoreCosts:
         """Costs of restoring what follows the first `num_before` tokens. Computing adds the cost of one step."""

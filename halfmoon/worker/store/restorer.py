@@ -251,7 +251,7 @@ class Restorer:
             extra={
                 "compute_blocks": plan.num_compute_blocks,
                 "load_blocks": plan.num_load_blocks,
-                "layer_blocks": plan.num_layer_blocks,
+                "is_by_layer": plan.is_by_layer,
                 "predicted_s": round(plan.seconds, 4),
             },
         )

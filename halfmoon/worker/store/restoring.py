@@ -106,8 +106,8 @@ class Restoring:
             await self._prefetch()
             while not self._is_gone:
                 self._replace_late_sources()
-                self._start_loads()
                 self._start_layers()
+                self._start_loads()
                 moving = self._moved(moving)
                 if self._progress.is_over and moving is None:
                     return

@@ -81,22 +81,6 @@ def test_the_extremes() -> None:
     assert plan_restore(RestoreCosts(0.0, 0.0), 10, BLOCK).seconds == 0
 
 
-LAYERS = st.builds(LayerLoads, step_s=st.floats(0, 5), num_passes=st.integers(1, 8), overhead_s=st.floats(0, 0.05))
-
-
-@given(COSTS, st.integers(0, 60), LAYERS)
-def test_no_plan_is_quicker_by_layer_or_by_block(costs: RestoreCosts, num_blocks: int, layers: LayerLoads) -> None:
-    plan, num_tokens = plan_restore(costs, num_blocks, BLOCK, layers), num_blocks * BLOCK
-    every = [
-        costs.restore_s(number * BLOCK, num_tokens, how) for number in range(num_blocks + 1) for how in (None, layers)
-    ]
-    assert plan.seconds == pytest.approx(min(every))
-    assert plan.num_compute_blocks + plan.num_load_blocks == num_blocks
-    assert 0 <= plan.num_layer_blocks <= plan.num_load_blocks
-    assert plan.seconds <= plan_restore(costs, num_blocks, BLOCK).seconds, "never behind the meeting"
-    assert plan.seconds <= costs.restore_s(0, num_tokens, layers) * (1 + 1e-9), "never behind loading all by layer"
-
-
 @given(st.floats(1e-4, 5), st.integers(1, 30), st.floats(0.0, 5))
 def test_what_a_step_hides_is_what_its_layers_do_not_wait_for(step_s: float, num_passes: int, load_s: float) -> None:
     """Layer by layer: pass p arrives at (p + 1) / P of the load, and is needed after p / P of the step."""
@@ -109,10 +93,8 @@ def test_what_a_step_hides_is_what_its_layers_do_not_wait_for(step_s: float, num
     assert layers.wait_s(0.0, 0.0) == 0
 
 
-def test_by_layer_where_the_new_part_takes_about_as_long_as_the_load() -> None:
-    costs = RestoreCosts(1e-3, 1e-4)  # a link of 230 MB/s for 23 kB a token
-    layers = LayerLoads(0.2, 5, 0.02)
-    plan = plan_restore(costs, 23, BLOCK, layers)
-    assert (plan.method, plan.num_layer_blocks) == ("layers", 23)
-    assert plan_restore(costs, 23, BLOCK, LayerLoads(0.0, 5, 0.02)).method == "both", "nothing to hide it behind"
-    assert plan_restore(costs._replace(load_s_per_token=1e-6), 23, BLOCK, layers).method == "load", "nothing to hide"
+def test_loading_by_layer_costs_what_no_step_hides_and_more() -> None:
+    costs = RestoreCosts(1e-3, 1e-4, load_queue_s=0.3)
+    load_s = 20 * BLOCK * 1e-4
+    assert costs.by_layer_s(20 * BLOCK, LayerLoads(10.0, 5, 0.02)) == pytest.approx(0.3 + load_s / 5 + 0.02)
+    assert costs.by_layer_s(20 * BLOCK, LayerLoads(0.0, 5, 0.02)) == pytest.approx(0.3 + load_s + 0.02)
