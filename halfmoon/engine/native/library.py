@@ -18,7 +18,7 @@ from halfmoon.engine.models.linear import Multiply, pack_onednn
 from halfmoon.errors import Incompatible
 
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_PAIR, _PANEL = 2, 64  # linear.h: bfloat16 numbers per item, columns per panel
+_PANEL = 64  # kernels.c: columns
 _TASK_FIELDS = 10  # int64 fields of attention_plan.h's task_t
 
 _NORM = (*[c_void_p] * 4, *[c_int64] * 3, c_float, c_int)
@@ -45,9 +45,10 @@ class NativeLibrary:
         self._silu_mul = _function(library, f"silu_mul_{suffix}", _SILU)
         self._rotate = _function(library, f"rotate_{suffix}", _ROTATE)
         self._attend = _function(library, f"attend_{suffix}", _ATTEND)
-        self._has_fast_linear = suffix == "bf16" and bool(library.has_fast_linear())
-        self._linear = _function(library, "linear_bf16", _LINEAR)
-        self._pack_linear = _function(library, "pack_linear_bf16", _PACK_LINEAR)
+        self._dtype, self._item_size = dtype, 4 // dtype.itemsize  # product.h: numbers per item
+        self._has_fast_linear = bool(_function(library, f"has_fast_linear_{suffix}", (), c_int)())
+        self._linear = _function(library, f"linear_{suffix}", _LINEAR)
+        self._pack_linear = _function(library, f"pack_linear_{suffix}", _PACK_LINEAR)
         self._plan = _function(library, "plan_attention", _PLAN, c_int64)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -92,18 +93,19 @@ class NativeLibrary:
     def pack_weight(self, weight: Tensor) -> Multiply | None:
         """Packs into our own layout where its product matches oneDNN's (`PackWeight`).
 
-        1.6x faster than oneDNN up to 8 rows, where oneDNN spends 20 us per call, and equal at 512, both at peak.
+        1.6x faster than oneDNN up to 8 rows, where oneDNN spends 20 us per call, and equal at 512, both at peak. A row's
+        result does not depend on the others', as oneDNN's does in float32.
         """
         num_columns, num_inputs = weight.shape
-        if not self._has_fast_linear or num_inputs % _PAIR or weight.device.type != "cpu":
+        if not self._has_fast_linear or num_inputs % self._item_size or weight.device.type != "cpu":
             return pack_onednn(weight)
-        weight, depth = weight.contiguous(), num_inputs // _PAIR
+        weight, depth = weight.contiguous(), num_inputs // self._item_size
         packed = torch.empty(-(-num_columns // _PANEL), depth, _PANEL, dtype=torch.int32)
         self._pack_linear(weight.data_ptr(), packed.data_ptr(), num_columns, depth)
 
         def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
             num_rows = x.shape[0]
-            x, out = x.contiguous(), torch.empty(num_rows, num_columns, dtype=torch.bfloat16)
+            x, out = x.contiguous(), torch.empty(num_rows, num_columns, dtype=self._dtype)
             self._linear(
                 x.data_ptr(),
                 packed.data_ptr(),

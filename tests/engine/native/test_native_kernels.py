@@ -81,6 +81,51 @@ def test_attention_equals_the_reference(
     torch.testing.assert_close(memories[0], memories[1], rtol=0, atol=0, equal_nan=True)
 
 
+@st.composite
+def ways(draw: st.DrawFn, num_tokens: int) -> list[tuple[int, int]]:
+    """Chunks that together are a sequence of so many tokens."""
+    cuts = sorted(draw(st.sets(st.integers(1, num_tokens - 1), max_size=4)))
+    ends = [*cuts, num_tokens - draw(st.integers(0, 3)), *range(num_tokens - 3, num_tokens + 1)]  # decodes at the end
+    ends = sorted({end for end in ends if end > 0})
+    return list(zip([0, *ends], ends, strict=False))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (8, 2, 80), (2, 2, 16)])
+@settings(max_examples=20)
+@given(data=st.data(), num_tokens=st.integers(4, 900), num_threads=st.sampled_from((1, 2, 5)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    data: st.DataObject,
+    num_tokens: int,
+    num_threads: int,
+) -> None:
+    heads = random(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype) * 3
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    num_blocks = -(-num_tokens // BLOCK_TOKENS)
+
+    def attended(threads: int, chunks: list[tuple[int, int]], blocks: list[int], neighbours: int) -> Tensor:
+        library = NativeLibrary(compiled(default_cache_dir()), dtype, lambda: threads)
+        backend = NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
+        memory = torch.zeros(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, head_dim, dtype=dtype)
+        memory[:, :, : 8 * BLOCK_TOKENS] = 1  # what the neighbours attend to
+        rows = []
+        for start, end in chunks:
+            spans = [TokenSpan(blocks, start, end), *(TokenSpan([number], 7, 8) for number in range(neighbours))]
+            mine = [tensor[start:end] for tensor in (q, k, v)]
+            batch = [torch.cat((own, own[:1].expand(neighbours, -1, -1))) for own in mine]
+            rows.append(backend.step(spans).attend(*batch, memory, head_dim**-0.5)[: end - start])
+        return torch.cat(rows)
+
+    whole = attended(1, [(0, num_tokens)], list(range(8, 8 + num_blocks)), 0)
+    scattered = data.draw(st.permutations(range(8, NUM_BLOCKS)))[:num_blocks]
+    got = attended(num_threads, data.draw(ways(num_tokens)), scattered, data.draw(st.integers(0, 8)))
+    assert torch.equal(got, whole)
+
+
 @pytest.mark.parametrize("num_new", [1, 20])
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
 def test_a_broken_key_is_not_hidden(library: NativeLibrary, num_new: int, what: float) -> None:
@@ -150,6 +195,20 @@ def test_rotation_in_place_of_some_heads(library: NativeLibrary, head_dim: int) 
     expected[:, :5] = rotate(heads[:, :5], *table)
     library.rotate(heads[:, :5], cos, sin, positions)
     torch.testing.assert_close(heads, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("num_columns", "num_inputs"), [(960, 576), (49, 2050), (576, 1536)])
+def test_a_packed_weight_gives_a_row_the_same_bits_in_any_batch(
+    library: NativeLibrary, num_columns: int, num_inputs: int
+) -> None:
+    dtype = dtype_of(library)
+    multiply = library.pack_weight(random(num_columns, num_inputs, dtype=dtype))
+    assert multiply is not None
+    x = random(300, num_inputs, dtype=dtype, seed=1)
+    whole = multiply(x, None)
+    for num_rows in (1, 2, 3, 5, 8, 17, 97, 128):
+        for start in (0, 1, 130):
+            assert torch.equal(multiply(x[start : start + num_rows], None), whole[start : start + num_rows]), num_rows
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 96, 130])

@@ -1,6 +1,9 @@
 /* Causal attention over paged keys and values, for one type T: tiles of up to 96 query rows by 64 keys with a running
- * softmax (Dao et al., FlashAttention-2, section 3.1). A task is a KV head and some rows of a sequence; the keys of a
- * single row may be cut into parts that the last task to end merges (flash-decoding).
+ * softmax (Dao et al., FlashAttention-2, section 3.1). A task is a KV head and some rows of a sequence; the parts of a
+ * single row's keys may be tasks of their own, which the last one to end merges (flash-decoding).
+ *
+ * A row's result has the same bits in any batch, chunk and blocks: tiles and parts begin at fixed positions of the
+ * sequence, each part has its own running softmax, and parts are merged in order, by `fold` alone.
  */
 
 typedef struct {
@@ -20,13 +23,16 @@ typedef struct {
   uint32_t q[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));     /* [rows, depth] items */
   uint32_t packed[KEYS * MAX_HEAD_DIM] __attribute__((aligned(64)));    /* keys [depth, KEYS], then values */
   float scores[MAX_ROWS * KEYS] __attribute__((aligned(64)));           /* then probabilities, as items */
-  float out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
+  float out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));      /* of the part, like sums and most */
   f32v sums[MAX_ROWS];
   float most[MAX_ROWS];
+  partial_t merged[MAX_ROWS]; /* of the parts before */
+  float merged_out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
+  int64_t slots[KEYS];
 } NAME(tile);
 
-/* rows [num_keys, head_dim] -> items [depth, KEYS], zero beyond num_keys. */
-static void NAME(pack_keys)(const T *rows, int64_t num_keys, int64_t head_dim, uint32_t *packed) {
+/* rows [num_slots, head_dim], of which `slots` names num_keys -> items [depth, KEYS], zero beyond num_keys. */
+static void NAME(pack_keys)(const T *rows, const int64_t *slots, int64_t num_keys, int64_t head_dim, uint32_t *packed) {
   const int64_t depth = head_dim / PACKED;
   uint32_t items[LANES * MAX_HEAD_DIM] __attribute__((aligned(64)));
   for (int64_t key = 0; key < KEYS; key += LANES) {
@@ -35,7 +41,7 @@ static void NAME(pack_keys)(const T *rows, int64_t num_keys, int64_t head_dim, u
       continue;
     }
     const int64_t valid = num_keys - key < LANES ? num_keys - key : LANES;
-    for (int64_t i = 0; i < valid; i++) ITEMS(items + i * depth, rows + (key + i) * head_dim, head_dim);
+    for (int64_t i = 0; i < valid; i++) ITEMS(items + i * depth, rows + slots[key + i] * head_dim, head_dim);
     for (int64_t i = valid; i < LANES; i++) memset(items + i * depth, 0, depth * 4);
     int64_t k = 0;
     for (; k + LANES <= depth; k += LANES)
@@ -45,12 +51,15 @@ static void NAME(pack_keys)(const T *rows, int64_t num_keys, int64_t head_dim, u
   }
 }
 
-/* rows [num_keys, head_dim] -> items [KEYS / PACKED, head_dim], zero beyond num_keys. */
-static void NAME(pack_values)(const T *rows, int64_t num_keys, int64_t head_dim, uint32_t *packed) {
+/* rows [num_slots, head_dim], of which `slots` names num_keys -> items [KEYS / PACKED, head_dim], zero beyond. */
+static void NAME(pack_values)(const T *rows, const int64_t *slots, int64_t num_keys, int64_t head_dim,
+                              uint32_t *packed) {
   const int64_t whole = num_keys / PACKED;
-  for (int64_t i = 0; i < whole; i++) PAIR(packed + i * head_dim, rows + i * PACKED * head_dim, head_dim);
+  for (int64_t i = 0; i < whole; i++)
+    PAIR(packed + i * head_dim, rows + slots[i * PACKED] * head_dim, rows + slots[i * PACKED + PACKED - 1] * head_dim,
+         head_dim);
   for (int64_t i = whole * PACKED; i < num_keys; i++) /* a key without a partner */
-    for (int64_t d = 0; d < head_dim; d++) packed[whole * head_dim + d] = LOW_ITEM(rows[i * head_dim + d]);
+    for (int64_t d = 0; d < head_dim; d++) packed[whole * head_dim + d] = LOW_ITEM(rows[slots[i] * head_dim + d]);
   const int64_t used = (num_keys + PACKED - 1) / PACKED;
   if (used < KEYS / PACKED) memset(packed + used * head_dim, 0, (KEYS / PACKED - used) * head_dim * 4);
 }
@@ -81,19 +90,19 @@ INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t
   }
 }
 
-/* Adds `num_keys` keys from `slot` on, the first of which is the sequence's `first_key`, to the task's rows. */
-static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, const task_t *task, int64_t slot,
-                              int64_t first_key, int64_t num_keys) {
+/* Adds the `num_keys` keys in `tile->slots`, the first of which is the sequence's `first_key`, to the task's rows. */
+static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, const task_t *task, int64_t first_key,
+                              int64_t num_keys) {
   const int64_t depth = a->head_dim / PACKED, num_tokens = task->row_end - task->row_start;
-  const int64_t at = task->kv_head * a->kv_head_stride + slot * a->head_dim;
-  NAME(pack_keys)(a->keys + at, num_keys, a->head_dim, tile->packed);
+  const int64_t at = task->kv_head * a->kv_head_stride;
+  NAME(pack_keys)(a->keys + at, tile->slots, num_keys, a->head_dim, tile->packed);
   NAME(product)(num_tokens * a->group, KEYS, tile->q, depth, tile->packed, KEYS, tile->scores, KEYS, depth, 0);
   for (int64_t i = 0; i < num_tokens; i++) {
     int64_t visible = task->first_row_keys + i - first_key;
     visible = visible < 0 ? 0 : visible > num_keys ? num_keys : visible;
     for (int64_t g = 0; g < a->group; g++) NAME(soften)(tile, i * a->group + g, visible, a->head_dim, a->scale);
   }
-  NAME(pack_values)(a->values + at, num_keys, a->head_dim, tile->packed);
+  NAME(pack_values)(a->values + at, tile->slots, num_keys, a->head_dim, tile->packed);
   NAME(product)(num_tokens * a->group, a->head_dim, (const uint32_t *)tile->scores, KEYS, tile->packed, a->head_dim,
                 tile->out, a->head_dim, KEYS / PACKED, 1);
 }
@@ -102,6 +111,7 @@ static void NAME(write_row)(const float *sums, T *out, float total, int64_t head
   for (int64_t d = 0; d < head_dim; d += LANES) STORE(out + d, load_f32(sums + d) / total);
 }
 
+/* The room of one part's sums for one head: a partial_t, then the weighted values. */
 static float *NAME(partial)(const NAME(attend_args) *a, int64_t part, int64_t head) {
   return a->partials + (part * a->group + head) * (a->head_dim + 2);
 }
@@ -110,57 +120,72 @@ static float *NAME(partial)(const NAME(attend_args) *a, int64_t part, int64_t he
 static void NAME(merge)(const NAME(attend_args) *a, const NAME(tile) *tile, const task_t *task, T *out) {
   for (int64_t g = 0; g < a->group; g++) {
     float *mine = NAME(partial)(a, task->first_part + task->part, g);
-    mine[0] = tile->most[g];
-    mine[1] = sum_of(tile->sums[g]);
+    *(partial_t *)mine = (partial_t){tile->most[g], sum_of(tile->sums[g])};
     memcpy(mine + 2, tile->out + g * a->head_dim, a->head_dim * sizeof(float));
   }
   if (atomic_fetch_add(&a->done[task->first_part], 1) != task->num_parts - 1) return;
   atomic_store(&a->done[task->first_part], 0); /* for the next layer */
   for (int64_t g = 0; g < a->group; g++) {
-    float most = -INFINITY, total = 0, *first = NAME(partial)(a, task->first_part, g);
-    for (int64_t i = 0; i < task->num_parts; i++) most = fmaxf(most, NAME(partial)(a, task->first_part + i, g)[0]);
-    for (int64_t i = 0; i < task->num_parts; i++) {
+    float *first = NAME(partial)(a, task->first_part, g);
+    for (int64_t i = 1; i < task->num_parts; i++) {
       const float *part = NAME(partial)(a, task->first_part + i, g);
-      const float weight = expf(part[0] - most);
-      total += weight * part[1];
-      for (int64_t d = 2; d < a->head_dim + 2; d += LANES)
-        store_f32(first + d, load_f32(part + d) * weight + (i ? load_f32(first + d) : splat(0)));
+      fold((partial_t *)first, first + 2, *(const partial_t *)part, part + 2, a->head_dim);
     }
-    NAME(write_row)(first + 2, out + g * a->head_dim, total, a->head_dim);
+    NAME(write_row)(first + 2, out + g * a->head_dim, ((partial_t *)first)->sum, a->head_dim);
   }
+}
+
+/* Ends a part of the keys of all rows, and begins the next one. */
+static void NAME(end_part)(NAME(tile) *tile, int64_t num_rows, int64_t head_dim, int is_first) {
+  for (int64_t r = 0; r < num_rows; r++) {
+    const partial_t part = {tile->most[r], sum_of(tile->sums[r])};
+    if (is_first) {
+      tile->merged[r] = part;
+      memcpy(tile->merged_out + r * head_dim, tile->out + r * head_dim, head_dim * sizeof(float));
+    } else {
+      fold(&tile->merged[r], tile->merged_out + r * head_dim, part, tile->out + r * head_dim, head_dim);
+    }
+  }
+}
+
+static void NAME(begin_part)(NAME(tile) *tile, int64_t num_rows, int64_t head_dim) {
+  for (int64_t r = 0; r < num_rows; r++) {
+    tile->sums[r] = splat(0);
+    tile->most[r] = -INFINITY;
+  }
+  memset(tile->out, 0, num_rows * head_dim * sizeof(float));
 }
 
 static void NAME(attend_task)(void *data, long index) {
   const NAME(attend_args) *a = data;
   const task_t *task = a->tasks + index;
-  const segment_t *segment = a->segments + task->segment;
   const int64_t num_tokens = task->row_end - task->row_start, num_rows = num_tokens * a->group;
   const int64_t depth = a->head_dim / PACKED, head = task->kv_head * a->group;
   NAME(tile) tile;
   for (int64_t r = 0; r < num_rows; r++) {
     const T *q = a->q + (task->row_start + r / a->group) * a->q_stride + (head + r % a->group) * a->head_dim;
     ITEMS(tile.q + r * depth, q, a->head_dim);
-    tile.sums[r] = splat(0);
-    tile.most[r] = -INFINITY;
   }
-  memset(tile.out, 0, num_rows * a->head_dim * sizeof(float));
-  int64_t run_key = 0; /* the position in the sequence of a run's first key */
-  for (int64_t i = segment->run_start; i < segment->run_end && run_key < task->end_key; i++) {
-    const int64_t run_keys = a->runs[i].end - a->runs[i].start;
-    int64_t key = task->first_key > run_key ? task->first_key : run_key;
-    const int64_t end = task->end_key < run_key + run_keys ? task->end_key : run_key + run_keys;
-    for (; key < end; key += KEYS)
-      NAME(attend_tile)(a, &tile, task, a->runs[i].start + key - run_key, key, end - key < KEYS ? end - key : KEYS);
-    run_key += run_keys;
+  NAME(begin_part)(&tile, num_rows, a->head_dim);
+  keys_t keys = {a->runs + a->segments[task->segment].run_start, 0};
+  for (int64_t key = task->first_key; key < task->end_key; key += KEYS) {
+    if (key > task->first_key && key % PART_KEYS == 0) {
+      NAME(end_part)(&tile, num_rows, a->head_dim, key == PART_KEYS);
+      NAME(begin_part)(&tile, num_rows, a->head_dim);
+    }
+    const int64_t num_keys = task->end_key - key < KEYS ? task->end_key - key : KEYS;
+    slots_of(&keys, key, num_keys, tile.slots);
+    NAME(attend_tile)(a, &tile, task, key, num_keys);
   }
   T *out = a->out + task->row_start * a->out_stride + head * a->head_dim;
   if (task->num_parts > 1) {
     NAME(merge)(a, &tile, task, out);
     return;
   }
+  NAME(end_part)(&tile, num_rows, a->head_dim, task->end_key <= PART_KEYS);
   for (int64_t r = 0; r < num_rows; r++)
-    NAME(write_row)(tile.out + r * a->head_dim, out + r / a->group * a->out_stride + r % a->group * a->head_dim,
-                    sum_of(tile.sums[r]), a->head_dim);
+    NAME(write_row)(tile.merged_out + r * a->head_dim, out + r / a->group * a->out_stride + r % a->group * a->head_dim,
+                    tile.merged[r].sum, a->head_dim);
 }
 
 /* Stores k and v [num_tokens, num_kv_heads, head_dim] (rows k_stride and v_stride apart) in their slots, then

@@ -4,7 +4,7 @@
 #define KEYS 64       /* keys of a tile */
 #define MAX_ROWS 96   /* query rows of a tile: tokens times the query heads that share a KV head */
 #define MAX_HEAD_DIM 256
-#define KEYS_PER_PART 256 /* minimum, if one row's keys are cut for several threads */
+#define PART_KEYS 256    /* keys that share a running softmax, whoever computes them */
 
 typedef struct {
   int64_t row_start, row_end; /* of the batch; the sequence's last tokens */
@@ -24,6 +24,37 @@ typedef struct {
   int64_t part;
 } task_t;
 
+typedef struct {
+  float most, sum; /* the largest score, and the weights that it gives the others */
+} partial_t;
+
+/* Adds a later part of a row's keys to the earlier ones. Never inlined: the compiler may fuse products otherwise. */
+static __attribute__((noinline)) void fold(partial_t *earlier, float *out, partial_t part, const float *part_out,
+                                           int64_t head_dim) {
+  const float most = earlier->most > part.most ? earlier->most : part.most;
+  const float fade = expf(earlier->most - most), weight = expf(part.most - most);
+  earlier->most = most;
+  earlier->sum = earlier->sum * fade + part.sum * weight;
+  for (int64_t d = 0; d < head_dim; d += LANES)
+    store_f32(out + d, load_f32(out + d) * fade + load_f32(part_out + d) * weight);
+}
+
+typedef struct {
+  const run_t *run;
+  int64_t run_key; /* the position in the sequence of the run's first key */
+} keys_t;
+
+/* The slots of `num_keys` keys from `key` on; calls must go up. */
+static void slots_of(keys_t *keys, int64_t key, int64_t num_keys, int64_t *slots) {
+  for (int64_t i = 0; i < num_keys; i++) {
+    while (key + i >= keys->run_key + keys->run->end - keys->run->start) {
+      keys->run_key += keys->run->end - keys->run->start;
+      keys->run++;
+    }
+    slots[i] = keys->run->start + key + i - keys->run_key;
+  }
+}
+
 static int64_t num_keys_of(const segment_t *segment, const run_t *runs) {
   int64_t num_keys = 0;
   for (int64_t i = segment->run_start; i < segment->run_end; i++) num_keys += runs[i].end - runs[i].start;
@@ -35,27 +66,22 @@ static int64_t num_keys_of(const segment_t *segment, const run_t *runs) {
 int64_t plan_attention(const segment_t *segments, int64_t num_segments, const run_t *runs, int64_t num_kv_heads,
                        int64_t group, int64_t num_threads, task_t *tasks, int64_t *num_parts) {
   const int64_t tokens_per_task = MAX_ROWS / group;
-  const int64_t wanted_parts = (2 * num_threads + num_segments * num_kv_heads - 1) / (num_segments * num_kv_heads);
+  const int is_cut = num_threads > 1 && num_segments * num_kv_heads < 2 * num_threads;
   int64_t count = 0;
   *num_parts = 0;
   for (int64_t s = 0; s < num_segments; s++) {
     const segment_t *segment = segments + s;
     const int64_t num_keys = num_keys_of(segment, runs), num_rows = segment->row_end - segment->row_start;
-    int64_t parts = 1;
-    if (num_rows == 1 && num_threads > 1) {
-      parts = num_keys / KEYS_PER_PART;
-      parts = parts > wanted_parts ? wanted_parts : parts < 1 ? 1 : parts;
-    }
-    const int64_t part_keys = (num_keys + parts - 1) / parts;
+    const int64_t parts = is_cut && num_rows == 1 ? (num_keys + PART_KEYS - 1) / PART_KEYS : 1;
     for (int64_t end = segment->row_end; end > segment->row_start; end -= tokens_per_task) {
       const int64_t start = end - tokens_per_task < segment->row_start ? segment->row_start : end - tokens_per_task;
       for (int64_t head = 0; head < num_kv_heads; head++) {
         for (int64_t part = 0; part < parts; part++, count++) {
           if (!tasks) continue;
           const int64_t last_key = num_keys - (segment->row_end - end); /* of the last row, exclusive */
-          const int64_t part_end = (part + 1) * part_keys < last_key ? (part + 1) * part_keys : last_key;
+          const int64_t part_end = parts > 1 && (part + 1) * PART_KEYS < last_key ? (part + 1) * PART_KEYS : last_key;
           const int64_t first_row_keys = last_key - (end - start) + 1;
-          tasks[count] = (task_t){s,        head,           start,      end,   part * part_keys,
+          tasks[count] = (task_t){s,        head,           start,      end,   part * PART_KEYS,
                                   part_end, first_row_keys, *num_parts, parts, part};
         }
         if (parts > 1) *num_parts += parts;

@@ -2,10 +2,6 @@
  * after the other. A task is a panel and some rows; the panel stays in the second-level cache for all of them.
  */
 
-#define PANEL 64
-#define LINEAR_ROWS 96
-#define LINEAR_DEPTH 1024 /* items of a panel that are multiplied before the next ones */
-
 typedef struct {
   const T *x, *bias;
   const uint32_t *packed;

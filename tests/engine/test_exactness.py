@@ -1,0 +1,96 @@
+"""The same request gives the same bits on a CPU, whatever is computed beside it, in which pieces, and where."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
+from tests.engine.engine_runs import prompt
+
+NUM_SCHEDULES = 200
+MOST_STEPS = 2000
+
+needs_own_products = pytest.mark.skipif(
+    torch.cpu.get_capabilities().get("amx_bf16", False),
+    reason="oneDNN multiplies bfloat16 there, which promises nothing",
+)
+
+
+@pytest.fixture(params=["float32", pytest.param("bfloat16", marks=needs_own_products)])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["llama", "qwen3", "opt"])
+def engine_of(request: pytest.FixtureRequest, dtype: str, tiny_checkpoint: Callable[[str], Checkpoint]) -> Any:
+    def make(**options: Any) -> Engine:
+        return Engine(tiny_checkpoint(request.param), EngineConfig(**{"dtype": dtype, "num_blocks": 400, **options}))
+
+    return make
+
+
+def drawn_requests(rng: random.Random) -> list[EngineRequest]:
+    """Long and short prompts, some with a common prefix, greedy and sampled."""
+    common = prompt(rng.randrange(1000), rng.randrange(1, 120))
+    requests = []
+    for number in range(rng.randrange(2, 7)):
+        own = prompt(rng.randrange(1000), rng.choice((1, 5, 20, 90, 280)))
+        temperature = rng.choice((0.0, 1.0))
+        sampling = SamplingParams(
+            max_tokens=rng.randrange(1, 60), temperature=temperature, ignore_eos=True, seed=number, num_top_logprobs=5
+        )
+        tokens = common + own if rng.random() < 0.5 else own
+        requests.append(EngineRequest(f"r{number}", tokens, sampling))
+    return requests
+
+
+def results(outputs: list[TokenOutput], name: str) -> list[tuple[Any, ...]]:
+    mine = (output for output in outputs if output.request_id == name)
+    return [(output.token_id, output.logprobs, output.finish_reason) for output in mine]
+
+
+def run(engine: Engine, waiting: list[EngineRequest], rng: random.Random) -> tuple[list[TokenOutput], int]:
+    """All outputs of requests that come at random moments, and how often one was preempted."""
+    outputs: list[TokenOutput] = []
+    num_preempted = 0
+    for _ in range(MOST_STEPS):
+        while waiting and (rng.random() < 0.3 or not engine.has_work()):
+            engine.add(waiting.pop())
+        if not engine.has_work():
+            engine.check_integrity()
+            return outputs, num_preempted
+        result = engine.step()
+        outputs += result.outputs
+        num_preempted += result.num_preempted
+    raise AssertionError("the engine does not come to an end")
+
+
+def test_a_request_has_the_same_bits_alone_and_in_any_schedule(engine_of: Callable[..., Engine]) -> None:
+    alone = engine_of(prefix_cache=False)
+    preempted = 0
+    for number in range(NUM_SCHEDULES // 6 + 1):  # of six models and types
+        rng = random.Random(number)
+        requests = drawn_requests(rng)
+        expected = {one.request_id: results(run(alone, [one], rng)[0], one.request_id) for one in requests}
+        block_tokens = rng.choice((8, 16, 64))
+        engine = engine_of(
+            block_tokens=block_tokens,
+            num_blocks=rng.choice((480, 700, 4000)) // block_tokens,
+            max_running=rng.choice((2, 4, 8)),
+            max_batch_tokens=rng.choice((9, 33, 128, 512)),
+            chunk_tokens=rng.choice((7, 64, 200)),
+            num_threads=rng.choice((1, 2, 3)),
+        )
+        outputs, num_preempted = run(engine, list(requests), rng)
+        preempted += num_preempted
+        assert {one.request_id: results(outputs, one.request_id) for one in requests} == expected, number
+        engine.close()
+    assert preempted > 0
