@@ -93,8 +93,8 @@ class NativeLibrary:
     def pack_weight(self, weight: Tensor) -> Multiply | None:
         """Packs into our own layout where its product matches oneDNN's (`PackWeight`).
 
-        1.6x faster than oneDNN up to 8 rows, where oneDNN spends 20 us per call, and equal at 512, both at peak. A row's
-        result does not depend on the others', as oneDNN's does in float32.
+        1.6x faster than oneDNN up to 8 rows, where oneDNN spends 20 us per call, and equal at 512, both at peak. Here a
+        row's result does not depend on the others, as oneDNN's does in float32.
         """
         num_columns, num_inputs = weight.shape
         if not self._has_fast_linear or num_inputs % self._item_size or weight.device.type != "cpu":

@@ -115,9 +115,11 @@ def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
         rows = []
         for start, end in chunks:
             spans = [TokenSpan(blocks, start, end), *(TokenSpan([number], 7, 8) for number in range(neighbours))]
-            mine = [tensor[start:end] for tensor in (q, k, v)]
-            batch = [torch.cat((own, own[:1].expand(neighbours, -1, -1))) for own in mine]
-            rows.append(backend.step(spans).attend(*batch, memory, head_dim**-0.5)[: end - start])
+            queries, keys, values = (
+                torch.cat((own[start:end], own[start : start + 1].expand(neighbours, -1, -1))) for own in (q, k, v)
+            )
+            batch = backend.step(spans)
+            rows.append(batch.attend(queries, keys, values, memory, head_dim**-0.5)[: end - start])
         return torch.cat(rows)
 
     whole = attended(1, [(0, num_tokens)], list(range(8, 8 + num_blocks)), 0)

@@ -26,7 +26,7 @@ typedef struct {
   float out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));      /* of the part, like sums and most */
   f32v sums[MAX_ROWS];
   float most[MAX_ROWS];
-  partial_t merged[MAX_ROWS]; /* of the parts before */
+  float merged_most[MAX_ROWS], merged_sums[MAX_ROWS]; /* of the parts before */
   float merged_out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
   int64_t slots[KEYS];
 } NAME(tile);
@@ -111,40 +111,41 @@ static void NAME(write_row)(const float *sums, T *out, float total, int64_t head
   for (int64_t d = 0; d < head_dim; d += LANES) STORE(out + d, load_f32(sums + d) / total);
 }
 
-/* The room of one part's sums for one head: a partial_t, then the weighted values. */
-static float *NAME(partial)(const NAME(attend_args) *a, int64_t part, int64_t head) {
-  return a->partials + (part * a->group + head) * (a->head_dim + 2);
+/* The room of one part's results: the largest score and the sum of each head, then their weighted values. */
+static float *NAME(partial)(const NAME(attend_args) *a, int64_t part) {
+  return a->partials + part * a->group * (a->head_dim + 2);
 }
 
 /* Stores the task's sums; the last of the tasks that share a row merges them all. */
 static void NAME(merge)(const NAME(attend_args) *a, const NAME(tile) *tile, const task_t *task, T *out) {
-  for (int64_t g = 0; g < a->group; g++) {
-    float *mine = NAME(partial)(a, task->first_part + task->part, g);
-    *(partial_t *)mine = (partial_t){tile->most[g], sum_of(tile->sums[g])};
-    memcpy(mine + 2, tile->out + g * a->head_dim, a->head_dim * sizeof(float));
+  const int64_t group = a->group, head_dim = a->head_dim;
+  float *mine = NAME(partial)(a, task->first_part + task->part);
+  for (int64_t g = 0; g < group; g++) {
+    mine[g] = tile->most[g];
+    mine[group + g] = sum_of(tile->sums[g]);
   }
+  memcpy(mine + 2 * group, tile->out, group * head_dim * sizeof(float));
   if (atomic_fetch_add(&a->done[task->first_part], 1) != task->num_parts - 1) return;
   atomic_store(&a->done[task->first_part], 0); /* for the next layer */
-  for (int64_t g = 0; g < a->group; g++) {
-    float *first = NAME(partial)(a, task->first_part, g);
-    for (int64_t i = 1; i < task->num_parts; i++) {
-      const float *part = NAME(partial)(a, task->first_part + i, g);
-      fold((partial_t *)first, first + 2, *(const partial_t *)part, part + 2, a->head_dim);
-    }
-    NAME(write_row)(first + 2, out + g * a->head_dim, ((partial_t *)first)->sum, a->head_dim);
+  float *all = NAME(partial)(a, task->first_part);
+  for (int64_t i = 1; i < task->num_parts; i++) {
+    const float *part = NAME(partial)(a, task->first_part + i);
+    fold(group, head_dim, all, all + group, all + 2 * group, part, part + group, part + 2 * group);
   }
+  for (int64_t g = 0; g < group; g++)
+    NAME(write_row)(all + 2 * group + g * head_dim, out + g * head_dim, all[group + g], head_dim);
 }
 
-/* Ends a part of the keys of all rows, and begins the next one. */
+/* Ends a part of the keys of all rows. */
 static void NAME(end_part)(NAME(tile) *tile, int64_t num_rows, int64_t head_dim, int is_first) {
-  for (int64_t r = 0; r < num_rows; r++) {
-    const partial_t part = {tile->most[r], sum_of(tile->sums[r])};
-    if (is_first) {
-      tile->merged[r] = part;
-      memcpy(tile->merged_out + r * head_dim, tile->out + r * head_dim, head_dim * sizeof(float));
-    } else {
-      fold(&tile->merged[r], tile->merged_out + r * head_dim, part, tile->out + r * head_dim, head_dim);
-    }
+  float sums[MAX_ROWS];
+  for (int64_t r = 0; r < num_rows; r++) sums[r] = sum_of(tile->sums[r]);
+  if (is_first) {
+    memcpy(tile->merged_most, tile->most, num_rows * sizeof(float));
+    memcpy(tile->merged_sums, sums, num_rows * sizeof(float));
+    memcpy(tile->merged_out, tile->out, num_rows * head_dim * sizeof(float));
+  } else {
+    fold(num_rows, head_dim, tile->merged_most, tile->merged_sums, tile->merged_out, tile->most, sums, tile->out);
   }
 }
 
@@ -182,10 +183,12 @@ static void NAME(attend_task)(void *data, long index) {
     NAME(merge)(a, &tile, task, out);
     return;
   }
-  NAME(end_part)(&tile, num_rows, a->head_dim, task->end_key <= PART_KEYS);
+  const int is_merged = task->end_key > PART_KEYS;
+  if (is_merged) NAME(end_part)(&tile, num_rows, a->head_dim, 0);
+  const float *sums = is_merged ? tile.merged_out : tile.out;
   for (int64_t r = 0; r < num_rows; r++)
-    NAME(write_row)(tile.merged_out + r * a->head_dim, out + r / a->group * a->out_stride + r % a->group * a->head_dim,
-                    tile.merged[r].sum, a->head_dim);
+    NAME(write_row)(sums + r * a->head_dim, out + r / a->group * a->out_stride + r % a->group * a->head_dim,
+                    is_merged ? tile.merged_sums[r] : sum_of(tile.sums[r]), a->head_dim);
 }
 
 /* Stores k and v [num_tokens, num_kv_heads, head_dim] (rows k_stride and v_stride apart) in their slots, then

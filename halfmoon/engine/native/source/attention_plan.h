@@ -4,7 +4,7 @@
 #define KEYS 64       /* keys of a tile */
 #define MAX_ROWS 96   /* query rows of a tile: tokens times the query heads that share a KV head */
 #define MAX_HEAD_DIM 256
-#define PART_KEYS 256    /* keys that share a running softmax, whoever computes them */
+#define PART_KEYS 512    /* keys that share a running softmax, whoever computes them */
 
 typedef struct {
   int64_t row_start, row_end; /* of the batch; the sequence's last tokens */
@@ -24,19 +24,27 @@ typedef struct {
   int64_t part;
 } task_t;
 
-typedef struct {
-  float most, sum; /* the largest score, and the weights that it gives the others */
-} partial_t;
-
-/* Adds a later part of a row's keys to the earlier ones. Never inlined: the compiler may fuse products otherwise. */
-static __attribute__((noinline)) void fold(partial_t *earlier, float *out, partial_t part, const float *part_out,
-                                           int64_t head_dim) {
-  const float most = earlier->most > part.most ? earlier->most : part.most;
-  const float fade = expf(earlier->most - most), weight = expf(part.most - most);
-  earlier->most = most;
-  earlier->sum = earlier->sum * fade + part.sum * weight;
-  for (int64_t d = 0; d < head_dim; d += LANES)
-    store_f32(out + d, load_f32(out + d) * fade + load_f32(part_out + d) * weight);
+/* Adds a later part of each row's keys to the earlier ones: the largest scores, the sums of the weights that they give,
+ * and the weighted values [num_rows, head_dim]. Never inlined: the compiler may fuse other products elsewhere.
+ */
+static __attribute__((noinline)) void fold(int64_t num_rows, int64_t head_dim, float *most, float *sums, float *out,
+                                           const float *part_most, const float *part_sums, const float *part_out) {
+  for (int64_t row = 0; row < num_rows; row += LANES) {
+    const int64_t count = num_rows - row < LANES ? num_rows - row : LANES;
+    float fades[LANES] = {0}, weights[LANES] = {0};
+    memcpy(fades, most + row, count * sizeof(float));
+    memcpy(weights, part_most + row, count * sizeof(float));
+    const f32v before = load_f32(fades), later = load_f32(weights), all = max_f32(before, later);
+    store_f32(fades, exp_f32(before - all));
+    store_f32(weights, exp_f32(later - all));
+    memcpy(most + row, &all, count * sizeof(float));
+    for (int64_t i = row; i < row + count; i++) {
+      const float fade = fades[i - row], weight = weights[i - row];
+      sums[i] = sums[i] * fade + part_sums[i] * weight;
+      for (int64_t d = i * head_dim; d < (i + 1) * head_dim; d += LANES)
+        store_f32(out + d, load_f32(out + d) * fade + load_f32(part_out + d) * weight);
+    }
+  }
 }
 
 typedef struct {
@@ -46,12 +54,13 @@ typedef struct {
 
 /* The slots of `num_keys` keys from `key` on; calls must go up. */
 static void slots_of(keys_t *keys, int64_t key, int64_t num_keys, int64_t *slots) {
-  for (int64_t i = 0; i < num_keys; i++) {
-    while (key + i >= keys->run_key + keys->run->end - keys->run->start) {
-      keys->run_key += keys->run->end - keys->run->start;
-      keys->run++;
-    }
-    slots[i] = keys->run->start + key + i - keys->run_key;
+  for (int64_t end = key + num_keys; key < end;) {
+    const int64_t next_run_key = keys->run_key + keys->run->end - keys->run->start;
+    const int64_t first_slot = keys->run->start + key - keys->run_key;
+    const int64_t count = (next_run_key < end ? next_run_key : end) - key;
+    for (int64_t i = 0; i < count; i++) slots[i] = first_slot + i;
+    if (count > 0) slots += count, key += count;
+    if (key >= next_run_key) keys->run_key = next_run_key, keys->run++;
   }
 }
 
