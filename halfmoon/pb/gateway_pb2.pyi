@@ -365,6 +365,7 @@ class WorkerLoad(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTED_TOTAL_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -381,6 +382,8 @@ class WorkerLoad(_message.Message):
     """prompt tokens accepted but not computed yet"""
     context_tokens: _builtins.int
     """over the sequences of the last step"""
+    num_preempted_total: _builtins.int
+    """since start"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkSpeed]:
         """to the workers that this one has sent KV to, and from its store"""
@@ -408,10 +411,11 @@ class WorkerLoad(_message.Message):
         context_tokens: _builtins.int = ...,
         steps: _abc.Iterable[Global___StepTiming] | None = ...,
         decisions: _abc.Iterable[Global___DecisionCount] | None = ...,
+        num_preempted_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decisions", b"decisions", "draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "sequence", b"sequence", "steps", b"steps", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decisions", b"decisions", "draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_preempted_total", b"num_preempted_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "sequence", b"sequence", "steps", b"steps", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

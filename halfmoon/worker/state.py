@@ -57,6 +57,7 @@ class WorkerState:
         self._num_loads = 0
         self._num_prefill_tokens = 0
         self._num_output_tokens = 0
+        self._num_preempted = 0
         self._context_tokens = 0  # of the last step
         self._steps: deque[tuple[float, StepResult]] = deque(maxlen=_MAX_TIMINGS)  # (ended_s, result)
 
@@ -92,6 +93,7 @@ class WorkerState:
         """Handles one step; called by the engine."""
         self._num_prefill_tokens += result.num_prefill_tokens
         self._num_output_tokens += len(result.outputs)
+        self._num_preempted += result.num_preempted
         self._metrics.observe_step(result)
         self._note_timing(result)
         self.cached_blocks.change(result.stored_keys, result.evicted_keys)
@@ -136,6 +138,7 @@ class WorkerState:
             draining=self.draining,
             num_prefill_tokens_total=self._num_prefill_tokens,
             num_output_tokens_total=self._num_output_tokens,
+            num_preempted_total=self._num_preempted,
             waiting_prefill_tokens=stats.num_waiting_tokens,
             context_tokens=self._context_tokens if stats.num_running else 0,
             steps=[_timing(step, reported_s - ended_s) for ended_s, step in steps],

@@ -29,6 +29,7 @@ from services.gateway.http.request_ids import HEADER, assign_request_id, request
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
 from services.gateway.replies.messages_format import anthropic_error
 from services.gateway.replies.sse_body import ClientGone
+from services.gateway.telemetry.load_header import LoadHeader
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Endpoints:
     admission: AdmissionEndpoint
     console: ConsoleEndpoints
     workload: WorkloadEndpoint
+    load_header: LoadHeader
 
 
 def make_app(endpoints: Endpoints, access: Access) -> web.Application:
@@ -68,6 +70,7 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app.on_response_prepare.append(access.cors.mark)
     app.on_response_prepare.append(access.limits.mark)
     app.on_response_prepare.append(mark_ignored)
+    app.on_response_prepare.append(endpoints.load_header.mark)
     generation, tokenizer, control = endpoints.generation, endpoints.tokenizer, endpoints.control
     app.router.add_post("/v1/chat/completions", generation.chat)
     app.router.add_post("/v1/completions", generation.completions)

@@ -64,6 +64,7 @@ from services.gateway.routing.routing_context import RoutingContext
 from services.gateway.running_repeats import RunningRepeats
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.label_digests import LabelDigests, label_key
+from services.gateway.telemetry.load_header import LoadHeader
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.gateway.telemetry.request_record import RequestRecorder
@@ -143,6 +144,7 @@ async def running_gateway(
             AdmissionEndpoint(admission),
             ConsoleEndpoints(cluster, ledger, classes, telemetry, stores),
             WorkloadEndpoint(ledger),
+            LoadHeader(membership),
         )
         add = partial(add_ClusterServicer_to_server, cluster)
         async with (

@@ -23,6 +23,7 @@ from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.reported_prompts import ReportedPrompts
 from halfmoon.policy.wait_limits import MAY_RETURN_S
 from halfmoon.rpc.layout_message import layout_from
+from services.gateway.cluster.engine_totals import EngineTotals
 from services.gateway.cluster.identity_check import check_identity
 from services.gateway.cluster.learned_models import LearnedModels
 from services.gateway.cluster.member import Member
@@ -53,6 +54,7 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._view = ClusterView()
         self.index = BlockIndex()
+        self.totals = EngineTotals()
         self._models = LearnedModels()
         self._layouts: Counter[KVLayout] = Counter()  # members of each
         self._decoders: dict[str, str] = {}  # of each running request: its decode worker
@@ -117,6 +119,7 @@ class Membership:
     def report(self, member: Member, load: WorkerLoad, now_s: float) -> None:
         """Takes a load report, which is also a heartbeat. Its figures include everything sent to the worker before."""
         member.heard_s = now_s
+        self.totals.note(member.load, load)
         member.load = load
         member.prompts.report(load.waiting_prefill_tokens, now_s)
         member.decoding.clear()

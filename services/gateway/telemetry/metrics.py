@@ -16,7 +16,7 @@ from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import PrefixCopies
 from services.gateway.telemetry.recent_telemetry import POOL_DECISIONS, RecentTelemetry
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
-from services.gateway.telemetry.vllm_metrics import VllmMetrics
+from services.gateway.telemetry.vllm_metrics import VllmMetrics, VllmRequestMetrics
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -82,6 +82,7 @@ class GatewayMetrics:
             registry=registry,
         )
         self.tenants = TenantMetrics(registry)
+        self.vllm_requests = VllmRequestMetrics(model_name, registry)
         self.connections = Gauge("halfmoon_gateway_connections", "HTTP connections open", registry=registry)
         self._connections_full = Counter(
             "halfmoon_gateway_connections_full",
@@ -112,6 +113,7 @@ class GatewayMetrics:
     def _vllm_counters(self) -> dict[str, Counter]:
         return {
             "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_cached": self.cached_tokens,
             "generation_tokens": self.output_tokens,
             "prefix_cache_queries": self.prompt_tokens,
             "prefix_cache_hits": self.cached_tokens,

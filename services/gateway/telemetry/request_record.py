@@ -99,6 +99,7 @@ class RequestRecorder:
         self._limits.correct_tokens(request.tenant, num_used - request.num_expected_tokens)
         self._ledger.record(row)
         self._count(row, gaps_s)
+        self._metrics.vllm_requests.observe(request, row)
         self._telemetry.note_ended(request, row, gaps_s, reason, now_s)
         fields = {**row.as_dict(), "created_at": request.created_at.isoformat()}
         log.info("request.ended", extra={**fields, "labels": self._labels.of(request.generation.labels)})

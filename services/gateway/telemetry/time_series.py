@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 BUCKET_S = 5.0
 _NUM_BUCKETS = 360  # half an hour
 _EDGES_S = 1e-4 * 1.1 ** np.arange(170)  # up to about 1000 s; percentiles are right within a tenth
-_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 _TOKENS = ("prompt_tokens", "cached_tokens", "prefill_tokens", "output_tokens")
 _OUTCOMES = ("ended", "good", "refused", "failed")
 
