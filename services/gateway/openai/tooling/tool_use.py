@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from halfmoon.errors import InvalidRequest
-from services.gateway.openai.messages import Message
+from services.gateway.openai.messages import Message, RenderedChat
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import RequestedConstraint
 from services.gateway.openai.tooling.described_tools import with_described_tools
 from services.gateway.openai.tooling.tools import NamedTool, choice_of, constraint_of_choice
-from services.gateway.replies.tool_parsers import PARSERS, NamedCall, NewToolParser, RequiredCalls
+from services.gateway.replies.call_parts import NewToolParser
+from services.gateway.replies.tagged_calls import CallList
+from services.gateway.replies.tool_parsers import (
+    MARKED,
+    PARSERS,
+    FirstCall,
+    NamedCall,
+    ToolFormat,
+    format_of_template,
+)
+
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class ToolUse(NamedTuple):
@@ -23,34 +36,54 @@ class ToolUse(NamedTuple):
     rendered: list[dict[str, Any]] | None = None  # for the chat template, if it has a place for them
     forced: RequestedConstraint | None = None  # the required call
     new_parser: NewToolParser | None = None  # None: all text is content
+    needs_marks: bool = False  # calls are found by special tokens
 
 
 def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
     """The tool use of a chat. Raises InvalidRequest if this request cannot use tools."""
-    tools = body.tools or []
-    choice = choice_of(body.tool_choice, tools)
+    choice, tools = choice_of(body.tool_choice, body.tools or [])
     rendered = [] if choice == "none" else [tool.model_dump(exclude_none=True) for tool in tools]
-    told = told_of_tools(body.messages, rendered, model)
+    tool_format = tool_format_of(body, model)
+    told = told_of_tools(body.messages, rendered, tool_format)
     if choice == "none":
         return told
     for name in ("response_format", "structured_outputs"):
         form = getattr(body, name)
         if form is not None and getattr(form, "type", None) != "text":
             raise InvalidRequest(f"{name} leaves no room for calls; set tool_choice to 'none'", param=name)
-    if choice == "auto" and body.parallel_tool_calls is False:
-        message = "parallel_tool_calls: false is not supported where the model decides; set tool_choice to 'required'"
-        raise InvalidRequest(message, param="parallel_tool_calls")
     constraint = constraint_of_choice(choice, tools, parallel=body.parallel_tool_calls is not False)
     if constraint is None:
-        return told._replace(new_parser=PARSERS[model.tool_format or "hermes"])
+        new_parser = PARSERS[tool_format or "hermes"]
+        parallel = body.parallel_tool_calls is not False
+        return told._replace(
+            new_parser=new_parser if parallel else lambda: FirstCall(new_parser()), needs_marks=tool_format in MARKED
+        )
     forced = RequestedConstraint(constraint, "tools")
     if isinstance(choice, NamedTool):
         return told._replace(forced=forced, new_parser=partial(NamedCall, choice.function.name))
-    return told._replace(forced=forced, new_parser=RequiredCalls)
+    return told._replace(forced=forced, new_parser=CallList)
 
 
-def told_of_tools(messages: Sequence[Message], tools: list[dict[str, Any]], model: ServedModel) -> ToolUse:
+def tool_format_of(body: RenderedChat, model: ServedModel) -> ToolFormat | None:
+    """How the model calls tools: as its chat template has it, or that of the request."""
+    return model.tool_format if body.chat_template is None else format_of_template(body.chat_template)
+
+
+def told_of_tools(messages: Sequence[Message], tools: list[dict[str, Any]], tool_format: ToolFormat | None) -> ToolUse:
     """How a model is told of tools, as JSON values: by its chat template, or in plain text."""
-    if model.tool_format is None:
+    if tool_format is None:
         return ToolUse(with_described_tools(messages, tools))
+    if tool_format == "mistral":
+        messages = [_with_short_ids(message) for message in messages]
     return ToolUse(messages, tools or None)
+
+
+def _with_short_ids(message: Message) -> Message:
+    """The message with ids of calls as Mistral's templates require them: nine letters and digits."""
+    calls = [call.model_copy(update={"id": _short_id(call.id)}) for call in message.tool_calls or ()] or None
+    answered = message.tool_call_id and _short_id(message.tool_call_id)
+    return message.model_copy(update={"tool_calls": calls, "tool_call_id": answered})
+
+
+def _short_id(call_id: str) -> str:
+    return call_id if _SHORT_ID.fullmatch(call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]

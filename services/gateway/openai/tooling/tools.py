@@ -46,22 +46,51 @@ class NamedTool(Part):
     function: NamedFunction
 
 
+class AllowedTools(Part):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=_MAX_TOOLS)]
+
+
+class AllowedChoice(Part):
+    """A choice among some of the tools: the model is told of no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 Tools = Annotated[Items[Tool], Field(max_length=_MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice
+EffectiveChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-def choice_of(choice: ToolChoice | None, tools: Sequence[Tool]) -> ToolChoice:
-    """The effective choice; the default is auto with tools and none without. Raises InvalidRequest."""
+def choice_of(choice: ToolChoice | None, tools: Sequence[Tool]) -> tuple[EffectiveChoice, Sequence[Tool]]:
+    """The effective choice, and the tools that it leaves; the default is auto with tools and none without.
+
+    Raises InvalidRequest.
+    """
     if not tools:
         if choice in (None, "none", "auto"):
-            return "none"
+            return "none", tools
         raise InvalidRequest("tool_choice needs tools to choose from", param="tool_choice")
-    if isinstance(choice, NamedTool) and choice.function.name not in [tool.function.name for tool in tools]:
-        raise InvalidRequest(f"tool_choice: {choice.function.name!r} is not among the tools", param="tool_choice")
-    return "auto" if choice is None else choice
+    if isinstance(choice, AllowedChoice):
+        _check_known(choice.allowed_tools.tools, tools)
+        names = {named.function.name for named in choice.allowed_tools.tools}
+        return choice.allowed_tools.mode, [tool for tool in tools if tool.function.name in names]
+    if isinstance(choice, NamedTool):
+        _check_known([choice], tools)
+    return "auto" if choice is None else choice, tools
 
 
-def constraint_of_choice(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -> Constraint | None:
+def _check_known(chosen: Sequence[NamedTool], tools: Sequence[Tool]) -> None:
+    known = {tool.function.name for tool in tools}
+    for one in chosen:
+        if one.function.name not in known:
+            raise InvalidRequest(f"tool_choice: {one.function.name!r} is not among the tools", param="tool_choice")
+
+
+def constraint_of_choice(choice: EffectiveChoice, tools: Sequence[Tool], *, parallel: bool) -> Constraint | None:
     """The constraint of a required call: the named tool's arguments, or a list of calls with name and arguments."""
     if isinstance(choice, NamedTool):
         named = next(tool.function for tool in tools if tool.function.name == choice.function.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,9 @@ from hypothesis import strategies as st
 from halfmoon.pb.types_pb2 import Constraint
 from services.gateway.openai.messages import Message
 from services.gateway.openai.tooling.described_tools import with_described_tools
-from services.gateway.replies.tool_parsers import (
-    PARSERS,
-    CallPart,
-    NamedCall,
-    RequiredCalls,
-    ToolFormat,
-    ToolParser,
-    format_of_template,
-)
+from services.gateway.replies.call_parts import CallPart, ToolParser
+from services.gateway.replies.tagged_calls import CallList
+from services.gateway.replies.tool_parsers import PARSERS, FirstCall, NamedCall, ToolFormat, format_of_template
 from tests.services.gateway import fakes
 from tests.services.gateway.fakes import MODEL, Script, running_fleet, served_model
 
@@ -46,9 +41,15 @@ def _model_with_tools(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     monkeypatch.setattr(fakes, "CONTEXT_TOKENS", 2_000)
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 MAKERS: dict[str, Callable[[], ToolParser]] = {
     **{str(name): maker for name, maker in PARSERS.items()},
-    "required": RequiredCalls,
+    "required": CallList,
+    "first": lambda: FirstCall(PARSERS["hermes"]()),
     "named": lambda: NamedCall("f"),
 }
 
@@ -114,6 +115,50 @@ async def test_some_tool_is_required(tmp_path: Path) -> None:
     assert [schema.get("maxItems") for schema in schemas] == [None, 1]
 
 
+async def test_some_of_the_tools_are_allowed(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script(TWO))
+        for mode in ("auto", "required"):
+            choice: Any = allowed(mode, "time")
+            await fleet.client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS, tool_choice=choice)
+        function: Any = {"type": "function", "name": "time"}
+        chosen: Any = {"type": "allowed_tools", "mode": "auto", "tools": [function]}
+        other: Any = {"type": "function", "name": "weather"}
+        await fleet.client.responses.create(model=MODEL, input="hi", tools=[function, other], tool_choice=chosen)
+        prompts = [bytes(one.generation.prompt_token_ids).decode() for one in prefill.calls.prefills]
+        constraint = prefill.calls.prefills[1].generation.sampling.constraint
+    assert all('"time"' in prompt and "weather" not in prompt for prompt in prompts)
+    assert "weather" not in constraint.source
+    assert "time" in constraint.source
+
+
+async def test_the_model_may_call_one_tool_alone(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script(f"{ONE}{TWO}"))
+        answer = await fleet.client.chat.completions.create(
+            model=MODEL, messages=HI, tools=TOOLS, parallel_tool_calls=False
+        )
+    assert calls_of(answer.choices[0].message) == [("weather", {"city": "Rom"})]
+
+
+async def test_a_mistral_model_gets_ids_as_its_template_wants_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = dataclasses.replace(served_model(), tool_format="mistral", context_tokens=2_000)
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script('[TOOL_CALLS]weather[ARGS]{"city": "Rom"}'))
+        answer = await fleet.client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS)
+        called: Any = answer.choices[0].message.model_dump(exclude_none=True)
+        result: Any = {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "sunny"}
+        await fleet.client.chat.completions.create(model=MODEL, messages=[*HI, called, result], tools=TOOLS)
+        prompt = bytes(prefill.calls.prefills[1].generation.prompt_token_ids).decode()
+    assert calls_of(answer.choices[0].message) == [("weather", {"city": "Rom"})]
+    (answered,) = re.findall(r"^tool/(\w+):sunny$", prompt, re.MULTILINE)
+    assert len(answered) == 9
+    assert f'"id": "{answered}"' in prompt
+
+
 async def test_llama3_calls(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         await fleet.pair(Script('{"name": "weather", "parameters": {"city": "Rom"}}'))
@@ -132,7 +177,11 @@ async def test_llama3_calls(tmp_path: Path) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": [TOOLS[1]]}}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        ({"tool_choice": allowed("auto", "other")}, "tool_choice"),
         ({"tool_choice": "required", "min_tokens": 3}, "min_tokens"),
         (
             {
@@ -200,6 +249,9 @@ async def test_a_model_without_tools_is_told_in_plain_text(
         ("llama3_json", '{"name": "weather", "param', "", 0),
         ("llama3_json", '{"city": "Ro', '{"city": "Ro', 0),
         ("required", '[{"name": "f", "parameters": {}}, {"name": "g", "par', "", 1),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ', "", 0),
+        ("pythonic", "[f(a=1), g(b=", "", 1),
+        ("deepseek", "so<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>g<｜tool▁s", "so", 0),
     ],
 )
 def test_a_call_that_was_cut_off_is_no_content(kind: str, text: str, content: str, num_calls: int) -> None:
@@ -222,6 +274,11 @@ def test_formats_of_templates() -> None:
     assert format_of_template("{% if tools %}<tool_call>{% endif %}") == "hermes"
     assert format_of_template('{% if tools %}{"name": "parameters": }"parameters"{% endif %}') == "llama3_json"
     assert format_of_template("{% if tools %}[TOOL]{% endif %}") is None
+    assert format_of_template("{% if tools %}[TOOL]{% endif %}", "pythonic") == "pythonic"
+    assert format_of_template("{{ messages }}", "pythonic") is None
+    assert format_of_template("{% if tools %}[TOOL_CALLS]{% endif %}") == "mistral"
+    assert format_of_template("{% if tools %}like [func_name1(a=b)]{% endif %}") == "pythonic"
+    assert format_of_template("{% if tools %}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{% endif %}") == "deepseek"
 
 
 def parsed(parser: ToolParser, pieces: list[str], *, is_cut_off: bool = False) -> tuple[str, list[tuple[str, str]]]:
@@ -255,6 +312,40 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         [("f", '{"a": "]"}'), ("g", "{}")],
     ),
     ("named", '{"a": 1}', "", [("f", '{"a": 1}')]),
+    ("first", f"a{ONE}b{TWO}", "ab", [("weather", '{"city": "Rom"}')]),
+    ("mistral", "just [TOOL text", "just [TOOL text", []),
+    (
+        "mistral",
+        'so [TOOL_CALLS] [{"name": "f", "arguments": {"a": "}"}}, {"name": "g", "arguments": {}}]',
+        "so ",
+        [("f", '{"a": "}"}'), ("g", "{}")],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g.h[CALL_ID]x1[ARGS]{}',
+        "",
+        [("f", '{"a": {"b": 1}}'), ("g.h", "{}")],
+    ),
+    ("mistral", '[TOOL_CALLS]f{"a": 1}', "", [("f", '{"a": 1}')]),
+    ("pythonic", " [1] is a list", " [1] is a list", []),
+    ("pythonic", "plain [f()]", "plain [f()]", []),
+    ("pythonic", "[]", "[]", []),
+    ("pythonic", "[f(1)]", "[f(1)]", []),
+    ("pythonic", "[f(a=open('x'))]", "[f(a=open('x'))]", []),
+    (
+        "pythonic",
+        """ [f(a=1, b=[-2.5, "x, ]\\"'"]), g.h(c={'d': None}, e=true)]\n""",
+        "",
+        [("f", '{"a": 1, "b": [-2.5, "x, ]\\"\'"]}'), ("g.h", '{"c": {"d": null}, "e": true}')],
+    ),
+    (
+        "deepseek",
+        "so <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        '{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "so ",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
 ]
 
 
