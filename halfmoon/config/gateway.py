@@ -81,6 +81,16 @@ class GatewayConfig(Section):
         description="what a model writes between <think> and </think>, if its chat template has such tags, is parted "
         "from the answer; false: it is a part of the text",
     )
+    tool_parser: Literal["hermes", "llama3_json", "pythonic", "mistral", "deepseek"] | None = Field(
+        None,
+        description="how the model writes calls of tools, if its chat template has a place for them; default: as far "
+        "as the template shows it",
+    )
+    trust_request_chat_template: bool = Field(
+        False,
+        description="requests may bring a `chat_template`; it is sandboxed, but can take as much time and memory as it "
+        "likes, so only for clients that you trust",
+    )
     shared_cache: bool = Field(
         False,
         description="tenants share cached KV, so that a tenant can find out by `cached_tokens` and by latency which "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ class TokenMasks:
         Raises InvalidRequest for an unusable constraint, ConstraintFailed for one that allows no token or needs more
         work than is allowed, ValueError for an output that violates it.
         """
+        if constraint.ends_reasoning is not None:
+            return self._allowed_behind(constraint.ends_reasoning, constraint, output)
         key = (constraint, tuple(output))
         matcher = self._matcher(*key)
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -103,6 +106,20 @@ class TokenMasks:
         if len(self._started) > _MOST_OUTPUTS:
             self._started.popitem(last=False)
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
+
+    def _allowed_behind(self, end: int, constraint: Constraint, output: Sequence[int]) -> NDArray[np.bool_]:
+        """What `allowed` returns for a constraint that binds only what follows the reasoning: all but an end before."""
+        begin = constraint.begins_reasoning
+        is_reasoned = begin is None or output[:1] == [begin]
+        if is_reasoned and end not in output:
+            free = np.ones(self._vocab_size, dtype=np.bool_)
+            free[list(self._eos_token_ids)] = False
+            return free
+        answer = output[output.index(end) + 1 :] if is_reasoned else output
+        allowed = self.allowed(replace(constraint, begins_reasoning=None, ends_reasoning=None), answer)
+        if not output and begin is not None:
+            allowed[begin] = True
+        return allowed
 
     def _matcher(self, constraint: Constraint, output: tuple[int, ...]) -> Any:
         matcher = self._take(constraint, output)

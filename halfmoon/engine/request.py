@@ -24,11 +24,15 @@ CONSTRAINT_TOKEN_ID = -2  # of a row whose constraint allows no token, or exceed
 class Constraint:
     """A required form of the output.
 
-    `source` is a JSON schema, a regular expression, a JSON list of texts, or a grammar (Lark or GBNF).
+    `source` is a JSON schema, a regular expression, a JSON list of texts, or a grammar (Lark or GBNF). It binds what
+    follows the token `ends_reasoning`, if there is one. With `begins_reasoning` it binds the whole output, unless that
+    begins with this token.
     """
 
     kind: ConstraintKind
     source: str
+    begins_reasoning: int | None = None
+    ends_reasoning: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,8 @@ class SamplingParams:
     It never depends on the batch, the process or the chunking. (The logits themselves do, in their last bits: in
     float32 that is too little to matter for greedy output, in bfloat16 two nearly equal tokens can change places.)
 
-    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off; seed is always set (the gateway draws one).
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off; seed is always set (the gateway draws one). If
+    there are `allowed_token_ids`, no others are drawn. The last token of a bad word is not drawn after its others.
     """
 
     max_tokens: int
@@ -55,6 +60,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     constraint: Constraint | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
 
 

@@ -10,7 +10,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
 
 _SAMPLING_RANGES = {  # both ends included; no range contains NaN
-    "temperature": (0.0, 100.0),
+    "temperature": (0.0, 10_000.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
@@ -38,6 +38,9 @@ class RequestLimits:
         self.check_token_ids(request.output_token_ids, "output_token_ids")
         self.check_token_ids(tuple(request.sampling.logit_bias), "logit_bias")
         self.check_token_ids(request.sampling.stop_token_ids, "stop_token_ids")
+        self.check_token_ids(request.sampling.allowed_token_ids, "allowed_token_ids")
+        for word in request.sampling.bad_words:
+            self.check_token_ids(word, "bad_words")
         _check_sampling(request.sampling)
         self._check_length(sequence)
 

@@ -90,7 +90,7 @@ def is_plain_greedy(params: SamplingParams, position: int) -> bool:
         _is_greedy(params)
         and params.num_top_logprobs is None
         and params.constraint is None
-        and not params.logit_bias
+        and not (params.logit_bias or params.allowed_token_ids or params.bad_words)
         and position >= params.min_tokens
         and not params.presence_penalty
         and not params.frequency_penalty
@@ -109,6 +109,14 @@ def adjust_logits(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int
         banned = [*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids]
         if banned:
             values[torch.tensor(banned, device=values.device)] = float("-inf")
+    if params.allowed_token_ids:
+        others = torch.ones_like(values, dtype=torch.bool)
+        others[torch.tensor(params.allowed_token_ids, device=values.device)] = False
+        values.masked_fill_(others, float("-inf"))
+    output = tuple(row.token_ids[row.num_prompt :])
+    ends = [word[-1] for word in params.bad_words if output[len(output) - len(word) + 1 :] == word[:-1]]
+    if ends:
+        values[torch.tensor(ends, device=values.device)] = float("-inf")
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=values.device)
         values[ids] += torch.tensor(list(params.logit_bias.values()), device=values.device)
@@ -117,7 +125,6 @@ def adjust_logits(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int
         picked = values[seen]
         factor = params.repetition_penalty
         values[seen] = torch.where(picked > 0, picked / factor, picked * factor)
-    output = row.token_ids[row.num_prompt :]
     if output and (params.presence_penalty or params.frequency_penalty):
         ids, counts = torch.unique(torch.tensor(output, device=values.device), return_counts=True)
         values[ids] -= params.presence_penalty + params.frequency_penalty * counts

@@ -110,7 +110,9 @@ class OwnDraw:
             return None
         sampling = dict(params["sampling"])
         sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"]}
-        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            sampling[name] = tuple(sampling[name])
+        sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
         if sampling["constraint"] is not None:
             sampling["constraint"] = Constraint(**sampling["constraint"])
         return cls(params["request_id"], SamplingParams(**sampling), params["num_before"])

@@ -48,9 +48,10 @@ def vllm_sampling(request: EngineRequest, eos_token_ids: Collection[int], num_be
 
 
 def needs_own_sampler(sampling: SamplingParams, num_before: int) -> bool:
-    """Whether vLLM cannot say it, or counts tokens of the answer as the prompt's: structure, penalties, extremes."""
+    """Whether vLLM cannot say it, or counts the answer as the prompt: structure, words, penalties, extremes."""
     return (
         sampling.constraint is not None
+        or bool(sampling.allowed_token_ids or sampling.bad_words)
         or bool(num_before and (sampling.presence_penalty or sampling.frequency_penalty))
         or sampling.top_p == 0
         or any(abs(bias) > _MOST_LOGIT_BIAS for bias in sampling.logit_bias.values())

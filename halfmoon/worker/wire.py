@@ -67,6 +67,8 @@ def sampling_from(message: pb.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         constraint=_constraint_from(message.constraint) if message.HasField("constraint") else None,
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words if word.ids),
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
     )
 
@@ -75,7 +77,12 @@ def _constraint_from(message: pb.Constraint) -> Constraint:
     kind = _CONSTRAINTS.get(message.kind)
     if kind is None:
         raise Incompatible(f"this worker does not know constraints of kind {message.kind}", param="constraint")
-    return Constraint(kind, message.source)
+    return Constraint(
+        kind,
+        message.source,
+        message.begins_reasoning if message.HasField("begins_reasoning") else None,
+        message.ends_reasoning if message.HasField("ends_reasoning") else None,
+    )
 
 
 def request_from(

@@ -20,7 +20,7 @@ from halfmoon.rpc.service import service_main
 from halfmoon.rpc.telemetry.tracing import tracing
 from services.gateway.openai.sampling_defaults import NEUTRAL, SamplingDefaults
 from services.gateway.openai.served_model import ServedModel
-from services.gateway.replies.reasoning import reasons
+from services.gateway.replies.reasoning import TAGS, reasons
 from services.gateway.replies.tool_parsers import format_of_template
 from services.gateway.service import running_gateway
 from services.gateway.settings import GatewaySettings
@@ -53,8 +53,15 @@ def load_model(settings: GatewaySettings) -> ServedModel:
         adapters=adapters,
         defaults=_defaults(settings, checkpoint.path),
         reasons=settings.split_reasoning and reasons(tokenizer.chat_template),
-        tool_format=format_of_template(tokenizer.chat_template),
+        trusts_templates=settings.trust_request_chat_template,
+        reasoning_tags=_reasoning_tags(tokenizer),
+        tool_format=format_of_template(tokenizer.chat_template, settings.tool_parser),
     )
+
+
+def _reasoning_tags(tokenizer: Tokenizer) -> tuple[int, int] | None:
+    begin, end = (tokenizer.encode(tag, with_special=False) for tag in TAGS)
+    return (begin[0], end[0]) if len(begin) == len(end) == 1 else None
 
 
 def _defaults(settings: GatewaySettings, path: Path) -> SamplingDefaults:

@@ -209,3 +209,24 @@ def test_logits_are_left_as_they_were() -> None:
     before = values.clone()
     sample(values, [row([1, 2, 3], repetition_penalty=2.0, logit_bias={1: 5.0})], EOS)
     assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_drawn(temperature: float) -> None:
+    rows = [row(temperature=temperature, seed=seed, allowed_token_ids=(3, 5)) for seed in range(20)]
+    drawn = {token.token_id for token in sample(logits().expand(20, -1), rows, EOS)}
+    assert drawn == ({3, 5} if temperature else {int(logits()[0, [3, 5]].argmax()) * 2 + 3})
+
+
+def test_the_last_token_of_a_bad_word_is_not_drawn_after_the_others() -> None:
+    values = logits()
+    best = int(values.argmax())
+    words = {"bad_words": ((9, 8, best),), "temperature": 0.0}
+
+    def drawn(output: list[int], **params: Any) -> int:
+        return sample(values, [row([8, *output], **params)], EOS)[0].token_id
+
+    assert drawn([9, 8], **words) != best
+    assert drawn([1, 9, 8], **words) != best
+    assert [drawn(output, **words) for output in ([], [8], [9], [9, 8, 1])] == [best] * 4  # the prompt does not count
+    assert drawn([], temperature=0.0, bad_words=((best,),)) != best

@@ -60,6 +60,8 @@ def test_ignored_ends_are_no_stop_tokens() -> None:
         (1, {"frequency_penalty": -0.5, "stop_token_ids": (9,), "min_tokens": 3}),
         (0, {"top_p": 0.0}),
         (0, {"logit_bias": {3: 101.0}}),
+        (0, {"allowed_token_ids": (3, 5)}),
+        (0, {"bad_words": ((3,), (4, 5))}),
     ],
 )
 def test_our_sampler_draws_what_vllm_cannot(num_before: int, more: dict[str, Any]) -> None:

@@ -80,11 +80,17 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> str:
-        """The prompt text of a conversation. Raises InvalidRequest without a template, or when the template refuses."""
+        """The prompt text of a conversation, by the checkpoint's template or by `chat_template`.
+
+        Raises InvalidRequest without a template, or when the template refuses.
+        """
+        context = {**self._special_tokens, **(template_kwargs or {}), "messages": messages, "tools": tools}
+        if chat_template is not None:
+            return _rendered_of_request(chat_template, {**context, "add_generation_prompt": add_generation_prompt})
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use the completions endpoint", param="messages")
-        context = {**self._special_tokens, **(template_kwargs or {}), "messages": messages, "tools": tools}
         try:
             return self._template.render(**context, add_generation_prompt=add_generation_prompt)
         except (TemplateError, TypeError) as error:
@@ -205,6 +211,14 @@ def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in template}
         return named.get("default")
     return template
+
+
+def _rendered_of_request(chat_template: str, context: Mapping[str, Any]) -> str:
+    """Renders a request's own template. Whatever goes wrong there is the client's mistake: InvalidRequest."""
+    try:
+        return _environment().from_string(chat_template).render(**context)
+    except Exception as error:
+        raise InvalidRequest(f"chat_template: {type(error).__name__}: {error}", param="chat_template") from error
 
 
 class _GenerationBlocks(Extension):

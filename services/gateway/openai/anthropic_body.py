@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from services.gateway.openai.messages import CalledFunction, CalledTool, Message
-from services.gateway.openai.schemas import ChatBody
+from services.gateway.openai.schemas import ChatBody, SampledBody
 from services.gateway.openai.strict_model import Items, Part, misplaced
 from services.gateway.openai.structured_output import JsonSchema, ResponseFormat
 from services.gateway.openai.tooling.tools import FunctionDefinition, Name, NamedFunction, NamedTool, Tool, ToolChoice
@@ -192,29 +192,20 @@ class CountedBody(Part):
         return "auto"
 
 
-class MessagesBody(CountedBody):
+class MessagesBody(CountedBody, SampledBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, description="maximum number of output tokens; what does not fit is cut")
-    temperature: float | None = Field(None, ge=0, le=1e4, description="0 is greedy; default: the model's, or 1")
-    top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default: the model's, or 1")
-    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off; default: the model's, or off")
     stop_sequences: Annotated[Items[str], Field(max_length=_MAX_STOPS)] | None = Field(
         None, description="texts that end the output and are not part of it"
     )
-    stream: bool | None = Field(None, description="server-sent events")
     metadata: Labels | None = Field(None, description="user_id: a label for the log")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
-    )
 
     def as_chat(self, **options: Any) -> ChatBody:
         """The chat with the same prompt and the same sampling."""
-        same = ("max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "priority", "cache_salt")
         return super().as_chat(
-            **{name: getattr(self, name) for name in same},
+            **{name: getattr(self, name) for name in SampledBody.model_fields if name != "model"},
+            max_tokens=self.max_tokens,
             stop=self.stop_sequences,
             user=None if self.metadata is None else self.metadata.user_id,
             **options,

@@ -19,9 +19,9 @@ from services.gateway.openai.schemas import ChatBody, CompletionBody, Generation
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import RequestedConstraint, constraint_of
 from services.gateway.openai.tooling.tool_use import tool_use_of
+from services.gateway.replies.call_parts import NewToolParser
 from services.gateway.replies.reasoning import ReasoningSplitter
 from services.gateway.replies.reply_format import ReplyOptions
-from services.gateway.replies.tool_parsers import NewToolParser
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _SPARE_VALUES = 100_000  # JSON values beside the prompt
@@ -71,10 +71,20 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: 
     left = _room(len(prompt.token_ids), context_tokens, "messages")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = limit or model.defaults.max_new_tokens or left
+    tags = model.reasoning_tags if model.reasons and not prompt.ends_reasoning else None
     generation = _generation(
-        body, model, context_tokens, [prompt.token_ids], max_tokens, num_top_logprobs, forced=use.forced
+        body,
+        model,
+        context_tokens,
+        [prompt.token_ids],
+        max_tokens,
+        num_top_logprobs,
+        forced=use.forced,
+        tags=tags and (None if prompt.begins_reasoning else tags[0], tags[1]),
     )
-    if not model.reasons or generation.constraint is not None:  # its first token is that of the answer
+    if use.needs_marks and body.skip_special_tokens is None:
+        generation = replace(generation, skips_special=False)
+    if not model.reasons or (generation.constraint is not None and tags is None):  # it begins with the answer
         return replace(generation, new_tool_parser=use.new_parser)
     is_shown = body.include_reasoning is not False
     new_parser = partial(_splitter, use.new_parser, is_begun=prompt.begins_reasoning, is_shown=is_shown)
@@ -152,12 +162,17 @@ def _generation(
     prompt_texts: tuple[str, ...] = (),
     best_of: int | None = None,
     forced: RequestedConstraint | None = None,
+    tags: tuple[int | None, int] | None = None,
 ) -> GenerationRequest:
+    """tags: the tokens around reasoning, which a constraint does not bind; no first one: it has begun."""
     num_choices = body.n or 1
     best_of = best_of or num_choices
     if len(prompts) * best_of > _MAX_CHOICES:
         raise InvalidRequest(f"n: prompts times n are more than {_MAX_CHOICES} outputs; send fewer", param="n")
     constraint = forced or constraint_of(body.response_format, body.structured_outputs)
+    if constraint is not None and tags is not None:
+        bound = replace(constraint.constraint, begins_reasoning=tags[0], ends_reasoning=tags[1])
+        constraint = constraint._replace(constraint=bound)
     reply_options = _reply_options(body, logprobs=num_top_logprobs is not None)
     if best_of > num_choices and num_top_logprobs is None:
         num_top_logprobs = 0  # ranks the outputs

@@ -13,11 +13,15 @@ from services.gateway.openai.strict_model import Items, Part, at_most_entries, m
 _MAX_PARTS = 1_000
 _MAX_CALLS = 128
 _MAX_VARIABLES = 64
+_MAX_DOCUMENTS = 1_000
+_MAX_TEMPLATE_CHARS = 200_000
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 _OWN_PARAMETERS = (
     "messages",
     "tools",
     "add_generation_prompt",
+    "documents",
+    "chat_template",
 )  # parameters that the template receives as variables of the same name
 
 
@@ -46,6 +50,15 @@ class RenderedChat(Part):
     )
     chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of the chat template")
     reasoning_effort: str | None = Field(None, max_length=32, description="a variable of the chat template")
+    documents: Annotated[Items[dict[str, Any]], Field(max_length=_MAX_DOCUMENTS)] | None = Field(
+        None, description="a variable of the chat template, refused by one that does not write them"
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        max_length=_MAX_TEMPLATE_CHARS,
+        description="instead of the model's own; only with the setting trust_request_chat_template",
+    )
 
     def template_variables(self) -> dict[str, Any]:
         """The variables that the template receives beside messages and tools."""

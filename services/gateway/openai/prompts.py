@@ -13,7 +13,7 @@ from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.openai.messages import Message, RenderedChat
 from services.gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.openai.served_model import ServedModel
-from services.gateway.replies.reasoning import is_begun_by
+from services.gateway.replies.reasoning import is_begun_by, is_ended_by
 
 _MAX_CHARS_PER_TOKEN = 256  # the longest tokens of known vocabularies are 128 spaces
 _SLICE_CHARS = 4_096
@@ -27,6 +27,7 @@ class ChatPrompt(NamedTuple):
 
     token_ids: tuple[int, ...]
     begins_reasoning: bool  # the output goes on inside the tags of reasoning
+    ends_reasoning: bool  # the output is the answer: both tags are there
 
 
 def text_of_chat(
@@ -39,12 +40,23 @@ def text_of_chat(
         raise InvalidRequest(why, param="continue_final_message")
     if body.continue_final_message or body.add_generation_prompt is False:
         options["add_generation_prompt"] = False
-    if variables := body.template_variables():
+    if body.chat_template is not None:
+        options["chat_template"] = body.chat_template
+        if not model.trusts_templates:
+            why = "chat_template: this server uses the model's own; it can be started to trust those of requests"
+            raise InvalidRequest(why, param="chat_template")
+    variables = body.template_variables()
+    if body.documents:
+        options["template_kwargs"] = {**variables, "documents": body.documents}
+    elif variables:
         options["template_kwargs"] = variables
     shown = [message.for_template() for message in messages]
     if body.continue_final_message:
         shown[-1]["content"] += _END
     text = model.tokenizer.render_chat(shown, **options)
+    if body.documents and text == model.tokenizer.render_chat(shown, **{**options, "template_kwargs": variables}):
+        why = "documents: the model's chat template leaves them out; put them into the messages"
+        raise InvalidRequest(why, param="documents")
     _check_unusual_roles(messages, text)
     if not body.continue_final_message:
         return text
@@ -83,7 +95,7 @@ def chat_prompt(
     encode = partial(model.tokenizer.encode, salt=salt)
     refuse_hopeless(text, encode, context_tokens, "messages")
     token_ids = tuple(encode(text, with_special=bool(body.add_special_tokens)))
-    return ChatPrompt(_truncated(token_ids, body, context_tokens), is_begun_by(text))
+    return ChatPrompt(_truncated(token_ids, body, context_tokens), is_begun_by(text), is_ended_by(text))
 
 
 def _truncated(prompt: tuple[int, ...], body: GenerationBody, context_tokens: int) -> tuple[int, ...]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from services.gateway.openai.messages import CalledFunction, CalledTool, Message
-from services.gateway.openai.schemas import Bias, ChatBody
-from services.gateway.openai.strict_model import Items, Part, at_most_entries, misplaced
-from services.gateway.openai.structured_output import JsonSchema, ResponseFormat, StructuredOutputs
-from services.gateway.openai.tooling.tools import FunctionDefinition, Name, NamedFunction, NamedTool, Tool, ToolChoice
+from services.gateway.openai.schemas import ChatBody, OpenAIBody
+from services.gateway.openai.strict_model import Items, Part, misplaced
+from services.gateway.openai.structured_output import JsonSchema, ResponseFormat
+from services.gateway.openai.tooling.tools import (
+    AllowedChoice,
+    AllowedTools,
+    FunctionDefinition,
+    Name,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
 
 _MAX_ITEMS = 10_000
 _MAX_PARTS = 1_000
 _MAX_TOOLS = 128
-_MAX_BIASES = 1_024
-_MAX_LABELS = 64
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -101,6 +107,14 @@ class ChosenFunction(Part):
     name: Name
 
 
+class AllowedFunctions(Part):
+    """The functions that may be called, or of which one must be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[ChosenFunction], Field(min_length=1, max_length=_MAX_TOOLS)]
+
+
 class TextFormat(Part):
     """`text.format`. Unlike in a chat's response_format, a JSON schema is not wrapped."""
 
@@ -126,58 +140,25 @@ class Reasoning(Part):
     effort: str | None = Field(None, max_length=32)
 
 
-class ResponsesBody(Part):
+class ResponsesBody(OpenAIBody):
     """POST /v1/responses."""
 
-    model: str | None = Field(None, description="name of the served model, as in /v1/models; optional")
     input: str | Annotated[Items[Item], Field(min_length=1, max_length=_MAX_ITEMS)] = Field(
         description="the user's text, or messages of text, calls and their results"
     )
     instructions: str | None = Field(None, description="system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, description="default: the model's, or what fits")
-    temperature: float | None = Field(None, ge=0, le=1e4, description="0 is greedy; default: the model's, or 1")
-    top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default: the model's, or 1")
-    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off; default: the model's, or off")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")
-    stop: str | Annotated[Items[str], Field(max_length=16)] | None = Field(
-        None, description="texts that end the output and are not part of it"
-    )
-    include_stop_str_in_output: bool | None = Field(None, description="the stop text stays in the output")
-    ignore_eos: bool | None = Field(None, description="the end-of-sequence token does not end the output")
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens that the output has")
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens, for each time the output has it")
-    repetition_penalty: float | None = Field(
-        None, ge=0.01, le=10, description="on tokens of prompt and output; default: the model's, or 1"
-    )
-    logit_bias: Annotated[dict[str, Bias], BeforeValidator(partial(at_most_entries, _MAX_BIASES))] | None = Field(
-        None, description="by token id, added to the logits"
-    )
     include: Items[Literal["message.output_text.logprobs"]] | None = Field(None, description=f"`{_LOGPROBS}`")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens; needs that value in include")
     tools: Annotated[Items[FunctionTool], Field(max_length=_MAX_TOOLS)] | None = Field(
         None, description="functions that the model may call; described in the system message where need be"
     )
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = Field(
-        None, description="none, auto, required, or one function by name"
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions | None = Field(
+        None, description="none, auto, required, one function by name, or allowed_tools"
     )
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call; only with a required call")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     text: TextConfig | None = Field(None, description="format: text, json_object or json_schema")
-    structured_outputs: StructuredOutputs | None = Field(
-        None, description="one of json, json_object, regex, choice, grammar (Lark or GBNF)"
-    )
     reasoning: Reasoning | None = Field(None, description="effort: a variable of the chat template")
-    skip_special_tokens: bool | None = Field(None, description="false: special tokens are part of the text")
-    stream: bool | None = Field(None, description="server-sent events")
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
-    user: str | None = Field(None, description="a label for the log")
-    metadata: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_LABELS))] | None = Field(
-        None, description="labels for the log, which has keyed digests of them"
-    )
-    safety_identifier: str | None = Field(None, description="a label for the log")
-    prompt_cache_key: str | None = Field(None, description="a label for the log; prefixes are found by their tokens")
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
-    )
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:
@@ -215,9 +196,14 @@ class ResponsesBody(Part):
         return messages
 
     def _choice(self) -> ToolChoice | None:
-        if not isinstance(self.tool_choice, ChosenFunction):
-            return self.tool_choice
-        return NamedTool(type="function", function=NamedFunction(name=self.tool_choice.name))
+        match self.tool_choice:
+            case ChosenFunction() as one:
+                return _named(one)
+            case AllowedFunctions(mode=mode, tools=tools):
+                allowed = AllowedTools(mode=mode, tools=[_named(tool) for tool in tools])
+                return AllowedChoice(type="allowed_tools", allowed_tools=allowed)
+            case choice:
+                return choice
 
     def _format(self) -> ResponseFormat | None:
         form = None if self.text is None else self.text.format
@@ -240,6 +226,10 @@ def _add_call(messages: list[Message], call: FunctionCall) -> None:
         messages[-1].tool_calls.append(called)
     else:
         messages[-1] = messages[-1].model_copy(update={"tool_calls": [called]})
+
+
+def _named(function: ChosenFunction) -> NamedTool:
+    return NamedTool(type="function", function=NamedFunction(name=function.name))
 
 
 def _tool(tool: FunctionTool) -> Tool:

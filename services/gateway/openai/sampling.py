@@ -6,7 +6,7 @@ import secrets
 from typing import TypeVar
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.pb.types_pb2 import Constraint, SamplingParams
+from halfmoon.pb.types_pb2 import Constraint, SamplingParams, TokenIds
 from services.gateway.openai.schemas import GenerationBody
 from services.gateway.openai.served_model import ServedModel
 
@@ -30,6 +30,8 @@ def sampling_of(
         raise InvalidRequest(f"min_tokens is more than the {max_tokens} tokens allowed", param="min_tokens")
     stop_token_ids = list(dict.fromkeys(body.stop_token_ids or []))
     model.check_token_ids(stop_token_ids, "stop_token_ids")
+    allowed_token_ids = list(dict.fromkeys(body.allowed_token_ids or []))
+    model.check_token_ids(allowed_token_ids, "allowed_token_ids")
     if constraint is not None:
         _check_ends_by_itself(body)
     defaults = model.defaults
@@ -47,6 +49,8 @@ def sampling_of(
         repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=_logit_bias(body, model),
         stop_token_ids=stop_token_ids,
+        allowed_token_ids=allowed_token_ids,
+        bad_words=_bad_words(body, model),
         ignore_eos=bool(body.ignore_eos),
         num_top_logprobs=num_top_logprobs,
     )
@@ -61,6 +65,16 @@ def _check_ends_by_itself(body: GenerationBody) -> None:
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
             raise InvalidRequest(f"{name}: a structured output ends by itself; leave it out", param=name)
+    for name in ("allowed_token_ids", "bad_words"):
+        if getattr(body, name):
+            raise InvalidRequest(f"{name}: a structured output says itself what is allowed; leave it out", param=name)
+
+
+def _bad_words(body: GenerationBody, model: ServedModel) -> list[TokenIds]:
+    """The tokens of each bad word, at the start of a text and after a space."""
+    texts = (text for word in body.bad_words or () for text in (word.lstrip(), f" {word.lstrip()}"))
+    words = dict.fromkeys(tuple(model.tokenizer.encode(text, with_special=False)) for text in texts)
+    return [TokenIds(ids=word) for word in words if word]
 
 
 def of_output(sampling: SamplingParams, offset: int, most_tokens: int) -> SamplingParams:

@@ -18,6 +18,8 @@ _MAX_PROMPT_TOKENS = 2_000_000
 _MAX_STOPS = 16
 _MAX_STOP_TOKENS = 1_024
 _MAX_BIASES = 1_024
+_MAX_ALLOWED = 200_000
+_MAX_BAD_WORDS = 128
 _MAX_CHOICES = 128
 _MAX_LOGPROBS = 20
 _MAX_LABELS = 64
@@ -29,6 +31,7 @@ Prompt = (
     | Annotated[Items[Items[int]], Field(max_length=_MAX_PROMPTS)]
 )
 Bias = Annotated[float, Field(ge=-100, le=100)]
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StreamOptions(Part):
@@ -39,24 +42,30 @@ class StreamOptions(Part):
     include_obfuscation: bool | None = Field(None, description="does nothing: there is no padding")
 
 
-class GenerationBody(Part):
-    """Parameters of all generating endpoints."""
+class SampledBody(Part):
+    """Parameters of all generating endpoints, Anthropic's too."""
 
     model: str | None = Field(None, description="name of the served model, as in /v1/models; optional")
-    max_tokens: int | None = Field(
-        None, ge=0, description="maximum number of output tokens; what does not fit beside the prompt is cut"
-    )
-    n: int | None = Field(None, ge=1, le=_MAX_CHOICES, description="choices for each prompt; choice i has seed + i")
     temperature: float | None = Field(None, ge=0, le=1e4, description="0 is greedy; default: the model's, or 1")
     top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default: the model's, or 1")
     top_k: int | None = Field(None, ge=-1, description="0 and -1 are off; default: the model's, or off")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")
+    stream: bool | None = Field(None, description="server-sent events")
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
+    )
+
+
+class OpenAIBody(SampledBody):
+    """Parameters of all of OpenAI's generating endpoints."""
+
     min_p: float | None = Field(
         None,
         ge=0,
         le=1,
         description="minimum probability, relative to the likeliest token's; default: the model's, or 0",
     )
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")
     stop: str | Annotated[Items[str], Field(max_length=_MAX_STOPS)] | None = Field(
         None, description="texts that end the output and are not part of it"
     )
@@ -74,14 +83,33 @@ class GenerationBody(Part):
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(partial(at_most_entries, _MAX_BIASES))] | None = Field(
         None, description="by token id, added to the logits"
     )
-    response_format: ResponseFormat | None = Field(None, description="json_object, json_schema or text")
+    allowed_token_ids: Annotated[Items[int], Field(max_length=_MAX_ALLOWED)] | None = Field(
+        None, description="no other tokens are drawn, ends of sequence neither; not with a structured output"
+    )
+    bad_words: Annotated[Items[BadWord], Field(max_length=_MAX_BAD_WORDS)] | None = Field(
+        None, description="texts that the output does not have, as far as their tokens are the usual ones"
+    )
     structured_outputs: StructuredOutputs | None = Field(
         None, description="one of json, json_object, regex, choice, grammar (Lark or GBNF)"
     )
-    stream: bool | None = Field(None, description="server-sent events")
-    stream_options: StreamOptions | None = Field(None, description="include_usage, continuous_usage_stats")
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
     skip_special_tokens: bool | None = Field(None, description="false: special tokens are part of the text")
+    user: str | None = Field(None, description="a label for the log")
+    metadata: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_LABELS))] | None = Field(
+        None, description="labels for the log, which has keyed digests of them"
+    )
+    safety_identifier: str | None = Field(None, description="a label for the log")
+    prompt_cache_key: str | None = Field(None, description="a label for the log; prefixes are found by their tokens")
+
+
+class GenerationBody(OpenAIBody):
+    """Parameters of chats and completions."""
+
+    max_tokens: int | None = Field(
+        None, ge=0, description="maximum number of output tokens; what does not fit beside the prompt is cut"
+    )
+    n: int | None = Field(None, ge=1, le=_MAX_CHOICES, description="choices for each prompt; choice i has seed + i")
+    response_format: ResponseFormat | None = Field(None, description="json_object, json_schema or text")
+    stream_options: StreamOptions | None = Field(None, description="include_usage, continuous_usage_stats")
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, description="a longer prompt is cut to this many tokens; -1: to what leaves room for one more"
     )
@@ -92,15 +120,6 @@ class GenerationBody(Part):
         None, description="choices carry `token_ids`, and for the prompt `prompt_token_ids`"
     )
     return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens `token_id:5`")
-    user: str | None = Field(None, description="a label for the log")
-    metadata: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_LABELS))] | None = Field(
-        None, description="labels for the log, which has keyed digests of them"
-    )
-    safety_identifier: str | None = Field(None, description="a label for the log")
-    prompt_cache_key: str | None = Field(None, description="a label for the log; prefixes are found by their tokens")
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
-    )
 
 
 class ChatBody(GenerationBody, RenderedChat):
@@ -120,8 +139,8 @@ class ChatBody(GenerationBody, RenderedChat):
     tools: Tools | None = Field(
         None, description="functions that the model may call; in the system message if its chat template has no place"
     )
-    tool_choice: ToolChoice | None = Field(None, description="none, auto, required, or one tool by name")
-    parallel_tool_calls: bool | None = Field(None, description="false: at most one call; only with a required call")
+    tool_choice: ToolChoice | None = Field(None, description="none, auto, required, one tool by name, or allowed_tools")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     add_special_tokens: bool | None = Field(
         None, description="the tokenizer's special tokens around what the template writes; default false"
     )

@@ -53,8 +53,9 @@ class Encodes(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> str:
-        """The text of a conversation."""
+        """The text of a conversation, by the model's template or by this one."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -82,6 +83,8 @@ class ServedModel:
     defaults: SamplingDefaults = NEUTRAL  # for what requests leave out
     reasons: bool = False  # it writes its reasoning in tags, which are parted from the answer
     adapters: Mapping[str, str] = field(default_factory=dict)  # fingerprint by the name that requests give it
+    reasoning_tags: tuple[int, int] | None = None  # as tokens; None: they are no tokens of their own
+    trusts_templates: bool = False  # chat templates of requests
     tool_format: ToolFormat | None = None  # None: its chat template has no tool format that we can parse
 
     @property

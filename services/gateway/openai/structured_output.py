@@ -91,7 +91,12 @@ class RequestedConstraint(NamedTuple):
     @property
     def message(self) -> Constraint:
         """The constraint as the workers take it."""
-        return Constraint(kind=_KINDS[self.constraint.kind], source=self.constraint.source)
+        return Constraint(
+            kind=_KINDS[self.constraint.kind],
+            source=self.constraint.source,
+            begins_reasoning=self.constraint.begins_reasoning,
+            ends_reasoning=self.constraint.ends_reasoning,
+        )
 
 
 CheckConstraint = Callable[[engine.Constraint, str], Awaitable[None]]

@@ -24,7 +24,7 @@ from services.gateway.openai.prompts import chat_prompt, refuse_hopeless, text_o
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.strict_model import Items, Part
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
-from services.gateway.openai.tooling.tool_use import told_of_tools, tool_use_of
+from services.gateway.openai.tooling.tool_use import told_of_tools, tool_format_of, tool_use_of
 from services.gateway.openai.tooling.tools import Tools
 
 _SLOW_BODY_BYTES = 4_096  # longer bodies are handled off the event loop
@@ -146,7 +146,7 @@ def _text_of_chat(body: TokenizeBody, model: ServedModel) -> str:
         message = "add_special_tokens: the chat template writes all special tokens; leave it out with messages"
         raise InvalidRequest(message, param="add_special_tokens")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    told = told_of_tools(body.messages or (), tools, model)
+    told = told_of_tools(body.messages or (), tools, tool_format_of(body, model))
     return text_of_chat(body, told.messages, model, told.rendered)
 
 

@@ -40,13 +40,11 @@ IGNORED: dict[str, str] = {
 """Hints, bookkeeping and other servers' fields: accepted with any value, named in the response's header, and why."""
 
 REFUSED: dict[str, UnsupportedParameter] = {
-    "allowed_token_ids": UnsupportedParameter(f"{_ENGINE}; use logit_bias or structured_outputs", ([],)),
     "audio": UnsupportedParameter(_TEXT),
     "background": UnsupportedParameter("a request is answered while the client waits", (False,)),
-    "bad_words": UnsupportedParameter(f"{_ENGINE}; use logit_bias", ([],)),
-    "chat_template": UnsupportedParameter("the model's own template is used", ()),
+    "chat_template": UnsupportedParameter("templates are for chats"),
     "enable_response_messages": UnsupportedParameter("/tokenize shows the rendered messages", (False,)),
-    "documents": UnsupportedParameter("put them into the messages", ([],)),
+    "documents": UnsupportedParameter("put them into the prompt or the messages", ([],)),
     "function_call": UnsupportedParameter(_NO_TOOLS, ("none", "auto")),
     "functions": UnsupportedParameter(_NO_TOOLS, ([],)),
     "include_reasoning": UnsupportedParameter("a completion is one text", (True,)),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from services.gateway.replies.call_parts import CallPart, NewToolParser, ParsedPart, ReasoningPart, ToolParser
 from services.gateway.replies.logprob_entries import logprob_entries
 from services.gateway.replies.reply_format import (
     STREAM_END,
@@ -20,14 +21,7 @@ from services.gateway.replies.reply_format import (
     token_ids,
 )
 from services.gateway.replies.text_stream import Decodes, TextPiece
-from services.gateway.replies.tool_parsers import (
-    CallPart,
-    NamedCall,
-    NewToolParser,
-    ParsedPart,
-    ReasoningPart,
-    ToolParser,
-)
+from services.gateway.replies.tool_parsers import NamedCall
 
 CallIds = Callable[[int, int], str]
 """The id of a tool call, by its choice and its place among the calls of that."""

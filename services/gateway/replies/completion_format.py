@@ -111,15 +111,14 @@ class CompletionFormat:
         return {
             "tokens": names,
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": tops if any(tops) else None,
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 
     def _tops(self, token: Token) -> dict[str, float]:
-        """Log-probabilities by text. Of two tokens with the same text, the likelier one is kept."""
+        """Log-probabilities by text, that of the token itself, too. Of two with the same text the likelier is kept."""
+        pairs = [*((top.token_id, top.logprob) for top in token.top_logprobs), (token.token_id, token.logprob)]
         tops: dict[str, float] = {}
-        for top in token.top_logprobs:
-            tops.setdefault(
-                token_name(self._tokenizer.decode([top.token_id]), top.token_id, self._options), top.logprob
-            )
+        for token_id, logprob in pairs:
+            tops.setdefault(token_name(self._tokenizer.decode([token_id]), token_id, self._options), logprob)
         return tops

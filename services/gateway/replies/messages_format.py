@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from services.gateway.replies.call_parts import CallPart, NewToolParser, ParsedPart, ReasoningPart
 from services.gateway.replies.chat_format import CallIds, new_turn
 from services.gateway.replies.reply_format import Output, Usage, UsageNow
 from services.gateway.replies.text_stream import TextPiece
-from services.gateway.replies.tool_parsers import CallPart, NewToolParser, ParsedPart, ReasoningPart
 
 
 class MessagesFormat:

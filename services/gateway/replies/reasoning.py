@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from services.gateway.replies.call_parts import ParsedPart, ReasoningPart, ToolParser
 from services.gateway.replies.stop_strings import StopStrings
-from services.gateway.replies.tool_parsers import ParsedPart, ReasoningPart, ToolParser
 
-_OPEN, _CLOSE = "<think>", "</think>"
+TAGS = _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def reasons(template: str | None) -> bool:
@@ -16,6 +16,11 @@ def reasons(template: str | None) -> bool:
 def is_begun_by(prompt: str) -> bool:
     """Whether the output goes on inside the tags, because the template has written the first one."""
     return prompt.rstrip().endswith(_OPEN)
+
+
+def is_ended_by(prompt: str) -> bool:
+    """Whether the output is the answer, because the template has written both tags."""
+    return prompt.rstrip().endswith(_CLOSE)
 
 
 class ReasoningSplitter:

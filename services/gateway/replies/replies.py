@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from json.encoder import encode_basestring_ascii
 from typing import Protocol
 
@@ -105,10 +106,13 @@ class StreamReply:
         if index in self._opened and self._format.repeats and piece.text and piece.finish_reason is None:
             self._write(index, [self._texts.of(index, piece.text)])
             return
-        opening = [] if index in self._opened else self._format.opening(index)
-        self._opened.add(index)
-        chunks = [*opening, *self._format.chunks(index, piece)]
-        self._write(index, [sse(self._format.frame(chunk, self._usage)) for chunk in chunks])
+        events = []
+        if index not in self._opened:
+            self._opened.add(index)
+            before = partial(_usage_before, self._usage, len(piece.token_ids))
+            events += [sse(self._format.frame(chunk, before)) for chunk in self._format.opening(index)]
+        events += [sse(self._format.frame(chunk, self._usage)) for chunk in self._format.chunks(index, piece)]
+        self._write(index, events)
 
     async def finish(self) -> web.StreamResponse:
         """Sends the usage, if requested, and the end. Raises ClientGone."""
@@ -129,6 +133,12 @@ class StreamReply:
         data = b"".join(events if self._ids is None else self._ids.new(index, events))
         if data:
             self._body.write(data)
+
+
+def _usage_before(usage: UsageNow, num_tokens: int) -> Usage:
+    """The usage so far, without the latest tokens."""
+    now = usage()
+    return now._replace(completion_tokens=now.completion_tokens - num_tokens)
 
 
 class TextEvents:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from services.gateway.replies.call_parts import CallPart, NewToolParser, ParsedPart, ReasoningPart
 from services.gateway.replies.chat_format import CallIds, new_turn
 from services.gateway.replies.logprob_entries import logprob_entries
 from services.gateway.replies.reply_format import Output, ReplyOptions, Usage, UsageNow
 from services.gateway.replies.text_stream import Decodes, Ending, TextPiece
-from services.gateway.replies.tool_parsers import CallPart, NewToolParser, ParsedPart, ReasoningPart
 
 _STATUS: dict[Ending | None, str] = {None: "in_progress", "stop": "completed", "length": "incomplete"}
 

@@ -84,6 +84,7 @@ class ByteTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> str:
         """One line a message. What is not in every message is written only where it is."""
         head = f"tools:{json.dumps(tools)}\n" if tools else ""

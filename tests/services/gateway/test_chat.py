@@ -258,7 +258,7 @@ async def test_completion_logprobs(tmp_path: Path) -> None:
     assert logprobs.tokens == ["a", "b", "c"]
     assert logprobs.token_logprobs == [-0.5, -0.5, -0.5]
     assert logprobs.text_offset == [0, 1, 2]
-    assert logprobs.top_logprobs == [{"A": -0.5}] * 3
+    assert logprobs.top_logprobs == [{"A": -0.5, drawn: -0.5} for drawn in "abc"]
     streamed = [chunk.choices[0].logprobs for chunk in chunks]
     assert [offset for one in streamed if one for offset in one.text_offset or ()] == [0, 1, 2]
 

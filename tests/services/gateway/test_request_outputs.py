@@ -305,4 +305,4 @@ async def test_tokens_named_by_id(tmp_path: Path) -> None:
     (entry,) = chat["choices"][0]["logprobs"]["content"]
     assert (entry["token"], entry["top_logprobs"][0]["token"]) == ("token_id:97", "token_id:65")
     assert completion["choices"][0]["logprobs"]["tokens"] == ["token_id:97"]
-    assert completion["choices"][0]["logprobs"]["top_logprobs"] == [{"token_id:65": -0.5}]
+    assert completion["choices"][0]["logprobs"]["top_logprobs"] == [{"token_id:65": -0.5, "token_id:97": -0.5}]

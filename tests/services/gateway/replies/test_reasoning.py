@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.replies.reasoning import ReasoningSplitter, is_begun_by, reasons
-from services.gateway.replies.tool_parsers import CallPart, HermesCalls, ReasoningPart
+from services.gateway.replies.call_parts import CallPart, ReasoningPart
+from services.gateway.replies.reasoning import ReasoningSplitter, is_begun_by, is_ended_by, reasons
+from services.gateway.replies.tagged_calls import HERMES, TaggedCalls
 from tests.services.gateway import fakes
 from tests.services.gateway.fakes import MODEL, Script, running_fleet, served_model
 from tests.services.gateway.test_messages import BODY, post
@@ -46,7 +47,7 @@ def test_pieces_do_not_matter(case: tuple[bool, str, str, str], data: st.DataObj
 
 def test_calls_are_found_behind_the_reasoning_alone() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    splitter = ReasoningSplitter(HermesCalls(), is_begun=True, is_shown=True)
+    splitter = ReasoningSplitter(TaggedCalls(HERMES), is_begun=True, is_shown=True)
     found = [*splitter.push(f"or {call}?</think>so{call}"), *splitter.flush(is_cut_off=False)]
     assert found[0] == ReasoningPart(f"or {call}?")
     assert found[1] == "so"
@@ -59,6 +60,7 @@ def test_what_templates_tell() -> None:
     assert not reasons(None)
     assert is_begun_by("assistant:<think>\n")
     assert not is_begun_by("assistant:<think>\n\n</think>\n\n")
+    assert is_ended_by("assistant:<think>\n\n</think>\n\n")
 
 
 @pytest.fixture
@@ -86,6 +88,27 @@ async def test_a_chat(tmp_path: Path) -> None:
     assert silent.choices[0].message.content == "yes"
     assert forced.choices[0].message.content == THOUGHT  # a structured output has no room for reasoning
     assert b"assistant:yes" in bytes(prefill.calls.prefills[3].generation.prompt_token_ids)
+
+
+@pytest.mark.parametrize(("begun", "tags"), [("", (7, 9)), ("<think>\n", (None, 9)), ("<think></think>", None)])
+async def test_a_structure_binds_what_follows_the_reasoning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: str, tags: tuple[int | None, int] | None
+) -> None:
+    model = dataclasses.replace(served_model(), reasons=True, reasoning_tags=(7, 9))
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
+    answer = 'so</think>{"a": 1}'.removeprefix("" if tags else "so</think>")
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script(answer if begun else f"<think>{answer}"))
+        whole = await fleet.client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": begun}], response_format={"type": "json_object"}
+        )
+        constraint = prefill.calls.prefills[0].generation.sampling.constraint
+    said: Any = whole.choices[0].message
+    assert said.content == '{"a": 1}'
+    assert getattr(said, "reasoning_content", None) == ("so" if tags else None)
+    begin = constraint.begins_reasoning if constraint.HasField("begins_reasoning") else None
+    end = constraint.ends_reasoning if constraint.HasField("ends_reasoning") else None
+    assert (begin, end) == (tags or (None, None))
 
 
 @pytest.mark.usefixtures("_reasoning")
