@@ -15,7 +15,7 @@ class Chunk:
     token_ids: Sequence[int]
     start: int  # position of the first one
     blocks: Sequence[int]  # all blocks of the sequence
-    samples: bool  # whether the last token's logits are needed
+    num_logits: int  # how many of the last tokens' logits are needed
 
     @property
     def end(self) -> int:
@@ -26,4 +26,4 @@ class Chunk:
 def chunk_of(item: ScheduledSequence) -> Chunk:
     """The chunk for a scheduled sequence."""
     sequence, start = item.sequence, item.start
-    return Chunk(sequence.token_ids[start : start + item.num_tokens], start, sequence.blocks, item.samples)
+    return Chunk(sequence.token_ids[start : start + item.num_tokens], start, sequence.blocks, item.num_logits)

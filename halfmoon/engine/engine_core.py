@@ -283,7 +283,8 @@ class EngineCore:
             self._scheduler.hold(sequence)
         elif reason is not None:
             self._remove(sequence)
-        return TokenOutput(sequence.request_id, token.token_id, position, reason, token.logprobs)
+        of_prompt = () if position else tuple(sequence.prompt_logprobs)
+        return TokenOutput(sequence.request_id, token.token_id, position, reason, token.logprobs, of_prompt)
 
     def _fail(self, sequence: Sequence, reason: FinishReason = "error") -> TokenOutput:
         self._kv_watch.forget(sequence.request_id)  # its output reports the failure

@@ -19,7 +19,7 @@ from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.request import SampledToken
-from halfmoon.engine.sampler import SamplingRow, sample
+from halfmoon.engine.sampler import SamplingRow, prompt_logprobs, sample
 from halfmoon.engine.scheduling.scheduler import ScheduledSequence
 
 
@@ -95,8 +95,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> list[SampledToken]:
-        """Draws the next token of each item that `samples`; logits: [number of those items, vocab_size]."""
+        """Draws the next token of each item that `samples`. Sequences take note of what their prompts' tokens had.
+
+        logits: [sum of the items' num_logits, vocab_size].
+        """
         rows = [_sampling_row(item) for item in scheduled if item.samples]
+        if any(item.num_logits != item.samples for item in scheduled):
+            logits = logits[_note_prompts(scheduled, logits)]
         return sample(logits, rows, self._eos_token_ids, self._masks) if rows else []
 
     def batch(self, chunks: Sequence[Chunk], attention: StepAttention | None = None) -> ForwardBatch:
@@ -109,8 +114,7 @@ class ModelRunner:
             token_ids += chunk.token_ids
             positions.append(range(chunk.start, chunk.end))
             spans.append(TokenSpan(chunk.blocks, chunk.start, chunk.end))
-            if chunk.samples:
-                logit_rows.append(len(token_ids) - 1)
+            logit_rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
         return ForwardBatch(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(list(chain.from_iterable(positions))),
@@ -125,3 +129,20 @@ class ModelRunner:
 def _sampling_row(item: ScheduledSequence) -> SamplingRow:
     sequence = item.sequence
     return SamplingRow(sequence.sampling, sequence.token_ids, sequence.num_prompt)
+
+
+def _note_prompts(scheduled: Sequence[ScheduledSequence], logits: Tensor) -> list[int]:
+    """Notes the log-probabilities of prompts that want them; returns the rows from which tokens are drawn."""
+    drawn, end = [], 0
+    for item in scheduled:
+        begin, end = end, end + item.num_logits
+        sequence = item.sequence
+        if sequence.wants_prompt_logprobs:
+            targets = sequence.token_ids[item.start + 1 : item.start + 1 + item.num_tokens]
+            num_top = sequence.sampling.num_prompt_logprobs or 0
+            sequence.prompt_logprobs[item.start :] = prompt_logprobs(
+                logits[begin : begin + len(targets)], targets, num_top
+            )
+        if item.samples:
+            drawn.append(end - 1)
+    return drawn

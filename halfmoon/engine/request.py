@@ -63,6 +63,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
+    num_prompt_logprobs: int | None = None  # likewise, of the prompt's tokens: its whole prefix is computed for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+    rank: int = 0  # of a prompt's token: its place among all tokens, from 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +112,4 @@ class TokenOutput:
     position: int
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token: of the prompt's tokens after its first

@@ -80,5 +80,6 @@ def _check_sampling(sampling: SamplingParams) -> None:
             raise InvalidRequest("a structured output ends by itself: leave ignore_eos out", param="ignore_eos")
         if sampling.min_tokens:
             raise InvalidRequest("a structured output ends by itself: leave min_tokens out", param="min_tokens")
-    if sampling.num_top_logprobs is not None and sampling.num_top_logprobs < 0:
-        raise InvalidRequest(f"num_top_logprobs is {sampling.num_top_logprobs}", param="num_top_logprobs")
+    for name in ("num_top_logprobs", "num_prompt_logprobs"):
+        if (getattr(sampling, name) or 0) < 0:
+            raise InvalidRequest(f"{name} is {getattr(sampling, name)}", param=name)

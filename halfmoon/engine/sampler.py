@@ -185,6 +185,18 @@ def _invert(weights: Tensor, point: float) -> int:
     return min(index, len(weights) - 1)
 
 
+def prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Log-probabilities of given tokens, with the most likely ones. logits: [num_tokens, vocab_size], any float."""
+    if not token_ids:
+        return []
+    logprobs = logits.float().log_softmax(dim=-1)
+    given = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))  # [num_tokens, 1]
+    ranks = (logprobs > given).sum(dim=-1) + 1
+    top, ids = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+    rows = zip(given[:, 0].tolist(), ranks.tolist(), top.tolist(), ids.tolist(), strict=True)
+    return [TokenLogprobs(one, tuple(zip(of, best, strict=True)), rank) for one, rank, best, of in rows]
+
+
 def _logprobs(values: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
     """Computes log-probabilities under the model's own distribution, before penalties. values: [vocab_size] float32."""
     if num_top is None:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.errors import InvalidRequest
 from halfmoon.vllm_engine.messages import OwnDraw
 
 _MOST_LOGIT_BIAS = 100.0  # vLLM cuts larger ones off
@@ -17,9 +18,13 @@ def vllm_sampling(request: EngineRequest, eos_token_ids: Collection[int], num_be
     """Arguments of vLLM's `SamplingParams`. The prompt given to vLLM ends with the `num_before` tokens already drawn.
 
     Ends of sequence are named as stop tokens, so that no file of the model adds others. vLLM's generator is begun
-    anew for the position, so a token depends on the seed and on where the engine that drew it began.
+    anew for the position, so a token depends on the seed and on where the engine that drew it began. Raises
+    InvalidRequest for what vLLM's workers do not return.
     """
     sampling = request.sampling
+    if sampling.num_prompt_logprobs is not None:
+        why = "prompt_logprobs, echo with logprobs: workers that run vLLM do not return them; use our own engine"
+        raise InvalidRequest(why, param="prompt_logprobs")
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_token_ids))
     max_tokens = 1 if request.prefill_only else sampling.max_tokens - num_before
     common = {

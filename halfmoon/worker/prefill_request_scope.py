@@ -17,7 +17,7 @@ from halfmoon.worker.store.holder import NamedHolder
 from halfmoon.worker.store.restorer import Restorer
 from halfmoon.worker.store.restoring import Restoring
 from halfmoon.worker.token_streams import FirstOutput
-from halfmoon.worker.wire import request_from, token_message
+from halfmoon.worker.wire import prompt_logprob_message, request_from, token_message
 
 
 class PrefillRequestScope:
@@ -55,7 +55,8 @@ class PrefillRequestScope:
         )
         self._on_kv = on_kv
         has_sources = restorer is not None and (bool(sources) or restorer.has_stores)
-        self._restorer = restorer if has_sources else None
+        needs_all = generation.sampling.HasField("num_prompt_logprobs") and not generation.output_token_ids
+        self._restorer = restorer if has_sources and not needs_all else None
         self._sources = sources
         self._must_load = must_load
         self._restoring: Restoring | None = None
@@ -147,6 +148,7 @@ class PrefillRequestScope:
                 num_loaded_tokens=num_loaded,
                 queue_s=max(0.0, first.began_s - self._arrival_s),
                 compute_s=first.ended_s - first.began_s,
+                prompt_logprobs=map(prompt_logprob_message, first.output.prompt_logprobs),
                 phases=[phase.message(self._called_s) for phase in (queue, *restored, *first.chunks)],
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from halfmoon.engine.request import (
     Constraint,
@@ -10,6 +10,7 @@ from halfmoon.engine.request import (
     EngineRequest,
     FinishReason,
     SamplingParams,
+    TokenLogprobs,
     TokenOutput,
 )
 from halfmoon.errors import Incompatible
@@ -70,6 +71,7 @@ def sampling_from(message: pb.SamplingParams) -> SamplingParams:
         allowed_token_ids=tuple(message.allowed_token_ids),
         bad_words=tuple(tuple(word.ids) for word in message.bad_words if word.ids),
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
     )
 
 
@@ -124,5 +126,14 @@ def token_message(output: TokenOutput) -> pb.Token:
     )
     if output.logprobs is not None:
         message.logprob = output.logprobs.logprob
-        message.top_logprobs.extend(pb.TopLogprob(token_id=t, logprob=p) for t, p in output.logprobs.top)
+        message.top_logprobs.extend(_tops(output.logprobs))
     return message
+
+
+def prompt_logprob_message(logprobs: TokenLogprobs) -> pb.PromptLogprob:
+    """Converts what is known of one token of a prompt."""
+    return pb.PromptLogprob(logprob=logprobs.logprob, rank=logprobs.rank, top_logprobs=_tops(logprobs))
+
+
+def _tops(logprobs: TokenLogprobs) -> Iterator[pb.TopLogprob]:
+    return (pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top)

@@ -34,6 +34,7 @@ from services.gateway.openai.endpoint_bodies import (
 )
 from services.gateway.openai.generation_request import GenerationRequest
 from services.gateway.openai.parse_body import Parsed
+from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import CheckConstraint, check_requested
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
@@ -205,7 +206,7 @@ class GenerationEndpoints:
         limit, a prompt that leaves room for just one token is judged as if it left more.
         """
         max_tokens = max_tokens_of(body)
-        if max_tokens == 0:
+        if max_tokens == 0 and not (isinstance(body, CompletionBody) and body.logprobs is not None):
             return  # an echo: no worker is needed
         request.needs_workers = True
         request.priority = body.priority or 0
@@ -228,8 +229,11 @@ class GenerationEndpoints:
         if request.endpoint == "messages":
             return MessagesFormat(request.request_id, request.model, generation.new_tool_parser, call_ids)
         if request.endpoint == "chat.completions":
-            return ChatFormat(*head, generation.prompts[0], generation.new_tool_parser, call_ids)
-        return CompletionFormat(*head, generation.prompts, generation.prompt_texts, generation.num_choices)
+            prompt = generation.prompts[0]
+            return ChatFormat(*head, prompt, request.prompt_logprobs, generation.new_tool_parser, call_ids)
+        return CompletionFormat(
+            *head, generation.prompts, generation.prompt_texts, generation.num_choices, request.prompt_logprobs
+        )
 
     async def _whole(self, request: GatewayRequest, reply: WholeReply) -> web.StreamResponse:
         await self._run(request, reply)
@@ -270,9 +274,10 @@ class GenerationEndpoints:
             for output in request.outputs:
                 reply.put(output.index, TextPiece("", (), (), "length"))
             return
-        singly = request.repeat is not None
+        singly, only_prompt = request.repeat is not None, request.generation.only_prompt
         await self._relay.run(
-            request.by_prompt, lambda output: OutputSink(output.index, output.text, reply, singly=singly)
+            request.by_prompt,
+            lambda output: OutputSink(output.index, output.text, reply, singly=singly, only_prompt=only_prompt),
         )
 
 

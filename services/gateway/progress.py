@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, Phase
+from halfmoon.pb.types_pb2 import PromptLogprob
 from halfmoon.policy.models.overheads import handover_s
 
 
@@ -16,6 +17,7 @@ class Progress:
         self.prompt_tokens = num_prompt_tokens
         self.cached_tokens = 0
         self.loaded_tokens = 0  # cached tokens that came from the store
+        self.prompt_logprobs: Sequence[PromptLogprob] = ()  # of the prompt's tokens after the first
         self.phases: list[Phase] = []  # of the first attempt, as the prefill worker reported them
         self.output_token_ids: list[int] = []
         self.prefill_worker: str | None = None
@@ -41,6 +43,7 @@ class Progress:
             self.queue_s, self.prefill_s = first.queue_s, first.compute_s
             self.cached_tokens, self.loaded_tokens = first.num_cached_tokens, first.num_loaded_tokens
             self.phases += first.phases
+            self.prompt_logprobs = first.prompt_logprobs
 
     @property
     def transfer_s(self) -> float | None:

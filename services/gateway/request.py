@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from halfmoon.pb.types_pb2 import SamplingParams
+from halfmoon.pb.types_pb2 import PromptLogprob, SamplingParams
 from halfmoon.policy.admission.qos_classes import NO_PROMISES, QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.admission.tenants import ANYONE, Tenant
@@ -88,6 +88,10 @@ class GatewayRequest:
             cached_tokens=sum(leader.cached_tokens for leader in leaders),
             completion_tokens=sum(output.text.num_tokens for output in self.outputs),
         )
+
+    def prompt_logprobs(self, number: int) -> Sequence[PromptLogprob]:
+        """What the worker says of a prompt's tokens after the first, once its first token is there."""
+        return self.by_prompt[number][0].progress.prompt_logprobs
 
     @property
     def is_recorded(self) -> bool:

@@ -85,7 +85,7 @@ def rig(tiny_checkpoint: Callable[[str], Checkpoint]) -> Rig:
 
 
 def decode(token_id: int, start: int, *blocks: int) -> Chunk:
-    return Chunk([token_id], start, blocks, samples=True)
+    return Chunk([token_id], start, blocks, num_logits=1)
 
 
 ROWS = (
@@ -149,5 +149,5 @@ def test_an_engine_decodes_through_them(make_engine: Callable[..., Engine]) -> N
 
 def test_other_steps_are_left_to_the_runner(rig: Rig) -> None:
     graphs = rig.graphs(max_running=4)
-    assert not graphs.fits((ROWS[0], Chunk([1, 2], 3, (1,), samples=True)))
-    assert not graphs.fits((ROWS[0], Chunk([1], 3, (1,), samples=False)))
+    assert not graphs.fits((ROWS[0], Chunk([1, 2], 3, (1,), num_logits=1)))
+    assert not graphs.fits((ROWS[0], Chunk([1], 3, (1,), num_logits=0)))

@@ -20,7 +20,7 @@ class Pass:
     chunks: tuple[Chunk, ...]
     num_hot: int  # leading chunks whose KV is on the device
     groups: tuple[GroupPlan, ...]
-    drawn: tuple[int, ...]  # indices in the schedule
+    drawn: tuple[int, ...]  # indices in the schedule, one for each row of logits
     num_rows_again: int  # rows of prompts, and of tokens that run again
 
 
@@ -73,12 +73,12 @@ class PassPlanner:
         num_layers: int,
     ) -> Pass:
         rows: list[Chunk] = [chunks[number] for number in hot]
-        drawn = [number for number in hot if chunks[number].samples]
+        drawn = [number for number in hot for _ in range(chunks[number].num_logits)]
         plans = []
         for group in groups:
             items = [scheduled[number] for number in group]
             plans.append(self._plan(items, [chunks[number] for number in group], rows, num_layers))
-            drawn += [number for number in group if chunks[number].samples]
+            drawn += [number for number in group for _ in range(chunks[number].num_logits)]
         num_rows = sum(len(chunk.token_ids) for chunk in rows)
         return Pass(tuple(rows), len(hot), tuple(plans), tuple(drawn), num_rows - len(drawn))
 
@@ -100,7 +100,7 @@ class PassPlanner:
             again = self._again(chunk, choice, group.num_tokens, to_inputs, first_row)
             if again is not None:
                 token_ids = item.sequence.token_ids[again.start : again.end]
-                rows.append(Chunk(token_ids, again.start, chunk.blocks, samples=False))
+                rows.append(Chunk(token_ids, again.start, chunk.blocks, num_logits=0))
                 first_row += again.end - again.start
             self._replaced.update(chunk.blocks[n] for n in (*to_inputs, *to_kv))
             plan.add(self._memory, chunk, first_row, again, [chunk.blocks[n] for n in to_kv])

@@ -39,7 +39,7 @@ def measure_costs(runner: ModelRunner, memory: TieredKV, staging: Staging, link:
         link.fetch([Copy(plane, staged[n, :, :num]) for n, plane in enumerate(planes)]).wait()
 
     def compute(num: int, start: int = 0) -> None:
-        batch = runner.batch([Chunk([0] * num, start, range(num_blocks), samples=False)])
+        batch = runner.batch([Chunk([0] * num, start, range(num_blocks), num_logits=0)])
         runner.forward(batch)
 
     def compute_inputs(num: int) -> None:

@@ -17,6 +17,7 @@ from halfmoon.errors import NoCapacity
 from halfmoon.kv.frame_plan import Written
 
 _EVERY_BLOCK = 1 << 62
+_MOST_LOGITS = 256  # of one sequence in a step: a row is as wide as the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,11 @@ class ScheduledSequence:
         """Where the step waits for the layers that arrive."""
         restore = self.sequence.restore
         return restore.gate if self.num_arriving and restore is not None else None
+
+    @property
+    def num_logits(self) -> int:
+        """How many of its last tokens the step needs logits of."""
+        return self.num_tokens if self.sequence.wants_prompt_logprobs else int(self.samples)
 
     @property
     def samples(self) -> bool:
@@ -208,6 +214,8 @@ class Scheduler:
             # Computed blocks cannot be loaded any more: a little at a time, unless others make the step a long one.
             if sequence.restore is not None and not queue:
                 num_tokens = min(num_tokens, self._limits.chunk_tokens)
+            if sequence.wants_prompt_logprobs:
+                num_tokens = min(num_tokens, _MOST_LOGITS)
             budget -= num_tokens
             yield ScheduledSequence(sequence, num_tokens)
 
@@ -247,7 +255,8 @@ class Scheduler:
         if len(self._running) + len(self._reserved) >= self._limits.max_running:
             return False
         num_tokens = len(sequence.token_ids)
-        if not self._take_blocks(sequence, num_tokens - 1, num_tokens):  # at least one token is left to compute
+        num_known = 0 if sequence.wants_prompt_logprobs else num_tokens - 1  # at least one token is left to compute
+        if not self._take_blocks(sequence, num_known, num_tokens):
             return False
         sequence.num_computed = sequence.num_cached
         sequence.num_loaded = 0

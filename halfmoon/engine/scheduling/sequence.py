@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Literal
 
-from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams
+from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 from halfmoon.engine.scheduling.restore_order import Restore
 from halfmoon.kv.frame_plan import Written
 
@@ -30,6 +30,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.block_keys: list[bytes] = []  # of the leading full blocks, as far as they have been needed
         self.num_known_blocks = 0  # leading blocks that the prefix cache has seen
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the tokens after the first, if wanted, as far as computed
         self.state: SequenceState = "waiting"
         self.written = Written()  # what may be copied out of `blocks` for a prefill-only sequence
         self.kv_lock = threading.Lock()  # held while K and V are copied, and while `blocks` are released
@@ -58,6 +59,11 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens still to run before the next one can be drawn: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether what runs next yields log-probabilities of the prompt: every token of it has to run."""
+        return self.sampling.num_prompt_logprobs is not None and self.num_output == 0
 
     def num_arriving(self, block_tokens: int) -> int:
         """Uncomputed tokens that need no computing if the step behind them waits for their layers; 0: it cannot."""

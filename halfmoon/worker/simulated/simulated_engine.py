@@ -109,6 +109,7 @@ class SimulatedEngine:
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
         """See `AsyncEngine.add`. Raises InvalidRequest for requests that need a model."""
         _check_needs_no_model(request)
+        _check_needs_no_logits(request)
         on_link = None if on_kv is None else partial(self._put_on_link, request.request_id, on_kv)
         self._core.add(request, on_link, order)
         self._enter(request)
@@ -117,6 +118,7 @@ class SimulatedEngine:
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
         """See `AsyncEngine.reserve`."""
         _check_needs_no_model(request)
+        _check_needs_no_logits(request)
         held_tokens = self._core.reserve(request, on_kv)
         self._enter(request)
         return held_tokens
@@ -318,6 +320,13 @@ def _check_needs_no_model(request: EngineRequest) -> None:
         raise InvalidRequest(
             "simulated workers cannot follow a structure: they have no model; leave response_format, "
             "structured_outputs and forced tools out, or serve with real workers"
+        )
+
+
+def _check_needs_no_logits(request: EngineRequest) -> None:
+    if request.sampling.num_prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs, echo with logprobs: simulated workers have no model", param="prompt_logprobs"
         )
 
 

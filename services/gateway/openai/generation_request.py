@@ -25,6 +25,7 @@ from services.gateway.replies.reply_format import ReplyOptions
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _SPARE_VALUES = 100_000  # JSON values beside the prompt
+_MOST_PROMPT_LOGPROBS = 250_000  # of one prompt: a worker sends them in one message
 _MAX_CHOICES = 1_024  # outputs of all prompts together
 
 
@@ -43,6 +44,7 @@ class GenerationRequest:
     keep_stop: bool = False  # stop strings stay in the text
     skips_special: bool = True  # special tokens have no text
     priority: int = 0
+    only_prompt: bool = False  # the workers' one token is dropped
     prompt_texts: tuple[str, ...] = ()  # empty unless the prompts are echoed
     labels: dict[str, Any] = field(default_factory=dict)  # for the log
     echoed: dict[str, Any] = field(default_factory=dict)  # fields that the response repeats from the body
@@ -122,14 +124,17 @@ def completion_request(body: CompletionBody, model: ServedModel, context_tokens:
         _room(len(prompt), context_tokens, "prompt")
     max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_texts = tuple(model.tokenizer.decode(prompt) for prompt in prompts) if body.echo else ()
-    return _generation(body, model, context_tokens, prompts, max_tokens, body.logprobs, prompt_texts, body.best_of)
+    only_prompt = max_tokens == 0 and body.logprobs is not None
+    max_tokens = 1 if only_prompt else max_tokens
+    generation = _generation(
+        body, model, context_tokens, prompts, max_tokens, body.logprobs, prompt_texts, body.best_of
+    )
+    return replace(generation, only_prompt=only_prompt)
 
 
 def _check_completion(body: CompletionBody) -> None:
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens must be at least 1, unless echo is true", param="max_tokens")
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("echo: prompts have no log-probabilities here; leave logprobs or echo out", param="echo")
     if body.best_of is not None and body.best_of < (body.n or 1):
         raise InvalidRequest(f"best_of is less than n, which is {body.n or 1}", param="best_of")
     if body.best_of is not None and body.stream and body.best_of > (body.n or 1):
@@ -174,13 +179,19 @@ def _generation(
         bound = replace(constraint.constraint, begins_reasoning=tags[0], ends_reasoning=tags[1])
         constraint = constraint._replace(constraint=bound)
     reply_options = _reply_options(body, logprobs=num_top_logprobs is not None)
+    num_prompt_logprobs = _num_prompt_logprobs(body, num_top_logprobs if prompt_texts else None, prompts)
     if best_of > num_choices and num_top_logprobs is None:
         num_top_logprobs = 0  # ranks the outputs
     return GenerationRequest(
         prompts=tuple(prompts),
         context_tokens=context_tokens,
         sampling=sampling_of(
-            body, model, min(max_tokens, context_tokens), num_top_logprobs, constraint and constraint.message
+            body,
+            model,
+            min(max_tokens, context_tokens),
+            num_top_logprobs,
+            constraint and constraint.message,
+            num_prompt_logprobs,
         ),
         constraint=constraint,
         stops=stops_of(body),
@@ -194,6 +205,21 @@ def _generation(
         prompt_texts=prompt_texts,
         labels=body.model_dump(include=_LABELS, exclude_none=True),
     )
+
+
+def _num_prompt_logprobs(
+    body: GenerationBody, num_echoed: int | None, prompts: Sequence[tuple[int, ...]]
+) -> int | None:
+    """How many likeliest tokens are wanted at each of the prompt's; None: no log-probabilities of it at all."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs are not streamed; leave stream out", param="prompt_logprobs")
+    wanted = [number for number in (body.prompt_logprobs, num_echoed) if number is not None]
+    if not wanted:
+        return None
+    if max(map(len, prompts)) * (max(wanted) + 1) > _MOST_PROMPT_LOGPROBS:
+        why = f"log-probabilities of a prompt: at most {_MOST_PROMPT_LOGPROBS}, with those of likeliest tokens"
+        raise InvalidRequest(f"{why}; send a shorter one, or ask for fewer", param="logprobs")
+    return max(wanted)
 
 
 _LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
@@ -210,6 +236,7 @@ def _reply_options(body: GenerationBody, *, logprobs: bool) -> ReplyOptions:
         raise InvalidRequest(f"{param} needs include_usage to be true", param=param)
     return ReplyOptions(
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         usage="running" if running else "last" if with_usage else "none",

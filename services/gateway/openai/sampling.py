@@ -21,6 +21,7 @@ def sampling_of(
     max_tokens: int,
     num_top_logprobs: int | None,
     constraint: Constraint | None = None,
+    num_prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The sampling parameters of a body whose output has the form `constraint`.
 
@@ -53,6 +54,7 @@ def sampling_of(
         bad_words=_bad_words(body, model),
         ignore_eos=bool(body.ignore_eos),
         num_top_logprobs=num_top_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
     )
 
 
@@ -84,6 +86,8 @@ def of_output(sampling: SamplingParams, offset: int, most_tokens: int) -> Sampli
     own = SamplingParams()
     own.CopyFrom(sampling)
     own.seed = (sampling.seed + offset) & _UINT64
+    if offset:
+        own.ClearField("num_prompt_logprobs")  # the first output has them
     own.max_tokens = min(sampling.max_tokens, most_tokens)
     own.min_tokens = min(sampling.min_tokens, own.max_tokens)
     return own

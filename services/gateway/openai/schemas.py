@@ -120,6 +120,12 @@ class GenerationBody(OpenAIBody):
         None, description="choices carry `token_ids`, and for the prompt `prompt_token_ids`"
     )
     return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens `token_id:5`")
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=_MAX_LOGPROBS,
+        description="the same for the prompt's tokens, which are all computed; not streamed",
+    )
 
 
 class ChatBody(GenerationBody, RenderedChat):
@@ -163,4 +169,6 @@ class CompletionBody(GenerationBody):
         le=_MAX_CHOICES,
         description="number of outputs, of which the n with the highest mean logprob are returned",
     )
-    echo: bool | None = Field(None, description="the text begins with the prompt; not together with logprobs")
+    echo: bool | None = Field(
+        None, description="the text begins with the prompt, and logprobs with those of its tokens"
+    )

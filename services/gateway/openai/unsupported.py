@@ -57,7 +57,7 @@ REFUSED: dict[str, UnsupportedParameter] = {
     "previous_response_id": UnsupportedParameter("nothing is kept: send the whole conversation as input"),
     "prompt": UnsupportedParameter("prompts go to /v1/completions, prompt templates are not kept"),
     "prompt_embeds": UnsupportedParameter("send the prompt as text or token ids"),
-    "prompt_logprobs": UnsupportedParameter("only output tokens have log-probabilities"),
+    "prompt_logprobs": UnsupportedParameter("chats and completions return them"),
     "repetition_detection": UnsupportedParameter("use repetition_penalty"),
     "return_prompt_text": UnsupportedParameter("/tokenize shows the rendered messages", (False,)),
     "return_token_offsets": UnsupportedParameter(_RENDER, (False,)),

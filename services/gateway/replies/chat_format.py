@@ -12,11 +12,13 @@ from services.gateway.replies.logprob_entries import logprob_entries
 from services.gateway.replies.reply_format import (
     STREAM_END,
     Output,
+    PromptLogprobsOf,
     ReplyOptions,
     Usage,
     UsageNow,
     ending,
     framed,
+    prompt_logprobs,
     prompt_token_ids,
     token_ids,
 )
@@ -40,6 +42,7 @@ class ChatFormat:
         tokenizer: Decodes,
         options: ReplyOptions,
         prompt: Sequence[int],
+        prompt_logprobs_of: PromptLogprobsOf = lambda _: (),
         new_tool_parser: NewToolParser | None = None,
         call_ids: CallIds | None = None,
     ) -> None:
@@ -47,7 +50,9 @@ class ChatFormat:
         self._head = {"id": f"chatcmpl-{request_id}", "created": created, "model": model}
         self._tokenizer = tokenizer
         self._options = options
+        self._prompt = prompt
         self._prompt_ids = prompt_token_ids(prompt, options)
+        self._prompt_logprobs_of = prompt_logprobs_of
         self._new_tool_parser = new_tool_parser
         self._call_ids = call_ids
         self._turns: dict[int, ToolTurn | None] = {}  # by choice
@@ -95,7 +100,8 @@ class ChatFormat:
         """The response with all choices."""
         choices = [self._choice(output) for output in outputs]
         head = {**self._head, "object": "chat.completion"}
-        return {**head, "choices": choices, "usage": usage.as_dict(), **self._prompt_ids}
+        logprobs = prompt_logprobs(self._prompt, self._prompt_logprobs_of(0), self._tokenizer, self._options)
+        return {**head, "choices": choices, "usage": usage.as_dict(), **self._prompt_ids, **logprobs}
 
     def _choice(self, output: Output) -> dict[str, Any]:
         piece, turn = output.piece, self._turn(output.index)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from halfmoon.pb.types_pb2 import Token
+from halfmoon.pb.types_pb2 import PromptLogprob, Token
 from services.gateway.replies.reply_format import (
     STREAM_END,
     Output,
+    PromptLogprobsOf,
     ReplyOptions,
     Usage,
     UsageNow,
     ending,
     framed,
+    prompt_logprobs,
     prompt_token_ids,
     token_ids,
     token_name,
@@ -37,6 +39,7 @@ class CompletionFormat:
         prompts: Sequence[Sequence[int]],
         prompt_texts: Sequence[str] = (),
         per_prompt: int = 1,
+        prompt_logprobs_of: PromptLogprobsOf = lambda _: (),
     ) -> None:
         self._head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": created, "model": model}
         self._tokenizer = tokenizer
@@ -44,6 +47,7 @@ class CompletionFormat:
         self._prompts = prompts
         self._prompt_texts = prompt_texts
         self._per_prompt = per_prompt
+        self._prompt_logprobs_of = prompt_logprobs_of
         self._num_chars: defaultdict[int, int] = defaultdict(int)  # by choice: characters of all its tokens so far
 
     @property
@@ -55,8 +59,8 @@ class CompletionFormat:
         """A chunk with the prompt, if its text or its token ids are requested."""
         if not (self._prompt_texts or self._options.token_ids):
             return []
-        choice = self._choice(index, TextPiece(self._echo(index), (), (), None))
-        return [{**self._head, "choices": [{**choice, **self._prompt_ids(index)}]}]
+        choice = self._choice(index, TextPiece("", (), (), None), has_prompt=True)
+        return [{**self._head, "choices": [choice]}]
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """At most one chunk."""
@@ -80,45 +84,67 @@ class CompletionFormat:
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """The response with all choices."""
-        choices = [
-            {**self._choice(output.index, output.piece, self._echo(output.index)), **self._prompt_ids(output.index)}
-            for output in outputs
-        ]
+        choices = [self._choice(output.index, output.piece, has_prompt=True) for output in outputs]
         return {**self._head, "choices": choices, "usage": usage.as_dict()}
-
-    def _echo(self, index: int) -> str:
-        return self._prompt_texts[index // self._per_prompt] if self._prompt_texts else ""
-
-    def _prompt_ids(self, index: int) -> dict[str, Any]:
-        return prompt_token_ids(self._prompts[index // self._per_prompt], self._options)
 
     def _chunk(self, index: int, piece: TextPiece) -> dict[str, Any]:
         return {**self._head, "choices": [self._choice(index, piece)]}
 
-    def _choice(self, index: int, piece: TextPiece, echo: str = "") -> dict[str, Any]:
-        logprobs = self._logprobs(index, piece.tokens) if self._options.logprobs else None
+    def _choice(self, index: int, piece: TextPiece, *, has_prompt: bool = False) -> dict[str, Any]:
+        """`has_prompt`: it begins with what is wanted of the prompt."""
+        number = index // self._per_prompt
+        echo = self._prompt_texts[number] if has_prompt and self._prompt_texts else ""
+        entries = [_of_token(token) for token in piece.tokens]
+        if has_prompt and self._prompt_texts and self._options.logprobs:
+            entries = [*_of_prompt(self._prompts[number], self._prompt_logprobs_of(number)), *entries]
+        logprobs = self._logprobs(index, entries) if self._options.logprobs else None
         choice = {"index": index, "text": echo + piece.text, "logprobs": logprobs, **ending(piece)}
-        return {**choice, **token_ids(piece, self._options)}
+        choice |= token_ids(piece, self._options)
+        return {**choice, **self._of_prompt(number)} if has_prompt else choice
 
-    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
-        texts = [self._tokenizer.decode([token.token_id]) for token in tokens]
+    def _of_prompt(self, number: int) -> dict[str, Any]:
+        prompt, options = self._prompts[number], self._options
+        logprobs = prompt_logprobs(prompt, self._prompt_logprobs_of(number), self._tokenizer, options)
+        return {**prompt_token_ids(prompt, options), **logprobs}
+
+    def _logprobs(self, index: int, entries: Sequence[_Entry]) -> dict[str, Any]:
+        texts = [self._tokenizer.decode([entry.token_id]) for entry in entries]
         offsets = []
         for text in texts:
             offsets.append(self._num_chars[index])
             self._num_chars[index] += len(text)
-        tops = [self._tops(token) for token in tokens]
-        names = [token_name(text, token.token_id, self._options) for text, token in zip(texts, tokens, strict=True)]
+        pairs = zip(texts, entries, strict=True)
         return {
-            "tokens": names,
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": tops,
+            "tokens": [token_name(text, entry.token_id, self._options) for text, entry in pairs],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [self._tops(entry) for entry in entries],
             "text_offset": offsets,
         }
 
-    def _tops(self, token: Token) -> dict[str, float]:
+    def _tops(self, entry: _Entry) -> dict[str, float] | None:
         """Log-probabilities by text, that of the token itself, too. Of two with the same text the likelier is kept."""
-        pairs = [*((top.token_id, top.logprob) for top in token.top_logprobs), (token.token_id, token.logprob)]
+        if entry.logprob is None:
+            return None
         tops: dict[str, float] = {}
-        for token_id, logprob in pairs:
+        for token_id, logprob in (*entry.tops, (entry.token_id, entry.logprob)):
             tops.setdefault(token_name(self._tokenizer.decode([token_id]), token_id, self._options), logprob)
         return tops
+
+
+class _Entry(NamedTuple):
+    """What is known of one token, of the prompt or of the output."""
+
+    token_id: int
+    logprob: float | None = None  # None: the first one of a prompt
+    tops: Sequence[tuple[int, float]] = ()
+
+
+def _of_token(token: Token) -> _Entry:
+    return _Entry(token.token_id, token.logprob, [(top.token_id, top.logprob) for top in token.top_logprobs])
+
+
+def _of_prompt(prompt: Sequence[int], known: Sequence[PromptLogprob]) -> list[_Entry]:
+    entries = [_Entry(prompt[0])]
+    for token_id, one in zip(prompt[1:], known, strict=True):
+        entries.append(_Entry(token_id, one.logprob, [(top.token_id, top.logprob) for top in one.top_logprobs]))
+    return entries

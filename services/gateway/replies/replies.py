@@ -37,9 +37,12 @@ class Reply(Protocol):
 class OutputSink:
     """A `TokenSink`: turns one output's tokens into text and puts that into the reply."""
 
-    def __init__(self, index: int, text: TextStream, reply: Reply, *, singly: bool = False) -> None:
-        """`singly`: the pieces do not depend on which tokens came together."""
+    def __init__(
+        self, index: int, text: TextStream, reply: Reply, *, singly: bool = False, only_prompt: bool = False
+    ) -> None:
+        """`singly`: the pieces do not depend on which tokens came together. `only_prompt`: tokens are dropped."""
         self._singly = singly
+        self._only_prompt = only_prompt
         self._index = index
         self._text = text
         self._reply = reply
@@ -50,6 +53,9 @@ class OutputSink:
 
     def push(self, tokens: Sequence[Token]) -> bool:
         """Takes tokens; True when the output is whole."""
+        if self._only_prompt:
+            self._reply.put(self._index, TextPiece("", (), (), "length"))
+            return True
         if self._singly and len(tokens) > 1:
             return any(self.push([token]) for token in tokens)
         piece = self._text.push(tokens)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from services.gateway.replies.text_stream import TextPiece
+from halfmoon.pb.types_pb2 import PromptLogprob
+from services.gateway.replies.text_stream import Decodes, TextPiece
 
 
 class Usage(NamedTuple):
@@ -26,6 +27,9 @@ class Usage(NamedTuple):
         }
 
 
+PromptLogprobsOf = Callable[[int], Sequence[PromptLogprob]]
+"""Returns the log-probabilities of a prompt's tokens after the first, once it is computed."""
+
 UsageNow = Callable[[], Usage]
 """Returns the usage so far. Counted only if requested: with many outputs it takes time."""
 
@@ -35,6 +39,7 @@ class ReplyOptions:
     """What a response carries in addition to its text."""
 
     logprobs: bool = False
+    prompt_logprobs: bool = False
     token_ids: bool = False
     tokens_as_ids: bool = False  # logprobs name tokens by id
     usage: Literal["none", "last", "running"] = "none"  # in a stream's last chunk; in every chunk, too
@@ -123,3 +128,22 @@ def token_ids(piece: TextPiece, options: ReplyOptions) -> dict[str, Any]:
 def prompt_token_ids(prompt: Sequence[int], options: ReplyOptions) -> dict[str, Any]:
     """The ids of a prompt's tokens, if requested; in a stream they come once for each choice."""
     return {"prompt_token_ids": list(prompt)} if options.token_ids else {}
+
+
+def prompt_logprobs(
+    prompt: Sequence[int], known: Sequence[PromptLogprob], tokenizer: Decodes, options: ReplyOptions
+) -> dict[str, Any]:
+    """vLLM's `prompt_logprobs`, if requested: none for the first token, then by token id."""
+    if not options.prompt_logprobs:
+        return {}
+    shown: list[dict[str, Any] | None] = [None]
+    for token_id, one in zip(prompt[1:], known, strict=True):
+        ranked = [(token_id, one.logprob, one.rank)]
+        ranked += [(top.token_id, top.logprob, rank) for rank, top in enumerate(one.top_logprobs, 1)]
+        shown.append(
+            {
+                str(of): {"logprob": logprob, "rank": rank, "decoded_token": tokenizer.decode([of])}
+                for of, logprob, rank in ranked
+            }
+        )
+    return {"prompt_logprobs": shown}

@@ -46,6 +46,7 @@ from halfmoon.pb.types_pb2 import (
     FinishReason,
     Generation,
     KVLayout,
+    PromptLogprob,
     Token,
     TopLogprob,
 )
@@ -168,6 +169,15 @@ class Script:
         return token
 
 
+def prompt_logprobs(generation: Generation) -> list[PromptLogprob]:
+    """-1 at the prompt's second token, -2 at the next one, ..., and likelier ones: A, B, ..."""
+    if not generation.sampling.HasField("num_prompt_logprobs") or generation.output_token_ids:
+        return []
+    tops = [TopLogprob(token_id=65 + i, logprob=-i / 4) for i in range(generation.sampling.num_prompt_logprobs)]
+    num_tokens = len(generation.prompt_token_ids)
+    return [PromptLogprob(logprob=-at, rank=at + 5, top_logprobs=tops) for at in range(1, num_tokens)]
+
+
 @dataclass
 class Calls:
     """What a fake worker was asked."""
@@ -231,7 +241,13 @@ class FakeWorker(PrefillServicer, DecodeServicer):
     async def usual_prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
         generation = request.generation
         first = self.script.token(generation, len(generation.output_token_ids))
-        event = FirstToken(token=first, num_cached_tokens=self.script.cached_tokens, queue_s=0.25, compute_s=0.5)
+        event = FirstToken(
+            token=first,
+            num_cached_tokens=self.script.cached_tokens,
+            queue_s=0.25,
+            compute_s=0.5,
+            prompt_logprobs=prompt_logprobs(generation),
+        )
         yield PrefillEvent(first_token=event)
         if first.finish_reason == NOT_FINISHED:
             self.hand_over(request, event)

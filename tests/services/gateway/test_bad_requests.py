@@ -234,7 +234,6 @@ async def test_wrong_prompts(fleet: Fleet) -> None:
         *(("use_beam_search", True), ("messages", MESSAGES)),
     ]
     pairs: list[tuple[str, dict[str, Any]]] = [
-        ("echo", {"echo": True, "logprobs": 1}),
         ("best_of", {"best_of": 2, "n": 3}),
         ("best_of", {"best_of": 2, "stream": True}),
         ("n", {"n": 128, "prompt": ["a"] * 9}),
