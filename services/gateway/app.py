@@ -1,8 +1,7 @@
-"""The HTTP application: routes, request ids, and every error in the shape of the OpenAI API."""
+"""The HTTP application: routes, request ids, and every error in the shape of its API."""
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 
@@ -27,13 +26,10 @@ from services.gateway.http.operator_access import OperatorAccess
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.request_ids import HEADER, assign_request_id, request_id_of
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
-from services.gateway.replies.messages_format import anthropic_error
 from services.gateway.replies.sse_body import ClientGone
 from services.gateway.telemetry.load_header import LoadHeader
 
 log = logging.getLogger(__name__)
-
-_MESSAGES = "/v1/messages"  # Anthropic's API
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +71,8 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app.router.add_post("/v1/chat/completions", generation.chat)
     app.router.add_post("/v1/completions", generation.completions)
     app.router.add_post("/v1/responses", generation.responses)
-    app.router.add_post(_MESSAGES, generation.messages)
-    app.router.add_post(f"{_MESSAGES}/count_tokens", tokenizer.count)
+    app.router.add_post("/v1/messages", generation.messages)
+    app.router.add_post("/v1/messages/count_tokens", tokenizer.count)
     app.router.add_post("/tokenize", tokenizer.tokenize)
     app.router.add_post("/detokenize", tokenizer.detokenize)
     app.router.add_get("/v1/models", control.models)
@@ -116,13 +112,6 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
 def _outermost(access: Access) -> Middleware:
     @web.middleware
     async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
-        response = await answered(request, handler)
-        is_of_anthropic = request.path == _MESSAGES or request.path.startswith(f"{_MESSAGES}/")
-        if is_of_anthropic and response.status >= 400 and isinstance(response, web.Response) and response.text:
-            response.text = json.dumps(anthropic_error(json.loads(response.text)))
-        return response
-
-    async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
         with request_scope(assign_request_id(request)):
             try:
                 access.browsers.check_host(request)
@@ -133,14 +122,14 @@ def _outermost(access: Access) -> Middleware:
                 (access.operators if access.operators.governs(request) else access.keys).check(request)
                 return await handler(request)
             except HalfmoonError as error:
-                return error_response(error)
+                return error_response(error, request)
             except web.HTTPException as error:
-                return http_error_response(error)
+                return http_error_response(error, request)
             except ClientGone:
                 return web.Response(status=499)  # never read
             except Exception:
                 log.exception("http.failed", extra={"path": request.path})
-                return error_response(HalfmoonError("internal error: see the gateway's log"))
+                return error_response(HalfmoonError("internal error: see the gateway's log"), request)
 
     return outermost
 

@@ -122,7 +122,7 @@ class GenerationEndpoints:
                 recorder.leave(request)
                 return _given_up(http_request, error)
             recorder.fail(request, error)
-            return error_response(error)
+            return error_response(error, http_request)
         except (asyncio.CancelledError, ClientGone):
             recorder.end(request, "cancelled", _CLIENT_CLOSED, "the client went away")
             raise
@@ -297,7 +297,7 @@ def _given_up(http_request: web.Request, error: HalfmoonError) -> web.StreamResp
     if http_request.writer.output_size and http_request.transport is not None:
         http_request.transport.abort()
         raise ClientGone
-    return error_response(error)
+    return error_response(error, http_request)
 
 
 def _client_error(failure: Exception) -> HalfmoonError:

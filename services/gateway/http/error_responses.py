@@ -1,4 +1,7 @@
-"""The error tree in the shape of the OpenAI API: `{"error": {"message", "type", "param", "code"}}`."""
+"""The error tree in the shape of the OpenAI API: `{"error": {"message", "type", "param", "code"}}`.
+
+Under /v1/messages it has that of Anthropic's.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +71,22 @@ _HTTP_CODES = {
 }
 
 
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    "invalid_request_error": "invalid_request_error",
+    "authentication_error": "authentication_error",
+    "rate_limit_error": "rate_limit_error",
+    "rate_limit_exceeded": "rate_limit_error",
+    "service_unavailable_error": "overloaded_error",
+    "timeout_error": "timeout_error",
+    "body_too_large": "request_too_large",
+    "not_found": "not_found_error",
+    "model_not_found": "not_found_error",
+    "origin_not_allowed": "permission_error",
+}
+"""By OpenAI's code, or else type."""
+
+
 def kind_of(error: HalfmoonError) -> HttpKind:
     """Status, type and code of an error: those of its nearest ancestor in the table."""
     if isinstance(error, RateLimited):
@@ -96,18 +115,30 @@ def _figures(refusal: Refused) -> dict[str, float | None]:
     }
 
 
-def error_response(error: HalfmoonError) -> web.Response:
+def anthropic_error(body: dict[str, Any]) -> dict[str, Any]:
+    """An error in OpenAI's shape, in Anthropic's. Other fields than the message stay beside it."""
+    fields = dict(body["error"])
+    kind = _ANTHROPIC_TYPES.get(fields["code"] or "") or _ANTHROPIC_TYPES.get(fields["type"], "api_error")
+    return {"type": "error", "error": {**fields, "type": kind}}
+
+
+def _shaped(body: dict[str, Any], request: web.Request | None) -> dict[str, Any]:
+    path = "" if request is None else request.path
+    return anthropic_error(body) if path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/") else body
+
+
+def error_response(error: HalfmoonError, request: web.Request) -> web.Response:
     """The response for an error, with Retry-After in whole seconds if the error says when to come back."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, WrongKey) else {}
     if isinstance(error, TakenOver):
         headers["X-Should-Retry"] = "false"  # to OpenAI's clients, which would take the answer back
     if error.retry_after_ms is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
-    return web.json_response(error_body(error), status=kind_of(error).status, headers=headers)
+    return web.json_response(_shaped(error_body(error), request), status=kind_of(error).status, headers=headers)
 
 
-def http_error_response(error: web.HTTPException) -> web.Response:
-    """The response for one of aiohttp's own errors (no such path, wrong method, body too large)."""
+def http_error_response(error: web.HTTPException, request: web.Request | None = None) -> web.Response:
+    """The response for one of aiohttp's own errors (no such path, wrong method, body too large, not HTTP at all)."""
     messages = {
         404: "there is nothing at this address",
         405: "this address does not take this method",
@@ -118,7 +149,7 @@ def http_error_response(error: web.HTTPException) -> web.Response:
     type_name = "invalid_request_error" if error.status < 500 else "server_error"
     body = {"error": {"message": message, "type": type_name, "param": None, "code": code}}
     allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-    return web.json_response(body, status=error.status, headers=allow)
+    return web.json_response(_shaped(body, request), status=error.status, headers=allow)
 
 
 def shortened(text: str, max_chars: int = _MAX_CHARS) -> str:

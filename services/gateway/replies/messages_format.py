@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from services.gateway.http.error_responses import anthropic_error
 from services.gateway.replies.call_parts import CallPart, NewToolParser, ParsedPart, ReasoningPart
 from services.gateway.replies.chat_format import CallIds, new_turn
 from services.gateway.replies.reply_format import Output, Usage, UsageNow
@@ -104,27 +105,6 @@ class MessagesFormat:
         if isinstance(piece.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": piece.stop_reason}
         return {"stop_reason": "end_turn", "stop_sequence": None}
-
-
-def anthropic_error(body: dict[str, Any]) -> dict[str, Any]:
-    """An error in OpenAI's shape, in Anthropic's. Other fields than the message stay beside it."""
-    fields = dict(body["error"])
-    kind = _ERRORS.get(fields["code"] or "") or _ERRORS.get(fields["type"], "api_error")
-    return {"type": "error", "error": {**fields, "type": kind}}
-
-
-_ERRORS = {
-    "invalid_request_error": "invalid_request_error",
-    "authentication_error": "authentication_error",
-    "rate_limit_error": "rate_limit_error",
-    "rate_limit_exceeded": "rate_limit_error",
-    "service_unavailable_error": "overloaded_error",
-    "timeout_error": "timeout_error",
-    "body_too_large": "request_too_large",
-    "not_found": "not_found_error",
-    "model_not_found": "not_found_error",
-    "origin_not_allowed": "permission_error",
-}
 
 
 def _merged(parts: Sequence[ParsedPart]) -> list[ParsedPart]:
