@@ -185,3 +185,26 @@ def test_a_tokenizer_of_an_older_format_will_do(demo: Checkpoint, tmp_path: Path
     whole = masks_of(demo).allowed(Constraint("choice", '["yes", "no"]'), [])
     assert np.array_equal(masks_of(older).allowed(Constraint("choice", '["yes", "no"]'), []), whole)
     assert whole.sum() < 20
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_it_binds_what_follows_the_reasoning(demo: Checkpoint, begins: bool) -> None:
+    masks, tokenizer = masks_of(demo), Tokenizer(demo)
+    begin, end = 5, 6  # any tokens
+    plain = Constraint("regex", "ab")
+    constraint = replace(plain, begins_reasoning=begin if begins else None, ends_reasoning=end)
+    first = masks.allowed(plain, ())
+    (b,) = tokenizer.encode("b", with_special=False)
+    (a,) = tokenizer.encode("a", with_special=False)
+    thought = (begin, 40, 41) if begins else (40, 41)
+    free = masks.allowed(constraint, thought)
+    assert free[[40, 41, b]].all()
+    assert not free[list(demo.eos_token_ids)].any()
+    assert (masks.allowed(constraint, (*thought, end)) == first).all()
+    assert masks.allowed(constraint, (*thought, end, a))[b]
+    assert not masks.allowed(constraint, (*thought, end, a))[a]
+    if begins:
+        assert set(np.flatnonzero(masks.allowed(constraint, ()) != first)) == {begin}
+        assert masks.allowed(constraint, (a,))[b]  # it does not reason
+        with pytest.raises(ValueError, match="structured output"):
+            masks.allowed(constraint, (40,))

@@ -96,7 +96,7 @@ async def test_every_wrong_chat_parameter_is_named(fleet: Fleet) -> None:
         ("audio", {}),
         ("best_of", 2),
         ("echo", True),
-        ("bad_words", ["x"]),
+        ("bad_words", "x"),
         ("priority", 2**31),
         ("chat_template", "{{ messages }}"),
         ("stream_options", {"continuous_usage_stats": True}),
