@@ -36,9 +36,9 @@ class PagedLayer:
 
     def read(self, blocks: Sequence[int], start: int, num_tokens: int) -> Tensor:
         """[2, heads, num_tokens, head_dim]: a copy of tokens `start`.. of a sequence that lies in `blocks`."""
-        block, token = self._where(blocks, start, num_tokens)
         if self._views is not None:
-            return torch.stack([view[block, :, token].transpose(0, 1) for view in self._views])
+            return self._read_blocks(self._views, blocks, start, num_tokens)
+        block, token = self._where(blocks, start, num_tokens)
         return self._cells[block[:, None], self._places[:, :, token]]
 
     def write(self, blocks: Sequence[int], start: int, values: Tensor) -> None:
@@ -50,6 +50,19 @@ class PagedLayer:
                 view[block, :, token] = part.transpose(0, 1)
         else:
             self._cells[block[:, None], self._places[:, :, token]] = values
+
+    def _read_blocks(
+        self, views: tuple[Tensor, Tensor], blocks: Sequence[int], start: int, num_tokens: int
+    ) -> Tensor:
+        """Copies whole blocks, which is several times faster than token by token, and cuts the ends off."""
+        first, last = start // self._block_tokens, -(-(start + num_tokens) // self._block_tokens)
+        block_ids = torch.tensor(blocks[first:last]).to(self._cells.device)
+        _, heads, block_tokens, head_dim = views[0].shape
+        values = views[0].new_empty(2, heads, last - first, block_tokens, head_dim)
+        for view, part in zip(views, values, strict=True):
+            part.transpose(0, 1).copy_(view[block_ids])
+        before = start - first * block_tokens
+        return values.flatten(2, 3)[:, :, before : before + num_tokens]
 
     def _where(self, blocks: Sequence[int], start: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """[num_tokens] each: the tokens' blocks and their places in them."""
