@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_its_vllm_is_one_that_we_work_with() -> None:
-    for file in ("deploy/vllm/Dockerfile", "scripts/vllm_env"):
+    for file in ("deploy/vllm/Dockerfile", "deploy/vllm/compose.yml", "scripts/vllm_env"):
         (release,) = re.findall(r"(?:vllm-openai:v|release=)(\d+\.\d+\.\d+)", (ROOT / file).read_text())
         check_release(release)
 
@@ -23,6 +23,8 @@ def test_its_vllm_is_one_that_we_work_with() -> None:
 def test_its_variables_are_settings_of_the_service() -> None:
     services = yaml.safe_load((ROOT / "deploy/vllm/compose.yml").read_text())["services"]
     own = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    gpus = yaml.safe_load((ROOT / "deploy/vllm/gpu.yml").read_text())["services"]
+    assert gpus.keys() == services.keys()
     for name, settings in (("prefill", PrefillSettings), ("decode", DecodeSettings)):
         prefix = f"HALFMOON_{name.upper()}_"
         names = [variable.removeprefix(prefix).lower() for variable in services[name]["environment"]]
