@@ -22,10 +22,12 @@ class StepResults:
         self._outputs: list[TokenOutput] = []
         self._chains: list[BlockChain] = []  # that stores may lack
         self._is_due = False
+        self._ended_s = 0.0  # when the latest step did
 
     def put_step(self, step: Stepped, num_cached_tokens: Mapping[str, int]) -> None:
         """num_cached_tokens: of requests whose first step it is."""
-        result = _result(step, num_cached_tokens)
+        began_s, self._ended_s = max(step.began_s, self._ended_s), step.ended_s  # vLLM may plan a step during another
+        result = _result(step, began_s, num_cached_tokens)
         if not result.is_empty:
             self._steps.append(result)
             self._tell_soon()
@@ -58,7 +60,7 @@ class StepResults:
             self._on_step(result)
 
 
-def _result(step: Stepped, num_cached_tokens: Mapping[str, int]) -> StepResult:
+def _result(step: Stepped, began_s: float, num_cached_tokens: Mapping[str, int]) -> StepResult:
     counts = {name: count for name, (_, count) in step.prefill_tokens.items()}
     prefill_context = sum(before + count for before, count in step.prefill_tokens.values())
     return StepResult(
@@ -68,7 +70,7 @@ def _result(step: Stepped, num_cached_tokens: Mapping[str, int]) -> StepResult:
         context_tokens=prefill_context + step.decode_context_tokens,
         decode_context_tokens=step.decode_context_tokens,
         num_preempted=step.num_preempted,
-        duration_s=step.ended_s - step.began_s,
+        duration_s=step.ended_s - began_s,
         ended_s=step.ended_s,
         num_cached_tokens=num_cached_tokens,
         num_computed_tokens=counts,

@@ -279,6 +279,13 @@ async def test_a_step_is_reported_with_its_tokens(worker: Worker) -> None:
     assert worker.engine.stats_now().num_free_blocks == 5
 
 
+async def test_a_step_that_was_planned_during_another_lasts_from_its_end(worker: Worker) -> None:
+    worker.engine.handle(Stepped(1.0, 3.0, {}, 1, 20, num_free_blocks=5))
+    worker.engine.handle(Stepped(2.0, 3.5, {}, 1, 21, num_free_blocks=5))
+    await worker.until(lambda: len(worker.steps) == 2)
+    assert [step.duration_s for step in worker.steps] == [2.0, 0.5]
+
+
 async def test_kv_counts_once_every_rank_has_it() -> None:
     worker = Worker(num_ranks=2)
     async with worker.engine:
