@@ -51,9 +51,7 @@ class PagedLayer:
         else:
             self._cells[block[:, None], self._places[:, :, token]] = values
 
-    def _read_blocks(
-        self, views: tuple[Tensor, Tensor], blocks: Sequence[int], start: int, num_tokens: int
-    ) -> Tensor:
+    def _read_blocks(self, views: tuple[Tensor, Tensor], blocks: Sequence[int], start: int, num_tokens: int) -> Tensor:
         """Copies whole blocks, which is several times faster than token by token, and cuts the ends off."""
         first, last = start // self._block_tokens, -(-(start + num_tokens) // self._block_tokens)
         block_ids = torch.tensor(blocks[first:last]).to(self._cells.device)
