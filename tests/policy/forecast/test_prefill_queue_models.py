@@ -53,6 +53,15 @@ def test_the_queue_is_that_of_its_steps_until_tokens_are_there() -> None:
     assert refined(courses, view, placement, 2.0) == (0.0, 1.0)
 
 
+def test_what_is_loaded_may_come_later_than_the_queue_ends() -> None:
+    """Loading begins at once: half of a prompt is there after 1.5 s, behind a queue of one second."""
+    view, courses = ClusterView(), PrefillQueueModels(DecodeForecast())
+    placement = at(view, replace(P, contention=0.0), D)
+    courses.join("first", view, placement, 100, 10, 0, 0.0)
+    loading = replace(placement, fetched_tokens=50, transfer_s=1.5, queue_s=1.0, work_s=1.0, ttft_s=2.0)
+    assert refined(courses, view, loading, 0.0) == (1.5, 0.5)
+
+
 def test_what_is_computed_there_is_decoded_beside_it() -> None:
     view, courses = ClusterView(), PrefillQueueModels(DecodeForecast())
     placement = at(view, P, D)
