@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.models.latency import StepModel
+from halfmoon.policy.placement.conditional import ConditionalMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure, Network, SloTargets, WorkerGroup
 from halfmoon.sim.cluster.decode_batch import DecodeBatch
@@ -336,17 +337,26 @@ def test_equal_prompts_get_their_first_tokens_in_the_order_of_arrival(starts_s: 
 
 
 @settings(max_examples=40)
-@given(clusters(), ROWS, st.lists(st.tuples(st.integers(0, 9), st.floats(0, 3), st.booleans()), max_size=4))
+@given(
+    clusters(),
+    ROWS,
+    st.lists(st.tuples(st.integers(0, 9), st.floats(0, 3), st.booleans()), max_size=4),
+    st.sampled_from(["off", "failover"]),
+)
 def test_every_request_ends_where_workers_die(
-    spec: ClusterSpec, rows: list[tuple[float, int, int]], deaths: list[tuple[int, float, bool]]
+    spec: ClusterSpec,
+    rows: list[tuple[float, int, int]],
+    deaths: list[tuple[int, float, bool]],
+    conditional: ConditionalMode,
 ) -> None:
     failures = tuple(
         Failure(worker % spec.num_workers, at_s, at_s + 0.5 if returns else None) for worker, at_s, returns in deaths
     )
-    found = simulate(replace(spec, failures=failures), drawn(rows))
+    found = simulate(replace(spec, failures=failures, conditional=conditional), drawn(rows))
     assert (found.workers.peak_kv <= 1).all()
     assert (found.end_s >= found.start_s).all()
-    if all(returns for _, _, returns in deaths) and spec.network.handover == "pull" and len(deaths) <= 2:
+    may_refuse = conditional != "off" or spec.network.handover == "push"  # a full decode worker
+    if all(returns for _, _, returns in deaths) and not may_refuse and len(deaths) <= 2:
         assert found.is_completed.all()
 
 
