@@ -16,18 +16,20 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine_core import EngineCore
 from halfmoon.engine.kv_memory.kv_access import KVAccess
+from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.parallel.runner import ParallelRunner
-from halfmoon.engine.request import SampledToken
+from halfmoon.engine.request import EngineRequest, SampledToken
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.layer_gate import LayerLate
+from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.scheduling.scheduler import SchedulerLimits
 from halfmoon.engine.step_result import StagedWork, StepResult
-from halfmoon.errors import ServiceFailed
+from halfmoon.errors import InvalidRequest, ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key
 
@@ -56,6 +58,12 @@ class Engine(EngineCore):
             partial(root_key, checkpoint.fingerprint, layout) if config.prefix_cache else None,
             lambda sequence: sequence.finish_reason(checkpoint.eos_token_ids),
         )
+
+    def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
+        """See `EngineCore.add`. Embeddings are made where the whole model is on one device, with KV there."""
+        if request.sampling.pooling is not None and not isinstance(self._runner, ModelRunner):
+            raise InvalidRequest("embeddings: not with several ranks, or with KV on the host", param="pooling")
+        super().add(request, on_kv, order)
 
     def kv_write(
         self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int, payload: KVSource

@@ -283,8 +283,10 @@ class EngineCore:
             self._scheduler.hold(sequence)
         elif reason is not None:
             self._remove(sequence)
-        of_prompt = () if position else tuple(sequence.prompt_logprobs)
-        return TokenOutput(sequence.request_id, token.token_id, position, reason, token.logprobs, of_prompt)
+        output = TokenOutput(sequence.request_id, token.token_id, position, reason, token.logprobs)
+        if position or not (sequence.prompt_logprobs or sequence.pooled):
+            return output
+        return replace(output, prompt_logprobs=tuple(sequence.prompt_logprobs), embedding=tuple(sequence.pooled))
 
     def _fail(self, sequence: Sequence, reason: FinishReason = "error") -> TokenOutput:
         self._kv_watch.forget(sequence.request_id)  # its output reports the failure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -68,9 +69,12 @@ class ModelRunner:
         meanwhile did not.
         """
         chunks = [chunk_of(item) for item in scheduled]
-        if self._recorded is not None and self._recorded.fits(chunks):
+        pools = any(item.sequence.sampling.pooling for item in scheduled)
+        if self._recorded is not None and self._recorded.fits(chunks) and not pools:
             return self.sample(scheduled, self._recorded.run(chunks))
         batch = self.batch(chunks)
+        if pools:
+            batch = replace(batch, on_outputs=partial(_pool, scheduled))
         for item in scheduled:
             if item.gate is not None:
                 batch = replace(batch, attention=GatedAttention(batch.attention, item.gate))
@@ -146,3 +150,17 @@ def _note_prompts(scheduled: Sequence[ScheduledSequence], logits: Tensor) -> lis
         if item.samples:
             drawn.append(end - 1)
     return drawn
+
+
+def _pool(scheduled: Sequence[ScheduledSequence], outputs: Tensor) -> None:
+    """Adds what is wanted of prompts to their sequences. outputs: [sum of the items' num_logits, hidden_size]."""
+    end = 0
+    for item in scheduled:
+        begin, end = end, end + item.num_logits
+        sequence, pooling = item.sequence, item.sequence.sampling.pooling
+        if pooling is None or sequence.num_output or (pooling == "last" and not item.samples):
+            continue
+        rows = outputs[end - 1 : end] if pooling == "last" else outputs[begin:end] / sequence.num_prompt
+        before = sequence.pooled if pooling == "mean" and item.start else [0.0] * outputs.shape[1]
+        added = rows.double().sum(dim=0).tolist()
+        sequence.pooled = [one + other for one, other in zip(before, added, strict=True)]

@@ -14,6 +14,7 @@ from typing import Literal
 from halfmoon.kv.owner import SHARED, KVOwner
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "constraint"]
+Pooling = Literal["last", "mean"]
 ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 ERROR_TOKEN_ID = -1  # of a row, or of a whole step, that failed
@@ -64,6 +65,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
     num_prompt_logprobs: int | None = None  # likewise, of the prompt's tokens: its whole prefix is computed for them
+    pooling: Pooling | None = None  # makes an embedding of the prompt; the mean, too, needs its whole prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +115,4 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token: of the prompt's tokens after its first
+    embedding: tuple[float, ...] = ()  # likewise, if it was asked for: hidden_size values

@@ -170,6 +170,7 @@ class FirstToken(_message.Message):
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     NUM_LOADED_TOKENS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens whose KV was not recomputed"""
@@ -186,6 +187,10 @@ class FirstToken(_message.Message):
         """all but the transfer, which is still running"""
 
     @_builtins.property
+    def embedding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """of the prompt, if it was asked for; not normalized"""
+
+    @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptLogprob]:
         """of the prompt's tokens after the first, if they were asked for"""
 
@@ -198,11 +203,12 @@ class FirstToken(_message.Message):
         compute_s: _builtins.float = ...,
         num_loaded_tokens: _builtins.int = ...,
         phases: _abc.Iterable[Global___Phase] | None = ...,
+        embedding: _abc.Iterable[_builtins.float] | None = ...,
         prompt_logprobs: _abc.Iterable[_types_pb2.PromptLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "phases", b"phases", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "embedding", b"embedding", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "phases", b"phases", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

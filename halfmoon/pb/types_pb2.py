@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17halfmoon/pb/types.proto\x12\x08halfmoon\"k\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\"\xf7\x01\n\nConstraint\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.halfmoon.Constraint.Kind\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x1d\n\x10\x62\x65gins_reasoning\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0e\x65nds_reasoning\x18\x04 \x01(\rH\x01\x88\x01\x01\"L\n\x04Kind\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\x0f\n\x0bJSON_SCHEMA\x10\x01\x12\t\n\x05REGEX\x10\x02\x12\n\n\x06\x43HOICE\x10\x03\x12\x0b\n\x07GRAMMAR\x10\x04\x42\x13\n\x11_begins_reasoningB\x11\n\x0f_ends_reasoning\"\xce\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x02\x12;\n\nlogit_bias\x18\x0b \x03(\x0b\x32\'.halfmoon.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x1d\n\x10num_top_logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12(\n\nconstraint\x18\x0f \x01(\x0b\x32\x14.halfmoon.Constraint\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12%\n\tbad_words\x18\x11 \x03(\x0b\x32\x12.halfmoon.TokenIds\x12 \n\x13num_prompt_logprobs\x18\x12 \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x13\n\x11_num_top_logprobsB\x16\n\x14_num_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9a\x01\n\nRepeatable\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x13\n\x0b\x62ody_digest\x18\x02 \x01(\x0c\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x12\n\ncreated_at\x18\x05 \x01(\x03\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x1f\n\x06tokens\x18\x07 \x03(\x0b\x32\x0f.halfmoon.Token\"\xaf\x02\n\nGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.halfmoon.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x03\x12\x12\n\ngateway_id\x18\x07 \x01(\t\x12\x13\n\x0btenant_salt\x18\x08 \x01(\x0c\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x1d\n\x15tenant_kv_quota_bytes\x18\n \x01(\x04\x12(\n\nrepeatable\x18\x14 \x01(\x0b\x32\x14.halfmoon.Repeatable\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"Z\n\rPromptLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12*\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x14.halfmoon.TopLogprob\"\xbc\x01\n\x05Token\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.halfmoon.FinishReason\x12\x14\n\x07logprob\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12*\n\x0ctop_logprobs\x18\x06 \x03(\x0b\x32\x14.halfmoon.TopLogprobB\n\n\x08_logprob*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0b\n\x07PREFILL\x10\x01\x12\n\n\x06\x44\x45\x43ODE\x10\x02\x12\x08\n\x04\x42OTH\x10\x03*w\n\x0c\x46inishReason\x12\x10\n\x0cNOT_FINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\r\n\tCANCELLED\x10\x03\x12\t\n\x05\x45RROR\x10\x04\x12\x15\n\x11\x43ONSTRAINT_FAILED\x10\x05\x12\x0e\n\nTAKEN_OVER\x10\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17halfmoon/pb/types.proto\x12\x08halfmoon\"k\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\"\xf7\x01\n\nConstraint\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.halfmoon.Constraint.Kind\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x1d\n\x10\x62\x65gins_reasoning\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0e\x65nds_reasoning\x18\x04 \x01(\rH\x01\x88\x01\x01\"L\n\x04Kind\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\x0f\n\x0bJSON_SCHEMA\x10\x01\x12\t\n\x05REGEX\x10\x02\x12\n\n\x06\x43HOICE\x10\x03\x12\x0b\n\x07GRAMMAR\x10\x04\x42\x13\n\x11_begins_reasoningB\x11\n\x0f_ends_reasoning\"\xf2\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x02\x12;\n\nlogit_bias\x18\x0b \x03(\x0b\x32\'.halfmoon.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x1d\n\x10num_top_logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12(\n\nconstraint\x18\x0f \x01(\x0b\x32\x14.halfmoon.Constraint\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12%\n\tbad_words\x18\x11 \x03(\x0b\x32\x12.halfmoon.TokenIds\x12 \n\x13num_prompt_logprobs\x18\x12 \x01(\rH\x01\x88\x01\x01\x12\"\n\x07pooling\x18\x13 \x01(\x0e\x32\x11.halfmoon.Pooling\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x13\n\x11_num_top_logprobsB\x16\n\x14_num_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9a\x01\n\nRepeatable\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x13\n\x0b\x62ody_digest\x18\x02 \x01(\x0c\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x12\n\ncreated_at\x18\x05 \x01(\x03\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x1f\n\x06tokens\x18\x07 \x03(\x0b\x32\x0f.halfmoon.Token\"\xaf\x02\n\nGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.halfmoon.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x03\x12\x12\n\ngateway_id\x18\x07 \x01(\t\x12\x13\n\x0btenant_salt\x18\x08 \x01(\x0c\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x1d\n\x15tenant_kv_quota_bytes\x18\n \x01(\x04\x12(\n\nrepeatable\x18\x14 \x01(\x0b\x32\x14.halfmoon.Repeatable\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"Z\n\rPromptLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12*\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x14.halfmoon.TopLogprob\"\xbc\x01\n\x05Token\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.halfmoon.FinishReason\x12\x14\n\x07logprob\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12*\n\x0ctop_logprobs\x18\x06 \x03(\x0b\x32\x14.halfmoon.TopLogprobB\n\n\x08_logprob*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0b\n\x07PREFILL\x10\x01\x12\n\n\x06\x44\x45\x43ODE\x10\x02\x12\x08\n\x04\x42OTH\x10\x03*w\n\x0c\x46inishReason\x12\x10\n\x0cNOT_FINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\r\n\tCANCELLED\x10\x03\x12\t\n\x05\x45RROR\x10\x04\x12\x15\n\x11\x43ONSTRAINT_FAILED\x10\x05\x12\x0e\n\nTAKEN_OVER\x10\x08*3\n\x07Pooling\x12\x0e\n\nNO_POOLING\x10\x00\x12\x0e\n\nLAST_TOKEN\x10\x01\x12\x08\n\x04MEAN\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1809
-  _globals['_ROLE']._serialized_end=1872
-  _globals['_FINISHREASON']._serialized_start=1874
-  _globals['_FINISHREASON']._serialized_end=1993
+  _globals['_ROLE']._serialized_start=1845
+  _globals['_ROLE']._serialized_end=1908
+  _globals['_FINISHREASON']._serialized_start=1910
+  _globals['_FINISHREASON']._serialized_end=2029
+  _globals['_POOLING']._serialized_start=2031
+  _globals['_POOLING']._serialized_end=2082
   _globals['_KVLAYOUT']._serialized_start=37
   _globals['_KVLAYOUT']._serialized_end=144
   _globals['_CONSTRAINT']._serialized_start=147
@@ -44,19 +46,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONSTRAINT_KIND']._serialized_start=278
   _globals['_CONSTRAINT_KIND']._serialized_end=354
   _globals['_SAMPLINGPARAMS']._serialized_start=397
-  _globals['_SAMPLINGPARAMS']._serialized_end=987
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=894
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=942
-  _globals['_TOKENIDS']._serialized_start=989
-  _globals['_TOKENIDS']._serialized_end=1012
-  _globals['_REPEATABLE']._serialized_start=1015
-  _globals['_REPEATABLE']._serialized_end=1169
-  _globals['_GENERATION']._serialized_start=1172
-  _globals['_GENERATION']._serialized_end=1475
-  _globals['_TOPLOGPROB']._serialized_start=1477
-  _globals['_TOPLOGPROB']._serialized_end=1524
-  _globals['_PROMPTLOGPROB']._serialized_start=1526
-  _globals['_PROMPTLOGPROB']._serialized_end=1616
-  _globals['_TOKEN']._serialized_start=1619
-  _globals['_TOKEN']._serialized_end=1807
+  _globals['_SAMPLINGPARAMS']._serialized_end=1023
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=930
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=978
+  _globals['_TOKENIDS']._serialized_start=1025
+  _globals['_TOKENIDS']._serialized_end=1048
+  _globals['_REPEATABLE']._serialized_start=1051
+  _globals['_REPEATABLE']._serialized_end=1205
+  _globals['_GENERATION']._serialized_start=1208
+  _globals['_GENERATION']._serialized_end=1511
+  _globals['_TOPLOGPROB']._serialized_start=1513
+  _globals['_TOPLOGPROB']._serialized_end=1560
+  _globals['_PROMPTLOGPROB']._serialized_start=1562
+  _globals['_PROMPTLOGPROB']._serialized_end=1652
+  _globals['_TOKEN']._serialized_start=1655
+  _globals['_TOKEN']._serialized_end=1843
 # @@protoc_insertion_point(module_scope)

@@ -22,9 +22,9 @@ def vllm_sampling(request: EngineRequest, eos_token_ids: Collection[int], num_be
     InvalidRequest for what vLLM's workers do not return.
     """
     sampling = request.sampling
-    if sampling.num_prompt_logprobs is not None:
-        why = "prompt_logprobs, echo with logprobs: workers that run vLLM do not return them; use our own engine"
-        raise InvalidRequest(why, param="prompt_logprobs")
+    if sampling.num_prompt_logprobs is not None or sampling.pooling is not None:
+        what = "embeddings, prompt_logprobs, echo with logprobs"
+        raise InvalidRequest(f"{what}: workers that run vLLM do not return them; use our own engine")
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_token_ids))
     max_tokens = 1 if request.prefill_only else sampling.max_tokens - num_before
     common = {

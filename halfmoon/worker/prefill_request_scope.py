@@ -55,7 +55,9 @@ class PrefillRequestScope:
         )
         self._on_kv = on_kv
         has_sources = restorer is not None and (bool(sources) or restorer.has_stores)
-        needs_all = generation.sampling.HasField("num_prompt_logprobs") and not generation.output_token_ids
+        sampling = self._request.sampling
+        needs_all = sampling.num_prompt_logprobs is not None or sampling.pooling == "mean"
+        needs_all = needs_all and not generation.output_token_ids
         self._restorer = restorer if has_sources and not needs_all else None
         self._sources = sources
         self._must_load = must_load
@@ -148,6 +150,7 @@ class PrefillRequestScope:
                 num_loaded_tokens=num_loaded,
                 queue_s=max(0.0, first.began_s - self._arrival_s),
                 compute_s=first.ended_s - first.began_s,
+                embedding=first.output.embedding,
                 prompt_logprobs=map(prompt_logprob_message, first.output.prompt_logprobs),
                 phases=[phase.message(self._called_s) for phase in (queue, *restored, *first.chunks)],
             )

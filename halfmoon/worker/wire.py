@@ -9,6 +9,7 @@ from halfmoon.engine.request import (
     ConstraintKind,
     EngineRequest,
     FinishReason,
+    Pooling,
     SamplingParams,
     TokenLogprobs,
     TokenOutput,
@@ -36,6 +37,8 @@ _CONSTRAINTS: dict[int, ConstraintKind] = {
     pb.Constraint.GRAMMAR: "grammar",
 }
 
+
+_POOLINGS: dict[int, Pooling] = {pb.LAST_TOKEN: "last", pb.MEAN: "mean"}
 
 _MAX_SOURCES = 4  # of one request
 
@@ -72,6 +75,7 @@ def sampling_from(message: pb.SamplingParams) -> SamplingParams:
         bad_words=tuple(tuple(word.ids) for word in message.bad_words if word.ids),
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        pooling=_POOLINGS.get(message.pooling),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from halfmoon.errors import HalfmoonError
+from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.rpc.context import request_scope
 from services.gateway.control.active_admission import AdmissionEndpoint
 from services.gateway.control.class_endpoints import ClassEndpoints
@@ -30,6 +30,14 @@ from services.gateway.replies.sse_body import ClientGone
 from services.gateway.telemetry.load_header import LoadHeader
 
 log = logging.getLogger(__name__)
+
+
+_OF_OTHER_MODELS = ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/pooling")
+
+
+async def _refuse(request: web.Request) -> web.StreamResponse:
+    why = "language models are served here, which have no head for scores or classes"
+    raise InvalidRequest(f"{request.path}: {why}; compare what /v1/embeddings returns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,9 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app.router.add_post("/v1/responses", generation.responses)
     app.router.add_post("/v1/messages", generation.messages)
     app.router.add_post("/v1/messages/count_tokens", tokenizer.count)
+    app.router.add_post("/v1/embeddings", generation.embeddings)
+    for path in _OF_OTHER_MODELS:
+        app.router.add_post(path, _refuse)
     app.router.add_post("/tokenize", tokenizer.tokenize)
     app.router.add_post("/detokenize", tokenizer.detokenize)
     app.router.add_get("/v1/models", control.models)

@@ -31,6 +31,7 @@ from services.gateway.openai.endpoint_bodies import (
     is_quickly_parsed,
     max_tokens_of,
     read_body,
+    seeded,
 )
 from services.gateway.openai.generation_request import GenerationRequest
 from services.gateway.openai.parse_body import Parsed
@@ -41,6 +42,7 @@ from services.gateway.openai.tokenizer_threads import TokenizerThreads
 from services.gateway.repeatable import RepeatableRequest
 from services.gateway.replies.chat_format import ChatFormat
 from services.gateway.replies.completion_format import CompletionFormat
+from services.gateway.replies.embeddings_format import EmbeddingsFormat
 from services.gateway.replies.event_ids import MAX_OUTPUTS, EventIds
 from services.gateway.replies.messages_format import MessagesFormat
 from services.gateway.replies.replies import OutputSink, Reply, StreamReply, WholeReply
@@ -110,6 +112,10 @@ class GenerationEndpoints:
         """POST /v1/messages."""
         return await self._recorded(http_request, "messages")
 
+    async def embeddings(self, http_request: web.Request) -> web.StreamResponse:
+        """POST /v1/embeddings."""
+        return await self._recorded(http_request, "embeddings")
+
     async def _recorded(self, http_request: web.Request, endpoint: str) -> web.StreamResponse:
         """Serves one request. Records it, however it ends."""
         recorder = self._recorder
@@ -167,7 +173,7 @@ class GenerationEndpoints:
         repeat = request.repeat
         if repeat is not None:
             repeat.hold(await self._held_answers.find(repeat.key, is_meant=is_meant_for_repeats(http_request)))
-            body = body if body.seed is not None else body.model_copy(update={"seed": repeat.seed})
+            body = seeded(body, repeat.seed)
         self._reject_early(request, body, num_bytes, context_tokens)
         generation = await self._tokenize(request, body, num_bytes, context_tokens)
         if generation.constraint is not None:
@@ -177,6 +183,9 @@ class GenerationEndpoints:
             num_expected_tokens = self._early_rejection.expected_tokens(request)
             self._limits.take_tokens(request.tenant, num_expected_tokens)
             request.num_expected_tokens = num_expected_tokens
+        if generation.embedding is not None:
+            embeddings = EmbeddingsFormat(request.model, generation.embedding, request.embedding)
+            return await self._whole(request, WholeReply(embeddings, len(request.outputs), request.usage))
         reply_format = self._reply_format(request)
         if request.generation.stream:
             sse_body = SSEBody(http_request, outlives_client=repeat is not None)

@@ -18,6 +18,7 @@ class Progress:
         self.cached_tokens = 0
         self.loaded_tokens = 0  # cached tokens that came from the store
         self.prompt_logprobs: Sequence[PromptLogprob] = ()  # of the prompt's tokens after the first
+        self.embedding: Sequence[float] = ()  # of the prompt, if it was asked for
         self.phases: list[Phase] = []  # of the first attempt, as the prefill worker reported them
         self.output_token_ids: list[int] = []
         self.prefill_worker: str | None = None
@@ -43,7 +44,7 @@ class Progress:
             self.queue_s, self.prefill_s = first.queue_s, first.compute_s
             self.cached_tokens, self.loaded_tokens = first.num_cached_tokens, first.num_loaded_tokens
             self.phases += first.phases
-            self.prompt_logprobs = first.prompt_logprobs
+            self.prompt_logprobs, self.embedding = first.prompt_logprobs, first.embedding
 
     @property
     def transfer_s(self) -> float | None:

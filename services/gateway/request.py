@@ -93,6 +93,10 @@ class GatewayRequest:
         """What the worker says of a prompt's tokens after the first, once its first token is there."""
         return self.by_prompt[number][0].progress.prompt_logprobs
 
+    def embedding(self, number: int) -> Sequence[float]:
+        """What the worker made of a prompt, once it is computed."""
+        return self.by_prompt[number][0].progress.embedding
+
     @property
     def is_recorded(self) -> bool:
         """Whether it repeats a request that is in the ledger."""

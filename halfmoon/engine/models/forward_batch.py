@@ -18,4 +18,5 @@ class ForwardBatch:
     positions: Tensor  # [num_tokens] int64
     logit_rows: Tensor  # [num_logits] int64, the rows whose logits are needed
     attention: StepAttention
+    on_outputs: Callable[[Tensor], None] | None = None  # called with what the head gets, [num_logits, hidden_size]
     on_inputs: Callable[[Tensor], None] | None = None  # called with each OPT layer's attention input

@@ -76,7 +76,10 @@ class LlamaModel:
         if not self._part.is_last:
             return hidden + delta
         rows = batch.logit_rows
-        return self._head(self._ops.add_rms_norm(delta[rows], hidden[rows], self._norm, self._config.norm_eps)[0])
+        normed = self._ops.add_rms_norm(delta[rows], hidden[rows], self._norm, self._config.norm_eps)[0]
+        if batch.on_outputs is not None:
+            batch.on_outputs(normed)
+        return self._head(normed)
 
 
 class _Layer:

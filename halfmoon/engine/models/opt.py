@@ -89,7 +89,10 @@ class OPTModel:
         hidden = hidden[batch.logit_rows]
         if self._norm is not None:
             hidden = self._norm(hidden)
-        return self._head(hidden if self._project_out is None else self._project_out(hidden))
+        hidden = hidden if self._project_out is None else self._project_out(hidden)
+        if batch.on_outputs is not None:
+            batch.on_outputs(hidden)
+        return self._head(hidden)
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         hidden = functional.embedding(batch.token_ids, self._embedding)  # [num_tokens, embed_proj_dim]

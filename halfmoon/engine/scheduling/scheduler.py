@@ -54,7 +54,7 @@ class ScheduledSequence:
     @property
     def num_logits(self) -> int:
         """How many of its last tokens the step needs logits of."""
-        return self.num_tokens if self.sequence.wants_prompt_logprobs else int(self.samples)
+        return self.num_tokens if self.sequence.needs_all_outputs else int(self.samples)
 
     @property
     def samples(self) -> bool:
@@ -214,7 +214,7 @@ class Scheduler:
             # Computed blocks cannot be loaded any more: a little at a time, unless others make the step a long one.
             if sequence.restore is not None and not queue:
                 num_tokens = min(num_tokens, self._limits.chunk_tokens)
-            if sequence.wants_prompt_logprobs:
+            if sequence.needs_all_outputs:
                 num_tokens = min(num_tokens, _MOST_LOGITS)
             budget -= num_tokens
             yield ScheduledSequence(sequence, num_tokens)
@@ -255,7 +255,7 @@ class Scheduler:
         if len(self._running) + len(self._reserved) >= self._limits.max_running:
             return False
         num_tokens = len(sequence.token_ids)
-        num_known = 0 if sequence.wants_prompt_logprobs else num_tokens - 1  # at least one token is left to compute
+        num_known = 0 if sequence.needs_all_outputs else num_tokens - 1  # at least one token is left to compute
         if not self._take_blocks(sequence, num_known, num_tokens):
             return False
         sequence.num_computed = sequence.num_cached

@@ -31,6 +31,7 @@ class Sequence:
         self.block_keys: list[bytes] = []  # of the leading full blocks, as far as they have been needed
         self.num_known_blocks = 0  # leading blocks that the prefix cache has seen
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the tokens after the first, if wanted, as far as computed
+        self.pooled: list[float] = []  # the sum of what is pooled so far, if it is wanted
         self.state: SequenceState = "waiting"
         self.written = Written()  # what may be copied out of `blocks` for a prefill-only sequence
         self.kv_lock = threading.Lock()  # held while K and V are copied, and while `blocks` are released
@@ -62,8 +63,13 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether what runs next yields log-probabilities of the prompt: every token of it has to run."""
+        """Whether what runs next yields log-probabilities of the prompt."""
         return self.sampling.num_prompt_logprobs is not None and self.num_output == 0
+
+    @property
+    def needs_all_outputs(self) -> bool:
+        """Whether every token of the prompt has to run, because something is made of what the model says to it."""
+        return self.wants_prompt_logprobs or (self.sampling.pooling == "mean" and self.num_output == 0)
 
     def num_arriving(self, block_tokens: int) -> int:
         """Uncomputed tokens that need no computing if the step behind them waits for their layers; 0: it cannot."""

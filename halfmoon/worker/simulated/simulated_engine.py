@@ -324,10 +324,8 @@ def _check_needs_no_model(request: EngineRequest) -> None:
 
 
 def _check_needs_no_logits(request: EngineRequest) -> None:
-    if request.sampling.num_prompt_logprobs is not None:
-        raise InvalidRequest(
-            "prompt_logprobs, echo with logprobs: simulated workers have no model", param="prompt_logprobs"
-        )
+    if request.sampling.num_prompt_logprobs is not None or request.sampling.pooling is not None:
+        raise InvalidRequest("embeddings, prompt_logprobs, echo with logprobs: simulated workers have no model")
 
 
 def _note_death(task: asyncio.Task[None], death: asyncio.Future[BaseException]) -> None:

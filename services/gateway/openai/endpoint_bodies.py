@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from services.gateway.http.request_ids import digest
 from services.gateway.openai.anthropic_body import OWN_NAMES, MessagesBody
+from services.gateway.openai.embeddings_body import EmbeddingsBody, embeddings_request
 from services.gateway.openai.generation_request import (
     GenerationRequest,
     chat_request,
@@ -21,13 +22,14 @@ from services.gateway.openai.responses_request import responses_request
 from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.served_model import ServedModel
 
-AnyBody: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody
+AnyBody: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody | EmbeddingsBody
 
 _SCHEMAS: Mapping[str, type[AnyBody]] = {
     "chat.completions": ChatBody,
     "completions": CompletionBody,
     "responses": ResponsesBody,
     "messages": MessagesBody,
+    "embeddings": EmbeddingsBody,
 }
 _QUICK_BYTES = 1 << 18  # a few long texts of this size are parsed in half a millisecond
 _QUICK_SEPARATORS = 4_000
@@ -63,11 +65,22 @@ def generation_request_of(body: AnyBody, model: ServedModel, context_tokens: int
         return completion_request(body, model, context_tokens, salt)
     if isinstance(body, MessagesBody):
         return equivalent_chat_request(body.as_chat(), OWN_NAMES, model, context_tokens, salt)
+    if isinstance(body, EmbeddingsBody):
+        return embeddings_request(body, model, context_tokens, salt)
     return responses_request(body, model, context_tokens, salt)
+
+
+def seeded(body: AnyBody, seed: int) -> AnyBody:
+    """The body with a seed, if it has none."""
+    if isinstance(body, EmbeddingsBody) or body.seed is not None:
+        return body
+    return body.model_copy(update={"seed": seed})
 
 
 def max_tokens_of(body: AnyBody) -> int | None:
     """The longest output that the client allows; None if it sets no limit."""
+    if isinstance(body, EmbeddingsBody):
+        return 1
     if isinstance(body, ResponsesBody):
         return body.max_output_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:

@@ -5,7 +5,8 @@ Pure functions: the caller decides which thread a long prompt may keep busy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import RequestedConstraint, constraint_of
 from services.gateway.openai.tooling.tool_use import tool_use_of
 from services.gateway.replies.call_parts import NewToolParser
+from services.gateway.replies.embeddings_format import EmbeddingOptions
 from services.gateway.replies.reasoning import ReasoningSplitter
 from services.gateway.replies.reply_format import ReplyOptions
 
@@ -45,6 +47,7 @@ class GenerationRequest:
     skips_special: bool = True  # special tokens have no text
     priority: int = 0
     only_prompt: bool = False  # the workers' one token is dropped
+    embedding: EmbeddingOptions | None = None  # what is made of the prompts; None: an output
     prompt_texts: tuple[str, ...] = ()  # empty unless the prompts are echoed
     labels: dict[str, Any] = field(default_factory=dict)  # for the log
     echoed: dict[str, Any] = field(default_factory=dict)  # fields that the response repeats from the body
@@ -104,16 +107,23 @@ def equivalent_chat_request(
 
     Raises InvalidRequest or ContextLengthExceeded with those names.
     """
-    try:
+    with with_own_names(own_names):
         generation = chat_request(chat, model, context_tokens, salt)
+    constraint = generation.constraint
+    named = constraint and constraint._replace(param=own_names.get(constraint.param, constraint.param))
+    return replace(generation, constraint=named)
+
+
+@contextmanager
+def with_own_names(own_names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the parameter of an InvalidRequest that is raised inside."""
+    try:
+        yield
     except InvalidRequest as error:
         param = error.param or ""
         own = own_names.get(param, param)
         message = error.message.replace(param, own, 1) if param else error.message
         raise type(error)(message, param=own or None) from error
-    constraint = generation.constraint
-    named = constraint and constraint._replace(param=own_names.get(constraint.param, constraint.param))
-    return replace(generation, constraint=named)
 
 
 def completion_request(body: CompletionBody, model: ServedModel, context_tokens: int, salt: bytes) -> GenerationRequest:

@@ -13,7 +13,7 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.pb.types_pb2 import Token
 from services.gateway.http.error_responses import error_body
 from services.gateway.replies.event_ids import EventIds
-from services.gateway.replies.reply_format import Output, ReplyFormat, Usage, UsageNow
+from services.gateway.replies.reply_format import Output, ReplyFormat, Usage, UsageNow, WholeFormat
 from services.gateway.replies.sse_body import SSEBody, sse
 from services.gateway.replies.text_stream import TextPiece, TextStream, joined
 
@@ -66,7 +66,7 @@ class OutputSink:
 class WholeReply:
     """Owns the text of a response that is sent at once."""
 
-    def __init__(self, reply_format: ReplyFormat, num_outputs: int, usage: UsageNow) -> None:
+    def __init__(self, reply_format: WholeFormat, num_outputs: int, usage: UsageNow) -> None:
         self._format = reply_format
         self._usage = usage
         self._pieces: list[list[TextPiece]] = [[] for _ in range(num_outputs)]

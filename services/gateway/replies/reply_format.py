@@ -65,7 +65,15 @@ class Output:
 STREAM_END = b"data: [DONE]\n\n"
 
 
-class ReplyFormat(Protocol):
+class WholeFormat(Protocol):
+    """How an endpoint answers at once."""
+
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """The response without streaming."""
+        ...
+
+
+class ReplyFormat(WholeFormat, Protocol):
     """What differs between the endpoints. One object a request; the pieces of a choice come in order."""
 
     @property
@@ -84,10 +92,6 @@ class ReplyFormat(Protocol):
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """Chunks for a piece of a choice; none for an empty one."""
-        ...
-
-    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """The response without streaming."""
         ...
 
     def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from halfmoon.policy.values import NOTHING_CACHED
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prompt_keys import PromptKeys
 from services.gateway.openai.anthropic_body import MessagesBody
+from services.gateway.openai.embeddings_body import EmbeddingsBody
 from services.gateway.openai.endpoint_bodies import AnyBody
 from services.gateway.openai.prompts import each_prompt, text_of_chat
 from services.gateway.openai.responses_body import ResponsesBody
@@ -55,6 +56,8 @@ class KnownTokens:
 
 def prompt_prefix_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> PromptPrefix | None:
     """The prefix of a body's first prompt; None for one that may be cut, or is invalid, which tokenization reports."""
+    if isinstance(body, EmbeddingsBody):
+        return None
     body = body.as_chat() if isinstance(body, ResponsesBody | MessagesBody) else body
     if body.truncate_prompt_tokens is not None:
         return None

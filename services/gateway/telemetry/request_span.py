@@ -11,7 +11,13 @@ from aiohttp import web
 from halfmoon.ledger.models import RequestRow
 from halfmoon.rpc.telemetry.spans import Span, Tracer
 
-_OPERATIONS = {"chat.completions": "chat", "completions": "text_completion", "responses": "chat", "messages": "chat"}
+_OPERATIONS = {
+    "chat.completions": "chat",
+    "completions": "text_completion",
+    "responses": "chat",
+    "messages": "chat",
+    "embeddings": "embeddings",
+}
 
 
 def begin_span(

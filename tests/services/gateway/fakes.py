@@ -247,6 +247,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
             queue_s=0.25,
             compute_s=0.5,
             prompt_logprobs=prompt_logprobs(generation),
+            embedding=[3.0, 4.0, float(len(generation.prompt_token_ids))] if generation.sampling.pooling else (),
         )
         yield PrefillEvent(first_token=event)
         if first.finish_reason == NOT_FINISHED:
