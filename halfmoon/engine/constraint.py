@@ -110,7 +110,7 @@ class TokenMasks:
     def _allowed_behind(self, end: int, constraint: Constraint, output: Sequence[int]) -> NDArray[np.bool_]:
         """What `allowed` returns for a constraint that binds only what follows the reasoning: all but an end before."""
         begin = constraint.begins_reasoning
-        is_reasoned = begin is None or output[:1] == [begin]
+        is_reasoned = begin is None or (len(output) > 0 and output[0] == begin)
         if is_reasoned and end not in output:
             free = np.ones(self._vocab_size, dtype=np.bool_)
             free[list(self._eos_token_ids)] = False
