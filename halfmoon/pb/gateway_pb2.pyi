@@ -235,6 +235,7 @@ class WorkerIdentity(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     CAN_FETCH_FIELD_NUMBER: _builtins.int
+    LAYER_PASSES_FIELD_NUMBER: _builtins.int
     NUM_GATEWAYS_FIELD_NUMBER: _builtins.int
     ADAPTER_FINGERPRINTS_FIELD_NUMBER: _builtins.int
     KEEP_ANSWERS_S_FIELD_NUMBER: _builtins.int
@@ -264,6 +265,8 @@ class WorkerIdentity(_message.Message):
     pipeline_parallel: _builtins.int
     can_fetch: _builtins.bool
     """it loads KV from the sources that a request names, and serves its own prefix cache"""
+    layer_passes: _builtins.int
+    """parts in which layers of a load arrive while its step computes; 0: no step waits"""
     num_gateways: _builtins.int
     """that it registers with; 0: unreported"""
     keep_answers_s: _builtins.float
@@ -301,13 +304,14 @@ class WorkerIdentity(_message.Message):
         tensor_parallel: _builtins.int = ...,
         pipeline_parallel: _builtins.int = ...,
         can_fetch: _builtins.bool = ...,
+        layer_passes: _builtins.int = ...,
         num_gateways: _builtins.int = ...,
         adapter_fingerprints: _abc.Iterable[_builtins.str] | None = ...,
         keep_answers_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

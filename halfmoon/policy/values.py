@@ -60,6 +60,7 @@ class TtftPrediction(NamedTuple):
     queue_s: Floats  # part of `seconds` before the worker starts on this prompt
     sources: NDArray[np.int64] | None = None  # holder from which each row would load, -1 for none; None: no row would
     transfer_s: Floats | None = None  # loading what is not computed meanwhile; None: no row would load
+    ready_s: Floats | None = None  # until the steps behind what is loaded may begin; None: no row would load
 
     def source_of(self, row: int) -> int:
         """The holder from which the row would load; -1 for none."""
@@ -68,6 +69,10 @@ class TtftPrediction(NamedTuple):
     def transfer_s_of(self, row: int) -> float:
         """Seconds that the row would load for."""
         return 0.0 if self.transfer_s is None else float(self.transfer_s[row])
+
+    def ready_s_of(self, row: int) -> float:
+        """Seconds until the steps behind what the row would load may begin."""
+        return 0.0 if self.ready_s is None else float(self.ready_s[row])
 
 
 class Neighbours(NamedTuple):
@@ -147,6 +152,7 @@ class Placement:
     fetched_tokens: int = 0  # further part of the prefix that the best source has
     source: int = -1  # that holder's number in the block index; -1 for none
     transfer_s: float = 0.0  # loading what is not computed meanwhile
+    ready_s: float = 0.0  # until the steps behind what is loaded may begin: less than `transfer_s` by layer
     queue_s: float = 0.0  # part of `ttft_s` before the prefill worker starts on the prompt
     overhead_s: float = 0.0  # part of `ttft_s` that is neither queue nor prefill
     work_s: float = 0.0  # restoring and computing the prompt on an idle worker

@@ -200,9 +200,11 @@ class _Run:
         num_there = source.kv.use(job.prefix_blocks, (placement.cached_tokens + placement.fetched_tokens) // size)
         placement = replace(placement, fetched_tokens=max(num_there * size - placement.cached_tokens, 0))
         wait_s, token_s = self._transfers.wait_s(source, target), self._transfers.fetch_s_per_token(source, target)
-        plan = self._policy_router.restore_plan(placement, wait_s, token_s)
-        if plan.num_load_blocks:
-            self._transfers.fetch(job, source, target, num_there * size, plan.num_load_blocks * size)
+        plan = self._policy_router.fetch_plan(placement, job.target, wait_s, token_s)
+        num_tokens = plan.num_load_blocks * size
+        if num_tokens:
+            hidden_s = wait_s + num_tokens * token_s - plan.seconds if plan.is_by_layer else 0.0
+            self._transfers.fetch(job, source, target, num_there * size, num_tokens, hidden_s)
 
     def prefilled(self, job: Job, worker: SimWorker) -> None:
         """Handles a computed prompt and its sampled token."""

@@ -26,6 +26,7 @@ from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv import frame
 from halfmoon.pb import gateway_pb2
+from halfmoon.policy.forecast.restore_plan import LAYER_PASSES
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.credentials.credential import Credential
@@ -200,6 +201,7 @@ class OwnHost:
             model=engine.checkpoint.name,
             fingerprint=engine.checkpoint.fingerprint,
             layout=engine.layout,
+            layer_passes=min(LAYER_PASSES, engine.layout.num_layers) if engine.loads_by_layer else 0,
             context_tokens=engine.context_tokens,
             num_blocks=engine.stats().num_blocks,
             num_readable_blocks=engine.stats().num_blocks,
@@ -339,6 +341,7 @@ def _identity(
         tensor_parallel=facts.tensor_parallel,
         pipeline_parallel=facts.pipeline_parallel,
         can_fetch=True,
+        layer_passes=facts.layer_passes,
         adapter_fingerprints=facts.adapters,
     )
 

@@ -234,5 +234,5 @@ def _speed(worker: WorkerView) -> Speed:
 def _work(placement: Placement, num_prompt_tokens: int, priority: int, now_s: float) -> PromptWork:
     known_tokens = placement.cached_tokens + placement.fetched_tokens
     new_tokens = max(num_prompt_tokens - known_tokens, 1)
-    ready_s = now_s + placement.transfer_s if placement.fetched_tokens else -math.inf
+    ready_s = now_s + placement.ready_s if placement.fetched_tokens else -math.inf
     return PromptWork(new_tokens, known_tokens, priority, ready_s)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from halfmoon.policy.forecast.restore_plan import until_step_s
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.values import PlacementRequest, TtftPrediction
 from halfmoon.policy.view.capabilities import Bools
@@ -33,6 +34,8 @@ class _Rows(NamedTuple):
     max_blocks: Floats  # of the prompt: whole ones that leave at least one token to compute
     local: Floats  # tokens cached, in such blocks
     usual_s_per_token: Floats
+    step_tokens: Floats
+    layer_passes: Floats
 
 
 class _Prefixes(NamedTuple):
@@ -41,6 +44,7 @@ class _Prefixes(NamedTuple):
     sources: NDArray[np.int64]  # [num_sources] holders
     reachable: Floats  # tokens of the prefix at each of them
     wanted: Bools  # whether the row loads from there if that is faster than computing
+    is_store: Bools  # [num_sources]
     costs: FetchCosts
 
 
@@ -49,6 +53,7 @@ class _Restored(NamedTuple):
 
     seconds: Floats  # until the reachable prefix is there
     transfer_s: Floats  # of the part that is loaded
+    ready_s: Floats  # until the steps behind that part may begin
 
 
 def predict_ttft(
@@ -76,7 +81,7 @@ def predict_ttft(
     nothing = np.zeros(num_rows)
     if prefixes is None or not np.logical_or.reduce(prefixes.wanted, axis=None):
         return TtftPrediction(computed_s, local, nothing, queue_s)
-    restored = _restored(rows, prefixes, queue_s)
+    restored = _restored(rows, num_prompt_tokens, prefixes, queue_s)
     fetched_s = _fetched_s(rows, num_prompt_tokens, prefixes, restored)
     best = np.argmin(fetched_s, axis=0), np.arange(num_rows)
     least_s = fetched_s[best]
@@ -88,6 +93,7 @@ def predict_ttft(
         queue_s,
         np.where(fetches, prefixes.sources[best[0]], -1),
         np.where(fetches, restored.transfer_s[best], nothing),
+        np.where(fetches, restored.ready_s[best], nothing),
     )
 
 
@@ -107,7 +113,7 @@ def best_sources(
     prefixes = _prefixes(view, request, rows, balancing_threshold, has_all=True)
     if prefixes is None:
         return []
-    restored = _restored(rows, prefixes, np.full(1, queue_s))
+    restored = _restored(rows, request.num_prompt_tokens, prefixes, np.full(1, queue_s))
     seconds = _fetched_s(rows, request.num_prompt_tokens, prefixes, restored)[:, 0]
     order = np.argsort(seconds, kind="stable")[:limit]
     return [int(prefixes.sources[at]) for at in order if np.isfinite(seconds[at])]
@@ -140,7 +146,7 @@ def _prefixes(
         costs = _as_sent(view, rows.first, sources, costs)
     wanted = reachable > least
     wanted &= np.isfinite(costs.s_per_token)
-    return _Prefixes(sources, reachable, wanted, costs)
+    return _Prefixes(sources, reachable, wanted, is_store, costs)
 
 
 def _few(blocks: NDArray[np.int64], is_store: Bools) -> list[int]:
@@ -166,8 +172,8 @@ def _as_sent(view: ClusterView, first_row: int, sources: NDArray[np.int64], cost
     return costs._replace(s_per_token=s_per_token)
 
 
-def _restored(rows: _Rows, prefixes: _Prefixes, queue_s: Floats) -> _Restored:
-    """Loading starts now, computing after the queue. The same meeting point as in `placement/restore_plan.py`.
+def _restored(rows: _Rows, num_prompt_tokens: int, prefixes: _Prefixes, queue_s: Floats) -> _Restored:
+    """Loading starts now, computing after the queue, or all by layer. Rules as in `restore_plan.py`.
 
     queue_s: [num_rows].
     """
@@ -184,7 +190,27 @@ def _restored(rows: _Rows, prefixes: _Prefixes, queue_s: Floats) -> _Restored:
     is_loaded = loaded > 0
     transfer_s = np.where(is_loaded, prefixes.costs.wait_s + gamma * loaded, 0.0)
     compute_s = np.where(is_loaded, 0.0, missing * (alpha + c * missing / 2))  # nothing is worth loading
-    return _Restored(np.maximum(queue_s, transfer_s) + compute_s, transfer_s)
+    met = _Restored(np.maximum(queue_s, transfer_s) + compute_s, transfer_s, transfer_s)
+    if np.maximum.reduce(rows.layer_passes) < 2:
+        return met
+    return _or_by_layer(met, rows, num_prompt_tokens, prefixes, queue_s, gamma * missing)
+
+
+def _or_by_layer(
+    met: _Restored, rows: _Rows, num_prompt_tokens: int, prefixes: _Prefixes, queue_s: Floats, load_s: Floats
+) -> _Restored:
+    """`met`, or loading all by layer from another worker. No step waits for layers from stores."""
+    next_tokens = np.minimum(num_prompt_tokens - prefixes.reachable, rows.step_tokens)
+    step_s = _compute_s(rows.coefficients, prefixes.reachable, prefixes.reachable + next_tokens)
+    passes = np.where(prefixes.is_store[:, None], 0.0, rows.layer_passes)
+    wait_s = prefixes.costs.wait_s
+    begin_s = until_step_s(met.seconds, wait_s, load_s, step_s, passes)
+    is_by_layer = begin_s < met.seconds
+    return _Restored(
+        np.where(is_by_layer, np.maximum(queue_s, begin_s), met.seconds),
+        np.where(is_by_layer, wait_s + load_s, met.transfer_s),
+        np.where(is_by_layer, begin_s, met.ready_s),
+    )
 
 
 def prefill_seconds(view: ClusterView, cached: Floats, num_tokens: float) -> Floats:
@@ -198,7 +224,7 @@ def _fetched_s(rows: _Rows, num_prompt_tokens: int, prefixes: _Prefixes, restore
     return np.where(prefixes.wanted, restored.seconds + rest_s, np.inf)
 
 
-def _compute_s(coefficients: Floats, cached: Floats, num_tokens: float) -> Floats:
+def _compute_s(coefficients: Floats, cached: Floats, num_tokens: float | Floats) -> Floats:
     a, b, c = coefficients
     new = num_tokens - cached
     seconds: Floats = a + b * new + c * new * (cached + new / 2)
@@ -216,6 +242,8 @@ def _rows(view: ClusterView, request: PlacementRequest, rows: slice) -> _Rows:
         max_blocks,
         local,
         view.column("fetch_s_per_token")[rows],
+        view.column("step_tokens")[rows],
+        view.column("layer_passes")[rows],
     )
 
 

@@ -137,6 +137,7 @@ def _on_prefill_worker(view: ClusterView, row: int, ttft: TtftPrediction) -> Pla
         fetched_tokens=int(ttft.fetched_tokens[row]),
         source=ttft.source_of(row),
         transfer_s=ttft.transfer_s_of(row),
+        ready_s=ttft.ready_s_of(row),
         queue_s=float(ttft.queue_s[row]),
         work_s=float(ttft.seconds[row] - ttft.queue_s[row]),
         ranked_by=ttft,

@@ -30,6 +30,8 @@ COLUMNS = {
             "fetch_s_per_token",
             "total_tokens",
             "chunk_tokens",
+            "step_tokens",
+            "layer_passes",
             "max_running",
         )
     )
@@ -155,6 +157,8 @@ class ClusterView:
             worker.fetch_s_per_token,
             worker.total_blocks * worker.block_tokens,
             worker.chunk_tokens,
+            worker.step_tokens,
+            worker.layer_passes,
             worker.max_running,
         )
         self.prefill_coefficients[row] = worker.prefill_model

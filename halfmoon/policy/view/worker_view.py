@@ -37,6 +37,7 @@ class WorkerView:
     others_prefill_s: float = math.inf  # part of that work certainly from other gateways; inf if unreported
     step_tokens: int = 0  # prompt tokens per step; 0 if unknown
     chunk_tokens: int = 0  # prompt tokens per step that also decodes; 0 if unknown
+    layer_passes: int = 0  # parts in which layers of a load arrive while its step computes; 0: it cannot wait for them
     max_running: float = math.inf  # most sequences in its batch; inf if unknown
     prefill_model: PrefillModel = UNKNOWN_PREFILL
     step_model: StepModel = UNKNOWN_STEP

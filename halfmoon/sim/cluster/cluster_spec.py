@@ -62,6 +62,7 @@ class WorkerGroup:
         None  # groups that name the same number share nodes; None: the nodes after those of earlier groups
     )
     price_per_hour: float = 0.0  # of one worker
+    layer_passes: int = 0  # parts in which layers of a fetched prefix arrive while its step computes; 0: by block
 
     def __post_init__(self) -> None:
         _check(self.count >= 0, "count", "must not be negative")

@@ -119,15 +119,17 @@ class KvTransfers:
         """Seconds until the path between two workers is free."""
         return self._ports.wait_s(sender.node, receiver.node, self._events.now_s)
 
-    def fetch(self, job: Job, source: SimWorker, target: SimWorker, load_end: int, num_tokens: int) -> None:
+    def fetch(
+        self, job: Job, source: SimWorker, target: SimWorker, load_end: int, num_tokens: int, hidden_s: float = 0.0
+    ) -> None:
         """Fetches the last `num_tokens` of the job's first `load_end` tokens from `source`, while the earlier ones are
-        computed.
+        computed. The last `hidden_s` of it are hidden by the step behind, which waits for each layer.
         """
         job.load_end, job.front_end = load_end, load_end - num_tokens
         job.is_loading = True
         num_bytes, now_s = _kv_bytes(target, num_tokens), self._events.now_s
         end_s = self._ports.send(source.node, target.node, num_bytes, now_s, now_s)
-        self._events.at(end_s, self._on_fetched, job, target, job.attempt)
+        self._events.at(max(end_s - hidden_s, now_s), self._on_fetched, job, target, job.attempt)
 
     def load(self, job: Job, parts: Sequence[LoadPart], target: SimWorker, load_end: int, num_tokens: int) -> None:
         """Loads the last `num_tokens` of the job's first `load_end` tokens from several stores at once."""
@@ -156,6 +158,7 @@ class KvTransfers:
     def _on_copied(self, target: SimWorker, blocks: Sequence[int]) -> None:
         if target.is_alive:
             target.kv.adopt(blocks)
+            self._steps.wake(target)
 
     def wait_from_s(self, parts: Sequence[LoadPart], target: SimWorker) -> float:
         """Seconds until the paths from all of these, and what they read from, are free."""

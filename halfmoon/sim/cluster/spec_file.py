@@ -58,6 +58,7 @@ class _Workers(_Strict):
     latency: str | None = None
     kv_tokens: int | None = Field(default=None, ge=1)
     prefix_cache: bool = True
+    layer_passes: int = Field(default=0, ge=0)
     max_batch_tokens: int | None = None  # None, here and below: the profile's value, else the default
     chunk_tokens: int | None = None
     max_running: int | None = None
@@ -160,6 +161,7 @@ def _group(workers: _Workers, model: LatencyModel, limits: BatchLimits) -> Worke
         workers.workers_per_node,
         workers.first_node,
         price,
+        workers.layer_passes,
     )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from halfmoon.catalog.entry import Tier
-from halfmoon.policy.placement.restore_plan import RestorePlan
+from halfmoon.policy.forecast.restore_plan import RestorePlan
 from halfmoon.policy.values import Placement
 from halfmoon.sim.cluster.cluster_spec import Stores
 from halfmoon.sim.cluster.job import Job

@@ -12,9 +12,16 @@ from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.degradation import LIKELY, Admitted
 from halfmoon.policy.admission.qos_classes import ClassTable, QosClass
 from halfmoon.policy.admission.tenants import ANYONE, Tenant
+from halfmoon.policy.forecast.restore_plan import (
+    LAYERS_OVERHEAD_S,
+    LayerLoads,
+    RestoreCosts,
+    RestorePlan,
+    or_by_layer,
+    plan_restore,
+)
 from halfmoon.policy.models.overheads import handover_s
 from halfmoon.policy.placement.place import PlacementRules
-from halfmoon.policy.placement.restore_plan import RestoreCosts, RestorePlan, plan_restore
 from halfmoon.policy.values import NOTHING_CACHED, Placement, PlacementRequest
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
 from halfmoon.policy.view.cluster_view import ClusterView
@@ -131,6 +138,7 @@ class PolicyRouter:
             free_blocks=num_prefix_blocks,
             step_tokens=min(group.limits.max_batch_tokens, kv.num_blocks * worker.block_tokens),
             chunk_tokens=group.limits.chunk_tokens if group.limits.batching == "chunked" else 0,
+            layer_passes=group.layer_passes,
             max_running=group.limits.max_running,
             prefill_model=latency.policy_prefill,
             step_model=latency.policy_step,
@@ -274,6 +282,15 @@ class PolicyRouter:
     def source(self, holder: int) -> SimWorker:
         """The worker with this number in the block index, from which a prefix is to be fetched."""
         return self._holders[holder]
+
+    def fetch_plan(self, placement: Placement, num_tokens: int, wait_s: float, fetch_s: float) -> RestorePlan:
+        """As `restore_plan`, from another worker: maybe by layer, for a prompt of `num_tokens`."""
+        worker, num_known = placement.prefill, placement.cached_tokens + placement.fetched_tokens
+        plan = self.restore_plan(placement, wait_s, fetch_s)
+        step_s = worker.prefill_model.seconds(min(num_tokens - num_known, worker.step_tokens), num_known)
+        layers = LayerLoads(step_s, worker.layer_passes, LAYERS_OVERHEAD_S)
+        costs = RestoreCosts(0.0, fetch_s, load_queue_s=wait_s)
+        return or_by_layer(plan, costs, self._prefix_block_tokens, layers)
 
     def restore_plan(self, placement: Placement, wait_s: float, fetch_s: float) -> RestorePlan:
         """How the prefix to be fetched is restored, if the link is free after `wait_s`; a token takes `fetch_s`."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+from halfmoon.policy.forecast.restore_plan import LayerLoads, RestoreCosts, RestorePlan, or_by_layer, plan_restore
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.policy.placement.restore_plan import LayerLoads, RestoreCosts, RestorePlan, plan_restore
 from halfmoon.worker.store.source_progress import SourceProgress
 
 _GAIN = 0.9  # share of the remaining time: a smaller saving is not worth a step that cannot be undone
@@ -231,21 +232,15 @@ class RestoreProgress:
         return plan
 
     def _by_layer(self, costs: RestoreCosts, other: RestorePlan) -> RestorePlan:
-        """The plan by layer if the first token comes clearly sooner with it than with the other one.
-
-        Only where the step hides all of the load: with a part of it before the step, the meeting was measured to be
-        sooner (docs/log/worker.md).
-        """
-        layers, num_blocks = self._layers, other.num_compute_blocks + other.num_load_blocks
-        if layers is None:
+        """The plan by layer if the first token comes clearly sooner with it than with the other one."""
+        if self._layers is None:
             return other
-        num_tokens = num_blocks * self._block_tokens
-        seconds = costs.by_layer_s(num_tokens, layers)
-        other_s = other.seconds - self._model.a + layers.step_s  # `begin` counts a step for the last tokens
-        if num_tokens * costs.load_s_per_token > layers.step_s or seconds + layers.step_s > _GAIN * other_s:
-            self._layers = None
-            return other
-        return RestorePlan(0, num_blocks, seconds, is_by_layer=True)
+        until_step = replace(other, seconds=other.seconds - self._model.a)  # `begin` counts a step for the last tokens
+        plan = or_by_layer(until_step, costs, self._block_tokens, self._layers)
+        if plan.is_by_layer:
+            return plan
+        self._layers = None
+        return other
 
     def costs(self, num_before: int, load_s_per_block: float, load_queue_s: float) -> RestoreCosts:
         """Costs of restoring what follows the first `num_before` tokens. Computing adds the cost of one step."""

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import DeadlineExceeded, HalfmoonError
 from halfmoon.kv.keys import block_keys, root_key
+from halfmoon.policy.forecast.restore_plan import LAYER_PASSES, LAYERS_OVERHEAD_S, LayerLoads, RestorePlan
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.policy.placement.restore_plan import LayerLoads, RestorePlan
 from halfmoon.rpc.store.kvstore_client import TierName
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 _LATER_LOOKS = 4  # other answers may come so much later than the first useful one; a stopped event loop looks once
 _LOOK_S = 0.005
-_LAYERS_OVERHEAD_S = 0.04  # a cautious guess: docs/log/worker.md
 _SHARE_FACTOR = 2.0  # another request that loads the same may be silent so many times as long as it should take
 _LEAST_SHARE_S = 0.25
 _SHARE_LOOK_S = 0.05
@@ -55,7 +54,7 @@ class Restorer:
         metrics: StoreMetrics,
         ask_s: tuple[float, float] = (0.05, 2.0),
         clock: AwakeClock | None = None,
-        num_passes: int = 5,
+        num_passes: int = LAYER_PASSES,
     ) -> None:
         """ask_s: least and greatest limit on holders' answers about what they have.
 
@@ -242,7 +241,7 @@ class Restorer:
         num_before = num_blocks * engine.layout.block_tokens
         num_new = len(request.prompt_token_ids) + len(request.output_token_ids) - num_before
         step_s = model.seconds(min(num_new, engine.step_tokens), num_before)
-        return LayerLoads(step_s, min(self._num_passes, engine.layout.num_layers), _LAYERS_OVERHEAD_S)
+        return LayerLoads(step_s, min(self._num_passes, engine.layout.num_layers), LAYERS_OVERHEAD_S)
 
     def _note(self, plan: RestorePlan) -> None:
         self.metrics.restore_decisions.labels(plan.method).inc()

@@ -84,6 +84,7 @@ class Member:
             others_prefill_s=self.prompts.others_s(prefill),
             step_tokens=identity.step_tokens,
             chunk_tokens=identity.chunk_tokens,
+            layer_passes=identity.layer_passes,
             max_running=identity.max_running or math.inf,
             prefill_model=prefill,
             step_model=models.step,

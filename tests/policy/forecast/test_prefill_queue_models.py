@@ -58,7 +58,7 @@ def test_what_is_loaded_may_come_later_than_the_queue_ends() -> None:
     view, courses = ClusterView(), PrefillQueueModels(DecodeForecast())
     placement = at(view, replace(P, contention=0.0), D)
     courses.join("first", view, placement, 100, 10, 0, 0.0)
-    loading = replace(placement, fetched_tokens=50, transfer_s=1.5, queue_s=1.0, work_s=1.0, ttft_s=2.0)
+    loading = replace(placement, fetched_tokens=50, ready_s=1.5, queue_s=1.0, work_s=1.0, ttft_s=2.0)
     assert refined(courses, view, loading, 0.0) == (1.5, 0.5)
 
 

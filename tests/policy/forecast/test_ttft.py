@@ -115,6 +115,21 @@ def test_the_threshold_holds_for_workers_and_not_for_stores() -> None:
         assert estimate(view, [30, 60], threshold).source_of(0) == 1
 
 
+def test_a_step_that_waits_for_layers_begins_before_all_is_loaded() -> None:
+    """500 tokens take 5 s to load and 500 more 5.1 to compute: the meeting is after 2.5 s, a fifth there after 1."""
+    by_block = replace(P, fetch_s_per_token=0.01, step_tokens=1_000)
+    for waiting, is_store, ready_s in ((by_block, False, 2.5), (replace(by_block, layer_passes=5), True, 2.5)):
+        view = view_of([waiting, P])
+        if is_store:
+            view.fetch_links.note_store(1)
+        assert estimate(view, [0, 50]).ready_s_of(0) == pytest.approx(ready_s, rel=0.1)
+    ttft = estimate(view_of([replace(by_block, layer_passes=5, prefill_free_s=10.3), P]), [0, 50])
+    step_s = P.prefill_model.seconds(500, 500)
+    assert ttft.ready_s_of(0) == pytest.approx(1.04)
+    assert ttft.transfer_s_of(0) == pytest.approx(5.0)
+    assert ttft.seconds[0] == pytest.approx(1.04 + step_s)
+
+
 def test_a_transfer_that_waits_for_others_is_weighed_against_computing() -> None:
     view = view_of([replace(P, fetch_s_per_token=1e-4), P])
     for wait_s, source in ((0.0, 1), (1e3, -1)):

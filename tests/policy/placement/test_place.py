@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import Unavailable
+from halfmoon.policy.forecast.restore_plan import RestoreCosts, meeting_point
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.placement.place import ContextLengthExceeded, PlacementRules, place
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.policy.placement.restore_plan import RestoreCosts, meeting_point
 from halfmoon.policy.values import (
     NO_TARGETS,
     NOTHING_CACHED,

@@ -40,6 +40,18 @@ def test_a_prefix_is_fetched_where_that_is_quicker() -> None:
     assert times[0] < 0.05 < times[1]
 
 
+def test_layers_of_a_prefix_arrive_while_the_step_behind_it_computes() -> None:
+    """1,024 tokens take a second to fetch, and 1,100 more 1.1 to compute: half of the first are computed, too, or the
+    step begins with a fifth of their layers.
+    """
+    ids = [[*range(16)], [*range(16), 99], [*range(16)]]
+    rows = work((0.0, 1_024, 1), (5.0, 9_000, 1), (5.1, 2_124, 1), ids=ids)
+    for layer_passes, ready_s in ((0, 0.512), (5, 1.024 / 5 + 0.04)):
+        groups = (group("prefill", 2, layer_passes=layer_passes), group("decode"))
+        found = simulate(ClusterSpec(groups, replace(FAST, bytes_per_s=1e9)), rows)
+        assert found.ttft_s[2] == pytest.approx(ready_s + 1.1)
+
+
 def test_a_chat_finds_its_own_answer_with_its_decode_worker() -> None:
     """Four whole blocks of question and answer are there, so 64 of 320 tokens are sent; without the answer 192."""
     rows = work((0.0, 128, 129), (10.0, 320, 2), ids=[[1, 2], [1, 2, 3, 4, 5]])

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from halfmoon.policy.forecast.restore_plan import LayerLoads
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.policy.placement.restore_plan import LayerLoads
 from halfmoon.worker.store.restore_progress import RestoreProgress
 from halfmoon.worker.store.source_progress import SourceProgress
 

@@ -11,6 +11,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
+
+from halfmoon.policy.models.latency import Floats
+
+LAYER_PASSES = 5  # of a load by layer; more hide more of it, and cost more
+LAYERS_OVERHEAD_S = 0.04  # a cautious guess: docs/log/worker.md
+_LAYERS_GAIN = 0.9  # share of the time to the step's end: a smaller saving is not worth a step that waits
+
 
 class LayerLoads(NamedTuple):
     """How a prefix can be loaded while the step behind it computes."""
@@ -18,10 +26,6 @@ class LayerLoads(NamedTuple):
     step_s: float  # of the step behind the prefix
     num_passes: int  # parts of the layers; the step begins with the first one
     overhead_s: float = 0.0  # what loading by layer costs more than by block
-
-    def hidden_s(self, load_s: float) -> float:
-        """Seconds of a load that the step hides."""
-        return (1 - 1 / self.num_passes) * min(load_s, self.step_s)
 
     def wait_s(self, share_left: float, left_s: float) -> float:
         """How long layers wait if the step begins now, and the last `share_left` of them are here after `left_s`."""
@@ -54,10 +58,6 @@ class RestoreCosts(NamedTuple):
         """Seconds until the first `num_computed` are computed and the rest of `num_tokens` is loaded."""
         return max(self.compute_s(num_computed), self.load_s(num_tokens - num_computed))
 
-    def by_layer_s(self, num_tokens: float, layers: LayerLoads) -> float:
-        """Seconds until `num_tokens` are loaded by layer, less what the step behind them hides."""
-        return self.load_s(num_tokens) - layers.hidden_s(num_tokens * self.load_s_per_token) + layers.overhead_s
-
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
@@ -76,6 +76,34 @@ class RestorePlan:
         if self.num_compute_blocks and self.num_load_blocks:
             return "both"
         return "compute" if self.num_compute_blocks else "load" if self.num_load_blocks else "none"
+
+
+def until_step_s(
+    other_s: Floats | float,
+    wait_s: Floats | float,
+    load_s: Floats | float,
+    step_s: Floats | float,
+    num_passes: Floats | float,
+    overhead_s: float = LAYERS_OVERHEAD_S,
+) -> Floats:
+    """Seconds until the step behind a prefix may begin; less than `other_s` where all of the load comes by layer.
+
+    Only where that step is longer than the load: with a part of it before the step, the meeting was measured to be
+    sooner (docs/log/worker.md). num_passes: below 2 where no step can wait for layers.
+    """
+    begin_s = wait_s + load_s / np.maximum(num_passes, 1) + overhead_s
+    is_sooner = np.less_equal(load_s, step_s) & (begin_s + step_s <= _LAYERS_GAIN * (other_s + step_s))
+    seconds: Floats = np.where(is_sooner, begin_s, other_s)
+    return seconds
+
+
+def or_by_layer(other: RestorePlan, costs: RestoreCosts, block_tokens: int, layers: LayerLoads) -> RestorePlan:
+    """`other`, or the plan that loads everything by layer if the first token comes clearly sooner with it."""
+    num_blocks = other.num_compute_blocks + other.num_load_blocks
+    load_s = costs.load_s_per_token * num_blocks * block_tokens
+    wait_s, step_s, passes = costs.load_queue_s, layers.step_s, layers.num_passes
+    seconds = float(until_step_s(other.seconds, wait_s, load_s, step_s, passes, layers.overhead_s))
+    return RestorePlan(0, num_blocks, seconds, is_by_layer=True) if seconds < other.seconds else other
 
 
 def meeting_point(costs: RestoreCosts, num_tokens: float) -> float:

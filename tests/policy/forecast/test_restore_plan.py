@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.placement.restore_plan import LayerLoads, RestoreCosts, RestorePlan, meeting_point, plan_restore
+from halfmoon.policy.forecast.restore_plan import (
+    LayerLoads,
+    RestoreCosts,
+    RestorePlan,
+    meeting_point,
+    or_by_layer,
+    plan_restore,
+    until_step_s,
+)
 
 QUEUE_S = st.floats(0, 2) | st.just(0.0)
 COSTS = st.builds(
@@ -88,13 +96,18 @@ def test_what_a_step_hides_is_what_its_layers_do_not_wait_for(step_s: float, num
     end_s = 0.0
     for number in range(num_passes):
         end_s = max(end_s, load_s * (number + 1) / num_passes) + step_s / num_passes
-    assert load_s - layers.hidden_s(load_s) + step_s == pytest.approx(end_s)
     assert layers.wait_s(1.0, load_s) == pytest.approx(end_s - step_s)
     assert layers.wait_s(0.0, 0.0) == 0
+    if load_s <= step_s:
+        assert until_step_s(1e9, 0.0, load_s, step_s, num_passes, 0.0) == pytest.approx(end_s - step_s)
 
 
-def test_loading_by_layer_costs_what_no_step_hides_and_more() -> None:
+def test_all_comes_by_layer_where_a_longer_step_hides_it() -> None:
     costs = RestoreCosts(1e-3, 1e-4, load_queue_s=0.3)
     load_s = 20 * BLOCK * 1e-4
-    assert costs.by_layer_s(20 * BLOCK, LayerLoads(10.0, 5, 0.02)) == pytest.approx(0.3 + load_s / 5 + 0.02)
-    assert costs.by_layer_s(20 * BLOCK, LayerLoads(0.0, 5, 0.02)) == pytest.approx(0.3 + load_s + 0.02)
+    met = RestorePlan(0, 20, 0.3 + load_s)
+    found = or_by_layer(met, costs, BLOCK, LayerLoads(load_s, 5, 0.02))
+    assert found.method == "layers"
+    assert found.seconds == pytest.approx(0.3 + load_s / 5 + 0.02)
+    for layers in (LayerLoads(0.9 * load_s, 5), LayerLoads(100 * load_s, 5), LayerLoads(load_s, 0)):
+        assert or_by_layer(met, costs, BLOCK, layers) is met
