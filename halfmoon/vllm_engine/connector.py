@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.vllm_engine.computing_half import ComputingHalf
 from halfmoon.vllm_engine.reports import ReportSender
-from halfmoon.vllm_engine.scheduling_half import SchedulingHalf, StepOrders
+from halfmoon.vllm_engine.scheduling_half import SchedulingHalf, StepEnd, StepOrders
 from halfmoon.vllm_engine.staging import StagingMemory
 
 if TYPE_CHECKING:
@@ -86,6 +86,10 @@ class HalfmoonConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Does nothing: saves are complete when `save_kv_layer` returns."""
+
+    def build_connector_worker_meta(self) -> StepEnd:
+        """What makes vLLM call `update_connector_output` for each step, also for one that computes nothing."""
+        return StepEnd()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.computing.take_failed()

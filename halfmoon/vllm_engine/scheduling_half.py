@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from halfmoon.vllm_engine.messages import KVOrder, Stepped
 from halfmoon.vllm_engine.reports import ReportSender
@@ -36,6 +36,14 @@ class StepOrders(KVConnectorMetadata):
     loads: tuple[Copy, ...] = ()
     saves: tuple[Copy, ...] = ()
     ended: tuple[KVOrder, ...] = ()
+
+
+class StepEnd(KVConnectorWorkerMetadata):
+    """Comes back from the model's processes after each step."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepEnd:
+        """One for all ranks."""
+        return self
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from halfmoon.up.config.settings_table import settings_table
 from halfmoon.up.service_specs import PreparedModel, gateway_spec, other_specs
 from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.up_options import UpOptions
+from halfmoon.worker.main import load_shared
 from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
@@ -223,3 +224,8 @@ def test_adapters_reach_gateways_and_workers_of_vllm() -> None:
     for text in ("", "engine: sim", "engine: vllm\nworkers: {decode: {engine: halfmoon}}"):
         with pytest.raises(InvalidRequest, match="only vLLM computes adapters"):
             options_of(text, lora)
+
+
+def test_a_worker_with_our_engine_refuses_adapters() -> None:
+    with pytest.raises(InvalidRequest, match="our own engine computes no adapters"):
+        load_shared(DecodeSettings(gateway="x:1", device="cpu", lora=("sql=/a",)))

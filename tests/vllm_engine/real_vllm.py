@@ -33,6 +33,7 @@ from halfmoon.vllm_engine.engine_arguments import VllmOptions
 from halfmoon.vllm_engine.host import VllmHost
 from halfmoon.vllm_engine.vllm_engine import VllmEngine
 
+IS_ONE_PROCESS = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"  # vLLM's scheduler and model, as on one GPU
 CACHE_TOKENS = 768  # of vLLM's cache
 MAX_TOKENS = 12
 LENGTHS = (1, 63, 64, 65, 200, 300)
@@ -106,6 +107,7 @@ class Checks:
         request = EngineRequest(name, prompt, greedy(max_tokens), prefill_only=True, tenant_salt=salt)
         await engine.add(request, lambda _: None)
         (first,) = await self.tokens(name, 1)
+        assert name in self.num_cached, "its step was not reported before its token"
         layers = engine.layout.num_layers
         kv = bytearray(await engine.kv_read(name, 0, layers, 0, len(prompt)))
         await engine.cancel(name)
@@ -350,7 +352,7 @@ def options(
         max_running=8,
         max_batch_tokens=128,
         kv_memory_bytes=kv_memory_bytes,
-        engine_args="--enforce-eager",
+        engine_args=f"--enforce-eager --distributed-executor-backend {'uni' if IS_ONE_PROCESS else 'mp'}",
         adapters=adapters,
     )
 

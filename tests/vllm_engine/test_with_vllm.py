@@ -95,13 +95,14 @@ def adapter(config: Any, path: Path, seed: int, rank: int) -> str:
 async def test_what_only_vllm_can_show(config: Any, ranks: int, tmp_path: Path) -> None:
     model, refused = saved(config(), tmp_path / "model"), saved(mamba(), tmp_path / "refused")
     lora = [adapter(config(), tmp_path / name, seed, 4) for seed, name in enumerate(("sql", "fr"))]
+    one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if config is llama else {}  # as on a GPU
     process = await asyncio.create_subprocess_exec(
         *(PYTHON, "-m", "tests.vllm_engine.real_vllm", str(ranks), str(model), str(refused)),
         *(lora if config is llama else ()),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **_CORES.get(ranks, {})},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **_CORES.get(ranks, {}), **one_process},
     )
     assert process.stdout is not None
     found: list[dict[str, str]] = []
