@@ -17,7 +17,14 @@ import grpc
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.frame import Frame, FrameKind, decode_frame, encode_frame
 from halfmoon.pb import kvstore_pb2
-from halfmoon.rpc.store.block_streams import BYTES_SERVICE, block_frames, opened_run, parts_in_order, whole_blocks
+from halfmoon.rpc.store.block_streams import (
+    BYTES_SERVICE,
+    asked_codec,
+    block_frames,
+    opened_run,
+    parts_in_order,
+    whole_blocks,
+)
 from halfmoon.rpc.transfer import next_message, raw_service
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.state import WorkerState
@@ -94,24 +101,25 @@ class CacheServicer:
             raise Incompatible("the cached blocks have another KV layout than their reader")
         opening.range.check_within(whole_blocks(layout, opening.range.token_start, 1))
         with self._reading(len(opened.keys)) as most:
-            async with aclosing(self._frames(opening, opened.keys[:most], opened.layers_at_once)) as frames:
+            async with aclosing(self._frames(opening, opened, most)) as frames:
                 async for frame in frames:
                     yield encode_frame(frame)
 
-    async def _frames(self, opening: Frame, keys: Sequence[bytes], layers_at_once: int) -> AsyncGenerator[Frame, None]:
-        layout, num_sent = self._state.layout, 0
-        async with self._engine.cached(keys) as blocks:
+    async def _frames(self, opening: Frame, opened: kvstore_pb2.BlocksOpen, most: int) -> AsyncGenerator[Frame, None]:
+        layout, num_sent, codec = self._state.layout, 0, asked_codec(opened)
+        async with self._engine.cached(opened.keys[:most]) as blocks:
             if not blocks:
                 self._metrics.store.cache_reads.labels("missing").inc()
                 raise NotFound("the block is not, or no longer, in this worker's prefix cache")
-            for (index, block), part in parts_in_order(opening.range, layers_at_once, list(enumerate(blocks))):
+            for (index, block), part in parts_in_order(opening.range, opened.layers_at_once, list(enumerate(blocks))):
                 async with self._copying:
-                    cells = await self._engine.read_block(block, range(part.layer_start, part.layer_end))
-                for frame in block_frames(
-                    cells, layout, replace(opening, range=part), index, num_sent, part.layer_start
-                ):
+                    first, wanted = part.layer_start, replace(opening, range=part)
+                    cells = await self._engine.read_block(block, range(first, part.layer_end))
+                    coded = block_frames(cells, layout, wanted, index, num_sent, first, codec)
+                    frames = [frame async for frame in coded]
+                for frame in frames:
                     yield frame
-                    num_sent += 1
+                num_sent += len(frames)
                 self._metrics.store.cache_served_bytes.inc(part.num_bytes(layout))
         self._metrics.store.cache_reads.labels("served").inc()
         yield Frame(FrameKind.DONE, opening.transfer_id, opening.layout_fingerprint, num_sent)

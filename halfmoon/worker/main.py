@@ -45,6 +45,7 @@ from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.kept_answers import KeptAnswers
 from halfmoon.worker.kv_channels import KVChannels
+from halfmoon.worker.link_codecs import LinkCodecs
 from halfmoon.worker.loading_progress import loading_progress
 from halfmoon.worker.membership.calibration import Profile, calibrated
 from halfmoon.worker.membership.decode_peers import DecodePeers
@@ -114,7 +115,7 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         aclosing(sources),
     ):
         device = _device_memory(engine.engine) if isinstance(engine, AsyncEngine) else None
-        restorer = Restorer(engine, state, sources, metrics.store)
+        restorer = Restorer(engine, state, sources, metrics.store, codecs=LinkCodecs(state.layout))
         channels = KVChannels(
             kv_links, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device, credential=credential
         )

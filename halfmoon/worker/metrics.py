@@ -104,6 +104,7 @@ class WorkerMetrics:
             "cache_read": self.store.cache_reads,
             "handover_token": self.handover_tokens,
             "handover_codec": self.handover_codecs,
+            "fetch_codec": self.store.fetch_codecs,
             "stored_block": self.store.put_blocks,
         }
         return [
@@ -154,6 +155,13 @@ class StoreMetrics:
             "halfmoon_fetch_missed_blocks",
             "Blocks asked of a store or worker and not delivered by it: evicted, slow, away, busy, failed, or unwanted",
             ["kind", "reason"],
+            registry=registry,
+        )
+        self.fetch_codecs = Counter(
+            "halfmoon_fetch_codecs",
+            "Holders asked for blocks over the network, by codec and by why it was chosen: measuring the link, or the "
+            "quickest",
+            ["codec", "reason"],
             registry=registry,
         )
         self.source_answers = Counter(

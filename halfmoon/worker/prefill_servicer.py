@@ -18,9 +18,9 @@ from halfmoon.rpc.telemetry.spans import current_span, operation
 from halfmoon.rpc.transfer import TransferSender, transfer_to
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.worker.decode_servicer import RENEW_S
-from halfmoon.worker.handover_codecs import HandoverCodecs
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.layerwise_sender import LayerwiseSender
+from halfmoon.worker.link_codecs import LinkCodecs
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.request_phases import Phase
@@ -55,7 +55,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._metrics = metrics
         self._restorer = restorer
         self._channels = channels
-        self._codecs = HandoverCodecs(state.layout)
+        self._codecs = (restorer and restorer.codecs) or LinkCodecs(state.layout)
 
     def links(self) -> dict[str, LinkEstimate]:
         """Measured speed of KV links, by the receiving worker's address."""
@@ -109,7 +109,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         with operation(prefill.child("transfer", called_s)) as span, self._channels.to(address) as link:
             codec, reason = wanted, "configured"
             if request.chooses_codec:
-                codec, reason = await self._codecs.choose(link, wanted)
+                codec, reason = await self._codecs.choose(link.raw_estimator, wanted)
             async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
                 await transfer.open(whole, body, codec, skips_held=True)
                 if codec not in transfer.codecs:

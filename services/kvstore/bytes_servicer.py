@@ -21,7 +21,14 @@ from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.owner import KVOwner
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import kvstore_pb2
-from halfmoon.rpc.store.block_streams import BYTES_SERVICE, block_frames, opened_run, parts_in_order, whole_blocks
+from halfmoon.rpc.store.block_streams import (
+    BYTES_SERVICE,
+    asked_codec,
+    block_frames,
+    opened_run,
+    parts_in_order,
+    whole_blocks,
+)
 from halfmoon.rpc.transfer import KVIntake, next_message, parse_body, raw_service
 from services.kvstore.movement.incoming import Arrivals, Run, run_metas
 from services.kvstore.pool import Loan, Pool
@@ -72,7 +79,7 @@ class KVBytesServicer:
                     break
                 raise
             try:
-                async for frame in _data(loan, replace(request, range=part), index, num_sent):
+                async for frame in _data(loan, replace(request, range=part), index, num_sent, asked_codec(opened)):
                     yield encode_frame(frame)
                     num_sent += 1
             finally:
@@ -134,7 +141,7 @@ class _Reception:
         self._drafts = arrival.drafts
 
 
-async def _data(loan: Loan, request: Frame, index: int, num_sent: int) -> AsyncIterator[Frame]:
+async def _data(loan: Loan, request: Frame, index: int, num_sent: int, codec: Codec) -> AsyncIterator[Frame]:
     """Yields the frames of a Get's `index`th block, numbered after the first `num_sent` frames."""
     layout, wanted = loan.record.meta.layout, request.range
     assert layout is not None
@@ -142,7 +149,7 @@ async def _data(loan: Loan, request: Frame, index: int, num_sent: int) -> AsyncI
         raise Incompatible("the stored block has another KV layout than its reader")
     wanted.check_within(whole_blocks(layout, wanted.token_start, 1))
     whole = loan.cells() if loan.record.codec.is_plain else await asyncio.to_thread(loan.cells)
-    for frame in block_frames(whole, layout, request, index, num_sent):
+    async for frame in block_frames(whole, layout, request, index, num_sent, codec=codec):
         yield frame
 
 

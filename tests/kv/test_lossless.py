@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,3 +69,9 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfmoon.kv.codec.lossless.import_module", absent)
     with pytest.raises(Incompatible, match=r"zstandard is not installed: halfmoon\[kvstore\]"):
         compress(b"x", Lossless.ZSTD)
+
+
+def test_a_payload_that_would_become_huge_is_refused() -> None:
+    """zstd makes room for what a payload says of itself, whatever limit it is given."""
+    with pytest.raises(DataLoss, match="another size"):
+        decompress(zstandard.compress(bytes(1 << 24)), 1000, Lossless.ZSTD)

@@ -26,6 +26,7 @@ from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.kv_channels import KVChannels
+from halfmoon.worker.link_codecs import LinkCodecs
 from halfmoon.worker.main import store_writer
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
@@ -163,7 +164,10 @@ async def _worker(
     async with AsyncEngine(engine, state.on_step) as async_engine, AsyncExitStack() as stack:
         await stack.enter_async_context(aclosing(sources))
         patience = Patience()
-        restorer = Restorer(async_engine, state, sources, metrics.store, ask_s=(60, 60), clock=AwakeClock(patience))
+        restorer = Restorer(
+            async_engine, state, sources, metrics.store, ask_s=(60, 60), clock=AwakeClock(patience),
+            codecs=LinkCodecs(engine.layout),
+        )  # fmt: skip
         if sources.own is not None:
             await stack.enter_async_context(running(store_writer(async_engine, state, sources, metrics).run()))
         channels = KVChannels(link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device)

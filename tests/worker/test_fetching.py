@@ -12,10 +12,12 @@ from halfmoon.catalog.entry import Tier
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.errors import NoCapacity, NotFound, Unavailable
+from halfmoon.kv.codec import Codec
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.worker.cache_servicer import CacheServicer
+from halfmoon.worker.membership.block_feed import CachedBlocks
 from halfmoon.worker.store.holder import NamedHolder
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
@@ -47,6 +49,19 @@ async def warm(
     return worker
 
 
+async def cached(worker: RunningWorker) -> list[bytes]:
+    """The bytes of the prompt's blocks in a worker's prefix cache."""
+    async with worker.async_engine.cached(keys_of(worker, PROMPT)) as blocks:
+        return [bytes(await worker.async_engine.read_block(block)) for block in blocks]
+
+
+async def forget(worker: RunningWorker) -> None:
+    """Empties a worker's prefix cache."""
+    async with worker.async_engine.cached([]):
+        worker.engine.forget_prefixes()
+    worker.state.cached_blocks = CachedBlocks()
+
+
 def sources(worker: RunningWorker, kind: str, outcome: str) -> float:
     return counted(worker, "fetch_sources", kind=kind, outcome=outcome)
 
@@ -70,6 +85,29 @@ async def test_a_prefix_is_fetched_from_another_worker_and_then_kept(start_worke
     await until(lambda: worker.num_used_blocks + holder.num_used_blocks == 0)
     (speed,) = worker.restorer.holders.speeds()
     assert (speed.address, speed.is_inbound, speed.waiting_bytes) == (holder.peer.address, True, 0)
+
+
+async def test_over_a_slow_link_blocks_travel_compressed(start_worker: Start, tiny: Checkpoint) -> None:
+    """The first fetch tells what the link does; every later one is exact, too."""
+    holder = await warm(start_worker, tiny, dtype="bfloat16")
+    worker = await start_worker("prefill", dtype="bfloat16", link_mbps=0.1)
+    believe(worker, SLOW)
+    tokens = []
+    for number in range(3):
+        (first,) = await prefilled(worker, naming(single(tiny, PROMPT, f"{number}"), holder))
+        assert first.first_token.num_loaded_tokens == 80
+        tokens.append(first.first_token.token.token_id)
+        content = [await cached(one) for one in (worker, holder)]
+        assert content[0] == content[1]
+        await forget(worker)
+    assert len(set(tokens)) == 1
+    assert counted(worker, "fetch_codecs", codec="raw", reason="measuring") == 1
+    assert sum(counted(worker, "fetch_codecs", codec=codec, reason="quickest") for codec in ("lz4", "zstd")) == 2
+    with worker.restorer.holders._get(NamedHolder(holder.peer.address, "worker")).use(b"") as client:
+        raw_bytes, num_bytes = client.inbound.num_raw_bytes, client.inbound.num_bytes
+        (codec,) = num_bytes.keys() - {Codec.RAW}
+        assert raw_bytes[codec] == 2 * raw_bytes[Codec.RAW] == 2 * num_bytes[Codec.RAW]
+        assert num_bytes[codec] < 0.9 * raw_bytes[codec]
 
 
 async def test_several_sources_share_the_load(start_worker: Start, tiny: Checkpoint) -> None:

@@ -77,6 +77,8 @@ def decompress(data: KVBytes, num_bytes: int, method: Lossless) -> KVBytes:
         package = _module("lz4.block" if method is Lossless.LZ4 else "zstandard")
         failure = package.LZ4BlockError if method is Lossless.LZ4 else package.ZstdError
         try:
+            if method is Lossless.ZSTD and package.frame_content_size(data) not in (-1, num_bytes):
+                raise DataLoss("a compressed KV payload says another size than it should have")  # and would have it
             if method is Lossless.LZ4:
                 unpacked = package.decompress(data, uncompressed_size=num_bytes)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -11,8 +12,9 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.errors import AlreadyHere, DataLoss, InvalidRequest, NoCapacity
-from halfmoon.kv.codec import Codec
+from halfmoon.errors import AlreadyHere, DataLoss, HalfmoonError, InvalidRequest, NoCapacity
+from halfmoon.kv.codec import LOSSLESS, Codec, check_size, decodable, decode, encode
+from halfmoon.kv.codec.floats import UNSIGNED
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
 from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
 from halfmoon.kv.negotiation import decode_open, encode_open
@@ -22,12 +24,22 @@ from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.status import in_our_tree
 from halfmoon.rpc.store.chain import Chain, Stored
 from halfmoon.rpc.transfer import TransferSender, parse_body, transfer_to
+from halfmoon.rpc.transport.estimate import LinkEstimator
 from halfmoon.rpc.transport.link import KVLink
 
 BYTES_SERVICE = "halfmoon.KVStoreBytes"
 _PUT, _GET = f"/{BYTES_SERVICE}/Put", f"/{BYTES_SERVICE}/Get"
 _Block = TypeVar("_Block")
 _TRANSFER_ID = bytes(16)  # the stream of a Get carries one transfer
+
+
+class InboundSpeed:
+    """Owns how fast what Gets ask for has come over one link, and how small it was."""
+
+    def __init__(self) -> None:
+        self.estimators: defaultdict[Codec, LinkEstimator] = defaultdict(LinkEstimator)  # of raw bytes, by codec
+        self.num_bytes: defaultdict[Codec, int] = defaultdict(int)  # that came
+        self.num_raw_bytes: defaultdict[Codec, int] = defaultdict(int)  # that they stand for
 
 
 async def put_blocks(
@@ -70,26 +82,36 @@ async def get_blocks(
     wanted: KVRange,
     salt: bytes,
     arrival: Callable[[int], Awaitable[None]],
+    inbound: InboundSpeed,
     layers_at_once: int = 0,
+    codec: Codec = Codec.RAW,
     *,
     deadline_s: float,
 ) -> AsyncGenerator[memoryview, None]:
     """Implements `KVStoreClient.get_run`; `arrival(num_bytes)` returns when that many bytes would have arrived."""
     body = kvstore_pb2.BlocksOpen(
-        keys=keys, tenant_salt=salt, layers_at_once=layers_at_once
+        keys=keys, tenant_salt=salt, layers_at_once=layers_at_once, codec=codec
     ).SerializeToString()  # fmt: skip
+    left_bytes, clock, estimator = 0, link.clock, inbound.estimators[codec]
     opening = Frame(FrameKind.OPEN, _TRANSFER_ID, layout.fingerprint(), 0, wanted, payload=encode_open((), body))
     call = link.peer.raw_stream(_GET, deadline_s=deadline_s)
     try:
         with in_our_tree(link.peer.address):
             await _send(call, encode_frame(opening))
+        left_bytes = len(keys) * wanted.num_bytes(layout)
+        estimator.sent(left_bytes, clock.time())
         for index, part in parts_in_order(wanted, layers_at_once, range(len(keys))):
-            cells = await _next_block(call, link, layout, _further(part, index * layout.block_tokens), arrival)
+            block = _further(part, index * layout.block_tokens)
+            cells = await _next_block(call, link, layout, block, arrival, inbound, codec)
             if cells is None:
                 return
+            estimator.consumed(cells.nbytes, clock.time())
+            left_bytes -= cells.nbytes
             yield cells
     finally:
         call.cancel()
+        if left_bytes:
+            estimator.lost(left_bytes, clock.time())
 
 
 def parts_in_order(wanted: KVRange, layers_at_once: int, blocks: Sequence[_Block]) -> Iterator[tuple[_Block, KVRange]]:
@@ -112,21 +134,37 @@ def opened_run(frame: Frame) -> kvstore_pb2.BlocksOpen:
     return parse_body(kvstore_pb2.BlocksOpen, body)
 
 
-def block_frames(
-    cells: KVBytes, layout: KVLayout, opening: Frame, index: int, num_sent: int, first_layer: int = 0
-) -> Iterator[Frame]:
+def asked_codec(opened: kvstore_pb2.BlocksOpen) -> Codec:
+    """The codec of a Get's frames: what its reader wants, or RAW if that is not known, lossy, or not installed."""
+    wanted = next((codec for codec in LOSSLESS if codec == opened.codec), Codec.RAW)
+    return wanted if wanted in decodable() else Codec.RAW
+
+
+async def block_frames(
+    cells: KVBytes,
+    layout: KVLayout,
+    opening: Frame,
+    index: int,
+    num_sent: int,
+    first_layer: int = 0,
+    codec: Codec = Codec.RAW,
+) -> AsyncGenerator[Frame, None]:
     """The DATA frames of a Get's `index`th block, or of a part of it, numbered after the first `num_sent`.
 
-    `cells` are the block's raw bytes from `first_layer` on.
+    `cells` are the block's raw bytes from `first_layer` on. A frame that `codec` would not make smaller is raw.
     """
     wanted, rows = opening.range, np.frombuffer(cells, np.uint8).reshape(-1, *_row_shape(layout)[1:])
     shard = Shard(wanted.layer_start, wanted.layer_end, wanted.head_start, wanted.head_end)
     parts = plan_frames(layout, shard, wanted.token_start, wanted.num_tokens)
     for sequence, part in enumerate(parts, num_sent):
         layers = slice(part.layer_start - first_layer, part.layer_end - first_layer)
-        payload = rows[layers, *_slices(_further(part, -wanted.token_start))[1:]].tobytes()
+        raw = np.ascontiguousarray(rows[layers, *_slices(_further(part, -wanted.token_start))[1:]])
+        payload, used = raw.reshape(-1).data, Codec.RAW
+        if codec is not Codec.RAW:
+            coded = await asyncio.to_thread(encode, codec, raw.view(UNSIGNED[layout.dtype]), layout.dtype)
+            payload, used = (coded, codec) if coded.nbytes < payload.nbytes else (payload, used)
         place = _further(part, index * layout.block_tokens)
-        yield Frame(FrameKind.DATA, opening.transfer_id, opening.layout_fingerprint, sequence, place, payload=payload)
+        yield Frame(FrameKind.DATA, opening.transfer_id, opening.layout_fingerprint, sequence, place, used, payload)
 
 
 async def _send_block(sender: TransferSender, layout: KVLayout, start: int, cells: KVBytes) -> None:
@@ -144,6 +182,8 @@ async def _next_block(
     layout: KVLayout,
     wanted: KVRange,
     arrival: Callable[[int], Awaitable[None]],
+    inbound: InboundSpeed,
+    codec: Codec,
 ) -> memoryview | None:
     """The next block, or None after the last one."""
     out: NDArray[np.uint8] | None = None
@@ -159,23 +199,39 @@ async def _next_block(
         if out is None:
             out = np.empty((*wanted.shape(layout)[:-1], layout.head_dim * layout.item_bytes), np.uint8)
         coverage.add(frame.range)
-        _check_raw(frame, layout)
+        _check(frame, layout, codec)
         into = out[_slices(_from_start(frame.range, wanted))]
-        np.copyto(into, np.frombuffer(frame.payload, np.uint8).reshape(into.shape))
-        await arrival(into.nbytes)
+        await arrival(frame.payload_bytes)
+        payload = frame.payload
+        if frame.codec is not Codec.RAW:
+            payload = await _decoded(frame, layout)
+        np.copyto(into, np.frombuffer(payload, np.uint8).reshape(into.shape))
+        inbound.num_bytes[codec] += frame.payload_bytes
+        inbound.num_raw_bytes[codec] += into.nbytes
     assert out is not None, "no block is empty"
     return memoryview(out.reshape(-1).data)
 
 
-def _check_raw(frame: Frame, layout: KVLayout) -> None:
-    """Raises DataLoss unless the frame carries raw KV of its range in this layout."""
-    is_raw = frame.kind is FrameKind.DATA and frame.codec is Codec.RAW
-    if (
-        not is_raw
-        or frame.layout_fingerprint != layout.fingerprint()
-        or frame.payload_bytes != frame.range.num_bytes(layout)
-    ):
-        raise DataLoss("a block came in another layout, encoding or size than it was asked for")
+def _check(frame: Frame, layout: KVLayout, codec: Codec) -> None:
+    """Raises DataLoss unless the frame carries KV of its range in this layout, raw or in `codec`."""
+    is_asked_for = frame.kind is FrameKind.DATA and frame.codec in (Codec.RAW, codec)
+    try:
+        if is_asked_for and frame.layout_fingerprint == layout.fingerprint():
+            check_size(frame.codec, frame.payload_bytes, frame.range.shape(layout), layout.dtype)
+            return
+    except InvalidRequest:
+        pass
+    raise DataLoss("a block came in another layout, encoding or size than it was asked for")
+
+
+async def _decoded(frame: Frame, layout: KVLayout) -> memoryview:
+    """The raw bytes of a compressed frame. Raises DataLoss if they are no encoding."""
+    shape = frame.range.shape(layout)
+    try:
+        bits = await asyncio.to_thread(decode, frame.codec, frame.payload, shape, layout.dtype)
+    except HalfmoonError as error:
+        raise DataLoss(f"a block came damaged: {error.message}") from error
+    return bits.reshape(-1).view(np.uint8).data
 
 
 def whole_blocks(layout: KVLayout, token_start: int, num_blocks: int) -> KVRange:

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import xxhash
 
 from halfmoon.errors import DataLoss, InvalidRequest, Unavailable
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
@@ -26,7 +27,7 @@ from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.rpc.layout_message import layout_from, layout_message
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
-from halfmoon.rpc.store.block_streams import get_blocks, put_blocks, whole_blocks
+from halfmoon.rpc.store.block_streams import InboundSpeed, get_blocks, put_blocks, whole_blocks
 from halfmoon.rpc.store.chain import Chain, Stored
 from halfmoon.rpc.store.outbox import Outbox
 from halfmoon.rpc.transport.limiter import LinkLimiter
@@ -83,6 +84,7 @@ class KVStoreClient:
         self._salt = tenant_salt
         settings = self._link.settings
         self._inbound = LinkLimiter(settings.bytes_per_s, settings.delay_s)  # the inbound direction of a throttled link
+        self.inbound = InboundSpeed()
         self._segments = MappedSegments()
         self._outbox = Outbox(self._peer, self._link)
 
@@ -179,18 +181,21 @@ class KVStoreClient:
         layout: KVLayout,
         part: KVRange | None = None,
         layers_at_once: int = 0,
+        codec: Codec = Codec.RAW,
         *,
         deadline_s: float,
     ) -> AsyncGenerator[memoryview, None]:
         """Yields blocks, or a part of each, as raw bytes in canonical order; `token_start` may count from any origin.
 
         With `layers_at_once`, so many layers of every block are yielded before the next layers of any.
+        `codec`: a lossless one that the store may send them in.
         Ends at the first absent block, and raises NotFound if that is the very first. Close the iterator.
         """
         blocks_range = part or whole_blocks(layout, 0, 1)
         return get_blocks(
-            self._link, keys, layout, blocks_range, self._salt, self._arrival, layers_at_once, deadline_s=deadline_s
-        )
+            self._link, keys, layout, blocks_range, self._salt, self._arrival, self.inbound, layers_at_once, codec,
+            deadline_s=deadline_s,
+        )  # fmt: skip
 
     @asynccontextmanager
     async def borrow(self, keys: Sequence[bytes], *, deadline_s: float) -> AsyncIterator[list[Lent]]:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 
 from halfmoon.errors import DataLoss, Incompatible, NotFound
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 
@@ -32,19 +33,22 @@ class BlockSource:
             -math.inf if may_lend else math.inf
         )  # when to ask for a loan again; until then the store is known to lend nothing
 
-    async def load(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write) -> list[int]:
+    async def load(
+        self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write, codec: Codec = Codec.RAW
+    ) -> list[int]:
         """Writes the leading blocks of `keys` that the store delivers intact; returns their numbers.
 
+        codec: what may be sent over the network, exactly.
         Whatever was written for other blocks is invalid. Raises Unavailable and DeadlineExceeded when the store is
         away, and any error of `write`.
         """
         if self.may_lend:
             try:
-                return await self._borrow(store, keys, write)
+                return await self._borrow(store, keys, write, codec)
             except Incompatible as error:
                 self._ask_at_s = self._now_s() + _ASK_AGAIN_S
                 log.info("store.not_lending", extra={"reason": error.message})
-        return await self._get(store, keys, write)
+        return await self._get(store, keys, write, codec)
 
     @property
     def may_lend(self) -> bool:
@@ -52,13 +56,20 @@ class BlockSource:
         return self._now_s() >= self._ask_at_s
 
     async def load_layers(
-        self, store: KVStoreClient, keys: Mapping[int, bytes], layers_at_once: int, write: WriteLayers
+        self,
+        store: KVStoreClient,
+        keys: Mapping[int, bytes],
+        layers_at_once: int,
+        write: WriteLayers,
+        codec: Codec = Codec.RAW,
     ) -> list[int]:
         """Writes all blocks' first layers, then their next ones; returns the blocks if all came intact, or none.
 
         Raises as `load` does.
         """
-        run = store.get_run(list(keys.values()), self._layout, layers_at_once=layers_at_once, deadline_s=_DEADLINE_S)
+        run = store.get_run(
+            list(keys.values()), self._layout, layers_at_once=layers_at_once, codec=codec, deadline_s=_DEADLINE_S
+        )
         async with aclosing(run) as parts:
             for first in range(0, self._layout.num_layers, layers_at_once):
                 cells: dict[int, KVBytes] = {}
@@ -74,7 +85,7 @@ class BlockSource:
                 await write(range(first, min(first + layers_at_once, self._layout.num_layers)), cells)
         return list(keys)
 
-    async def _borrow(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write) -> list[int]:
+    async def _borrow(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write, codec: Codec) -> list[int]:
         written: list[int] = []
         async with store.borrow(list(keys.values()), deadline_s=_DEADLINE_S) as lent:
             for index, block in zip(keys, lent, strict=False):
@@ -86,12 +97,14 @@ class BlockSource:
                 written.append(index)
         if len(written) < len(keys):  # the others may lie where the store cannot lend
             left = {index: key for index, key in keys.items() if index not in written}
-            written += await self._get(store, left, write)
+            written += await self._get(store, left, write, codec)
         return written
 
-    async def _get(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write) -> list[int]:
+    async def _get(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write, codec: Codec) -> list[int]:
         written: list[int] = []
-        async with aclosing(store.get_run(list(keys.values()), self._layout, deadline_s=_DEADLINE_S)) as blocks:
+        async with aclosing(
+            store.get_run(list(keys.values()), self._layout, codec=codec, deadline_s=_DEADLINE_S)
+        ) as blocks:
             for index in keys:
                 try:
                     cells = await anext(blocks, None)

@@ -10,10 +10,13 @@ from typing import NamedTuple
 
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import DeadlineExceeded, HalfmoonError
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.policy.forecast.restore_plan import LAYER_PASSES, LAYERS_OVERHEAD_S, LayerLoads, RestorePlan
 from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.rpc.store.block_streams import InboundSpeed
 from halfmoon.rpc.store.kvstore_client import TierName
+from halfmoon.worker.link_codecs import LinkCodecs
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.state import WorkerState
@@ -36,6 +39,8 @@ _SHARE_LOOK_S = 0.05
 class _Answer(NamedTuple):
     holder: Holder
     tiers: Mapping[int, TierName]  # of the blocks that it has
+    inbound: InboundSpeed | None = None  # of the link from there
+    codec: Codec = Codec.RAW  # that its blocks may travel in
 
     @property
     def num_leading(self) -> int:
@@ -55,11 +60,14 @@ class Restorer:
         ask_s: tuple[float, float] = (0.05, 2.0),
         clock: AwakeClock | None = None,
         num_passes: int = LAYER_PASSES,
+        codecs: LinkCodecs | None = None,
     ) -> None:
         """ask_s: least and greatest limit on holders' answers about what they have.
 
         num_passes: of a load by layer; more hide more of it, and cost more; 1: everything is loaded by block.
+        codecs: choose what blocks travel in; None: all travel raw.
         """
+        self.codecs = codecs
         self.engine = engine
         self.metrics = metrics
         self._num_passes = num_passes
@@ -98,6 +106,7 @@ class Restorer:
             deadline_s = min(max(compute_s / 4, least_s), most_s)
             believed = {(one.address, one.kind): one.num_blocks for one in named}
             answers = await self._ask(holders, believed, request.tenant_salt, keys, num_here, deadline_s)
+            answers = [await self._with_codec(answer) for answer in answers]
             num_here = await self._once_shared(keys, num_here)  # another one may have asked at the same time
             num_blocks = _leading(set[int]().union(*(answer.tiers for answer in answers)), num_here)
             if num_blocks <= num_here:
@@ -168,7 +177,7 @@ class Restorer:
     ) -> _Answer:
         try:
             with holder.use(salt) as client:
-                answer = _Answer(holder, await client.find(keys, deadline_s=deadline_s))
+                answer = _Answer(holder, await client.find(keys, deadline_s=deadline_s), client.inbound)
         except HalfmoonError as error:
             outcome = "slow" if isinstance(error, DeadlineExceeded) else "away"
             self.metrics.source_answers.labels(holder.kind, outcome).inc()
@@ -181,6 +190,17 @@ class Restorer:
             self.metrics.source_answers.labels(holder.kind, outcome).inc()
         return answer
 
+    async def _with_codec(self, answer: _Answer) -> _Answer:
+        """The answer with what its holder's blocks are to travel in: exact, since they stay in the prefix cache."""
+        inbound = answer.inbound
+        if self.codecs is None or inbound is None or not answer.tiers or answer.holder.blocks.may_lend:
+            return answer
+        for codec, num_bytes in inbound.num_bytes.items():
+            self.codecs.note_ratio(codec, inbound.num_raw_bytes[codec], num_bytes)
+        codec, reason = await self.codecs.choose(inbound.estimators[Codec.RAW], coded=inbound.estimators)
+        self.metrics.fetch_codecs.labels(codec.name.lower(), reason).inc()
+        return answer._replace(codec=codec)
+
     def _decide(
         self,
         request: EngineRequest,
@@ -191,13 +211,13 @@ class Restorer:
     ) -> Restoring | None:
         engine, layout = self.engine, self.engine.layout
         num_blocks, sources, parts = len(keys), [], []
-        for holder, tiers in answers:
+        for holder, tiers, _, codec in answers:
             wanted = [block for block in range(num_here, num_blocks) if block in tiers]
             if wanted:
                 s_per_byte = holder.rate.s_per_byte([tiers[block] for block in wanted])
                 queue_s = s_per_byte * holder.rate.bytes_under_way
                 parts.append(SourceProgress(wanted, s_per_byte * layout.block_bytes, queue_s))
-                sources.append(RestoringSource(holder, tiers))
+                sources.append(RestoringSource(holder, tiers, codec))
         progress = RestoreProgress(
             num_blocks,
             layout.block_tokens,

@@ -14,12 +14,12 @@ from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.errors import DeadlineExceeded, HalfmoonError, NoCapacity, NotFound, Unavailable
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.rpc.store.kvstore_client import KVStoreClient, TierName
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.store.awake_clock import AwakeClock
-from halfmoon.worker.store.block_source import BlockSource
 from halfmoon.worker.store.holder import Holder
 from halfmoon.worker.store.restore_progress import RestoreProgress
 
@@ -35,6 +35,7 @@ class RestoringSource(NamedTuple):
 
     holder: Holder
     tiers: Mapping[int, TierName]  # by block
+    codec: Codec = Codec.RAW  # what blocks may travel in
 
 
 class Restoring:
@@ -194,9 +195,9 @@ class Restoring:
             with source.holder.use(self._request.tenant_salt) as client:
                 keys = {block: self._keys[block] for block in blocks}
                 if by_layer:
-                    came = await self._load_layers(source.holder.blocks, client, keys)
+                    came = await self._load_layers(source, client, keys)
                 else:
-                    came = await source.holder.blocks.load(client, keys, self._write)
+                    came = await source.holder.blocks.load(client, keys, self._write, source.codec)
             reason = "evicted"
         except NotFound:
             came, reason = [], "unwanted"  # the engine no longer needs them
@@ -231,7 +232,9 @@ class Restoring:
             self._engine.note_loaded(self._request.request_id, (), lost)
         self._is_gone = all(part.is_gone for part in self._progress.sources)
 
-    async def _load_layers(self, blocks: BlockSource, client: KVStoreClient, keys: Mapping[int, bytes]) -> list[int]:
+    async def _load_layers(
+        self, source: RestoringSource, client: KVStoreClient, keys: Mapping[int, bytes]
+    ) -> list[int]:
         """Loads blocks by layer, and has the engine begin the step behind them as soon as it will hardly wait."""
         request_id, num_layers = self._request.request_id, self._engine.layout.num_layers
         gate, began_s, has_asked = (
@@ -254,7 +257,8 @@ class Restoring:
                 engine.arrive_by_layer(request_id, gate)
 
         try:
-            return await blocks.load_layers(client, keys, self._progress.layers_at_once(num_layers), write)
+            layers_at_once = self._progress.layers_at_once(num_layers)
+            return await source.holder.blocks.load_layers(client, keys, layers_at_once, write, source.codec)
         finally:
             gate.fail()
             if not gate.is_open:

@@ -9,15 +9,18 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from halfmoon.catalog.block_identity import block_id
 from halfmoon.catalog.entry import Tier
 from halfmoon.errors import DataLoss, DeadlineExceeded, Incompatible, NoCapacity, NotFound, Unavailable
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.store import block_streams
 from halfmoon.rpc.store.chain import Chain
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
@@ -84,6 +87,52 @@ async def test_layers_of_all_blocks_come_before_the_next_layers_of_any(codec: st
     step = BIG.block_bytes // BIG.num_layers * layers_at_once
     first = [block[:step] for block in whole]
     assert came == first, "a run ends at the first absent block, whichever layers are left"
+
+
+def values(seed: int) -> bytes:
+    """A block of BIG, whose exponents resemble each other as those of real KV do."""
+    drawn = np.random.default_rng(seed).uniform(1, 2, BIG.block_bytes // BIG.item_bytes)
+    return drawn.astype(np.float16).tobytes()
+
+
+@pytest.mark.parametrize("codec", [Codec.LZ4, Codec.ZSTD])
+@pytest.mark.parametrize(("kept", "layers_at_once"), [("raw", 0), ("raw", 1), ("zstd", 0)])
+async def test_blocks_travel_compressed_and_come_exactly(codec: Codec, kept: str, layers_at_once: int) -> None:
+    async with served(dram_codec=kept) as (_, address), client(address) as it:
+        for seed, block in enumerate(KEYS[:2]):
+            await it.put(block, BIG, values(seed), deadline_s=LIMIT_S)
+        run = it.get_run(KEYS[:2], BIG, layers_at_once=layers_at_once, codec=codec, deadline_s=LIMIT_S)
+        async with aclosing(run) as parts:
+            came = b"".join([bytes(part) async for part in parts])
+        if layers_at_once:
+            cells = np.frombuffer(came, np.uint8).reshape(BIG.num_layers, 2, -1).swapaxes(0, 1)
+            came = cells.tobytes()
+        assert came == values(0) + values(1)
+        assert it.inbound.num_raw_bytes[codec] == len(came)
+        assert it.inbound.num_bytes[codec] < 0.95 * len(came)
+        assert it.inbound.estimators[codec].estimate is not None
+        assert it.inbound.estimators[Codec.RAW].estimate is None, "other codecs say nothing of raw KV"
+
+
+async def test_what_does_not_compress_or_cannot_be_travels_raw(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(0).bytes(BIG.block_bytes)
+    async with served() as (_, address), client(address) as it:
+        await it.put(KEYS[0], BIG, noise, deadline_s=LIMIT_S)
+        async with aclosing(it.get_run(KEYS[:1], BIG, codec=Codec.LZ4, deadline_s=LIMIT_S)) as blocks:
+            assert [bytes(block) async for block in blocks] == [noise]
+        assert it.inbound.num_bytes[Codec.LZ4] == len(noise)
+        await it.put(KEYS[1], BIG, values(1), deadline_s=LIMIT_S)
+        monkeypatch.setattr(block_streams, "decodable", lambda: frozenset({Codec.RAW}))  # as without the packages
+        async with aclosing(it.get_run(KEYS[1:2], BIG, codec=Codec.ZSTD, deadline_s=LIMIT_S)) as blocks:
+            assert [bytes(block) async for block in blocks] == [values(1)]
+        assert it.inbound.num_bytes[Codec.ZSTD] == len(noise)
+
+
+async def test_a_lossy_codec_is_not_asked_of_a_store() -> None:
+    async with served() as (_, address), client(address) as it:
+        await it.put(KEYS[0], BIG, values(0), deadline_s=LIMIT_S)
+        async with aclosing(it.get_run(KEYS[:1], BIG, codec=Codec.INT8, deadline_s=LIMIT_S)) as blocks:
+            assert [bytes(block) async for block in blocks] == [values(0)]
 
 
 async def test_a_chain_is_matched_prefetched_and_dropped(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+import zstandard
 from prometheus_client import CollectorRegistry
 
 from halfmoon.errors import DataLoss, Incompatible
@@ -123,6 +124,19 @@ async def test_a_block_of_another_layout_encoding_or_size_is_a_miss(changes: dic
         liar.data = replace(liar.data, **changes)  # type: ignore[arg-type]
         with pytest.raises(DataLoss):
             await client.get(KEYS[0], LAYOUT, deadline_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("payload", [b"no encoding", zstandard.compress(bytes(1 << 24)), b""])
+async def test_a_block_that_does_not_decode_is_a_miss(payload: bytes) -> None:
+    liar = Liar()
+    liar.data = replace(liar.data, codec=Codec.ZSTD, payload=payload)
+    async with asked(liar) as client:
+        async with aclosing(client.get_run(KEYS[:1], LAYOUT, codec=Codec.ZSTD, deadline_s=LIMIT_S)) as blocks:
+            with pytest.raises(DataLoss):
+                await anext(blocks)
+        async with aclosing(client.get_run(KEYS[:1], LAYOUT, codec=Codec.LZ4, deadline_s=LIMIT_S)) as blocks:
+            with pytest.raises(DataLoss, match="another layout, encoding or size"):
+                await anext(blocks)
 
 
 @pytest.mark.parametrize(("num_held", "num_new"), [(4, 0), (1, 2)])

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from halfmoon.errors import Incompatible
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.rpc.store.kvstore_client import KVStoreClient, Lent
@@ -32,6 +33,7 @@ class Sending(KVStoreClient):
         layout: KVLayout,
         part: KVRange | None = None,
         layers_at_once: int = 0,
+        codec: Codec = Codec.RAW,
         *,
         deadline_s: float,
     ) -> AsyncGenerator[memoryview, None]:
