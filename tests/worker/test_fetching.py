@@ -21,7 +21,7 @@ from halfmoon.worker.membership.block_feed import CachedBlocks
 from halfmoon.worker.store.holder import NamedHolder
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
-from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, stored
+from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, own_store, stored
 from tests.worker.store.test_store_writer import keys_of, single
 from tests.worker.test_handover import generation, listening, prefilled, reference, tokens_of, until
 
@@ -85,6 +85,23 @@ async def test_a_prefix_is_fetched_from_another_worker_and_then_kept(start_worke
     await until(lambda: worker.num_used_blocks + holder.num_used_blocks == 0)
     (speed,) = worker.restorer.holders.speeds()
     assert (speed.address, speed.is_inbound, speed.waiting_bytes) == (holder.peer.address, True, 0)
+
+
+async def test_a_holder_that_was_slow_once_is_asked_again(start_worker: Start, tiny: Checkpoint) -> None:
+    async with served() as (_, address):
+        await stored(start_worker, tiny, address)
+        worker = await start_worker("prefill", store=address)
+        believe(worker, PrefillModel(0.0, 0.0025, 0.0))  # 20 ms a block
+        own_store(worker).rate.observe("dram", 2048, 0.1)
+        loaded = []
+        for number in range(100):
+            (event,) = await prefilled(worker, single(tiny, PROMPT, str(number)))
+            loaded.append(event.first_token.num_loaded_tokens)
+            if loaded[-1]:
+                break
+            await forget(worker)
+        assert loaded[:3] == [0, 0, 0]
+        assert loaded[-1] > 0
 
 
 async def test_over_a_slow_link_blocks_travel_compressed(start_worker: Start, tiny: Checkpoint) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from halfmoon.rpc.store.kvstore_client import TierName
 from halfmoon.rpc.transport.estimate import LinkEstimate
@@ -10,6 +10,7 @@ from halfmoon.rpc.transport.estimate import LinkEstimate
 # Assumed seconds per byte before the first measurement: the least that a slow disk and a slow network need.
 _START_S_PER_BYTE: dict[TierName, float] = {"dram": 1e-9, "disk": 4e-9, "cold": 2e-8}
 _WEIGHT = 0.3  # weight of the newest measurement; the first one replaces the assumption
+_HOPE = 0.95  # of the known seconds, each time that a holder is too slow to be asked
 
 
 class LoadRate:
@@ -42,3 +43,12 @@ class LoadRate:
             known, weight = self._s_per_byte[tier], _WEIGHT if tier in self._measured else 1.0
             self._measured.add(tier)
             self._s_per_byte[tier] = known + weight * (seconds / num_bytes - known)
+
+    def note_passed_over(self, tiers: Collection[TierName]) -> None:
+        """Expects a little more of a holder that was too slow to be asked: one that is never asked is never measured.
+
+        A holder that was slow once is thus tried again, after some prompts, and then measured.
+        """
+        for tier in tiers:
+            known = self._s_per_byte[tier]
+            self._s_per_byte[tier] = min(known, max(_HOPE * known, _START_S_PER_BYTE[tier]))

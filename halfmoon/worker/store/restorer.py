@@ -235,6 +235,8 @@ class Restorer:
         plan = progress.begin(num_here, costs)
         self._note(plan)
         if not plan.num_load_blocks:
+            for source in sources:
+                source.holder.rate.note_passed_over(set(source.tiers.values()))
             return None
         restoring = Restoring(
             self.engine,
