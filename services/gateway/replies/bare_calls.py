@@ -128,7 +128,7 @@ def _python_call(source: str) -> dict[str, Any] | None:
             return None
         name = ast.unparse(node.func)
         arguments = {word.arg: _literal(word.value) for word in node.keywords if word.arg is not None}
-        return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

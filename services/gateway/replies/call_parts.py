@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,9 +46,9 @@ NewToolParser = Callable[[], ToolParser]
 
 
 def first_object(text: str) -> tuple[dict[str, Any] | None, int]:
-    """The JSON object at the start of `text`, if it is whole, and where it ends."""
+    """The JSON object at the start of `text`, if it is whole, and where it ends; not of NaN or infinity."""
     try:
-        value, end = json.JSONDecoder().raw_decode(text)
+        value, end = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).raw_decode(text)
     except (ValueError, RecursionError):
         return None, 0
     return (value, end) if isinstance(value, dict) else (None, 0)
@@ -63,7 +64,18 @@ def call_part(index: int, call: Mapping[str, Any]) -> CallPart:
     """A whole call."""
     arguments = call.get("arguments", call.get("parameters", {}))
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return CallPart(index, text, new_call_id(), call["name"])
+    return CallPart(index, _writable(text), new_call_id(), _writable(call["name"]))
+
+
+def _writable(text: str) -> str:
+    """The text with half characters, which a model may write as escapes (`\\ud800`), replaced: UTF-8 has none."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+def _finite(number: str) -> float:
+    if math.isfinite(value := float(number)):
+        return value
+    raise ValueError(f"{number} is no number of JSON")
 
 
 def new_call_id() -> str:

@@ -355,3 +355,22 @@ def test_pieces_do_not_matter(case: tuple[str, str, str, list[tuple[str, str]]],
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parsed(MAKERS[kind](), pieces) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "written"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": %s}'),
+        ("llama3_json", '{"name": "f", "parameters": {"x": %s}}'),
+        ("pythonic", "[f(x=%s)]"),
+    ],
+)
+def test_arguments_can_be_sent_as_json(kind: ToolFormat, written: str) -> None:
+    """Half of a character is replaced; a number that JSON does not have makes the whole no call."""
+    content, calls = parsed(PARSERS[kind](), [written % '"a\\ud800"'])
+    ((name, arguments),) = calls
+    assert (content, name, json.loads(arguments.encode())["x"][0]) == ("", "f", "a")
+    for number in ("1e999", "-1e999"):
+        text = written % number
+        assert parsed(PARSERS[kind](), [text])[1] == []
