@@ -32,6 +32,7 @@ _DECISIONS = {
     "missed_block": ("blocks", "asked for and not delivered"),
     "restored_token": ("prompt tokens", "where their KV came from"),
     "cache_read": ("reads", "of workers' caches by other workers"),
+    "fetch_codec": ("holders", "encoding chosen for what they send"),
     "handover_token": ("tokens", "sent to the decode worker, or held there already"),
     "handover_codec": ("hand-overs", "encoding chosen for the link"),
     "stored_block": ("blocks", "what became of new ones at the stores"),

@@ -212,7 +212,8 @@ class Restoring:
     def _note_ended(self, number: int, blocks: list[int], came: list[int], reason: str) -> None:
         source, metrics, now_s = self._sources[number], self._metrics, self._clock.now_s()
         self.last_s, self.ended_s = now_s, time.monotonic()
-        missed = [block for block in blocks if block not in came]
+        here = set(came)
+        missed = [block for block in blocks if block not in here]
         self._progress.came(came, now_s, number)
         lost = self._progress.failed(missed, number)
         self._engine.note_loaded(self._request.request_id, came, lost)

@@ -27,7 +27,7 @@ from services.gateway.replies.reply_format import ReplyOptions
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _SPARE_VALUES = 100_000  # JSON values beside the prompt
-_MOST_PROMPT_LOGPROBS = 250_000  # of one prompt: a worker sends them in one message
+_MOST_PROMPT_LOGPROBS = 250_000  # of a request: a worker sends a prompt's in one message, and a reply has them all
 _MAX_CHOICES = 1_024  # outputs of all prompts together
 
 
@@ -134,7 +134,7 @@ def completion_request(body: CompletionBody, model: ServedModel, context_tokens:
         _room(len(prompt), context_tokens, "prompt")
     max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_texts = tuple(model.tokenizer.decode(prompt) for prompt in prompts) if body.echo else ()
-    only_prompt = max_tokens == 0 and body.logprobs is not None
+    only_prompt = max_tokens == 0 and (body.logprobs is not None or body.prompt_logprobs is not None)
     max_tokens = 1 if only_prompt else max_tokens
     generation = _generation(
         body, model, context_tokens, prompts, max_tokens, body.logprobs, prompt_texts, body.best_of
@@ -189,7 +189,7 @@ def _generation(
         bound = replace(constraint.constraint, begins_reasoning=tags[0], ends_reasoning=tags[1])
         constraint = constraint._replace(constraint=bound)
     reply_options = _reply_options(body, logprobs=num_top_logprobs is not None)
-    num_prompt_logprobs = _num_prompt_logprobs(body, num_top_logprobs if prompt_texts else None, prompts)
+    num_prompt_logprobs = _num_prompt_logprobs(body, num_top_logprobs if prompt_texts else None, prompts, best_of)
     if best_of > num_choices and num_top_logprobs is None:
         num_top_logprobs = 0  # ranks the outputs
     return GenerationRequest(
@@ -218,7 +218,7 @@ def _generation(
 
 
 def _num_prompt_logprobs(
-    body: GenerationBody, num_echoed: int | None, prompts: Sequence[tuple[int, ...]]
+    body: GenerationBody, num_echoed: int | None, prompts: Sequence[tuple[int, ...]], num_outputs: int
 ) -> int | None:
     """How many likeliest tokens are wanted at each of the prompt's; None: no log-probabilities of it at all."""
     if body.prompt_logprobs is not None and body.stream:
@@ -226,9 +226,9 @@ def _num_prompt_logprobs(
     wanted = [number for number in (body.prompt_logprobs, num_echoed) if number is not None]
     if not wanted:
         return None
-    if max(map(len, prompts)) * (max(wanted) + 1) > _MOST_PROMPT_LOGPROBS:
-        why = f"log-probabilities of a prompt: at most {_MOST_PROMPT_LOGPROBS}, with those of likeliest tokens"
-        raise InvalidRequest(f"{why}; send a shorter one, or ask for fewer", param="logprobs")
+    if sum(map(len, prompts)) * num_outputs * (max(wanted) + 1) > _MOST_PROMPT_LOGPROBS:
+        why = f"log-probabilities of prompts: at most {_MOST_PROMPT_LOGPROBS} in all outputs, likeliest tokens counted"
+        raise InvalidRequest(f"{why}; send fewer or shorter ones, or a smaller n", param="logprobs")
     return max(wanted)
 
 

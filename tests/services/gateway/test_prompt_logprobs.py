@@ -48,6 +48,14 @@ async def test_an_echo_alone_needs_a_worker_and_returns_no_output(tmp_path: Path
     assert prefill.calls.prefills[0].generation.sampling.max_tokens == 1
 
 
+async def test_nothing_but_the_prompt_may_be_asked_for_by_either_name(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script("de"))
+        status, said = await answer(fleet, prompt="abc", echo=True, prompt_logprobs=0, max_tokens=0)
+    assert (status, said["choices"][0]["text"]) == (200, "abc")
+    assert [one and list(one) for one in said["choices"][0]["prompt_logprobs"]] == [None, ["98"], ["99"]]
+
+
 async def test_an_echo_is_streamed_with_them(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         await fleet.pair(Script("de"))
@@ -95,5 +103,6 @@ async def test_a_long_prompt_has_only_so_many(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("services.gateway.openai.generation_request._MOST_PROMPT_LOGPROBS", 10)
     async with running_fleet(tmp_path) as fleet:
         await fleet.pair()
-        status, said = await answer(fleet, prompt="abcdef", echo=True, logprobs=1)
-        assert (status, said["error"]["param"]) == (400, "logprobs")
+        for fields in ({"prompt": "abcdef"}, {"prompt": "abc", "n": 2}, {"prompt": ["abc", "abc"]}):
+            status, said = await answer(fleet, **fields, echo=True, logprobs=1)
+            assert (status, said["error"]["param"]) == (400, "logprobs")
