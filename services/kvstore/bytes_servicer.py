@@ -67,6 +67,7 @@ class KVBytesServicer:
         """Sends blocks: for each the DATA frames that cover the OPEN's range, then DONE."""
         request = decode_frame(await self._first(messages))
         opened = opened_run(request)
+        codec = asked_codec(opened)
         blocks = [block_id(key, opened.tenant_salt) for key in opened.keys]
         if not blocks:
             raise InvalidRequest("a Get must name the blocks that it wants", param="keys")
@@ -79,7 +80,7 @@ class KVBytesServicer:
                     break
                 raise
             try:
-                async for frame in _data(loan, replace(request, range=part), index, num_sent, asked_codec(opened)):
+                async for frame in _data(loan, replace(request, range=part), index, num_sent, codec):
                     yield encode_frame(frame)
                     num_sent += 1
             finally:
