@@ -215,8 +215,7 @@ class GenerationEndpoints:
         limit, a prompt that leaves room for just one token is judged as if it left more.
         """
         max_tokens = max_tokens_of(body)
-        only_prompt = isinstance(body, CompletionBody) and (body.logprobs, body.prompt_logprobs) != (None, None)
-        if max_tokens == 0 and not only_prompt:
+        if max_tokens == 0 and not (isinstance(body, CompletionBody) and body.wants_prompt_alone):
             return  # an echo: no worker is needed
         request.needs_workers = True
         request.priority = body.priority or 0

@@ -134,12 +134,11 @@ def completion_request(body: CompletionBody, model: ServedModel, context_tokens:
         _room(len(prompt), context_tokens, "prompt")
     max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_texts = tuple(model.tokenizer.decode(prompt) for prompt in prompts) if body.echo else ()
-    only_prompt = max_tokens == 0 and (body.logprobs is not None or body.prompt_logprobs is not None)
-    max_tokens = 1 if only_prompt else max_tokens
+    max_tokens = 1 if body.wants_prompt_alone else max_tokens
     generation = _generation(
         body, model, context_tokens, prompts, max_tokens, body.logprobs, prompt_texts, body.best_of
     )
-    return replace(generation, only_prompt=only_prompt)
+    return replace(generation, only_prompt=body.wants_prompt_alone)
 
 
 def _check_completion(body: CompletionBody) -> None:

@@ -172,3 +172,8 @@ class CompletionBody(GenerationBody):
     echo: bool | None = Field(
         None, description="the text begins with the prompt, and logprobs with those of its tokens"
     )
+
+    @property
+    def wants_prompt_alone(self) -> bool:
+        """Whether a worker is needed without an output, for log-probabilities of the prompt."""
+        return self.max_tokens == 0 and (self.logprobs is not None or self.prompt_logprobs is not None)
