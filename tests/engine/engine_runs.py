@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 
 from halfmoon.engine.engine import Engine
@@ -47,3 +48,10 @@ def generate(engine: Engine, *requests: EngineRequest) -> dict[str, list[int]]:
 
 def requests() -> list[EngineRequest]:
     return [request(f"r{length}", length, max_tokens=14) for length in (1, 7, 8, 19, 33, 40)]
+
+
+in_any_steps = pytest.mark.parametrize(
+    "options",
+    [{}, {"max_batch_tokens": 9, "chunk_tokens": 3}, {"num_blocks": 9}],
+    ids=["batched", "small chunks", "preempted"],
+)

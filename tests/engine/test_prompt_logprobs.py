@@ -12,14 +12,10 @@ import torch
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.request import TokenLogprobs
 from halfmoon.worker.wire import prompt_logprob_message
-from tests.engine.engine_runs import MakeEngine, finish, generate, request, requests, tokens
+from tests.engine.engine_runs import MakeEngine, finish, generate, in_any_steps, request, requests, tokens
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"max_batch_tokens": 9, "chunk_tokens": 3}, {"num_blocks": 9}],
-    ids=["batched", "small chunks", "preempted"],
-)
+@in_any_steps
 def test_they_are_those_of_transformers(
     options: dict[str, Any],
     make_engine: MakeEngine,

@@ -74,7 +74,7 @@ class PythonicCalls:
         return parts
 
     def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
-        """Returns what is no call as text."""
+        """Returns as text what is not a call."""
         raw, self._raw = self._raw, ""
         return [raw] if raw and not (is_cut_off and self._is_open) else []
 

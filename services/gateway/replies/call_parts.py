@@ -75,7 +75,7 @@ def _writable(text: str) -> str:
 def _finite(number: str) -> float:
     if math.isfinite(value := float(number)):
         return value
-    raise ValueError(f"{number} is no number of JSON")
+    raise ValueError(f"JSON does not have the number {number}")
 
 
 def new_call_id() -> str:

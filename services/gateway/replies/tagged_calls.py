@@ -119,7 +119,7 @@ class CallList:
         return parts
 
     def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
-        """Returns what is no call as text."""
+        """Returns as text what is not a call."""
         held, self._held = self._held.strip("[], \n"), ""
         return [held] if held and not is_cut_off else []
 
@@ -152,7 +152,7 @@ class MistralCalls(CallList):
         return [*parts, *super().push(held[len(content) + len(_MISTRAL_MARK) :])]
 
     def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
-        """Returns what is no call as text."""
+        """Returns as text what is not a call."""
         if self._text is not None:
             held = self._text.flush()
             return [held] if held else []

@@ -1,4 +1,4 @@
-/* Cuts a step's attention into tasks, the same for every layer. */
+/* Cuts a step's attention into tasks, the same for every layer, and merges parts of a row's keys: for all types. */
 #pragma once
 
 #define KEYS 64       /* keys of a tile */

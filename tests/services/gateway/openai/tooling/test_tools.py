@@ -367,7 +367,7 @@ def test_pieces_do_not_matter(case: tuple[str, str, str, list[tuple[str, str]]],
     ],
 )
 def test_arguments_can_be_sent_as_json(kind: ToolFormat, written: str) -> None:
-    """Half of a character is replaced; a number that JSON does not have makes the whole no call."""
+    """Half of a character is replaced; with a number that JSON does not have there is no call."""
     content, calls = parsed(PARSERS[kind](), [written % '"a\\ud800"'])
     ((name, arguments),) = calls
     assert (content, name, json.loads(arguments.encode())["x"][0]) == ("", "f", "a")
