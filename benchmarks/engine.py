@@ -1,37 +1,52 @@
 """Prefill and decode rates of the engine, compared with transformers in the same process and with servers.
 
     python -m benchmarks.engine --model demo --dtype bfloat16 --repeat 3 [--server vllm=http://127.0.0.1:9000/smollm2]
+        [--quantization auto --quantization int4 --llama-cpp /…/llama-batched-bench] [--kv-dtype int8]
 
-Subjects take turns within each repeat. Figures are medians; ratios are to transformers, and above 1 where the subject
-is better. "colocated" is role `both` at work: eight sequences decode while a prompt of 2,048 tokens is computed in
-chunks. It gives the decode rate during that time and the longest stall of a decode.
+Subjects take turns within each repeat. Figures are medians; ratios are to transformers, or to our engine with weights
+as numbers if quantised weights or KV are measured beside it, and above 1 where the subject is better. Of those it also
+says how far they are from float32: perplexity of a text, mean KL divergence, share of equal likeliest tokens.
+"colocated" is role `both` at work: eight sequences decode while a prompt of 2,048 tokens is computed in chunks. It
+gives the decode rate during that time and the longest stall of a decode.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 import torch
+from torch import Tensor
 
 from benchmarks.serving import Client, Server
-from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import DEMO_MODEL, Checkpoint, Quantization, demo_file, prepare_checkpoint
+from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.text.tokenizer import Tokenizer
 
 PREFILL_TOKENS = (128, 512, 2048)
 DECODE_BATCHES = (1, 8, 32)
+DECODE_CONTEXTS = (2000,)  # of one sequence
 _DECODE_CONTEXT = 256
 _DECODE_STEPS = 24
+_KV_BYTES = 1 << 30
+_TEXT = Path(__file__).parents[1] / "docs" / "architecture.md"
+_TEXT_WINDOWS, _WINDOW_TOKENS = 4, 512
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+KV = Literal["auto", "int8"]
 Figures = dict[str, float]
 Subject = Callable[[], Figures]
 
@@ -39,8 +54,15 @@ Subject = Callable[[], Figures]
 class EngineSubject:
     """The engine in this process."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: Dtype, device: str) -> None:
-        config = EngineConfig(device=device, dtype=dtype, prefix_cache=False, max_running=64)
+    def __init__(self, checkpoint: Checkpoint, dtype: Dtype, device: str, kv_dtype: KV = "auto") -> None:
+        config = EngineConfig(
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            prefix_cache=False,
+            max_running=64,
+            kv_memory_bytes=_KV_BYTES,
+        )
         self._engine = Engine(checkpoint, config)
         self._rng = random.Random(0)
         self._num_requests = 0
@@ -49,6 +71,8 @@ class EngineSubject:
         """Measures all figures once."""
         figures = {f"prefill {n} tokens/s": self._prefill(n) for n in PREFILL_TOKENS}
         figures |= {f"decode batch {n} tokens/s": self._decode(n) for n in DECODE_BATCHES}
+        figures |= {f"decode behind {n} tokens/s": self._decode(1, n) for n in DECODE_CONTEXTS}
+        figures["tokens of KV in 1 GiB"] = float(self._engine.num_blocks * self._engine.layout.block_tokens)
         return figures | self._colocated(8, 2048)
 
     def _add(self, num_prompt: int, max_tokens: int) -> str:
@@ -65,14 +89,14 @@ class EngineSubject:
             self._engine.step()
         return num_tokens / (time.perf_counter() - started_s)
 
-    def _start_decodes(self, batch: int, max_tokens: int) -> None:
+    def _start_decodes(self, batch: int, max_tokens: int, context: int = _DECODE_CONTEXT) -> None:
         for _ in range(batch):
-            self._add(_DECODE_CONTEXT, max_tokens)
+            self._add(context, max_tokens)
         while self._engine.step().num_prefill_tokens or self._engine.stats().num_waiting:
             pass
 
-    def _decode(self, batch: int) -> float:
-        self._start_decodes(batch, 4096)
+    def _decode(self, batch: int, context: int = _DECODE_CONTEXT) -> float:
+        self._start_decodes(batch, 4096, context)
         started_s = time.perf_counter()
         for _ in range(_DECODE_STEPS):
             self._engine.step()
@@ -133,6 +157,28 @@ class TransformersSubject:
             out = self._model(tokens, past_key_values=out.past_key_values, use_cache=True)
         int(out.logits[0, -1].argmax())
         return batch * _DECODE_STEPS / (time.perf_counter() - started_s)
+
+
+class LlamaCppSubject:
+    """llama.cpp's own `llama-batched-bench` over the model's GGUF file: its engine without a server."""
+
+    def __init__(self, program: Path, model: str) -> None:
+        file = demo_file() if model == DEMO_MODEL else Path(model)
+        self._command = [str(program), "-m", str(file), "-t", str(torch.get_num_threads()), "-ub", "512"]
+
+    def measure(self) -> Figures:
+        """Measures prefill and decode rates once."""
+        figures = {f"prefill {n} tokens/s": self._rate("speed_pp", n, 1) for n in PREFILL_TOKENS}
+        return figures | {
+            f"decode batch {n} tokens/s": self._rate("speed_tg", _DECODE_CONTEXT, n) for n in DECODE_BATCHES
+        }
+
+    def _rate(self, name: str, num_prompt: int, batch: int) -> float:
+        context = batch * (num_prompt + 2 * _DECODE_STEPS)
+        sizes = ("-npp", num_prompt, "-ntg", _DECODE_STEPS, "-npl", batch, "-c", context)
+        command = [*self._command, *map(str, sizes), "--output-format", "jsonl"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return float(next(json.loads(line)[name] for line in lines if line.startswith("{")))
 
 
 class ServerSubject:
@@ -199,6 +245,50 @@ def measure(subjects: dict[str, Subject], repeat: int) -> dict[str, list[Figures
     return results
 
 
+@torch.inference_mode()
+def text_logprobs(
+    checkpoint: Checkpoint, dtype: Dtype, windows: Sequence[Sequence[int]], kv_dtype: KV = "auto"
+) -> list[Tensor]:
+    """Log-probabilities of what follows each token, [num_tokens, vocab_size] float32, for each window on its own."""
+    config = EngineConfig(dtype=dtype, kv_dtype=kv_dtype, prefix_cache=False, num_blocks=_WINDOW_TOKENS // 64)
+    engine = Engine(checkpoint, config)
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner)
+    blocks = range(_WINDOW_TOKENS // 64)
+    chunks = [Chunk(window, 0, blocks, len(window)) for window in windows]
+    logprobs = [runner.forward(runner.batch([chunk])).float().log_softmax(-1) for chunk in chunks]
+    engine.close()
+    return logprobs
+
+
+def print_accuracy(
+    model: str, dtype: Dtype, quantizations: Sequence[Quantization], kv_dtypes: Sequence[KV] = ()
+) -> None:
+    """Compares weights and KV in `dtype` and quantised ones with those in float32, over the same text."""
+    numbers = prepare_checkpoint(model, quantization="none")
+    tokens = Tokenizer(numbers).encode(_TEXT.read_text())[: _TEXT_WINDOWS * _WINDOW_TOKENS]
+    windows = [tokens[start : start + _WINDOW_TOKENS] for start in range(0, len(tokens), _WINDOW_TOKENS)]
+    exact = text_logprobs(numbers, "float32", windows)
+    subjects: dict[str, tuple[Quantization, Dtype, KV]] = {
+        "float32": ("none", "float32", "auto"),
+        dtype: ("none", dtype, "auto"),
+        **{f"{name}, {dtype}": (name, dtype, "auto") for name in quantizations},
+        **{f"KV {kv}, {own}": ("none", own, kv) for kv in kv_dtypes for own in dict.fromkeys(("float32", dtype))},
+    }
+    print(f"{'':28}{'perplexity':>14}{'KL':>12}{'same token':>14}")
+    for name, (quantization, own_dtype, kv_dtype) in subjects.items():
+        got = text_logprobs(prepare_checkpoint(model, quantization=quantization), own_dtype, windows, kv_dtype)
+        pairs = list(zip(exact, got, strict=True))
+        divergence = torch.cat([(one.exp() * (one - other)).sum(-1) for one, other in pairs]).mean()
+        same = torch.cat([one.argmax(-1) == other.argmax(-1) for one, other in pairs]).float().mean()
+        nexts = [
+            rows[:-1].gather(1, torch.tensor(window[1:]).unsqueeze(1))
+            for rows, window in zip(got, windows, strict=True)
+        ]
+        perplexity = torch.cat(nexts).mean().neg().exp()
+        print(f"{name:28}{perplexity:14.3f}{divergence:12.5f}{same:14.2%}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -206,16 +296,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--server", type=Server.parse, action="append", default=[], metavar="NAME=URL/MODEL")
+    parser.add_argument("--llama-cpp", type=Path, metavar="PROGRAM", help="llama-batched-bench; needs a GGUF model")
+    parser.add_argument("--quantization", choices=("auto", "int8", "int4"), action="append", default=[])
+    parser.add_argument("--kv-dtype", choices=("int8",), action="append", default=[])
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args(arguments)
-    checkpoint = prepare_checkpoint(options.model)
-    subjects: dict[str, Subject] = {
-        "transformers": TransformersSubject(checkpoint, options.dtype, options.device).measure,
-        "halfmoon": EngineSubject(checkpoint, options.dtype, options.device).measure,
-    }
+    checkpoint = prepare_checkpoint(options.model, quantization="none" if options.quantization else "auto")
+    subjects: dict[str, Subject] = {"halfmoon": EngineSubject(checkpoint, options.dtype, options.device).measure}
+    is_quantised = bool(options.quantization or options.kv_dtype)
+    if not is_quantised:
+        subjects["transformers"] = TransformersSubject(checkpoint, options.dtype, options.device).measure
+    for name in options.quantization:
+        quantised = prepare_checkpoint(options.model, quantization=name)
+        subjects[name] = EngineSubject(quantised, options.dtype, options.device).measure
+    for name in options.kv_dtype:
+        subjects[f"KV {name}"] = EngineSubject(checkpoint, options.dtype, options.device, name).measure
+    if options.llama_cpp is not None:
+        subjects["llama.cpp"] = LlamaCppSubject(options.llama_cpp, options.model).measure
     subjects |= {server.name: ServerSubject(server).measure for server in options.server}
     print(f"{checkpoint.name}, {options.dtype}, {options.device}, {torch.get_num_threads()} threads")
-    print(table(measure(subjects, options.repeat), "transformers"))
+    print(table(measure(subjects, options.repeat), "halfmoon" if is_quantised else "transformers"))
+    if is_quantised:
+        print_accuracy(options.model, options.dtype, options.quantization, options.kv_dtype)
 
 
 if __name__ == "__main__":

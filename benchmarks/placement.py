@@ -124,7 +124,9 @@ class _Forecast:
     def handover_s(self, placement: Placement, num_output: float) -> float:
         return 0.01
 
-    def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:
+    def handover(
+        self, view: ClusterView, request: PlacementRequest, prefill: Placement, at_s: float
+    ) -> HandoverPrediction:
         return predict_handover(view, request, prefill, np.zeros(view.num_rows))
 
     def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:

@@ -135,26 +135,35 @@ async def long_prompt(client: Client) -> Figures:
     return {"1532 cold ttft s": cold.ttft_s, "1532 again ttft s": again.ttft_s}
 
 
-async def mixed(client: Client) -> Figures:
-    """Open loop: chats (128 tokens in, 64 out) while long prompts (1,024 in, 8 out) keep arriving."""
-    rng = random.Random(client.rng.random())
+def mixed(name: str, num_chats: int, chat_tokens: int, num_long: int, long_tokens: int, every_s: float) -> Scenario:
+    """Open loop: chats (64 tokens out) arrive at random while a long prompt (8 out) arrives every few seconds.
 
-    async def later(at_s: float, num_prompt: int, num_output: int) -> Sample:
-        await asyncio.sleep(at_s)
-        return await client.stream(client.prompt(num_prompt), num_output)
+    The slower the machine, the shorter the prompts that it keeps up with; the more chats decode at any time, the more
+    of their tokens wait for a prompt.
+    """
 
-    chats = [later(rng.uniform(0, 12), 128, 64) for _ in range(8)]
-    long = [later(1 + 2.0 * index, 1024, 8) for index in range(5)]
-    samples = await asyncio.gather(*chats, *long)
-    gaps = sorted(gap for sample in samples[: len(chats)] for gap in sample.gaps_s)
-    ttfts = sorted(sample.ttft_s for sample in samples[: len(chats)])
-    return {
-        "mixed chat ttft p50 s": statistics.median(ttfts),
-        "mixed chat ttft max s": ttfts[-1],
-        "mixed tbt p50 ms": 1000 * statistics.median(gaps),
-        "mixed tbt p99 ms": 1000 * gaps[int(0.99 * len(gaps))],
-        "mixed tbt max ms": 1000 * gaps[-1],
-    }
+    async def scenario(client: Client) -> Figures:
+        rng = random.Random(client.rng.random())
+
+        async def later(at_s: float, num_prompt: int, num_output: int) -> Sample:
+            await asyncio.sleep(at_s)
+            return await client.stream(client.prompt(num_prompt), num_output)
+
+        chats = [later(rng.uniform(0, 2 + num_long * every_s), chat_tokens, 64) for _ in range(num_chats)]
+        long = [later(1 + every_s * index, long_tokens, 8) for index in range(num_long)]
+        samples = await asyncio.gather(*chats, *long)
+        gaps = sorted(gap for sample in samples[:num_chats] for gap in sample.gaps_s)
+        ttfts = sorted(sample.ttft_s for sample in samples[:num_chats])
+        return {
+            f"{name} chat ttft p50 s": statistics.median(ttfts),
+            f"{name} chat ttft max s": ttfts[-1],
+            f"{name} tbt p50 ms": 1000 * statistics.median(gaps),
+            f"{name} tbt p95 ms": 1000 * gaps[int(0.95 * len(gaps))],
+            f"{name} tbt p99 ms": 1000 * gaps[int(0.99 * len(gaps))],
+            f"{name} tbt max ms": 1000 * gaps[-1],
+        }
+
+    return scenario
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -162,7 +171,8 @@ SCENARIOS: dict[str, Scenario] = {
     "eight": at_once(8),
     "burst": at_once(24),
     "long": long_prompt,
-    "mixed": mixed,
+    "mixed": mixed("mixed", 8, 128, 5, 1024, 2.0),
+    "dense": mixed("dense", 12, 64, 6, 512, 3.0),
 }
 
 

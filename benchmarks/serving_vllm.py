@@ -3,7 +3,8 @@
     python -m benchmarks.serving_vllm .venv-vllm/bin/python --repeat 3
 
 All have the same model, limits and cores. They start one after the other, which takes minutes, and are all there while
-the turns run: about 3 GB each, and 3 more for the second phase.
+the turns run: about 3 GB each, and 3 more for the second phase. Below the table is how long hand-overs were exposed:
+from the end of a prefill until its KV was at the decode worker.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -68,6 +70,21 @@ async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
+def _exposed(state: Path) -> str:
+    """The hand-overs in the logs of one system's prefill workers; nothing of a system without any."""
+    lines = [line for log in state.glob("logs/prefill-*") for line in log.read_text().splitlines()]
+    events = [json.loads(line) for line in lines if '"request.handed_over"' in line]
+    if not events:
+        return ""
+    exposed_ms = sorted(1000 * event["exposed_s"] for event in events)
+    largest_mb = max(event["kv_bytes"] for event in events) / 1e6
+    median = statistics.median(exposed_ms)
+    return (
+        f"{state.name}: {len(events)} hand-overs of at most {largest_mb:.0f} MB, "
+        f"exposed {median:.0f} ms in the median, {exposed_ms[-1]:.0f} at most\n"
+    )
+
+
 async def run(arguments: argparse.Namespace, state: Path) -> None:
     """Starts the systems, measures and prints."""
     os.environ.update(VLLM_CPU_NUM_OF_RESERVED_CPU="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
@@ -87,7 +104,8 @@ async def run(arguments: argparse.Namespace, state: Path) -> None:
                 url = await stack.enter_async_context(system)
             servers.append(Server(name, url, "demo"))
         results = await measure(servers, arguments.scenarios.split(","), arguments.repeat)
-    sys.stdout.write(table(results, servers) + "\n")
+        exposed = [_exposed(state / name) for name in arguments.systems.split(",")]
+    sys.stdout.write(table(results, servers) + "\n" + "".join(exposed))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -122,25 +122,13 @@ class GatewayApi:
             return
 
     def chat(
-        self,
-        model: str,
-        messages: Sequence[Mapping[str, str]],
-        max_tokens: int,
-        temperature: float,
-        request_id: str = "",
-        headers: Mapping[str, str] | None = None,
-    ) -> Iterator[str]:
-        """Streams the pieces of the reply."""
-        body = {
-            "model": model,
-            "messages": list(messages),
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "stream": True,
-        }
+        self, body: Mapping[str, Any], request_id: str = "", headers: Mapping[str, str] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Streams the answer to a chat completion's body: each choice of each chunk, with its `delta`."""
         own = {"X-Request-Id": request_id} if request_id else {}
-        with self._open("/v1/chat/completions", _CHAT_SILENCE_S, "POST", body, {**(headers or {}), **own}) as response:
-            yield from _deltas(response)
+        sent = {**body, "stream": True}
+        with self._open("/v1/chat/completions", _CHAT_SILENCE_S, "POST", sent, {**(headers or {}), **own}) as response:
+            yield from _choices(response)
 
     def _object(self, path: str, member: str) -> dict[str, Any]:
         answer = self._json(path)
@@ -195,8 +183,8 @@ def _noun(path: str) -> str:
     return path.partition("?")[0].split("/")[3].replace("_", " ")
 
 
-def _deltas(lines: Iterator[bytes] | HTTPResponse) -> Iterator[str]:
-    """Text of an SSE chat stream. Raises GatewayError for an error event or an end without [DONE]."""
+def _choices(lines: Iterator[bytes] | HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Choices of an SSE chat stream. Raises GatewayError for an error event or an end without [DONE]."""
     for line in lines:
         if not line.startswith(b"data:"):
             continue
@@ -206,8 +194,7 @@ def _deltas(lines: Iterator[bytes] | HTTPResponse) -> Iterator[str]:
         event = json.loads(data)
         if "error" in event:
             raise GatewayError(str(event["error"].get("message", event["error"])))
-        for choice in event.get("choices", ()):
-            yield choice.get("delta", {}).get("content") or ""
+        yield from event.get("choices", ())
     raise GatewayError("the reply broke off before its end")
 
 

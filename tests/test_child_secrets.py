@@ -11,7 +11,7 @@ import pytest
 
 from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.supervision.supervisor import Supervisor
-from services.gateway.constraints.check_process import CheckProcess
+from services.gateway.sandbox.sandbox_process import SandboxProcess
 from services.planner.job import PlanJob
 from services.planner.job_process import run_job
 from services.planner.wire import plan_request
@@ -33,7 +33,7 @@ async def child_of_up(directory: Path) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def constraint_check(directory: Path) -> AsyncIterator[None]:
-    process = await CheckProcess.start()
+    process = await SandboxProcess.start()
     yield
     await process.end()
 

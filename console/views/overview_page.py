@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ def render(api: GatewayApi) -> None:
     chosen = choice.segmented_control("Last minutes", MINUTES, default=MINUTES[1], format_func=lambda m: f"{m} min")
     minutes = int(chosen or MINUTES[1])
     looks = (partial(api.cluster, cluster_map.MAX_LINKS), api.stores, partial(api.series, minutes), api.classes)
-    live("overview", lambda: Seen(*at_once(*looks), minutes), _draw)
+    live("overview", lambda: Seen(*at_once(*looks), minutes), partial(_draw, api.url))
 
 
 def attainment(together: Mapping[str, Any]) -> float | None:
@@ -96,7 +97,7 @@ def busiest(workers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(workers, key=rank)
 
 
-def _draw(seen: Seen) -> None:
+def _draw(gateway_url: str, seen: Seen) -> None:
     cluster, series = seen.cluster, seen.series
     workers = cluster_map.all_workers(cluster)
     _headline(cluster)
@@ -105,7 +106,11 @@ def _draw(seen: Seen) -> None:
         drawn(cluster_map.draw(cluster, seen.stores), "cluster")
     else:
         empty("No worker has joined", "Workers register with the gateway by themselves when they start.")
-    _charts(seen)
+    is_working = any((worker.get("load") or {}).get("num_running") for worker in workers)
+    if series["age_s"] and (is_working or any(series["requests"]["ended"])):
+        _charts(seen)
+    else:
+        _first_steps(gateway_url, cluster.get("served_model") or "", seen.minutes)
     _table(workers, cluster["silent_after_s"])
 
 
@@ -135,11 +140,21 @@ def _figures(series: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) ->
         column.metric(label, value, border=True, help=note or None)
 
 
+def _first_steps(gateway_url: str, model: str, minutes: int) -> None:
+    """What to do where nothing was asked."""
+    empty(f"No request in the last {minutes} minutes", "Ask on the Try it page, or from a terminal:", ":material/chat:")
+    body = json.dumps(
+        {"model": model, "stream": True, "messages": [{"role": "user", "content": "What is a half moon?"}]}
+    )
+    st.code(
+        f"curl -N {gateway_url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        "sh",
+        wrap_lines=True,
+    )
+
+
 def _charts(seen: Seen) -> None:
     series = seen.series
-    if not series["age_s"]:
-        empty("Nothing to draw yet", "The first data arrives within seconds.")
-        return
     left, right = st.columns(2)
     ttft_s, tbt_s = series["ttft_s"], series["tbt_s"]
     with left.container(border=True):
@@ -208,7 +223,7 @@ def _table(workers: Sequence[Mapping[str, Any]], silent_after_s: float) -> None:
 
 
 def _scaled(percentiles: Mapping[str, Sequence[float | None]]) -> dict[str, list[float | None]]:
-    return {name: [_ms(value) for value in values] for name, values in percentiles.items()}
+    return {name: [_ms(value) for value in percentiles[name]] for name in PERCENTILES}
 
 
 def _latest(values: Sequence[float | None]) -> float | None:

@@ -1,5 +1,5 @@
 """The `halfmoon` command: one file per subcommand, and the tables and progress bars that they print.
 
-Read in this order: app, up_flags, flags, config, secret, certs, plan, simulate, replay, profile,
-kv, keys, top, chat.
+Read in this order: app, up_flags, flags, config, secret, certs, plan, simulate, replay, bench,
+profile, kv, keys, top.
 """

@@ -12,10 +12,12 @@ import typer
 from rich.console import Console
 
 import halfmoon
+from halfmoon.cli.bench import bench
 from halfmoon.cli.certs import app as certs_app
 from halfmoon.cli.chat import ChatOptions, chat, typed_questions
 from halfmoon.cli.config import app as config_app
 from halfmoon.cli.config import configured
+from halfmoon.cli.join import join_command
 from halfmoon.cli.keys import app as keys_app
 from halfmoon.cli.kv import app as kv_app
 from halfmoon.cli.plan import plan
@@ -24,6 +26,7 @@ from halfmoon.cli.profile_store import DEFAULT_STATE_DIR
 from halfmoon.cli.replay import replay
 from halfmoon.cli.secret import app as secret_app
 from halfmoon.cli.simulate import simulate
+from halfmoon.cli.status import status
 from halfmoon.cli.top import TopOptions, top
 from halfmoon.cli.up_flags import with_up_flags
 from halfmoon.errors import HalfmoonError, InvalidRequest
@@ -46,11 +49,14 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(kv_app, name="kv")
 app.add_typer(config_app, name="config")
 app.add_typer(secret_app, name="secret")
+app.command("join")(join_command)
+app.command()(bench)
 app.command()(plan)
 app.command()(profile)
 app.command()(profiles)
 app.command()(replay)
 app.command()(simulate)
+app.command()(status)
 
 
 @app.callback()

@@ -41,21 +41,34 @@ class Flag:
 
 
 PANELS: Mapping[str, Sequence[Flag]] = {
-    "Model": (Flag("--model", "model.path"), Flag("--model-name", "model.name"), Flag("--lora", "model.lora")),
+    "Model": (
+        Flag("--model", "model.path"),
+        Flag("--model-name", "model.name"),
+        Flag("--quantization", "model.quantization"),
+        Flag("--lora", "model.lora"),
+    ),
     "Workers": (
         Flag("--engine", "engine"),
         Flag("--engine-python", "workers.all.engine_python"),
         Flag("--engine-args", "workers.all.engine_args"),
         Flag("--device", "workers.all.device"),
         Flag("--dtype", "workers.all.dtype"),
+        Flag("--kv-dtype", "workers.all.kv_dtype"),
         Flag("--tensor-parallel", "workers.all.tensor_parallel"),
         Flag("--pipeline-parallel", "workers.all.pipeline_parallel"),
         Flag("--kv-memory", "workers.all.kv_memory"),
+        Flag("--speculation", "workers.all.speculation"),
         Flag("--max-running", "workers.all.max_running"),
         Flag("--block-tokens", "workers.all.block_tokens"),
         Flag("--offload-kv", "workers.all.offload_kv"),
         Flag("--kv-transports", "workers.all.kv_transports"),
         Flag("--handover-codec", "handover_codec"),
+    ),
+    "Hosts": (
+        Flag("--on", "hosts.on"),
+        Flag("--ray-address", "hosts.ray_address"),
+        Flag("--host-address", "hosts.address"),
+        Flag("--cluster-port", "hosts.port"),
     ),
     "Gateway": (
         Flag("--host", "gateway.host"),

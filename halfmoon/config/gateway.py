@@ -88,8 +88,8 @@ class GatewayConfig(Section):
     )
     trust_request_chat_template: bool = Field(
         False,
-        description="requests may bring a `chat_template`; it is sandboxed, but can take as much time and memory as it "
-        "likes, so only for clients that you trust",
+        description="requests may bring a `chat_template`, rendered in a process with a second or two of CPU, 192 MiB "
+        "and 4 Mi characters",
     )
     shared_cache: bool = Field(
         False,
@@ -126,6 +126,28 @@ class GatewayConfig(Section):
     ledger_poll_s: float = Field(1.0, gt=0, description="how often to read edits of classes by other gateways")
     ledger_keep_days: float = Field(
         90.0, ge=0, lt=100_000, description="how long the ledger keeps requests; 0: forever"
+    )
+    store_responses: Annotated[Literal["default", "asked", "off"], BeforeValidator(off_is_a_word)] = Field(
+        "default",
+        description="whether inputs and outputs of /v1/responses are kept in the ledger, for previous_response_id and "
+        "background: default, unless a request says `store: false`; asked, with `store: true` only; off, never",
+    )
+    responses_keep_days: float = Field(
+        30.0, gt=0, lt=100_000, description="how long a response is kept; a conversation that goes on keeps its turns"
+    )
+    responses_max_bytes: int = Field(
+        1 << 30, gt=0, description="most bytes of kept responses; beyond it the oldest of whoever has most go first"
+    )
+    background_concurrency: int = Field(
+        32, ge=1, description="most responses that a gateway runs in the background at once; others wait"
+    )
+    batch_concurrency: int = Field(
+        16, ge=0, description="most lines of batches that a gateway runs at once; 0: it runs and accepts no batches"
+    )
+    file_max_bytes: int = Field(100 << 20, gt=0, description="largest file of /v1/files")
+    files_max_bytes: int = Field(1 << 30, gt=0, description="most bytes of all uploaded files of a tenant")
+    files_keep_days: float = Field(
+        30.0, gt=0, lt=100_000, description="how long files and batches are kept, if not deleted before"
     )
     max_body_bytes: int = Field(16 << 20, gt=0, description="largest accepted HTTP body")
     max_header_bytes: int = Field(8_190, ge=256, description="longest accepted request line, and header of a request")

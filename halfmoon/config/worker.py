@@ -39,6 +39,11 @@ class WorkerConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="number format of weights and KV; auto uses bfloat16 where it is fast"
     )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="number format of KV in memory; int8: with a scale for each token and head, half as large as "
+        "bfloat16; auto: the dtype. Not with vLLM, nor with offload_kv",
+    )
     block_tokens: int = Field(64, ge=1, description="tokens in a KV block; must be the same on all workers")
     kv_memory: ByteSize | None = Field(
         None, description="memory for KV blocks, such as 2GiB; default: a share of free memory"
@@ -71,6 +76,11 @@ class WorkerConfig(Section):
         description="'triton': our CUDA kernels; 'native': our CPU kernels; 'sdpa': torch's; 'auto': by device",
     )
     cuda_graphs: bool = Field(True, description="capture decode steps in CUDA graphs at start, on a GPU")
+    speculation: Literal["off", "ngram"] = Field(
+        "off",
+        description="'ngram': a decode step also computes tokens that followed the last three before, and keeps those "
+        "that are drawn; the text stays as it is. Stops by itself where it does not pay. Our own engine, on a CPU",
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of each rank of the engine")
     tensor_parallel: int = Field(1, ge=1, description="devices that share every layer of the model")
     pipeline_parallel: int = Field(1, ge=1, description="stages that the layers are divided into")

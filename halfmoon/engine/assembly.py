@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,9 +11,9 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks
-from halfmoon.engine.device_path import capture_decode, choose_path
+from halfmoon.engine.device_path import block_file, capture_decode, choose_path, pack
 from halfmoon.engine.kv_memory.kv_access import KVMemory
-from halfmoon.engine.kv_memory.kv_arena import KVArena
+from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES, KVArena
 from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
@@ -21,13 +22,7 @@ from halfmoon.engine.offload.build import Offload
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.errors import Incompatible
-from halfmoon.kv.kv_layout import KVDtype, KVLayout
-
-_DTYPES: dict[KVDtype, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+from halfmoon.kv.kv_layout import FloatDtype, KVLayout
 
 
 class Assembled(NamedTuple):
@@ -38,8 +33,9 @@ class Assembled(NamedTuple):
 
 
 def kv_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
-    """The layout of a model's KV, with `config`'s dtype resolved for its device."""
-    return KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, _resolve_dtype(config), config.block_tokens)
+    """The layout of a model's KV, with `config`'s dtypes resolved for its device."""
+    dtype = config.layout_dtype(_resolve_dtype(config))
+    return KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, dtype, config.block_tokens)
 
 
 def most_context_tokens(checkpoint: Checkpoint, config: EngineConfig) -> int:
@@ -51,6 +47,7 @@ def assemble(
     checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, on_progress: Progress | None = None
 ) -> Assembled:
     """Loads the weights, reporting to `on_progress`. Raises Incompatible and ServiceFailed."""
+    config = replace(config, dtype=_resolve_dtype(config))
     num_threads = config.num_threads or torch.get_num_threads()
     torch.set_num_threads(config.load_threads or num_threads)
     if config.num_ranks == 1:
@@ -64,7 +61,8 @@ def assemble(
 def _on_one_device(
     checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, on_progress: Progress | None
 ) -> Assembled:
-    dtype, model_config = _DTYPES[layout.dtype], checkpoint.model_config
+    assert config.dtype != "auto"
+    dtype, model_config = TORCH_DTYPES[config.dtype], checkpoint.model_config
     most_tokens = most_context_tokens(checkpoint, config)
     num_blocks = config.num_blocks or kv_budget_bytes(config, model_config, dtype) // layout.block_bytes
     if num_blocks < 1:
@@ -74,21 +72,20 @@ def _on_one_device(
     if config.weights == "dummy":
         fill_dummy_weights(model)
     else:
-        load_weights(model, checkpoint.weight_files, on_progress)
+        load_weights(model, checkpoint.weight_files, on_progress, block_file(checkpoint, path))
     offload = None
     if config.offload is not None:
         offload = Offload(config.offload, layout, model, model_config, num_blocks, most_tokens)
         num_blocks = offload.rooms.device
-    with torch.no_grad():
-        model.pack(path.pack_weight)
-    arena = KVArena(layout, num_blocks, dtype, config.device, path.kernels)
+    pack(model, path, checkpoint.quantization)
+    arena = KVArena(layout, num_blocks, config.device, path.kernels)
     recorded = capture_decode(config, model, arena, path.attention)
     masks = TokenMasks(checkpoint.path, model_config.vocab_size, checkpoint.eos_token_ids)
     runner = ModelRunner(model, arena, path.attention, checkpoint.eos_token_ids, recorded, masks)
     return Assembled(runner, arena) if offload is None else Assembled(*offload.around(runner, path.attention, arena))
 
 
-def _resolve_dtype(config: EngineConfig) -> KVDtype:
+def _resolve_dtype(config: EngineConfig) -> FloatDtype:
     if config.dtype != "auto":
         return config.dtype
     if config.device != "cpu":

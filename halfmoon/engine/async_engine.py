@@ -18,6 +18,7 @@ from halfmoon.engine.kv_memory.coded_copies import read_encoded, write_decoded
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.scheduling.layer_gate import LayerGate
+from halfmoon.engine.scheduling.prefix_cache import CacheChanges
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import StepResult
 from halfmoon.kv.codec import Codec
@@ -114,6 +115,10 @@ class AsyncEngine:
     async def release(self, request_id: str) -> None:
         """Calls `Engine.release`."""
         await self._thread.call(partial(self.engine.release, request_id))
+
+    async def forget_prefixes(self) -> CacheChanges:
+        """Calls `Engine.forget_prefixes` between two steps."""
+        return await self._thread.call(self.engine.forget_prefixes)
 
     async def stats(self) -> EngineStats:
         """Calls `Engine.stats` between two steps."""

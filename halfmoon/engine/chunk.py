@@ -26,4 +26,5 @@ class Chunk:
 def chunk_of(item: ScheduledSequence) -> Chunk:
     """The chunk for a scheduled sequence."""
     sequence, start = item.sequence, item.start
-    return Chunk(sequence.token_ids[start : start + item.num_tokens], start, sequence.blocks, item.num_logits)
+    token_ids = [*sequence.token_ids[start : start + item.num_tokens - len(item.drafts)], *item.drafts]
+    return Chunk(token_ids, start, sequence.blocks, item.num_logits)

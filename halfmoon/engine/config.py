@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from halfmoon.errors import Incompatible
+from halfmoon.kv.kv_layout import FloatDtype, KVDtype
 
 OffloadSchedule = Literal["latency", "throughput"]
 Kernels = Literal["torch", "native", "triton"]  # implementation of everything between matrix products
@@ -30,6 +31,7 @@ class EngineConfig:
 
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_dtype: Literal["auto", "int8"] = "auto"  # of KV in memory; auto: `dtype`
     block_tokens: int = 64
     kv_memory_bytes: int | None = None  # per rank; on a CPU, of all ranks together; None: by `kv_memory/kv_budget.py`
     gpu_memory_utilization: float = 0.9  # the share of a GPU for weights, KV and steps, if kv_memory_bytes is None
@@ -44,6 +46,7 @@ class EngineConfig:
     prefix_cache: bool = True
     # triton: attention, layers and copies by our kernels; native: attention and layers, on a CPU; sdpa: by torch
     attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
+    speculation: Literal["off", "ngram"] = "off"  # ngram: decodes run tokens that the text so far suggests
     cuda_graphs: bool = True  # decode steps are captured at start when triton computes on a CUDA device
     tensor_parallel: int = 1  # ranks that share every layer; with more than one rank, num_threads is per rank
     pipeline_parallel: int = 1  # stages that divide the layers
@@ -72,6 +75,17 @@ class EngineConfig:
                 "--offload-kv, or --tensor-parallel and --pipeline-parallel",
                 param="offload",
             )
+        if self.offload is not None and self.kv_dtype != "auto":
+            raise Incompatible(
+                "engine: KV on the host is kept in the model's dtype: leave out --offload-kv or --kv-dtype",
+                param="kv_dtype",
+            )
+        if self.speculation != "off" and (self.device != "cpu" or self.offload is not None):
+            raise Incompatible(
+                "engine: guessed tokens are computed on a CPU, where they have the bits of others, and with all KV in "
+                "its memory: leave out --speculation, or --offload-kv",
+                param="speculation",
+            )
         if self.step_tokens <= self.max_running:
             raise Incompatible(
                 f"engine: max_batch_tokens ({self.step_tokens}) must exceed max_running ({self.max_running})",
@@ -87,6 +101,10 @@ class EngineConfig:
     def prefill_chunk_tokens(self) -> int:
         """`chunk_tokens`, resolved: it bounds the stall that a running request feels with each chunk."""
         return self.chunk_tokens or (128 if self.device == "cpu" else 512)
+
+    def layout_dtype(self, dtype: FloatDtype) -> KVDtype:
+        """The dtype of KV in memory where the model computes in `dtype`."""
+        return dtype if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
     def num_ranks(self) -> int:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from halfmoon.engine.attention.attention import SdpaBackend
 from halfmoon.engine.attention.attention_backend import AttentionBackend
-from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization, default_cache_dir
 from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig, Kernels
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.model_runner import DecodeSteps
 from halfmoon.engine.models import Model
+from halfmoon.engine.models.blocks import Blocks, quantised
 from halfmoon.engine.models.layer_ops import TORCH_OPS, LayerOps
-from halfmoon.engine.models.linear import PackWeight, pack_onednn
+from halfmoon.engine.models.linear import Multiply, PackWeight, pack_onednn
 from halfmoon.errors import Incompatible
 
 logger = logging.getLogger(__name__)
@@ -48,6 +52,39 @@ def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, co
     elif config.attention_backend == "triton":
         return _triton_path(config, model, context_tokens)
     return DevicePath("torch", TORCH_OPS, pack_onednn, SdpaBackend(config.block_tokens, config.device))
+
+
+def block_file(checkpoint: Checkpoint, path: DevicePath) -> Path | None:
+    """The checkpoint's weights in blocks, if they are to be multiplied so, and `path` does."""
+    return checkpoint.block_file if path.kernels == "native" else None
+
+
+@torch.no_grad()
+def pack(model: Model, path: DevicePath, quantization: Quantization) -> None:
+    """Packs all matrices for `path`, rounded to eight or four bits if so configured; the head never to four.
+
+    Raises Incompatible for a path that does not multiply with rounded weights.
+    """
+    if quantization not in ("int8", "int4"):
+        model.pack(path.pack_weight)
+        return
+    if path.kernels != "native":
+        raise Incompatible(
+            f"--quantization {quantization} needs our CPU kernels, in float32 or bfloat16; this worker computes with "
+            f"{path.kernels}: leave it out, or let the worker have --device cpu and --attention native",
+            param="quantization",
+        )
+    layers: Literal["Q8_0", "Q4_1"] = "Q8_0" if quantization == "int8" else "Q4_1"
+    model.pack(partial(_pack_rounded, path.pack_weight, layers), partial(_pack_rounded, path.pack_weight, "Q8_0"))
+
+
+def _pack_rounded(
+    pack_weight: PackWeight, block_format: Literal["Q8_0", "Q4_1"], weight: Tensor | Blocks
+) -> Multiply | None:
+    """A `PackWeight` that rounds first, where the inputs divide into blocks."""
+    if isinstance(weight, Blocks):
+        return pack_weight(weight)
+    return pack_weight(quantised(weight, block_format) or weight)
 
 
 def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> DevicePath:

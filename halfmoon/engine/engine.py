@@ -16,24 +16,24 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine_core import EngineCore
 from halfmoon.engine.kv_memory.kv_access import KVAccess
-from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.parallel.runner import ParallelRunner
-from halfmoon.engine.request import EngineRequest, SampledToken
+from halfmoon.engine.request import SampledToken
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.layer_gate import LayerLate
-from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.scheduling.scheduler import SchedulerLimits
 from halfmoon.engine.step_result import StagedWork, StepResult
-from halfmoon.errors import InvalidRequest, ServiceFailed
+from halfmoon.errors import ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key
 
 logger = logging.getLogger(__name__)
+
+_ONE_DEVICE_ONLY = {"pooling": "embeddings: not with several ranks, or with KV on the host"}
 
 
 class Engine(EngineCore):
@@ -53,17 +53,19 @@ class Engine(EngineCore):
         self.context_tokens = min(most_tokens, memory.num_blocks * config.block_tokens)  # prompt and output
         super().__init__(
             memory.pool if isinstance(memory, TieredKV) else BlockPool(memory.num_blocks),
-            RequestLimits(checkpoint.model_config.vocab_size, most_tokens, memory.num_blocks, layout),
-            SchedulerLimits(config.step_tokens, config.prefill_chunk_tokens, config.max_running),
+            RequestLimits(
+                checkpoint.model_config.vocab_size,
+                most_tokens,
+                memory.num_blocks,
+                layout,
+                {} if isinstance(self._runner, ModelRunner) else _ONE_DEVICE_ONLY,
+            ),
+            SchedulerLimits(
+                config.step_tokens, config.prefill_chunk_tokens, config.max_running, config.speculation == "ngram"
+            ),
             partial(root_key, checkpoint.fingerprint, layout) if config.prefix_cache else None,
             lambda sequence: sequence.finish_reason(checkpoint.eos_token_ids),
         )
-
-    def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
-        """See `EngineCore.add`. Embeddings are made where the whole model is on one device, with KV there."""
-        if request.sampling.pooling is not None and not isinstance(self._runner, ModelRunner):
-            raise InvalidRequest("embeddings: not with several ranks, or with KV on the host", param="pooling")
-        super().add(request, on_kv, order)
 
     def kv_write(
         self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int, payload: KVSource

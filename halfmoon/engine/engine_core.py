@@ -5,9 +5,11 @@ The engine runs the steps on a model. A simulated worker waits as long as a mode
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.kv_memory.kv_watch import KVWatch, LayerWatch, OnKV
@@ -23,10 +25,10 @@ from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_chains import BlockChains
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.layer_gate import LayerGate
-from halfmoon.engine.scheduling.prefix_cache import PrefixCache
+from halfmoon.engine.scheduling.prefix_cache import CacheChanges, PrefixCache
 from halfmoon.engine.scheduling.restore_order import Restore, RestoreOrder
 from halfmoon.engine.scheduling.restore_watch import RestoreWatch
-from halfmoon.engine.scheduling.scheduler import Schedule, Scheduler, SchedulerLimits
+from halfmoon.engine.scheduling.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence, SequenceState
 from halfmoon.engine.scheduling.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
@@ -169,10 +171,10 @@ class EngineCore:
         """Drops the KV of a prefill-only request whose token was sampled. Raises NotFound."""
         self._remove(self.find_in("held", request_id))
 
-    def forget_prefixes(self) -> None:
-        """Empties the prefix cache, except for blocks in use, without reporting evictions."""
+    def forget_prefixes(self) -> CacheChanges:
+        """Empties the prefix cache, except for blocks in use. Returns the changes: no step reports them."""
         self._cache.forget_idle()
-        self._cache.take_changes()
+        return self._cache.take_changes()
 
     def has_work(self) -> bool:
         """Whether there is work. A step may still be empty, while all work waits for blocks."""
@@ -187,7 +189,7 @@ class EngineCore:
         return Step(schedule, counts, self._kv_watch.begin(schedule.scheduled))
 
     def end_step(self, step: Step, sampled: list[SampledToken] | None) -> StepResult:
-        """Books a computed step; the result has no times. `sampled` has a token for each item that samples.
+        """Books a computed step; the result has no times. `sampled` has each item's `num_drawn` tokens.
 
         None means that the step failed; its requests end with "error". A request that was cancelled during the step
         has no output.
@@ -197,8 +199,11 @@ class EngineCore:
         else:
             outputs = self._advance(step.schedule, sampled)
         changes = self._cache.take_changes()
+        drafting = [item for item in step.schedule.scheduled if item.drafts]
+        num_given = Counter(output.request_id for output in outputs) if drafting else Counter()
         return replace(
             step.counts,
+            num_right_drafts=sum(max(num_given[item.sequence.request_id] - 1, 0) for item in drafting),
             outputs=tuple(outputs),
             stored_keys=changes.stored,
             evicted_keys=changes.evicted,
@@ -259,21 +264,48 @@ class EngineCore:
         tokens = iter(sampled)
         outputs = []
         for item in schedule.scheduled:
-            token = next(tokens) if item.samples else None
+            drawn = list(islice(tokens, item.num_drawn))
             if item.sequence.state == "removed":
                 continue
             if item.num_arriving and item.sequence.restore is not None:
                 self._restores.note_loaded(item.sequence, range(item.sequence.restore.num_blocks), ())
-            item.sequence.num_computed += item.num_tokens
-            item.sequence.skip_loaded(self.layout.block_tokens)
-            self._restores.tell(item.sequence)
-            has_new = self._cache.insert(item.sequence)
-            self._kv_watch.advance(item.sequence)
-            if token is not None:
-                self._chains.note(item.sequence, has_new)
-                failed = _FAILURES.get(token.token_id)
-                outputs.append(self._fail(item.sequence, failed) if failed else self._append(item.sequence, token))
+            output = self._book(item.sequence, item.num_tokens - len(item.drafts), drawn[0] if drawn else None)
+            if output is not None:
+                outputs.append(output)
+            if item.drafts:
+                outputs += self._book_drafts(item, drawn)
         return outputs
+
+    def _book_drafts(self, item: ScheduledSequence, drawn: list[SampledToken]) -> list[TokenOutput]:
+        """Books what was drawn behind guesses, up to the first wrong one: the K and V of the others are written over.
+
+        Each token is booked as a step of its own would have been.
+        """
+        outputs: list[TokenOutput] = []
+        num_right = 0
+        for draft, before, token in zip(item.drafts, drawn[:-1], drawn[1:], strict=True):
+            if before.token_id != draft or item.sequence.state != "running":
+                break
+            num_right += 1
+            output = self._book(item.sequence, 1, token)
+            assert output is not None
+            outputs.append(output)
+        assert item.sequence.speculation is not None
+        item.sequence.speculation.note(len(item.drafts), num_right)
+        return outputs
+
+    def _book(self, sequence: Sequence, num_tokens: int, token: SampledToken | None) -> TokenOutput | None:
+        """Counts tokens as computed and appends the one that was drawn after them, if any."""
+        sequence.num_computed += num_tokens
+        sequence.skip_loaded(self.layout.block_tokens)
+        self._restores.tell(sequence)
+        has_new = self._cache.insert(sequence)
+        self._kv_watch.advance(sequence)
+        if token is None:
+            return None
+        self._chains.note(sequence, has_new)
+        failed = _FAILURES.get(token.token_id)
+        return self._fail(sequence, failed) if failed else self._append(sequence, token)
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
         position = sequence.num_output

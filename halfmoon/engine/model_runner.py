@@ -63,7 +63,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None) -> list[SampledToken]:
-        """Computes the scheduled tokens; returns one sampled token for each item that `samples`, in order.
+        """Computes the scheduled tokens; returns each item's `num_drawn` sampled tokens, in order.
 
         `watch` is notified of finished layers, unless the step was recorded. Raises LayerLate if KV that was to arrive
         meanwhile did not.
@@ -99,12 +99,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> list[SampledToken]:
-        """Draws the next token of each item that `samples`. Sequences take note of what their prompts' tokens had.
+        """Draws each item's `num_drawn` tokens. Sequences take note of what their prompts' tokens had.
 
         logits: [sum of the items' num_logits, vocab_size].
         """
-        rows = [_sampling_row(item) for item in scheduled if item.samples]
-        if any(item.num_logits != item.samples for item in scheduled):
+        rows = [row for item in scheduled for row in _sampling_rows(item)]
+        if any(item.num_logits != item.num_drawn for item in scheduled):
             logits = logits[_note_prompts(scheduled, logits)]
         return sample(logits, rows, self._eos_token_ids, self._masks) if rows else []
 
@@ -130,14 +130,24 @@ class ModelRunner:
         return torch.tensor(values, dtype=torch.int64, device=self._arena.tensor.device)
 
 
-def _sampling_row(item: ScheduledSequence) -> SamplingRow:
+def _sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
+    """The rows of the next token and of those behind each guess, as if the guesses before it were right."""
     sequence = item.sequence
-    return SamplingRow(sequence.sampling, sequence.token_ids, sequence.num_prompt)
+    return [
+        SamplingRow(
+            sequence.sampling,
+            [*sequence.token_ids, *item.drafts[:number]] if number else sequence.token_ids,
+            sequence.num_prompt,
+            sequence.forbidden,
+        )
+        for number in range(item.num_drawn)
+    ]
 
 
 def _note_prompts(scheduled: Sequence[ScheduledSequence], logits: Tensor) -> list[int]:
     """Notes the log-probabilities of prompts that want them; returns the rows from which tokens are drawn."""
-    drawn, end = [], 0
+    drawn: list[int] = []
+    end = 0
     for item in scheduled:
         begin, end = end, end + item.num_logits
         sequence = item.sequence
@@ -147,8 +157,7 @@ def _note_prompts(scheduled: Sequence[ScheduledSequence], logits: Tensor) -> lis
             sequence.prompt_logprobs[item.start :] = prompt_logprobs(
                 logits[begin : begin + len(targets)], targets, num_top
             )
-        if item.samples:
-            drawn.append(end - 1)
+        drawn += range(end - item.num_drawn, end)
     return drawn
 
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from halfmoon.kv.owner import SHARED, KVOwner
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "constraint"]
@@ -44,7 +47,8 @@ class SamplingParams:
     and in bfloat16 on CPUs with AMX, in their last bits: two nearly equal tokens can change places.)
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off; seed is always set (the gateway draws one). If
-    there are `allowed_token_ids`, no others are drawn. The last token of a bad word is not drawn after its others.
+    there are `allowed_token_ids`, no others are drawn. The last token of a bad word is not drawn after its others, and
+    none that ends the output before `min_tokens`; both give way where they would leave no token.
     """
 
     max_tokens: int
@@ -66,6 +70,16 @@ class SamplingParams:
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
     num_prompt_logprobs: int | None = None  # likewise, of the prompt's tokens: its whole prefix is computed for them
     pooling: Pooling | None = None  # makes an embedding of the prompt; the mean, too, needs its whole prefix
+
+    def forbidden(self) -> NDArray[np.bool_]:
+        """Which ids up to the largest allowed one are not allowed: [largest id + 1]; empty if all are allowed.
+
+        There can be as many as the vocabulary has: made once a request.
+        """
+        allowed = np.array(self.allowed_token_ids, dtype=np.int64)
+        forbidden = np.ones(int(allowed.max(initial=-1)) + 1, dtype=np.bool_)
+        forbidden[allowed] = False
+        return forbidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from halfmoon.engine.request import SamplingParams
 from halfmoon.engine.scheduling.sequence import Sequence
@@ -22,12 +23,13 @@ _MOST_LOGIT_BIAS = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What an engine can hold. `max_tokens`: prompt and output together, by its model and settings."""
+    """What an engine can hold, and what it cannot do. `max_tokens`: prompt and output together."""
 
     vocab_size: int
     max_tokens: int
     num_blocks: int
     layout: KVLayout
+    unsupported: Mapping[str, str] = field(default_factory=dict)  # by sampling parameter, why it has to be None
 
     def check(self, sequence: Sequence) -> None:
         """Raises InvalidRequest, naming the parameter, for a request that can never run here."""
@@ -41,6 +43,9 @@ class RequestLimits:
         self.check_token_ids(request.sampling.allowed_token_ids, "allowed_token_ids")
         for word in request.sampling.bad_words:
             self.check_token_ids(word, "bad_words")
+        for name, why in self.unsupported.items():
+            if getattr(request.sampling, name) is not None:
+                raise InvalidRequest(why, param=name)
         _check_sampling(request.sampling)
         self._check_length(sequence)
 

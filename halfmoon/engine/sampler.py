@@ -1,7 +1,8 @@
 """Draws tokens from logits. Stateless: the token at output position i depends on logits, parameters and (seed, i).
 
 Order of operations as in vLLM (v1/sample/sampler.py): bans and bias, penalties, temperature, min-p, top-k, top-p;
-tokens that a constraint does not allow are also banned. The remaining distribution is inverted at one uniform number,
+tokens that a constraint does not allow are also banned. Bans of `min_tokens` and `bad_words` that would leave no token
+give way. The remaining distribution is inverted at one uniform number,
 which Philox (Salmon et al., 2011) generates from (seed, i).
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from halfmoon.engine.constraint import TokenMasks
@@ -32,6 +34,7 @@ class SamplingRow:
     params: SamplingParams
     token_ids: Sequence[int]
     num_prompt: int
+    forbidden: NDArray[np.bool_] | None = None  # the parameters', made once a request; None: made here
 
     @property
     def position(self) -> int:
@@ -104,19 +107,8 @@ def _is_greedy(params: SamplingParams) -> bool:
 
 def adjust_logits(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:
     """Applies bans, bias and penalties in place. values: [vocab_size] float32."""
-    params = row.params
-    if row.position < params.min_tokens:
-        banned = [*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids]
-        if banned:
-            values[torch.tensor(banned, device=values.device)] = float("-inf")
-    if params.allowed_token_ids:
-        others = torch.ones_like(values, dtype=torch.bool)
-        others[torch.tensor(params.allowed_token_ids, device=values.device)] = False
-        values.masked_fill_(others, float("-inf"))
-    output = tuple(row.token_ids[row.num_prompt :])
-    ends = [word[-1] for word in params.bad_words if output[len(output) - len(word) + 1 :] == word[:-1]]
-    if ends:
-        values[torch.tensor(ends, device=values.device)] = float("-inf")
+    params, output = row.params, row.token_ids[row.num_prompt :]
+    _ban(values, row, eos_token_ids)
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=values.device)
         values[ids] += torch.tensor(list(params.logit_bias.values()), device=values.device)
@@ -128,6 +120,25 @@ def adjust_logits(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int
     if output and (params.presence_penalty or params.frequency_penalty):
         ids, counts = torch.unique(torch.tensor(output, device=values.device), return_counts=True)
         values[ids] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def _ban(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:
+    """Leaves the allowed tokens without those that are banned for now, unless none would be left. values: as above."""
+    params = row.params
+    if params.allowed_token_ids:
+        forbidden = torch.from_numpy(params.forbidden() if row.forbidden is None else row.forbidden)
+        values[: len(forbidden)].masked_fill_(forbidden.to(values.device), float("-inf"))
+        values[len(forbidden) :] = float("-inf")
+    output = tuple(row.token_ids[row.num_prompt :]) if params.bad_words else ()
+    banned = [word[-1] for word in params.bad_words if output[len(output) - len(word) + 1 :] == word[:-1]]
+    if row.position < params.min_tokens:
+        banned += [*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids]
+    if banned:
+        ids = torch.tensor(banned, device=values.device)
+        before = values[ids]
+        values[ids] = float("-inf")
+        if values.max() == float("-inf"):
+            values[ids] = before
 
 
 def uniform(seed: int, position: int) -> float:

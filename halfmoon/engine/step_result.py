@@ -42,6 +42,8 @@ class StepResult:
     num_decode_seqs: int = 0
     context_tokens: int = 0
     decode_context_tokens: int = 0  # of the decoding sequences
+    num_drafts: int = 0  # guessed tokens that ran behind those of the decoding sequences
+    num_right_drafts: int = 0  # of these, how many were what was drawn
     num_preempted: int = 0
     duration_s: float = 0.0
     layer_wait_s: float = 0.0  # part of the duration during which the step waited for KV that arrives by layer
@@ -56,6 +58,11 @@ class StepResult:
     evicted_keys: tuple[bytes, ...] = ()
     staged: StagedWork = StagedWork()
     chains: tuple[BlockChain, ...] = ()  # chains of prompts computed in this step, and of outputs that filled a block
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Tokens of decoding sequences, guesses included: what the step's time depends on."""
+        return self.num_decode_seqs + self.num_drafts
 
     @property
     def is_empty(self) -> bool:

@@ -58,7 +58,7 @@ class EntryCodec:
         """Encodes one whole block: `cells` are raw, in canonical order."""
         if self.is_plain:
             return cells
-        shape = layout.shape(layout.num_layers, layout.block_tokens)
+        shape = layout.memory_shape(layout.num_layers, layout.block_tokens)
         if self.quantiser is Codec.RAW:
             return compress_planes(cells, shape, layout.item_bytes, self.lossless)
         values = np.frombuffer(cells, UNSIGNED[layout.dtype]).reshape(shape)
@@ -69,9 +69,10 @@ class EntryCodec:
         """The block's raw cells. Raises DataLoss or InvalidRequest if `payload` is not an encoded block."""
         if self.is_plain:
             return memoryview(payload).cast("B")
-        shape = layout.shape(layout.num_layers, layout.block_tokens)
         if self.quantiser is Codec.RAW:
+            shape = layout.memory_shape(layout.num_layers, layout.block_tokens)
             return decompress_planes(payload, shape, layout.item_bytes, self.lossless).data.cast("B")
+        shape = layout.shape(layout.num_layers, layout.block_tokens)
         quantised = decompress(payload, encoded_bytes(self.quantiser, shape, layout.dtype), self.lossless)
         return decode(self.quantiser, quantised, shape, layout.dtype).reshape(-1).view(np.uint8).data
 

@@ -75,7 +75,25 @@ class KVRange:
 
     def num_bytes(self, layout: KVLayout) -> int:
         """Size of the raw payload of this range."""
-        return math.prod(self.shape(layout)) * layout.item_bytes
+        return math.prod(self.shape(layout)[:-1]) * layout.row_bytes
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of this range in an array of the canonical order."""
+        layers, heads = slice(self.layer_start, self.layer_end), slice(self.head_start, self.head_end)
+        return layers, slice(None), heads, slice(self.token_start, self.token_start + self.num_tokens)
+
+    def moved(self, num_tokens: int) -> KVRange:
+        """This range, so many tokens further on."""
+        return replace(self, token_start=self.token_start + num_tokens)
+
+    def within(self, outer: KVRange) -> KVRange:
+        """This range, counted from the start of `outer` in every dimension."""
+        layer, head, token = outer.layer_start, outer.head_start, outer.token_start
+        return KVRange(
+            self.layer_start - layer, self.layer_end - layer, self.head_start - head, self.head_end - head,
+            self.token_start - token, self.num_tokens,
+        )  # fmt: skip
 
     def check_within(self, outer: KVRange) -> None:
         """Raises InvalidRequest unless this range is well-formed and lies inside `outer`."""
@@ -210,7 +228,7 @@ def plan_frames(
     """
     if num_tokens == 0:
         return
-    token_layer_bytes = 2 * (shard.head_end - shard.head_start) * layout.head_dim * layout.item_bytes
+    token_layer_bytes = 2 * (shard.head_end - shard.head_start) * layout.row_bytes
     step_layers = max(1, max_payload_bytes // (token_layer_bytes * num_tokens))
     fitting_tokens = max(1, max_payload_bytes // token_layer_bytes)
     for layer in range(shard.layer_start, shard.layer_end, step_layers):

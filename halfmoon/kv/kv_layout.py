@@ -11,10 +11,17 @@ from typing import Literal, get_args
 
 from halfmoon.errors import Incompatible
 
-KVDtype = Literal["float32", "float16", "bfloat16"]
+FloatDtype = Literal["float32", "float16", "bfloat16"]
+KVDtype = Literal["float32", "float16", "bfloat16", "int8"]
 KVBytes = bytes | bytearray | memoryview
-_ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+_ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+_SCALE_BYTES = 2  # behind the codes of each row of int8, in bfloat16
 _MAX_INDEX = 0xFFFF  # a frame header names layers and heads in 16 bits
+
+
+def row_items(head_dim: int, dtype: KVDtype) -> int:
+    """Elements that hold a row of `head_dim` values."""
+    return head_dim + _SCALE_BYTES if dtype == "int8" else head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +29,8 @@ class KVLayout:
     """Shape of the whole model's KV cache. Two workers can exchange KV if their layouts differ only in dtype.
 
     Canonical order of KV bytes, in memory views and in frames: `[num_layers, 2 (K, V), num_kv_heads, num_tokens,
-    head_dim]`, keys after rotary embedding.
+    head_dim]`, keys after rotary embedding. A row of int8, K or V of one token, layer and head, is `head_dim` codes and
+    their scale, as `codec/int8.py` defines them.
     """
 
     num_layers: int
@@ -49,9 +57,19 @@ class KVLayout:
         return _ITEM_BYTES[self.dtype]
 
     @property
+    def row_items(self) -> int:
+        """Elements of a row of memory: the head's values and, of int8, the bytes of their scale."""
+        return row_items(self.head_dim, self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of K or V of one token, layer and head."""
+        return self.row_items * self.item_bytes
+
+    @property
     def token_layer_bytes(self) -> int:
         """Bytes of K and V of one token in one layer, all heads."""
-        return 2 * self.num_kv_heads * self.head_dim * self.item_bytes
+        return 2 * self.num_kv_heads * self.row_bytes
 
     @property
     def token_bytes(self) -> int:
@@ -66,6 +84,10 @@ class KVLayout:
     def shape(self, num_layers: int, num_tokens: int) -> tuple[int, int, int, int, int]:
         """`[layers, 2, heads, tokens, head_dim]`: KV of `num_tokens` tokens in `num_layers` layers, all heads."""
         return num_layers, 2, self.num_kv_heads, num_tokens, self.head_dim
+
+    def memory_shape(self, num_layers: int, num_tokens: int) -> tuple[int, int, int, int, int]:
+        """`shape`, in elements of memory: `[layers, 2, heads, tokens, row_items]`."""
+        return num_layers, 2, self.num_kv_heads, num_tokens, self.row_items
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens, the last one possibly partly filled."""

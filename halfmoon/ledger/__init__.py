@@ -1,4 +1,5 @@
-"""What happened: one row per request, in SQLite or PostgreSQL, through SQLAlchemy.
+"""What happened, one row per request, and what clients have kept, in SQLite or PostgreSQL, through SQLAlchemy.
 
-Read in this order: models, ledger, row_queue, database, transaction, upgrade, stored_classes, retention.
+Read in this order: models, ledger, row_queue, database, transaction, upgrade, stored_classes, retention, leases,
+stored_responses, batches, stored_files.
 """

@@ -11,6 +11,7 @@ from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.ledger.admission import AdmissionEdits
+from halfmoon.ledger.batches import Batches
 from halfmoon.ledger.database import Database, open_database
 from halfmoon.ledger.measured_profiles import MeasuredProfiles
 from halfmoon.ledger.models import RequestRow
@@ -21,6 +22,8 @@ from halfmoon.ledger.profiles import Profiles
 from halfmoon.ledger.retention import Retention
 from halfmoon.ledger.row_queue import RowQueue
 from halfmoon.ledger.stored_classes import StoredClasses
+from halfmoon.ledger.stored_files import StoredFiles
+from halfmoon.ledger.stored_responses import StoredResponses
 from halfmoon.ledger.stored_tenants import StoredTenants
 from halfmoon.ledger.tenant_usage import TenantUsage
 from halfmoon.ledger.traffic import Traffic
@@ -43,6 +46,9 @@ class Ledger:
         self.outputs = OutputSamples(database)
         self.outcomes = Outcomes(database)
         self.retention = Retention(database)
+        self.responses = StoredResponses(database)
+        self.files = StoredFiles(database)
+        self.batches = Batches(database)
         self.traffic = Traffic(database)
         self.rows = RowQueue[dict[str, Any]](self._insert)
         self._database = database

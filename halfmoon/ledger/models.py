@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal
 
-from sqlalchemy import JSON, BigInteger, DateTime, Dialect, Double, Integer, String, TypeDecorator
+from sqlalchemy import JSON, BigInteger, DateTime, Dialect, Double, Integer, LargeBinary, String, TypeDecorator
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 RequestStatus = Literal["ok", "error", "cancelled", "rejected"]
@@ -197,3 +197,96 @@ class RequestRow(Base):
         """Columns by name."""
         values = vars(self)  # unset columns are absent
         return {name: values.get(name) for name in self.__table__.columns.keys()}  # noqa: SIM118 (not a mapping)
+
+
+class _Leased:
+    """What one gateway at a time works on. A lease that is not renewed ends, and another gateway goes on."""
+
+    holder: Mapped[str | None] = mapped_column(String(64))  # the gateway; None: nobody
+    leased_until: Mapped[datetime | None] = mapped_column(UtcDateTime)  # by the clock of the holder
+    num_claims: Mapped[int]  # how often a gateway began or went on with it
+
+
+class StoredResponseRow(_Leased, Base):
+    """One response that is kept: a turn of a conversation, with its own input only. Leased while in the background."""
+
+    __tablename__ = "stored_responses"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64), index=True)
+    previous_id: Mapped[str | None] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    expires_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    input: Mapped[list[Any]] = mapped_column(JSON)  # this turn's items
+    response: Mapped[dict[str, Any]] = mapped_column(JSON)  # as it is returned
+    job: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))  # what to run in the background
+
+
+class ResponseEventsRow(Base):
+    """Some events in a row of a background response that is streamed."""
+
+    __tablename__ = "response_events"
+
+    response_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    first: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # sequence number of the first
+    events: Mapped[list[Any]] = mapped_column(JSON)
+
+
+class FileRow(Base):
+    """An uploaded file, or one that a batch made. Its bytes are in chunks."""
+
+    __tablename__ = "files"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64), index=True)
+    filename: Mapped[str] = mapped_column(String(256))
+    purpose: Mapped[str] = mapped_column(String(32))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    expires_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    is_whole: Mapped[bool]  # False while it is being written
+
+
+class FileChunkRow(Base):
+    """A piece of a file."""
+
+    __tablename__ = "file_chunks"
+
+    file_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # from 0
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class BatchRow(_Leased, Base):
+    """A batch of requests from a file."""
+
+    __tablename__ = "batches"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64), index=True)
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    endpoint: Mapped[str] = mapped_column(String(64))
+    input_file_id: Mapped[str] = mapped_column(String(64))
+    output_file_id: Mapped[str | None] = mapped_column(String(64))
+    error_file_id: Mapped[str | None] = mapped_column(String(64))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    expires_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)  # the end of its window
+    labels: Mapped[dict[str, Any]] = mapped_column(JSON)  # the client's metadata
+    times: Mapped[dict[str, Any]] = mapped_column(JSON)  # when each status began, in Unix seconds
+    errors: Mapped[list[Any]] = mapped_column(JSON)  # why it failed as a whole
+    num_total: Mapped[int]
+    num_completed: Mapped[int]
+    num_failed: Mapped[int]
+
+
+class BatchResultRow(Base):
+    """The result of one line of a batch that is running, as a line of its output or error file."""
+
+    __tablename__ = "batch_results"
+
+    batch_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # of the line, from 0
+    is_error: Mapped[bool]
+    line: Mapped[bytes] = mapped_column(LargeBinary)

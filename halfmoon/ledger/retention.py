@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import delete, select
@@ -52,14 +53,20 @@ class Retention:
         return await self._database.run(work)
 
     async def keep(self, days: float) -> None:
-        """Runs forever, keeping `days` of requests; 0 keeps all. While the database is away nothing is deleted."""
-        while days:
-            try:
-                num_deleted = await self.forget_before(datetime.now(UTC) - timedelta(days=days))
-                if num_deleted:
-                    log.info("ledger.forgot", extra={"num_rows": num_deleted, "days": days})
-            except Unavailable as error:
-                log.warning("ledger.kept", extra={"reason": error.message[:300]})
-            except Exception as error:  # no driver error may end the loop
-                log.error("ledger.kept", exc_info=error)
-            await asyncio.sleep(_INTERVAL_S)
+        """Runs forever, keeping `days` of requests; 0 keeps all."""
+        if days:
+            await forever(lambda: self.forget_before(datetime.now(UTC) - timedelta(days=days)), "requests")
+
+
+async def forever(forget: Callable[[], Awaitable[int]], what: str, interval_s: float = _INTERVAL_S) -> None:
+    """Calls `forget`, which returns how many rows went, again and again. While the database is away nothing goes."""
+    while True:
+        try:
+            num_deleted = await forget()
+            if num_deleted:
+                log.info("ledger.forgot", extra={"num_rows": num_deleted, "what": what})
+        except Unavailable as error:
+            log.warning("ledger.kept", extra={"reason": error.message[:300]})
+        except Exception as error:  # no driver error may end the loop
+            log.error("ledger.kept", exc_info=error)
+        await asyncio.sleep(interval_s)

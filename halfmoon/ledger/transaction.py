@@ -43,3 +43,8 @@ class Transaction(Generic[Result]):
             running.add_done_callback(lambda _: last.cancel())
         else:
             running.cancel()
+
+
+def quietly(statement: Any) -> Any:
+    """A statement of many rows, for a session that holds no objects which it would have to bring up to date."""
+    return statement.execution_options(synchronize_session=False)

@@ -26,39 +26,43 @@ from halfmoon.pb import prefill_pb2 as halfmoon_dot_pb_dot_prefill__pb2
 from halfmoon.pb import types_pb2 as halfmoon_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18halfmoon/pb/decode.proto\x12\x08halfmoon\x1a\x19halfmoon/pb/prefill.proto\x1a\x17halfmoon/pb/types.proto\"#\n\rTokensRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"-\n\nStepTokens\x12\x1f\n\x06tokens\x18\x01 \x03(\x0b\x32\x0f.halfmoon.Token\"8\n\rCancelRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\"\'\n\x0e\x43\x61ncelResponse\x12\x15\n\rnum_cancelled\x18\x01 \x01(\r\"8\n\rSettleRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\"\x10\n\x0eSettleResponse\"\x1a\n\x0b\x46indRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\"5\n\x0c\x46indResponse\x12%\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x14.halfmoon.KeptAnswer\"r\n\nKeptAnswer\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\nrepeatable\x18\x02 \x01(\x0b\x32\x14.halfmoon.Repeatable\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x12\n\nis_settled\x18\x04 \x01(\x08\"6\n\x0c\x41\x64optRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\"h\n\rAdoptedTokens\x12#\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x14.halfmoon.FirstToken\x12\x11\n\thas_ended\x18\x02 \x01(\x08\x12\x1f\n\x06tokens\x18\x03 \x03(\x0b\x32\x0f.halfmoon.Token\"8\n\x0cHandoverOpen\x12(\n\ngeneration\x18\x01 \x01(\x0b\x32\x14.halfmoon.Generation\"a\n\x0eHandoverCommit\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12#\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x14.halfmoon.FirstToken\x12\x12\n\nis_private\x18\x03 \x01(\x08\x32\xb0\x02\n\x06\x44\x65\x63ode\x12\x39\n\x06Tokens\x12\x17.halfmoon.TokensRequest\x1a\x14.halfmoon.StepTokens0\x01\x12;\n\x06\x43\x61ncel\x12\x17.halfmoon.CancelRequest\x1a\x18.halfmoon.CancelResponse\x12;\n\x06Settle\x12\x17.halfmoon.SettleRequest\x1a\x18.halfmoon.SettleResponse\x12\x35\n\x04\x46ind\x12\x15.halfmoon.FindRequest\x1a\x16.halfmoon.FindResponse\x12:\n\x05\x41\x64opt\x12\x16.halfmoon.AdoptRequest\x1a\x17.halfmoon.AdoptedTokens0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18halfmoon/pb/decode.proto\x12\x08halfmoon\x1a\x19halfmoon/pb/prefill.proto\x1a\x17halfmoon/pb/types.proto\"\x13\n\x11\x45mptyCacheRequest\"&\n\x12\x45mptyCacheResponse\x12\x10\n\x08num_left\x18\x01 \x01(\r\"#\n\rTokensRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"-\n\nStepTokens\x12\x1f\n\x06tokens\x18\x01 \x03(\x0b\x32\x0f.halfmoon.Token\"8\n\rCancelRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\"\'\n\x0e\x43\x61ncelResponse\x12\x15\n\rnum_cancelled\x18\x01 \x01(\r\"8\n\rSettleRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\"\x10\n\x0eSettleResponse\"\x1a\n\x0b\x46indRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\"5\n\x0c\x46indResponse\x12%\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x14.halfmoon.KeptAnswer\"r\n\nKeptAnswer\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\nrepeatable\x18\x02 \x01(\x0b\x32\x14.halfmoon.Repeatable\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x12\n\nis_settled\x18\x04 \x01(\x08\"6\n\x0c\x41\x64optRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\"h\n\rAdoptedTokens\x12#\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x14.halfmoon.FirstToken\x12\x11\n\thas_ended\x18\x02 \x01(\x08\x12\x1f\n\x06tokens\x18\x03 \x03(\x0b\x32\x0f.halfmoon.Token\"8\n\x0cHandoverOpen\x12(\n\ngeneration\x18\x01 \x01(\x0b\x32\x14.halfmoon.Generation\"a\n\x0eHandoverCommit\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12#\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x14.halfmoon.FirstToken\x12\x12\n\nis_private\x18\x03 \x01(\x08\x32\xf9\x02\n\x06\x44\x65\x63ode\x12\x39\n\x06Tokens\x12\x17.halfmoon.TokensRequest\x1a\x14.halfmoon.StepTokens0\x01\x12;\n\x06\x43\x61ncel\x12\x17.halfmoon.CancelRequest\x1a\x18.halfmoon.CancelResponse\x12;\n\x06Settle\x12\x17.halfmoon.SettleRequest\x1a\x18.halfmoon.SettleResponse\x12\x35\n\x04\x46ind\x12\x15.halfmoon.FindRequest\x1a\x16.halfmoon.FindResponse\x12:\n\x05\x41\x64opt\x12\x16.halfmoon.AdoptRequest\x1a\x17.halfmoon.AdoptedTokens0\x01\x12G\n\nEmptyCache\x12\x1b.halfmoon.EmptyCacheRequest\x1a\x1c.halfmoon.EmptyCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'halfmoon.pb.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOKENSREQUEST']._serialized_start=90
-  _globals['_TOKENSREQUEST']._serialized_end=125
-  _globals['_STEPTOKENS']._serialized_start=127
-  _globals['_STEPTOKENS']._serialized_end=172
-  _globals['_CANCELREQUEST']._serialized_start=174
-  _globals['_CANCELREQUEST']._serialized_end=230
-  _globals['_CANCELRESPONSE']._serialized_start=232
-  _globals['_CANCELRESPONSE']._serialized_end=271
-  _globals['_SETTLEREQUEST']._serialized_start=273
-  _globals['_SETTLEREQUEST']._serialized_end=329
-  _globals['_SETTLERESPONSE']._serialized_start=331
-  _globals['_SETTLERESPONSE']._serialized_end=347
-  _globals['_FINDREQUEST']._serialized_start=349
-  _globals['_FINDREQUEST']._serialized_end=375
-  _globals['_FINDRESPONSE']._serialized_start=377
-  _globals['_FINDRESPONSE']._serialized_end=430
-  _globals['_KEPTANSWER']._serialized_start=432
-  _globals['_KEPTANSWER']._serialized_end=546
-  _globals['_ADOPTREQUEST']._serialized_start=548
-  _globals['_ADOPTREQUEST']._serialized_end=602
-  _globals['_ADOPTEDTOKENS']._serialized_start=604
-  _globals['_ADOPTEDTOKENS']._serialized_end=708
-  _globals['_HANDOVEROPEN']._serialized_start=710
-  _globals['_HANDOVEROPEN']._serialized_end=766
-  _globals['_HANDOVERCOMMIT']._serialized_start=768
-  _globals['_HANDOVERCOMMIT']._serialized_end=865
-  _globals['_DECODE']._serialized_start=868
-  _globals['_DECODE']._serialized_end=1172
+  _globals['_EMPTYCACHEREQUEST']._serialized_start=90
+  _globals['_EMPTYCACHEREQUEST']._serialized_end=109
+  _globals['_EMPTYCACHERESPONSE']._serialized_start=111
+  _globals['_EMPTYCACHERESPONSE']._serialized_end=149
+  _globals['_TOKENSREQUEST']._serialized_start=151
+  _globals['_TOKENSREQUEST']._serialized_end=186
+  _globals['_STEPTOKENS']._serialized_start=188
+  _globals['_STEPTOKENS']._serialized_end=233
+  _globals['_CANCELREQUEST']._serialized_start=235
+  _globals['_CANCELREQUEST']._serialized_end=291
+  _globals['_CANCELRESPONSE']._serialized_start=293
+  _globals['_CANCELRESPONSE']._serialized_end=332
+  _globals['_SETTLEREQUEST']._serialized_start=334
+  _globals['_SETTLEREQUEST']._serialized_end=390
+  _globals['_SETTLERESPONSE']._serialized_start=392
+  _globals['_SETTLERESPONSE']._serialized_end=408
+  _globals['_FINDREQUEST']._serialized_start=410
+  _globals['_FINDREQUEST']._serialized_end=436
+  _globals['_FINDRESPONSE']._serialized_start=438
+  _globals['_FINDRESPONSE']._serialized_end=491
+  _globals['_KEPTANSWER']._serialized_start=493
+  _globals['_KEPTANSWER']._serialized_end=607
+  _globals['_ADOPTREQUEST']._serialized_start=609
+  _globals['_ADOPTREQUEST']._serialized_end=663
+  _globals['_ADOPTEDTOKENS']._serialized_start=665
+  _globals['_ADOPTEDTOKENS']._serialized_end=769
+  _globals['_HANDOVEROPEN']._serialized_start=771
+  _globals['_HANDOVEROPEN']._serialized_end=827
+  _globals['_HANDOVERCOMMIT']._serialized_start=829
+  _globals['_HANDOVERCOMMIT']._serialized_end=926
+  _globals['_DECODE']._serialized_start=929
+  _globals['_DECODE']._serialized_end=1306
 # @@protoc_insertion_point(module_scope)

@@ -21,6 +21,41 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class EmptyCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmptyCacheRequest: _TypeAlias = EmptyCacheRequest  # noqa: Y015
+
+@_typing.final
+class EmptyCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LEFT_FIELD_NUMBER: _builtins.int
+    num_left: _builtins.int
+    """cached blocks that are in use"""
+    def __init__(
+        self,
+        *,
+        num_left: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_left", b"num_left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmptyCacheResponse: _TypeAlias = EmptyCacheResponse  # noqa: Y015
+
+@_typing.final
 class TokensRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -60,6 +60,11 @@ class DecodeStub:
                 request_serializer=halfmoon_dot_pb_dot_decode__pb2.AdoptRequest.SerializeToString,
                 response_deserializer=halfmoon_dot_pb_dot_decode__pb2.AdoptedTokens.FromString,
                 _registered_method=True)
+        self.EmptyCache = channel.unary_unary(
+                '/halfmoon.Decode/EmptyCache',
+                request_serializer=halfmoon_dot_pb_dot_decode__pb2.EmptyCacheRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_decode__pb2.EmptyCacheResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -104,6 +109,13 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EmptyCache(self, request, context):
+        """Empties the prefix cache, except for blocks that running requests share. Nothing else is lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +143,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Adopt,
                     request_deserializer=halfmoon_dot_pb_dot_decode__pb2.AdoptRequest.FromString,
                     response_serializer=halfmoon_dot_pb_dot_decode__pb2.AdoptedTokens.SerializeToString,
+            ),
+            'EmptyCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.EmptyCache,
+                    request_deserializer=halfmoon_dot_pb_dot_decode__pb2.EmptyCacheRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_decode__pb2.EmptyCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +286,33 @@ class Decode:
             '/halfmoon.Decode/Adopt',
             halfmoon_dot_pb_dot_decode__pb2.AdoptRequest.SerializeToString,
             halfmoon_dot_pb_dot_decode__pb2.AdoptedTokens.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EmptyCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.Decode/EmptyCache',
+            halfmoon_dot_pb_dot_decode__pb2.EmptyCacheRequest.SerializeToString,
+            halfmoon_dot_pb_dot_decode__pb2.EmptyCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,8 @@ class DecodeStub:
     """Takes a kept answer over. Further tokens come on the caller's Tokens stream, which it must be reading; the gateway
     that had the answer gets a token with TAKEN_OVER.
     """
+    EmptyCache: _grpc.UnaryUnaryMultiCallable[_decode_pb2.EmptyCacheRequest, _decode_pb2.EmptyCacheResponse]
+    """Empties the prefix cache, except for blocks that running requests share. Nothing else is lost."""
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
@@ -71,6 +73,8 @@ class DecodeAsyncStub(DecodeStub):
     """Takes a kept answer over. Further tokens come on the caller's Tokens stream, which it must be reading; the gateway
     that had the answer gets a token with TAKEN_OVER.
     """
+    EmptyCache: _aio.UnaryUnaryMultiCallable[_decode_pb2.EmptyCacheRequest, _decode_pb2.EmptyCacheResponse]  # type: ignore[assignment]
+    """Empties the prefix cache, except for blocks that running requests share. Nothing else is lost."""
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     """KV -> tokens. The KV itself arrives as raw frames (halfmoon.kv.frame) on /halfmoon.KVTransfer/Push."""
@@ -120,5 +124,13 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         """Takes a kept answer over. Further tokens come on the caller's Tokens stream, which it must be reading; the gateway
         that had the answer gets a token with TAKEN_OVER.
         """
+
+    @_abc_1.abstractmethod
+    def EmptyCache(
+        self,
+        request: _decode_pb2.EmptyCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.EmptyCacheResponse, _abc.Awaitable[_decode_pb2.EmptyCacheResponse]]:
+        """Empties the prefix cache, except for blocks that running requests share. Nothing else is lost."""
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -76,9 +76,12 @@ class MatchResponse(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
     ROOM_IDLE_S_FIELD_NUMBER: _builtins.int
+    MOST_BY_LAYER_FIELD_NUMBER: _builtins.int
     num_matched: _builtins.int
     room_idle_s: _builtins.float
     """with room: how long the block was not used that would make room; inf: there is room"""
+    most_by_layer: _builtins.int
+    """most blocks of a Get by layer at present; 0: it sends each with all its layers"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___KVTier.ValueType]:
         """for each matched block, the fastest tier that has it"""
@@ -94,10 +97,11 @@ class MatchResponse(_message.Message):
         tiers: _abc.Iterable[Global___KVTier.ValueType] | None = ...,
         places: _abc.Iterable[_builtins.int] | None = ...,
         room_idle_s: _builtins.float = ...,
+        most_by_layer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_matched", b"num_matched", "places", b"places", "room_idle_s", b"room_idle_s", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["most_by_layer", b"most_by_layer", "num_matched", b"num_matched", "places", b"places", "room_idle_s", b"room_idle_s", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -890,6 +894,21 @@ class PinResponse(_message.Message):
 Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
 
 @_typing.final
+class EmptyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmptyRequest: _TypeAlias = EmptyRequest  # noqa: Y015
+
+@_typing.final
 class DropRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1004,7 +1023,9 @@ class BlocksOpen(_message.Message):
     Get: the client sends OPEN; its range names the layers and heads that it wants of every block, and the position of
     the first block's tokens. The store answers with DATA frames that cover that range block by block, each a block's
     tokens further on; then DONE. The first block that cannot be read ends them; if it is the very first, the call fails.
-    With `layers_at_once`, all blocks' first so many layers come before any block's next ones.
+    With `layers_at_once`, which workers alone serve, all blocks' first so many layers come before any block's next ones.
+    ACCEPT precedes them: its sequence number is how many of the blocks come, the leading ones, at least one. The reader
+    asks for the others in another Get.
     Errors: absent NOT_FOUND; over the budget RESOURCE_EXHAUSTED; another layout
     FAILED_PRECONDITION; digest DATA_LOSS; an unreachable tier UNAVAILABLE.
 

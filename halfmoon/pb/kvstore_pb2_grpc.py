@@ -399,6 +399,11 @@ class KVStoreAdminStub:
                 request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.DropRequest.SerializeToString,
                 response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.DropResponse.FromString,
                 _registered_method=True)
+        self.Empty = channel.unary_unary(
+                '/halfmoon.KVStoreAdmin/Empty',
+                request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.EmptyRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.DropResponse.FromString,
+                _registered_method=True)
         self.Verify = channel.unary_unary(
                 '/halfmoon.KVStoreAdmin/Verify',
                 request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.VerifyRequest.SerializeToString,
@@ -430,6 +435,13 @@ class KVStoreAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Empty(self, request, context):
+        """Deletes all blocks, pinned ones too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Verify(self, request, context):
         """Reads every block of the tiers and drops damaged ones.
         """
@@ -453,6 +465,11 @@ def add_KVStoreAdminServicer_to_server(servicer, server):
             'Drop': grpc.unary_unary_rpc_method_handler(
                     servicer.Drop,
                     request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.DropRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.DropResponse.SerializeToString,
+            ),
+            'Empty': grpc.unary_unary_rpc_method_handler(
+                    servicer.Empty,
+                    request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.EmptyRequest.FromString,
                     response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.DropResponse.SerializeToString,
             ),
             'Verify': grpc.unary_unary_rpc_method_handler(
@@ -542,6 +559,33 @@ class KVStoreAdmin:
             target,
             '/halfmoon.KVStoreAdmin/Drop',
             halfmoon_dot_pb_dot_kvstore__pb2.DropRequest.SerializeToString,
+            halfmoon_dot_pb_dot_kvstore__pb2.DropResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Empty(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.KVStoreAdmin/Empty',
+            halfmoon_dot_pb_dot_kvstore__pb2.EmptyRequest.SerializeToString,
             halfmoon_dot_pb_dot_kvstore__pb2.DropResponse.FromString,
             options,
             channel_credentials,

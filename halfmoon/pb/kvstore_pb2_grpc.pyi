@@ -168,6 +168,8 @@ class KVStoreAdminStub:
     """A pinned block, and therefore its whole prefix, is neither evicted nor expires."""
     Drop: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.DropRequest, _kvstore_pb2.DropResponse]
     """Deletes blocks and all that follow them."""
+    Empty: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.EmptyRequest, _kvstore_pb2.DropResponse]
+    """Deletes all blocks, pinned ones too."""
     Verify: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyResponse]
     """Reads every block of the tiers and drops damaged ones."""
 
@@ -181,6 +183,8 @@ class KVStoreAdminAsyncStub(KVStoreAdminStub):
     """A pinned block, and therefore its whole prefix, is neither evicted nor expires."""
     Drop: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.DropRequest, _kvstore_pb2.DropResponse]  # type: ignore[assignment]
     """Deletes blocks and all that follow them."""
+    Empty: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.EmptyRequest, _kvstore_pb2.DropResponse]  # type: ignore[assignment]
+    """Deletes all blocks, pinned ones too."""
     Verify: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyResponse]  # type: ignore[assignment]
     """Reads every block of the tiers and drops damaged ones."""
 
@@ -209,6 +213,14 @@ class KVStoreAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.DropResponse, _abc.Awaitable[_kvstore_pb2.DropResponse]]:
         """Deletes blocks and all that follow them."""
+
+    @_abc_1.abstractmethod
+    def Empty(
+        self,
+        request: _kvstore_pb2.EmptyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.DropResponse, _abc.Awaitable[_kvstore_pb2.DropResponse]]:
+        """Deletes all blocks, pinned ones too."""
 
     @_abc_1.abstractmethod
     def Verify(

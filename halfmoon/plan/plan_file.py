@@ -42,6 +42,7 @@ class PlannedWorkers(BaseModel):
     max_batch_tokens: int | None = Field(default=None, ge=1)
     chunk_tokens: int | None = Field(default=None, ge=1)
     max_running: int | None = Field(default=None, ge=1)
+    first_node: int | None = Field(default=None, ge=0)  # of a paired unit, whose workers share a node
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -31,41 +31,27 @@ class ServedRequest:
     def __init__(self) -> None:
         self.sent_s = time.monotonic()
         self.event_times_s: list[float] = []
-        self._has_ended = False
-        self._changed = asyncio.Event()
+        self._has_ended = asyncio.Event()
 
     @property
     def ttft_s(self) -> float:
         """Time to the first token, which must have arrived."""
         return self.event_times_s[0] - self.sent_s
 
-    async def events(self, num: int) -> Sequence[float]:
-        """All event times so far, at least `num`. Raises Unavailable if the answer ends before."""
-        while len(self.event_times_s) < num:
-            if self._has_ended:
-                raise Unavailable(f"an answer of the gateway ended after {len(self.event_times_s)} events of {num}")
-            await self._wait_for_change()
-        return self.event_times_s
-
     async def whole(self) -> Sequence[float]:
-        """The event times of the whole answer, at least three. Raises Unavailable."""
-        while not self._has_ended:
-            await self._wait_for_change()
-        return await self.events(3)
-
-    async def _wait_for_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
+        """The event times of the whole answer, at least one. Raises Unavailable."""
+        await self._has_ended.wait()
+        if not self.event_times_s:
+            raise Unavailable("an answer of the gateway ended without a token")
+        return self.event_times_s
 
     def feed(self, received: bytes) -> None:
         """Takes the next part of the stream."""
         self.event_times_s += [time.monotonic()] * received.count(_TOKEN)
-        self._changed.set()
 
     def end(self) -> None:
         """Ends the stream."""
-        self._has_ended = True
-        self._changed.set()
+        self._has_ended.set()
 
 
 @asynccontextmanager
@@ -115,7 +101,8 @@ async def measured_request_time(
 ) -> RequestTime:
     """Measures requests to the gateway, each followed by the same work on the workers themselves.
 
-    The worker's own answer time is the way back; the rest of the TTFT is the way there. Raises what `served` raises.
+    The worker's own answer time is the way back; the rest of the TTFT is the way there. Raises what `served` raises,
+    and Unavailable where no answer shows the time of its steps.
     """
     ways_s, answers_s, tokens_s = [], [], []
     for _ in range(_REPEATS):
@@ -125,6 +112,14 @@ async def measured_request_time(
         steps = await decode.decode(1, _PROMPT_TOKENS, _STEPS)
         ways_s.append(request.ttft_s - alone.seconds - alone.answer_s)
         answers_s.append(alone.answer_s)
-        step_s = (event_times_s[-1] - event_times_s[1]) / (len(event_times_s) - 2)  # after the hand-over
+        num_steps = len(event_times_s) - 2  # after the hand-over
+        if num_steps < 1:
+            continue  # the gateway or this process stood still, and the answer came at once
+        step_s = (event_times_s[-1] - event_times_s[1]) / num_steps
         tokens_s.append(step_s - mean(step.seconds for step in steps))
+    if len(tokens_s) < 2:
+        raise Unavailable(
+            f"answers of the gateway at {cluster.url} come in one piece, so their steps cannot be timed: profile"
+            " while nothing else keeps its host busy"
+        )
     return RequestTime(*(max(median(some[1:]), 0.0) for some in (ways_s, answers_s, tokens_s)))

@@ -16,9 +16,14 @@ from halfmoon.sim.workloads.workload import Workload
 _LEAD_S = 0.2  # before the first request
 
 
-async def played(workload: Workload, gateway: Gateway, on_done: Callable[[], None]) -> list[Outcome]:
-    """The outcome of each request; `on_done` is called at each end. The trace's second `t` is at `t / speed`."""
-    prompts = Prompts(workload)
+async def played(
+    workload: Workload, gateway: Gateway, on_done: Callable[[], None], first_request: int = 0
+) -> list[Outcome]:
+    """The outcome of each request; `on_done` is called at each end. The trace's second `t` is at `t / speed`.
+
+    Workloads whose requests count from different `first_request`s on have no own tokens in common.
+    """
+    prompts = Prompts(workload, first_request)
     most = int(workload.output_tokens.max(initial=1))
     outcomes: list[Outcome | None] = [None] * len(workload)
     started_s = time.monotonic() + _LEAD_S

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from halfmoon.sim.workloads.workload import Ints, Workload
 
 _FIRST_TOKEN, _NUM_TOKENS = 1_000, 29_000
+_REQUEST_BITS = 26  # for the places of one request's tokens
 _OWN = 1 << 62  # above any block id: tokens that a request shares with no other
 
 
@@ -17,14 +18,15 @@ class Prompts:
     Token ids are hashes, from a range that common vocabularies of 32,000 and more use for words.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, first_request: int = 0) -> None:
         self._workload = workload
+        self._first_request = first_request
 
     def of(self, index: int) -> Ints:
         """The prompt of request `index`."""
         num_tokens = int(self._workload.prompt_tokens[index])
         shared = self._shared(index)[:num_tokens]
-        first = _OWN + (index << 32)
+        first = _OWN + ((self._first_request + index) << _REQUEST_BITS)
         own = self._tokens(np.arange(first + len(shared), first + num_tokens, dtype=np.uint64))
         return np.concatenate([shared, own])
 

@@ -191,12 +191,13 @@ class _Run:
         del self._inside[job.index]
 
     def _fetch(self, job: Job, target: SimWorker, placement: Placement) -> None:
-        """Fetches the end of its prefix from its source, while the beginning is computed."""
+        """Fetches the end of its prefix from the source that is free first, while the beginning is computed."""
         stores = self._policy_router.stores
         if self._stores is not None and stores is not None and placement.source == stores.holder:
             self._stores.load(job, target, placement, self._policy_router.restore_plan)
             return
-        source, size = self._policy_router.source(placement.source), self._prefix_block_tokens
+        size = self._prefix_block_tokens
+        source = min(self._policy_router.sources(job, placement), key=lambda one: self._transfers.wait_s(one, target))
         num_there = source.kv.use(job.prefix_blocks, (placement.cached_tokens + placement.fetched_tokens) // size)
         placement = replace(placement, fetched_tokens=max(num_there * size - placement.cached_tokens, 0))
         wait_s, token_s = self._transfers.wait_s(source, target), self._transfers.fetch_s_per_token(source, target)

@@ -1,7 +1,7 @@
-"""`halfmoon up`: starts, changes and stops the processes of the whole system on one host.
+"""`halfmoon up`: starts, changes and stops the processes of the whole system, on one host or several.
 
-Read in this order: run, up_options, service_specs, certificates, supervision/child, supervision/supervisor,
-supervision/restarts, supervision/log_files, gpus, fleet/fleet, fleet/from_plan, stores, simulated, service.
+Read in this order: run, until_stopped, up_options, service_specs, supervision/child, supervision/service_process,
+supervision/supervisor, supervision/restarts, hosts, join, gpus, fleet/fleet, stores, service.
 
-`config/` has an order of its own.
+`config/` and `on_ray/` have orders of their own.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from halfmoon.errors import HalfmoonError, Incompatible
@@ -42,13 +42,17 @@ class RoleCertificates:
             return {}
         return dict(zip(TLS_VARIABLES, map(str, state_paths(self._state_dir, role)), strict=True))
 
-    async def renew(self, on_trouble: Callable[[str], None]) -> None:
-        """Issues new certificates long before the old ones end, as long as it runs. Services take them over."""
+    async def renew(self, on_trouble: Callable[[str], None], on_renewed: Callable[[], Awaitable[None]]) -> None:
+        """Issues new certificates long before the old ones end, as long as it runs. Services take them over.
+
+        `on_renewed` copies them to other hosts.
+        """
         while self._authority is not None:
             await asyncio.sleep(_RENEW_S)
             while (problem := await asyncio.to_thread(self._problem)) is not None:
                 on_trouble(f"certificates are not renewed: {problem}")
                 await asyncio.sleep(_RETRY_S)
+            await on_renewed()
 
     def _problem(self) -> str | None:
         try:

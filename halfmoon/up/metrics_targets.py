@@ -7,7 +7,7 @@ an edit, also workers that the planner starts later.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,6 @@ from halfmoon.up.supervision.log_files import OnTrouble
 
 TARGETS_FILE = "prometheus-targets.json"  # in the state directory
 
-_HOST = "127.0.0.1"
 _JOBS = {
     "services.prefill": "halfmoon-workers",
     "services.decode": "halfmoon-workers",
@@ -49,13 +48,14 @@ class MetricsTargets:
         self._num_opened += 1
         return replace(spec, arguments=(*spec.arguments, "--metrics-port", str(port)), metrics_port=port)
 
-    def write(self, url: str, specs: Iterable[ServiceSpec]) -> None:
-        """Writes the file: the gateways and the services that run now. `url` is that of the gateways."""
+    def write(self, url: str, address: Callable[[ServiceSpec], str | None], specs: Iterable[ServiceSpec]) -> None:
+        """Writes the file: the gateways and the services that run now. `url` is that of the gateways.
+
+        `address` returns host:port of a service's metrics, or None.
+        """
         groups = [_gateway_group(url)]
         groups += [
-            _group(f"{_HOST}:{spec.metrics_port}", _JOBS[spec.arguments[1]], spec.name)
-            for spec in specs
-            if spec.metrics_port is not None
+            _group(found, _JOBS[spec.arguments[1]], spec.name) for spec in specs if (found := address(spec)) is not None
         ]
         replace_file(self._path, json.dumps(groups, indent=2) + "\n", self._on_trouble)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from halfmoon.errors import InvalidRequest
 
+LOOPBACK = "127.0.0.1"
 HTTP_BACKLOG = 4_096  # connections that wait to be accepted: many clients may come at once
 
 
@@ -32,7 +33,7 @@ class ReservedPorts:
     ) -> None:
         self._held.close()
 
-    def port(self, host: str = "127.0.0.1") -> int:
+    def port(self, host: str = LOOPBACK) -> int:
         """Reserves one more port on `host`. Raises InvalidRequest if that is not an address of this host."""
         try:
             held = _bound(host)
@@ -45,9 +46,9 @@ class ReservedPorts:
             held.close()
         return port
 
-    def address(self) -> str:
-        """Reserves a port on loopback and returns its host:port."""
-        return f"127.0.0.1:{self.port()}"
+    def address(self, host: str = LOOPBACK) -> str:
+        """Reserves a port on `host` and returns its host:port. Raises InvalidRequest as `port` does."""
+        return f"{host}:{self.port(host)}"
 
     def listening(self, host: str, port: int, num_acceptors: int) -> list[tuple[int, ...]]:
         """Listens on `port` at every address of `host`. Returns descriptors for each acceptor to inherit.
@@ -55,8 +56,8 @@ class ReservedPorts:
         The kernel distributes connections among acceptors. One that dies loses no connection: those that it has not
         accepted wait here for its successor. Raises InvalidRequest.
         """
-        addresses = _addresses(host, port)
         try:
+            addresses = _addresses(host, port)
             for family, address in addresses:  # another system would not notice that it shares its port
                 socket.create_server(address, family=family).close()
             return [

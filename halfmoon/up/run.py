@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 import aiohttp
 from rich.console import Console
-from rich.progress import Progress
 
-from halfmoon.background import running
-from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_errors
+from halfmoon.errors import UnknownModel
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.addresses.loopback import is_loopback
 from halfmoon.rpc.credentials.access import CallAccess
@@ -31,32 +29,25 @@ from halfmoon.rpc.credentials.sources import (
     secret_text,
     state_secret,
 )
-from halfmoon.rpc.processes.descriptors import raise_descriptor_limit
-from halfmoon.rpc.processes.private_files import PRIVATE_UMASK, make_private
 from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.fleet.fleet import WorkerFleet
-from halfmoon.up.fleet.fleet_diff import WorkerChange
 from halfmoon.up.fleet.fleet_servicer import fleet_address, fleet_server
 from halfmoon.up.fleet.from_plan import applied_options
 from halfmoon.up.gpus import visible_gpus
+from halfmoon.up.hosts import Hosts
 from halfmoon.up.metrics_targets import MetricsTargets
 from halfmoon.up.reserved_ports import ReservedPorts
 from halfmoon.up.service_specs import PreparedModel, WorkerSpec, gateway_spec, other_specs, traced, trusted, worker_spec
 from halfmoon.up.simulated import simulated_model
-from halfmoon.up.state_lock import locked_state_dir
-from halfmoon.up.stores import idle_directories, remember_stores
+from halfmoon.up.stores import idle_directories, remember_stores, store_names
 from halfmoon.up.supervision.announcements import (
-    WeightsProgress,
     print_change,
     print_ignored,
     print_ready,
-    print_restart,
-    print_stopping,
     print_trouble,
-    progress_bars,
 )
 from halfmoon.up.supervision.child import ServiceSpec, children_ready
-from halfmoon.up.supervision.supervisor import Supervisor
+from halfmoon.up.until_stopped import UpContext, exit_status, until_stopped
 from halfmoon.up.up_options import UpOptions, WorkerStart, engines
 
 _HEALTH_POLL_S = 0.1
@@ -70,51 +61,7 @@ async def up(options: UpOptions, terminal: Console) -> bool:
     Raises ServiceFailed if a service ends for good on its own, and InvalidRequest for a state directory that cannot be
     used or that another `halfmoon up` uses.
     """
-    raise_descriptor_limit()
-    _open_state_dir(options.state_dir, terminal)
-    with locked_state_dir(options.state_dir):
-        return await _until_stopped(options, terminal)
-
-
-async def _until_stopped(options: UpOptions, terminal: Console) -> bool:
-    stopping, killing = asyncio.Event(), asyncio.Event()
-    with progress_bars(terminal) as bars:
-        supervisor = Supervisor(
-            options.state_dir / "logs",
-            WeightsProgress(bars).on_event,
-            partial(print_restart, terminal),
-            partial(print_trouble, terminal),
-            options.log_limits,
-        )
-
-        def on_signal() -> None:
-            if stopping.is_set():
-                terminal.print("halfmoon ends at once")
-                killing.set()
-                supervisor.kill()
-            stopping.set()
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, on_signal)
-        try:
-            async with running(stopping.wait()) as stop, running(_run(options, supervisor, terminal, bars)) as run:
-                await asyncio.wait({stop, run}, return_when=asyncio.FIRST_COMPLETED)
-                if run.done():
-                    await run
-                print_stopping(options, terminal)
-        finally:
-            await supervisor.stop()
-    return killing.is_set()
-
-
-def _open_state_dir(directory: Path, terminal: Console) -> None:
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidRequest(f"--state-dir {directory} cannot be made: {error.strerror}") from error
-    num_changed = make_private(directory)
-    if num_changed:
-        print_trouble(terminal, f"other users could read {num_changed} files in {directory}; they are private now")
+    return await until_stopped(options, terminal, _run)
 
 
 class _Started(NamedTuple):
@@ -128,29 +75,30 @@ class _Started(NamedTuple):
     stores: Sequence[str]
     specs: Sequence[ServiceSpec]  # all but the gateways
     metrics: MetricsTargets
-    url: str  # of the gateways
 
 
-async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
+async def _run(context: UpContext) -> None:
     with ReservedPorts() as ports, fleet_address() as fleet:
         async with asyncio.TaskGroup() as group:
-            starting = group.create_task(_start(options, supervisor, terminal, bars, ports, fleet))
-            group.create_task(supervisor.until_one_ends())
+            starting = group.create_task(_start(context, ports, fleet))
+            group.create_task(context.supervisor.until_one_ends())
             started = await starting
-            group.create_task(started.certificates.renew(partial(print_trouble, terminal)))
-            if options.simulation is None:
-                group.create_task(_change_workers(started, fleet, supervisor, terminal))
+            on_trouble = partial(print_trouble, context.terminal)
+            group.create_task(started.certificates.renew(on_trouble, context.hosts.write_certificates))
+            if context.options.simulation is None:
+                group.create_task(_change_workers(started, fleet, context))
 
 
-async def _start(
-    options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress, ports: ReservedPorts, fleet: str
-) -> _Started:
+async def _start(context: UpContext, ports: ReservedPorts, fleet: str) -> _Started:
+    options, supervisor, hosts, written, terminal, bars = context
     model = await prepared_model(options.model, terminal, for_any_engine="vllm" in engines(options))
     model = replace(model, name=options.model_name or model.name)
     if options.simulation is not None:
         print_ignored(options, terminal)
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
-    stores, planner = [ports.address() for _ in range(options.store.num_stores)], ports.address()
+    options = replace(options, store=replace(options.store, num_stores=await _num_stores(options, hosts)))
+    reserved = await hosts.stores(store_names(options.store.num_stores or 1), ports)
+    stores, planner = [address for address, _ in reserved.values()], ports.address()
     is_generated = options.operator_token is None
     options = with_operator_token(options)
     secret, certificates = cluster_secret(options), RoleCertificates(options.tls_dir, options.state_dir)
@@ -158,15 +106,19 @@ async def _start(
     options = replace(options, port=options.port or ports.port(options.host))
     numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
     listeners = ports.listening(options.host, options.port, options.num_gateways)
-    specs = [gateway_spec(options, model, number, stores, ports.address(), listeners) for number in numbers]
+    specs = [
+        gateway_spec(options, model, number, stores, _cluster_listen(options, hosts, ports, number or 0), listeners)
+        for number in numbers
+    ]
     specs = [trusted(traced(spec, options), secret, certificates) for spec in specs]
     ready = await children_ready([await supervisor.start(spec) for spec in specs])
     cluster = ",".join(event["address"] for event in ready)
     on_trouble = partial(print_trouble, terminal)
     metrics = MetricsTargets(options.state_dir, options.metrics_port, ports, on_trouble)
-    wanted = other_specs(options, model, cluster, stores, planner, fleet)
+    rooms = {name: room for name, (_, room) in reserved.items()}
+    wanted = other_specs(options, model, cluster, stores, planner, fleet, hosts, rooms)
     specs = [metrics.opened(trusted(traced(spec, options), secret, certificates)) for spec in wanted]
-    others = [await supervisor.start(spec) for spec in specs]
+    others = await asyncio.gather(*map(supervisor.start, specs))
     await children_ready([child for child in others if child.spec.announces])
     remember_stores(options.state_dir, stores, on_trouble)
     for idle in idle_directories(options.store, options.state_dir):
@@ -175,32 +127,41 @@ async def _start(
         )
     url = ready[0]["http"]
     is_closed = await _until_healthy(url)
-    metrics.write(url, specs)
+    written.begin(url, partial(metrics.write, url, hosts.metrics_address))
+    written.write(supervisor.children)
     bars.stop()
     print_ready(options, terminal, url, model.name, others, is_told=is_generated and is_closed)
-    return _Started(options, model, secret, certificates, cluster, stores, specs, metrics, url)
+    return _Started(options, model, secret, certificates, cluster, stores, specs, metrics)
 
 
-async def _change_workers(started: _Started, address: str, supervisor: Supervisor, terminal: Console) -> None:
+async def _change_workers(started: _Started, address: str, context: UpContext) -> None:
     """Serves the planner's requests to change workers."""
-    options, model, secret, certificates, cluster, stores, specs, metrics, url = started
+    options, model, secret, certificates, cluster, stores, specs, metrics = started
+    _, supervisor, hosts, _, terminal, _ = context
 
     def made(planned: UpOptions, role: Role, index: int, start: WorkerStart, visible: Mapping[str, str]) -> WorkerSpec:
-        spec = worker_spec(planned, model, cluster, stores, role, index, start, visible)
+        spec = worker_spec(planned, model, cluster, stores, role, index, start, visible, address=hosts.address)
+        spec = replace(spec, room=hosts.worker_room(start, planned.device))
         return metrics.opened(trusted(traced(spec, options), secret, certificates))
 
-    def changed(change: asyncio.Task[WorkerChange]) -> None:
-        metrics.write(url, (*others, *fleet.workers))
-        print_change(terminal, change)
-
-    others = [spec for spec in specs if not isinstance(spec, WorkerSpec)]
     workers = [spec for spec in specs if isinstance(spec, WorkerSpec)]
-    gpus = await asyncio.to_thread(visible_gpus) if options.device != "cpu" else ()
-    fleet = WorkerFleet(supervisor, workers, made, gpus)
+    is_alone = options.on == "this-host" and options.device != "cpu"
+    gpus = await asyncio.to_thread(visible_gpus) if is_alone else ()
+    fleet = WorkerFleet(supervisor, workers, made, gpus, hosts.share)
     planned = partial(applied_options, options, model)
     access = CallAccess(credential_from(secret, "operator"))
-    async with fleet_server(address, fleet, planned, changed, access):
+    async with fleet_server(address, fleet, planned, partial(print_change, terminal), access):
         await asyncio.Event().wait()
+
+
+def _cluster_listen(options: UpOptions, hosts: Hosts, ports: ReservedPorts, number: int) -> str:
+    if options.cluster_port:
+        return f"{hosts.address}:{options.cluster_port + number}"
+    return ports.address(hosts.address)
+
+
+async def _num_stores(options: UpOptions, hosts: Hosts) -> int:
+    return await hosts.default_stores() if options.store.num_stores is None else options.store.num_stores
 
 
 async def prepared_model(model: str, terminal: Console, *, for_any_engine: bool = False) -> PreparedModel:
@@ -269,16 +230,4 @@ async def _until_healthy(url: str) -> bool:
 
 def run_up(options: UpOptions, terminal: Console) -> int:
     """Runs `halfmoon up` and returns its exit status."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.umask(PRIVATE_UMASK)
-    try:
-        if asyncio.run(up(options, terminal)):
-            terminal.file.flush()
-            os._exit(0)  # the interpreter would clean up for seconds where the cores are busy
-    except (HalfmoonError, ExceptionGroup) as err:
-        for error in leaf_errors(err):
-            if not isinstance(error, HalfmoonError):
-                raise
-            terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
-    return 0
+    return exit_status(up(options, terminal), terminal)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import halfmoon
@@ -18,10 +19,13 @@ from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.credentials.sources import environment_of
 from halfmoon.up.certificates import RoleCertificates
+from halfmoon.up.cores import thread_environment
 from halfmoon.up.gpus import VISIBLE_GPUS, GPUShares, visible_gpus, whole_gpus
+from halfmoon.up.hosts import Hosts, ThisHost
+from halfmoon.up.reserved_ports import LOOPBACK
 from halfmoon.up.simulated import simulation_specs
 from halfmoon.up.stores import store_specs
-from halfmoon.up.supervision.child import ServiceSpec
+from halfmoon.up.supervision.child import Room, ServiceSpec
 from halfmoon.up.up_options import (
     ServiceSettings,
     UpOptions,
@@ -105,15 +109,24 @@ def gateway_spec(
 
 
 def other_specs(
-    options: UpOptions, model: PreparedModel, cluster: str, stores: Sequence[str], planner: str, fleet: str = ""
+    options: UpOptions,
+    model: PreparedModel,
+    cluster: str,
+    stores: Sequence[str],
+    planner: str,
+    fleet: str = "",
+    hosts: Hosts | None = None,
+    rooms: Mapping[str, Room | None] = MappingProxyType({}),
 ) -> list[ServiceSpec]:
     """Returns the specs of all services but the gateways.
 
-    The gateways are at `cluster` (host:port, separated by commas), and halfmoon.Fleet is at `fleet`.
+    The gateways are at `cluster` (host:port, separated by commas), and halfmoon.Fleet is at `fleet`. `rooms` has the
+    stores' rooms on their hosts, by name; `hosts` says what workers reserve.
     """
+    hosts = hosts or ThisHost(None)
     served = ("--model", model.path, "--model-name", model.name)
     specs = [
-        *store_specs(options.store, options.state_dir, stores, variables("kvstore", options.settings)),
+        *(replace(spec, room=rooms.get(spec.name)) for spec in _stores(options, stores)),
         _planner_spec(options, planner, fleet),
     ]
     if options.console and find_spec("streamlit") is not None:
@@ -122,14 +135,29 @@ def other_specs(
         settings = variables("simulation", options.settings)
         simulated = simulation_specs(options.simulation, simulated_workers(options), cluster, served, stores)
         return [*specs, *(replace(spec, environment={**spec.environment, **settings}) for spec in simulated)]
+    return [*specs, *worker_specs(options, model, cluster, stores, hosts)]
+
+
+def worker_specs(
+    options: UpOptions, model: PreparedModel, cluster: str, stores: Sequence[str], hosts: Hosts
+) -> list[WorkerSpec]:
+    """Returns the specs of all workers. `stores` may be empty."""
     workers = wanted_workers(options)
-    shares = _gpus([start for _, start in workers], options.device)
+    shares = _gpus([start for _, start in workers], options)
     num_of: Counter[Role] = Counter()
+    specs = []
     for (role, start), (visible, share) in zip(workers, shares, strict=True):
         index = num_of[role]
         num_of[role] += 1
-        specs.append(worker_spec(options, model, cluster, stores, role, index, start, visible, share))
+        room = hosts.worker_room(start, options.device)
+        spec = worker_spec(options, model, cluster, stores, role, index, start, visible, share, hosts.address)
+        specs.append(replace(spec, room=room))
+    hosts.share(specs)
     return specs
+
+
+def _stores(options: UpOptions, addresses: Sequence[str]) -> list[ServiceSpec]:
+    return store_specs(options.store, options.state_dir, addresses, variables("kvstore", options.settings))
 
 
 def worker_spec(
@@ -142,25 +170,33 @@ def worker_spec(
     start: WorkerStart,
     visible: Mapping[str, str],
     share: Sequence[str] = (),
+    address: str = LOOPBACK,
 ) -> WorkerSpec:
-    """Returns the spec of the `index`th worker of a role.
+    """Returns the spec of the `index`th worker of a role, which listens at `address`.
 
     `visible` is the environment that names its GPUs, `share` the arguments that limit their memory.
     """
     module = "services.decode" if role == "decode" else "services.prefill"
-    common = ("--gateway", cluster)
+    common = ("--gateway", cluster, "--listen", f"{address}:0")
     chosen = {"--device": options.device, "--dtype": options.dtype, **option_values(share)}
     chosen |= option_values(options.worker_arguments) | option_values(start.arguments)
     python = chosen.pop("--engine-python", None)
-    served = ("--model", model.path, "--model-name", model.name)
-    state = ("--state-dir", str(options.state_dir), "--kv-store", stores[index % len(stores)])
+    served = ("--model", model.path if options.on == "this-host" else options.model, "--model-name", model.name)
+    store = ("--kv-store", stores[index % len(stores)]) if stores else ()
+    state = ("--state-dir", str(options.state_dir), *store)
     settings = variables(module.removeprefix("services."), options.settings)
     return WorkerSpec(
         f"{role}-{index}",
         ("-m", module, "--role", role, *common, *served, *state, *_options(chosen)),
-        {**settings, **_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false", **visible, **_import_path(python)},
+        {
+            **settings,
+            **thread_environment(options, role, index, chosen),
+            "TOKENIZERS_PARALLELISM": "false",
+            **visible,
+            **_import_path(python),
+        },
         restarts=True,
-        num_gateways=options.num_gateways,
+        num_gateways=cluster.count(",") + 1,
         cluster_role="worker",
         role=role,
         start=start,
@@ -205,9 +241,14 @@ def variables(service: str, settings: ServiceSettings) -> dict[str, str]:
     return {f"HALFMOON_{service.upper()}_{name.upper()}": text for name, text in settings.get(service, {}).items()}
 
 
-def _gpus(starts: Sequence[WorkerStart], device: str) -> list[tuple[dict[str, str], tuple[str, ...]]]:
-    """Returns environment and arguments of each worker. GPUs are assigned in turn, unless a worker needs several."""
-    computing = iter(_gpu_shares([start.num_gpus for start in starts if not start.on_cpu], device))
+def _gpus(starts: Sequence[WorkerStart], options: UpOptions) -> list[tuple[dict[str, str], tuple[str, ...]]]:
+    """Returns environment and arguments of each worker. GPUs are assigned in turn, unless a worker needs several.
+
+    A cluster engine assigns them itself.
+    """
+    if options.on != "this-host":
+        return [({}, ()) for _ in starts]
+    computing = iter(_gpu_shares([start.num_gpus for start in starts if not start.on_cpu], options.device))
     return [({}, ()) if start.on_cpu else next(computing) for start in starts]
 
 
@@ -217,17 +258,6 @@ def _gpu_shares(num_devices: list[int], device: str) -> list[tuple[dict[str, str
         return [(environment, ()) for environment in whole_gpus(gpus, num_devices)]
     shares = GPUShares(gpus, len(num_devices))
     return [(shares.environment(place), shares.arguments(place)) for place in range(len(num_devices))]
-
-
-def _openmp_waiting(options: UpOptions) -> dict[str, str]:
-    """Returns how OpenMP threads wait between two operations. Measurements are in docs/log/up.md.
-
-    A worker alone on its cores is a fifth faster if its threads spin for a moment. Workers that share cores would take
-    them from each other by spinning.
-    """
-    if options.num_prefill + options.num_decode + options.num_both == 1:
-        return {"GOMP_SPINCOUNT": "1000"}
-    return {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _planner_spec(options: UpOptions, address: str, fleet: str) -> ServiceSpec:

@@ -30,6 +30,18 @@ def locked_state_dir(directory: Path) -> Iterator[None]:
         os.close(lock)
 
 
+def is_locked(directory: Path) -> bool:
+    """Returns whether a `halfmoon up` uses the directory now."""
+    try:
+        with (directory / _FILE).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _take(lock: int, directory: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

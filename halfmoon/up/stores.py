@@ -27,10 +27,10 @@ class StoreOptions:
     dram_codec: str = "raw"
     disk_codec: str = "raw"
     cold_codec: str = "raw"
-    num_stores: int = 1  # assigned to the workers of each role in turn
+    num_stores: int | None = None  # assigned to the workers of each role in turn; None: one for each host
 
     def __post_init__(self) -> None:
-        if self.num_stores < 1:
+        if self.num_stores is not None and self.num_stores < 1:
             raise InvalidRequest("there has to be at least one store")
         for codec in (self.dram_codec, self.disk_codec, self.cold_codec):
             EntryCodec.parse(codec)
@@ -42,7 +42,7 @@ def store_specs(
     options: StoreOptions, state_dir: Path, addresses: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> list[ServiceSpec]:
     """Returns the specs of the stores. They share the cold tier; each has its own memory and directory."""
-    names = ["kvstore"] if len(addresses) == 1 else [f"kvstore-{index}" for index in range(len(addresses))]
+    names = store_names(len(addresses))
     directories = _directories(options, state_dir)
     return [
         _store_spec(
@@ -50,6 +50,11 @@ def store_specs(
         )
         for place in zip(names, directories, addresses, strict=True)
     ]
+
+
+def store_names(num_stores: int) -> list[str]:
+    """Returns the names of the stores' processes."""
+    return ["kvstore"] if num_stores == 1 else [f"kvstore-{index}" for index in range(num_stores)]
 
 
 def idle_directories(options: StoreOptions, state_dir: Path) -> list[Path]:
@@ -76,7 +81,8 @@ def known_stores(state_dir: Path) -> tuple[str, ...]:
 
 def _directories(options: StoreOptions, state_dir: Path) -> list[Path]:
     directory = options.disk_dir or state_dir / "kvstore"
-    return [directory] if options.num_stores == 1 else [directory / str(n) for n in range(options.num_stores)]
+    num_stores = options.num_stores or 1
+    return [directory] if num_stores == 1 else [directory / str(n) for n in range(num_stores)]
 
 
 def _store_spec(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
+from halfmoon.config.hosts import HostsName
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
@@ -25,6 +26,7 @@ class WorkerStart(NamedTuple):
     arguments: tuple[str, ...] = ()
     num_gpus: int = 1
     on_cpu: bool = False  # even if other workers have GPUs
+    unit: str = ""  # of workers that a plan puts on one host of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ class UpOptions:
     device: str = "auto"
     dtype: str = "auto"
     handover_codec: str = "raw"
+    on: HostsName = "this-host"
+    ray_address: str = "auto"
+    host_address: str | None = None  # of this host, for services of others; None: loopback, or Ray's
+    cluster_port: int = 0  # of the first gateway, with a host_address; 0: free ports
+    joins: str | None = None  # gateways of another host that the workers join (HOST:PORT, separated by commas)
     host: str = "127.0.0.1"
     port: int = 8000
     state_dir: Path = Path(".halfmoon")
@@ -82,7 +89,7 @@ class UpOptions:
         if self.num_gateways < 1:
             raise InvalidRequest("at least one gateway is needed")
         check_endpoint(self.otlp_endpoint)
-        if not self.num_both and not (self.num_prefill and self.num_decode):
+        if self.joins is None and not self.num_both and not (self.num_prefill and self.num_decode):
             raise InvalidRequest(
                 "nothing could be served: start at least one --prefill and one --decode, or one --both"
             )

@@ -13,6 +13,9 @@ are; our connector is in vLLM's, in two halves: one beside its scheduler, one in
   the same mapping is what would be pinned.
 - *Orders* travel with the request itself (`kv_transfer_params`), so they come in order with it and end with it.
 - *News* come over one socket for each half, so that a report costs vLLM a `send`, and waiting costs nothing.
+- *An answer* that has ended stays in vLLM's pages until the worker has found room and the connector has copied its
+  whole blocks, so that a store finds them; vLLM makes empty steps meanwhile. Prompts that nobody waits for are copied
+  after their first token.
 - *A prefill* copies each layer from `save_kv_layer`, the locally cached part with its first chunk. vLLM frees its own
   blocks as soon as the token is there: what is still to be sent lies in the arena. Blocks of the arena are free again
   once the connector has said that the request has ended there, after which no step touches them.
@@ -25,7 +28,8 @@ are; our connector is in vLLM's, in two halves: one beside its scheduler, one in
 - *Layouts* are not assumed but measured: at start the engine's own cache write is given known bits, which shows where
   each value lies. A cache that is not a permutation of canonical values (quantised, latent) is refused.
 
-Read in this order: versions, messages, sampling, engine_arguments, paged_layer, staging, reports,
-scheduling_half, computing_half, connector, own_sampling, block_events, token_source, shared_blocks, prefix_loading,
-step_results, vllm_engine, async_llm, event_reader, host.
+Read in this order: messages, reports, staging; of `frontend`, vLLM as seen from the worker: versions, engine_arguments,
+sampling, token_source, async_llm, block_events, event_reader; of `connector`, what runs inside vLLM: paged_layer,
+scheduling_half, computing_half, connector, own_sampling; of `requests`: shared_blocks, prefix_loading, kept_answers,
+present_requests, staged_kv, step_results, generation, report_handler, vllm_engine; then host.
 """

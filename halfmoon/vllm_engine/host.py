@@ -14,14 +14,17 @@ from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import ServiceFailed
 from halfmoon.kv.keys import root_key
-from halfmoon.vllm_engine.engine_arguments import VllmOptions
-from halfmoon.vllm_engine.messages import Report
+from halfmoon.vllm_engine.frontend.engine_arguments import VllmOptions
+from halfmoon.vllm_engine.frontend.versions import check_vllm
+from halfmoon.vllm_engine.messages import Keep, Report
 from halfmoon.vllm_engine.reports import ReportListener
-from halfmoon.vllm_engine.versions import check_vllm
-from halfmoon.vllm_engine.vllm_engine import VllmEngine
+from halfmoon.vllm_engine.requests.vllm_engine import VllmEngine
 
 if TYPE_CHECKING:
-    from halfmoon.vllm_engine.event_reader import EventReader
+    from halfmoon.vllm_engine.frontend.event_reader import EventReader
+
+
+UNSUPPORTED = {"pooling": "embeddings: a worker that generates with vLLM makes none; serve them by our own engine"}
 
 
 class VllmHost:
@@ -32,7 +35,7 @@ class VllmHost:
     def __init__(self, checkpoint: Checkpoint, options: VllmOptions, staging_bytes: int) -> None:
         """Raises Incompatible, InvalidRequest and ServiceFailed. Any thread."""
         check_vllm()
-        from halfmoon.vllm_engine.async_llm import start_vllm
+        from halfmoon.vllm_engine.frontend.async_llm import start_vllm
 
         self._listener = ReportListener(self._on_report, self._on_end)
         listener = self._listener
@@ -72,7 +75,13 @@ class VllmHost:
     ) -> AsyncIterator[VllmEngine]:
         """Serves requests while inside; vLLM has ended outside."""
         started, facts = self._started, self.facts
-        limits = RequestLimits(started.vocab_size, facts.context_tokens, facts.num_blocks, facts.layout)
+        limits = RequestLimits(
+            started.vocab_size,
+            facts.context_tokens,
+            facts.num_blocks,
+            facts.layout,
+            UNSUPPORTED,
+        )
         eos = self._checkpoint.eos_token_ids
         engine = VllmEngine(
             started.source,
@@ -100,7 +109,7 @@ class VllmHost:
             await asyncio.to_thread(started.source.close)
 
     def _event_reader(self, engine: VllmEngine) -> EventReader:
-        from halfmoon.vllm_engine.event_reader import EventReader
+        from halfmoon.vllm_engine.frontend.event_reader import EventReader
 
         loop = asyncio.get_running_loop()
 
@@ -110,9 +119,9 @@ class VllmHost:
 
         return EventReader(self._listener.events_endpoint, on_events)
 
-    def _on_report(self, report: Report) -> None:
+    def _on_report(self, report: Report) -> Keep | None:
         assert self._engine is not None
-        self._engine.handle(report)
+        return self._engine.handle(report)
 
     def _on_end(self) -> None:
         assert self._engine is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -15,7 +15,8 @@ class KVOrder:
     """What to do with one request's KV, sent with it as `kv_transfer_params`. Blocks are those of the arena.
 
     Tokens from `load_from` to `load_tokens` are loaded before the first step, if vLLM has those before them. The first
-    `save_tokens` are saved.
+    `save_tokens` are saved, after the first token unless they are watched. Of a request that `is_kept`, the whole
+    blocks behind both are saved after its end.
     """
 
     request_id: str
@@ -24,6 +25,8 @@ class KVOrder:
     load_tokens: int = 0
     load_from: int = 0
     save_tokens: int = 0
+    is_watched: bool = False  # somebody reads each layer as soon as it is saved
+    is_kept: bool = False
 
     def params(self) -> dict[str, Any]:
         """The order as `kv_transfer_params`."""
@@ -59,6 +62,28 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that is to be kept has ended. If it has tokens, vLLM keeps their pages until `Keep` comes.
+
+    They are whole blocks, from the request's first token on.
+    """
+
+    request_id: str
+    use: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The worker's answer to `Finished`: where the request's blocks from `first` on go; nothing is kept without any."""
+
+    finished_use: int  # that `Finished` named
+    use: int
+    first: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stepped:
     """One step of vLLM's scheduler. `prefill_tokens`: by request id, with how many came before them."""
 
@@ -79,9 +104,9 @@ class NotDrawn:
     is_constraint: bool  # whether the required form allows none
 
 
-Report = Saved | Ended | Stepped | NotDrawn
-_KINDS: Mapping[str, type[Saved] | type[Ended] | type[Stepped] | type[NotDrawn]] = {
-    kind.__name__: kind for kind in (Saved, Ended, Stepped, NotDrawn)
+Report = Saved | Ended | Finished | Stepped | NotDrawn
+_KINDS: Mapping[str, Callable[..., Report]] = {
+    kind.__name__: kind for kind in (Saved, Ended, Finished, Stepped, NotDrawn)
 }
 
 
@@ -127,3 +152,14 @@ def decode_report(line: bytes) -> Report:
     """The report of one line."""
     kind, fields = json.loads(line)
     return _KINDS[kind](**fields)
+
+
+def encode_keep(keep: Keep) -> bytes:
+    """One line."""
+    return json.dumps(asdict(keep), separators=(",", ":")).encode() + b"\n"
+
+
+def decode_keep(line: bytes) -> Keep:
+    """The inverse of `encode_keep`."""
+    fields = json.loads(line)
+    return Keep(**{**fields, "blocks": tuple(fields["blocks"])})

@@ -1,4 +1,4 @@
-"""Reports of vLLM's processes to the worker, over a Unix socket: both ends. No vLLM."""
+"""Reports of vLLM's processes to the worker, and its answers to them, over a Unix socket: both ends. No vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from halfmoon.vllm_engine.messages import Report, decode_report, encode_report
+from halfmoon.vllm_engine.messages import Keep, Report, decode_keep, decode_report, encode_keep, encode_report
 
 _READ_BYTES = 1 << 16
 
@@ -22,8 +22,8 @@ class ReportListener:
     Owns a Unix socket in a directory of its own, which no other user may enter, and the senders' connections.
     """
 
-    def __init__(self, on_report: Callable[[Report], None], on_end: Callable[[], None]) -> None:
-        """`on_end`: called when a sender's process has ended."""
+    def __init__(self, on_report: Callable[[Report], Keep | None], on_end: Callable[[], None]) -> None:
+        """`on_report` returns what is answered to the sender; `on_end`: called when a sender's process has ended."""
         self._on_report = on_report
         self._on_end = on_end
         self._directory = tempfile.TemporaryDirectory(prefix="halfmoon-vllm-")
@@ -74,7 +74,10 @@ class ReportListener:
             *lines, rest = (self._senders[sender] + data).split(b"\n")
             self._senders[sender] = rest
             for line in lines:
-                self._on_report(decode_report(line))
+                answer = self._on_report(decode_report(line))
+                if answer is not None:
+                    with contextlib.suppress(OSError):  # its end is noticed when it is read from
+                        sender.send(encode_keep(answer))
 
     def _drop(self, sender: socket.socket) -> None:
         del self._senders[sender]
@@ -83,15 +86,23 @@ class ReportListener:
 
 
 class ReportSender:
-    """Sends reports to the worker process."""
+    """Sends reports to the worker process, and reads its answers."""
 
     def __init__(self, path: str) -> None:
         self._socket = _connected(path)
+        self._unread = b""
 
     def send(self, *reports: Report) -> None:
         """Waits only while the worker is far behind. Raises OSError if it is gone."""
         if reports:
             self._socket.sendall(b"".join(map(encode_report, reports)))
+
+    def answers(self) -> list[Keep]:
+        """Those that have come by now. Never waits."""
+        with contextlib.suppress(BlockingIOError):
+            self._unread += self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+        *lines, self._unread = self._unread.split(b"\n")
+        return list(map(decode_keep, lines))
 
 
 class Lifeline:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
 import grpc
 
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound, Unavailable
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import Frame, FrameKind, decode_frame, encode_frame
 from halfmoon.pb import kvstore_pb2
+from halfmoon.policy.view.fetch_costs import most_of_reader
 from halfmoon.rpc.store.block_streams import (
     BYTES_SERVICE,
     asked_codec,
     block_frames,
+    layer_parts,
     opened_run,
-    parts_in_order,
     whole_blocks,
 )
 from halfmoon.rpc.transfer import next_message, raw_service
@@ -31,7 +33,6 @@ from halfmoon.worker.state import WorkerState
 
 _MAX_READERS = 16
 _COPIED_BYTES = 64 << 20  # most bytes of blocks that are copied and not yet sent
-_HELD_SHARE = 8  # readers hold at most one block in so many
 _FIRST_MESSAGE_S = 5.0
 _LONGEST_S = 60.0  # a reader that does not read on holds its blocks until its deadline
 _BUSY_MS = 200
@@ -50,7 +51,7 @@ class CachedKV(Protocol):
 
 
 class CacheServicer:
-    """Owns how much of the worker its readers use: calls, blocks held, one copy at a time.
+    """Owns how much of the worker its readers use: calls, blocks held, one copy and one encoding at a time.
 
     Readers beyond are refused with NoCapacity, so that a prefix that everybody wants does not take the memory and the
     copying threads from the worker's own requests.
@@ -62,10 +63,11 @@ class CacheServicer:
         self._state = state
         self._metrics = metrics
         self._max_readers = max(1, min(_MAX_READERS, _COPIED_BYTES // state.layout.block_bytes))
-        self._max_held = max(1, num_blocks // _HELD_SHARE)
+        self._num_blocks = num_blocks
         self._num_readers = 0
         self._num_held = 0
         self._copying = asyncio.Lock()
+        self._encoding = asyncio.Lock()
 
     def registrations(self) -> tuple[Callable[[grpc.aio.Server], None], ...]:
         """Registrations of the methods at a server."""
@@ -83,10 +85,13 @@ class CacheServicer:
     ) -> kvstore_pb2.MatchResponse:
         """Counts the leading keys that the prefix cache had after the last step."""
         num_matched = self._state.cached_blocks.depth(request.keys)
-        return kvstore_pb2.MatchResponse(num_matched=num_matched, tiers=[kvstore_pb2.DRAM] * num_matched)
+        most = most_of_reader(self._num_blocks, self._num_held)
+        return kvstore_pb2.MatchResponse(
+            num_matched=num_matched, tiers=[kvstore_pb2.DRAM] * num_matched, most_by_layer=most
+        )
 
     async def get(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """Sends the leading blocks that are cached, as many as readers may hold: DATA frames for each, then DONE."""
+        """Sends the leading blocks that are cached, as many as one reader may hold: DATA frames, then DONE."""
         left_s = context.time_remaining()
         if left_s is None or left_s > _LONGEST_S:
             raise InvalidRequest(f"a Get holds blocks: give it a deadline of at most {_LONGEST_S:g} s")
@@ -107,27 +112,32 @@ class CacheServicer:
 
     async def _frames(self, opening: Frame, opened: kvstore_pb2.BlocksOpen, most: int) -> AsyncGenerator[Frame, None]:
         layout, num_sent, codec = self._state.layout, 0, asked_codec(opened)
+        encoding = nullcontext() if codec is Codec.RAW else self._encoding
         async with self._engine.cached(opened.keys[:most]) as blocks:
             if not blocks:
                 self._metrics.store.cache_reads.labels("missing").inc()
                 raise NotFound("the block is not, or no longer, in this worker's prefix cache")
-            for (index, block), part in parts_in_order(opening.range, opened.layers_at_once, list(enumerate(blocks))):
-                async with self._copying:
-                    first, wanted = part.layer_start, replace(opening, range=part)
-                    cells = await self._engine.read_block(block, range(first, part.layer_end))
-                    coded = block_frames(cells, layout, wanted, index, num_sent, first, codec)
-                    frames = [frame async for frame in coded]
-                for frame in frames:
-                    yield frame
-                num_sent += len(frames)
-                self._metrics.store.cache_served_bytes.inc(part.num_bytes(layout))
+            if opened.layers_at_once:
+                yield replace(opening, kind=FrameKind.ACCEPT, sequence=len(blocks), payload=b"")
+            for part in layer_parts(opening.range, opened.layers_at_once):
+                first, wanted = part.layer_start, replace(opening, range=part)
+                for index, block in enumerate(blocks):
+                    async with self._copying:
+                        cells = await self._engine.read_block(block, range(first, part.layer_end))
+                    async with encoding:
+                        coded = block_frames(cells, layout, wanted, index, num_sent, first, codec)
+                        frames = [frame async for frame in coded]
+                    for frame in frames:
+                        yield frame
+                    num_sent += len(frames)
+                    self._metrics.store.cache_served_bytes.inc(part.num_bytes(layout))
         self._metrics.store.cache_reads.labels("served").inc()
         yield Frame(FrameKind.DONE, opening.transfer_id, opening.layout_fingerprint, num_sent)
 
     @contextmanager
     def _reading(self, num_blocks: int) -> Iterator[int]:
         """Counts one reader; yields how many blocks it may hold. Raises NoCapacity if others read already."""
-        num_held = min(num_blocks, self._max_held - self._num_held)
+        num_held = min(num_blocks, most_of_reader(self._num_blocks, self._num_held))
         if self._num_readers >= self._max_readers or num_held <= 0:
             self._metrics.store.cache_reads.labels("busy").inc()
             raise NoCapacity("too many others read this worker's prefix cache", retry_after_ms=_BUSY_MS)

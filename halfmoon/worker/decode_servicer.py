@@ -101,6 +101,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         for start in range(0, len(tokens), _MAX_TOKENS):
             yield decode_pb2.AdoptedTokens(tokens=tokens[start : start + _MAX_TOKENS])
 
+    async def EmptyCache(
+        self, request: decode_pb2.EmptyCacheRequest, context: grpc.aio.ServicerContext
+    ) -> decode_pb2.EmptyCacheResponse:
+        """See decode.proto."""
+        changes = await self._engine.forget_prefixes()
+        self._state.cached_blocks.change(changes.stored, changes.evicted)
+        num_left = self._engine.stats_now().num_cached_blocks
+        log.info("cache.emptied", extra={"num_evicted": len(changes.evicted), "num_left": num_left})
+        return decode_pb2.EmptyCacheResponse(num_left=num_left)
+
     async def push(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Receives one KV transfer: reserve, write, start. Whatever ends it before the start frees the reservation."""
         reception = _Reception(self._engine, self._state)
@@ -128,6 +138,7 @@ class _Reception:
         self._generation = types_pb2.Generation()
         self._reserved = False
         self._held_tokens = 0
+        self._is_rounded = False  # the sender's KV was of int8, and is not here
         self._transfer = current_span()
         self.dropped = RequestDropped(engine)
         self.num_bytes = 0
@@ -147,6 +158,7 @@ class _Reception:
             case Reserve(whole, body):
                 return await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, body).generation)
             case Write(part, payload, codec, dtype):
+                self._is_rounded |= dtype == "int8" != self._state.layout.dtype
                 await self._engine.kv_write(
                     self._generation.request_id,
                     part.layer_start,
@@ -192,8 +204,9 @@ class _Reception:
         self._state.router.trace_decoding(request_id, self._transfer)
         if commit.HasField("first"):
             self._state.router.keep(self._generation, commit.first)
+        is_private = commit.is_private or self._is_rounded
         try:
-            await self._engine.start(request_id, commit.first_token_id, is_private=commit.is_private)
+            await self._engine.start(request_id, commit.first_token_id, is_private=is_private)
         except BaseException:
             self._state.router.forget(request_id)
             raise

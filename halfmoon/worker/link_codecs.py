@@ -38,28 +38,31 @@ class LinkCodecs:
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
         self._costs: dict[Codec, CodecCost] = {}
-        self._measuring = asyncio.Lock()
+        self._measuring: asyncio.Task[None] | None = None
         self._num_chosen: WeakKeyDictionary[LinkEstimator, int] = WeakKeyDictionary()
 
-    async def choose(
+    async def measure(self, codecs: Collection[Codec] = tuple(LOSSLESS)) -> None:
+        """Measures what codecs cost here. Until then nothing travels in them."""
+        self._costs |= await asyncio.to_thread(measured_costs, self._layout, codecs)
+
+    def choose(
         self, raw: LinkEstimator, lossiest: Codec = Codec.RAW, coded: Mapping[Codec, LinkEstimator] | None = None
     ) -> tuple[Codec, Reason]:
         """The codec of the next transfer over a link: RAW, a lossless one, or `lossiest`.
 
         raw: the link's speed with raw KV; coded: its speed with codecs, in bytes of raw KV. What a codec took there
-        counts if it is more than what it should take: both ends have other work.
+        counts if it is more than what it should take: both ends have other work. Codecs whose cost is not known are
+        measured in the background, for later transfers.
         """
+        allowed = {*LOSSLESS, lossiest} - {Codec.RAW}
+        unknown = allowed - self._costs.keys()
+        if unknown and (self._measuring is None or self._measuring.done()):
+            self._measuring = asyncio.create_task(self.measure(unknown))
         number = self._num_chosen.get(raw, 0)
         self._num_chosen[raw] = number + 1
-        estimate = raw.estimate
-        if estimate is None or not number % _RAW_EVERY:
+        estimate, costs = raw.estimate, self._costs
+        if unknown or estimate is None or not number % _RAW_EVERY:
             return Codec.RAW, "measuring"
-        allowed = {*LOSSLESS, lossiest}
-        async with self._measuring:
-            unknown = allowed - self._costs.keys() - {Codec.RAW}
-            if unknown:
-                self._costs |= await asyncio.to_thread(measured_costs, self._layout, unknown)
-        costs = self._costs
         if coded and (number + _TRY_EVERY // 2) % _TRY_EVERY:
             costs = {codec: _at_least(cost, coded.get(codec)) for codec, cost in costs.items()}
         return quickest_codec(1 / estimate.bandwidth_bytes_per_s, costs, allowed), "quickest"

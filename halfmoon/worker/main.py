@@ -40,7 +40,7 @@ from halfmoon.rpc.telemetry.spans import Tracer
 from halfmoon.rpc.telemetry.tracing import tracing
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
-from halfmoon.vllm_engine.engine_arguments import VllmOptions
+from halfmoon.vllm_engine.frontend.engine_arguments import VllmOptions
 from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.kept_answers import KeptAnswers
@@ -49,6 +49,7 @@ from halfmoon.worker.link_codecs import LinkCodecs
 from halfmoon.worker.loading_progress import loading_progress
 from halfmoon.worker.membership.calibration import Profile, calibrated
 from halfmoon.worker.membership.decode_peers import DecodePeers
+from halfmoon.worker.membership.serving_calibration import StepTap, calibrated_serving
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import ROLES, Serving, worker_services
@@ -110,10 +111,24 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         for result in await asyncio.to_thread(host.first_steps):
             state.compute_rate.observe(result)
     death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    tap = StepTap(state.on_step)
     async with (
-        host.running(state.on_step, death.set_result) as engine,
+        host.running(tap, death.set_result) as engine,
         aclosing(sources),
     ):
+        profile = host.profile
+        if settings.engine == "vllm":
+            profile = await calibrated_serving(
+                engine,
+                tap,
+                host.facts,
+                settings.role,
+                settings.calibrate,
+                settings.calibrate_s,
+                settings.state_dir,
+                settings.engine_args,
+            )
+            state.compute_rate.begin_with(profile.prefills if profile else ())
         device = _device_memory(engine.engine) if isinstance(engine, AsyncEngine) else None
         restorer = Restorer(engine, state, sources, metrics.store, codecs=LinkCodecs(state.layout))
         channels = KVChannels(
@@ -127,7 +142,7 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         access = CallAccess(credential)
         async with running_server(settings.listen, services, metrics.rpc, tracer=tracer, access=access) as server:
             address = advertised_address(settings.listen, server.port, settings.advertise)
-            identity.CopyFrom(_identity(settings, host.facts, host.profile, address))
+            identity.CopyFrom(_identity(settings, host.facts, profile, address))
             await server.set_serving()
             with metrics_endpoint(settings.listen, settings.metrics_port, metrics.registry):
                 log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
@@ -235,6 +250,22 @@ def _start_vllm(settings: WorkerSettings) -> EngineHost:
     """Starts vLLM, whose processes get none of this one's secrets."""
     from halfmoon.vllm_engine.host import VllmHost
 
+    if settings.quantization in ("int8", "int4"):
+        raise InvalidRequest(
+            f"--quantization {settings.quantization} is of our own engine; give vLLM its own, such as "
+            "--engine-args '--quantization fp8'",
+            param="quantization",
+        )
+    if settings.kv_dtype != "auto":
+        raise InvalidRequest(
+            f"--kv-dtype {settings.kv_dtype} is of our own engine: KV that vLLM rounds cannot be handed over; leave it "
+            "out, or let the worker have --engine halfmoon",
+            param="kv_dtype",
+        )
+    if settings.speculation != "off":
+        raise InvalidRequest(
+            "--speculation is of our own engine; give vLLM its own by --engine-args", param="speculation"
+        )
     for name in os.environ.keys() - child_environment(os.environ, "vllm").keys():
         del os.environ[name]
     checkpoint = prepare_checkpoint(settings.model, for_any_engine=True)
@@ -261,10 +292,12 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
         raise InvalidRequest(
             "lora: our own engine computes no adapters; start its worker with --engine vllm", param="lora"
         )
-    checkpoint = prepare_checkpoint(settings.model)
+    checkpoint = prepare_checkpoint(settings.model, quantization=settings.quantization)
     config = EngineConfig(
         device=_device(settings.device),
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        speculation=settings.speculation,
         weights=settings.weights,
         block_tokens=settings.block_tokens,
         kv_memory_bytes=None if settings.kv_memory is None else int(settings.kv_memory),

@@ -26,6 +26,12 @@ class WorkerMetrics:
             "halfmoon_engine_prefill_tokens", "Prompt tokens computed", registry=self.registry
         )
         self._output_tokens = Counter("halfmoon_engine_output_tokens", "Tokens generated", registry=self.registry)
+        self._drafts = Counter(
+            "halfmoon_engine_draft_tokens",
+            "Guessed tokens that were computed: right, as drawn, or wrong",
+            ["outcome"],
+            registry=self.registry,
+        )
         self._staged = Counter(
             "halfmoon_engine_staged",
             "Groups of sequences per step whose KV came from host memory: loaded, or partly recomputed",
@@ -87,6 +93,8 @@ class WorkerMetrics:
             self._step.observe(result.duration_s)
         self._prefill_tokens.inc(result.num_prefill_tokens)
         self._output_tokens.inc(len(result.outputs))
+        self._drafts.labels("right").inc(result.num_right_drafts)
+        self._drafts.labels("wrong").inc(result.num_drafts - result.num_right_drafts)
         self._preemptions.inc(result.num_preempted)
         for kind, num_groups in result.staged.num_groups.items():
             self._staged.labels(kind).inc(num_groups)
@@ -143,7 +151,11 @@ class StoreMetrics:
             registry=registry,
         )
         self.restore_decisions = Counter(
-            "halfmoon_restore_decisions", "Prompts by restore method chosen", ["method"], registry=registry
+            "halfmoon_restore_decisions",
+            "Decisions about prompts that holders were asked for: compute, load, both, layers; shared (waits for "
+            "another's load), away (own store), late (a load by layer that failed or took too long)",
+            ["method"],
+            registry=registry,
         )
         self.loaded_bytes = Counter(
             "halfmoon_store_loaded_bytes",
@@ -159,8 +171,8 @@ class StoreMetrics:
         )
         self.fetch_codecs = Counter(
             "halfmoon_fetch_codecs",
-            "Holders asked for blocks over the network, by codec and by why it was chosen: measuring the link, or the "
-            "quickest",
+            "Holders that a restore asked for blocks over the network, by the codec it asked for and why: measuring "
+            "link or codecs, or the quickest",
             ["codec", "reason"],
             registry=registry,
         )

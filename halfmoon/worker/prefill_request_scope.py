@@ -42,8 +42,8 @@ class PrefillRequestScope:
 
         The decode worker has the KV of the first `held_tokens`. `on_kv` is called as KV is written, as in
         `AsyncEngine.add`. `restorer` loads known prefixes from its store and `sources`; entering raises NotFound if it
-        `must_load` and they have nothing to load. The request arrived at `called_s`, or now. Its spans are children of
-        `span`, or of the current one.
+        `must_load` and they have nothing to load, and `needed` raises Unavailable once they all fail. The request
+        arrived at `called_s`, or now. Its spans are children of `span`, or of the current one.
         """
         self._engine = engine
         self._state = state
@@ -105,6 +105,8 @@ class PrefillRequestScope:
         self._restore_span = self._span.child("restore", self._asked_s)
         with span_scope(self._restore_span):
             restoring = await restorer.plan(self._request, self._sources)
+        if restoring is not None:
+            restoring.must_load = self._must_load
         self._decided_s = now_s()
         return restoring
 
@@ -120,6 +122,11 @@ class PrefillRequestScope:
                 self._state.router.forget(self._request.request_id)
                 await asyncio.shield(self._engine.cancel(self._request.request_id))
         self._restore_span.end(error="ended before the first token")
+
+    @property
+    def needed(self) -> Sequence[asyncio.Task[None]]:
+        """What must not fail, as nobody waits for what would be computed instead."""
+        return [self._loading] if self._must_load and self._loading is not None else []
 
     def detach(self) -> None:
         """Leaves the request in the engine; it continues without this call."""

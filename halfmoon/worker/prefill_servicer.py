@@ -91,7 +91,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         async with PrefillRequestScope(
             self._engine, self._state, generation, restorer=self._restorer, sources=sources, must_load=must_load
         ) as scope:
-            yield scope.event(await scope.first)
+            yield scope.event(await first_result(scope.first, *scope.needed))
 
     async def _hand_over(
         self, request: prefill_pb2.PrefillRequest, sources: Sequence[NamedHolder]
@@ -109,7 +109,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         with operation(prefill.child("transfer", called_s)) as span, self._channels.to(address) as link:
             codec, reason = wanted, "configured"
             if request.chooses_codec:
-                codec, reason = await self._codecs.choose(link.raw_estimator, wanted)
+                codec, reason = self._codecs.choose(link.raw_estimator, wanted)
             async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
                 await transfer.open(whole, body, codec, skips_held=True)
                 if codec not in transfer.codecs:

@@ -10,6 +10,7 @@ from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.scheduling.layer_gate import LayerGate
+from halfmoon.engine.scheduling.prefix_cache import CacheChanges
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import KVPlace, KVSource
@@ -33,6 +34,10 @@ class ServingEngine(Protocol):
 
     async def cancel(self, request_id: str) -> bool:
         """Frees a request in any state."""
+        ...
+
+    async def forget_prefixes(self) -> CacheChanges:
+        """Empties the prefix cache, except for blocks in use; returns what no step reports."""
         ...
 
     async def kv_write(

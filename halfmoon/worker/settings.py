@@ -8,12 +8,13 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from halfmoon.config.observability import ObservedConfig
+from halfmoon.config.quantization import QuantizationConfig
 from halfmoon.config.section import Texts
 from halfmoon.config.worker import WorkerConfig
 from halfmoon.policy.view.worker_view import Role
 
 
-class WorkerSettings(WorkerConfig, ObservedConfig, BaseSettings):
+class WorkerSettings(WorkerConfig, QuantizationConfig, ObservedConfig, BaseSettings):
     """Environment (`HALFMOON_<SERVICE>_…`) and command line (`--kebab-case`), read once."""
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True)

@@ -153,14 +153,14 @@ class WorkerState:
         )
 
     def _note_timing(self, result: StepResult) -> None:
-        self._context_tokens = result.context_tokens
         if not result.is_empty:
+            self._context_tokens = result.context_tokens
             self._steps.append((now_s(), result))
 
 
 def _timing(step: StepResult, ended_before_s: float) -> gateway_pb2.StepTiming:
     return gateway_pb2.StepTiming(
-        batch=step.num_decode_seqs,
+        batch=step.num_decode_rows,
         context_tokens=step.decode_context_tokens,
         seconds=step.duration_s,
         prefill_tokens=step.num_prefill_tokens,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from halfmoon.engine.checkpoint.adapters import read_adapters
@@ -19,9 +19,9 @@ from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
 from halfmoon.rpc.telemetry.tracing import tracing
 from services.gateway.openai.sampling_defaults import NEUTRAL, SamplingDefaults
-from services.gateway.openai.served_model import ServedModel
+from services.gateway.openai.served_model import ServedModel, SpecialTokens
 from services.gateway.replies.reasoning import TAGS, reasons
-from services.gateway.replies.tool_parsers import format_of_template
+from services.gateway.replies.tool_parsers import MARKS, format_of_template
 from services.gateway.service import running_gateway
 from services.gateway.settings import GatewaySettings
 
@@ -34,7 +34,10 @@ def load_model(settings: GatewaySettings) -> ServedModel:
     """Loads what the gateway needs of the model. Raises InvalidRequest or UnknownModel."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one at a time: more threads would only cost
     checkpoint = prepare_checkpoint(
-        settings.model, on_progress=lambda step: log.info("model", extra={"step": step}), for_any_engine=True
+        settings.model,
+        on_progress=lambda step: log.info("model", extra={"step": step}),
+        for_any_engine=True,
+        quantization=settings.quantization,
     )
     name, tokenizer = settings.model_name or checkpoint.name, Tokenizer(checkpoint)
     adapters = {adapter.name: adapter.fingerprint for adapter in read_adapters(settings.lora)}
@@ -47,16 +50,27 @@ def load_model(settings: GatewaySettings) -> ServedModel:
         vocab_size=checkpoint.vocab_size,
         context_tokens=checkpoint.context_tokens,
         tokenizer=tokenizer,
-        new_detokenizer=partial(Detokenizer, tokenizer),
+        new_detokenizer=_new_detokenizer(tokenizer),
         created=int(time.time()),
         aliases=settings.model_alias,
         adapters=adapters,
         defaults=_defaults(settings, checkpoint.path),
         reasons=settings.split_reasoning and reasons(tokenizer.chat_template),
-        trusts_templates=settings.trust_request_chat_template,
+        tokenizer_config=tokenizer.config,
+        takes_documents="documents" in tokenizer.template_variables,
         reasoning_tags=_reasoning_tags(tokenizer),
         tool_format=format_of_template(tokenizer.chat_template, settings.tool_parser),
     )
+
+
+def _new_detokenizer(tokenizer: Tokenizer) -> Callable[[SpecialTokens], Detokenizer]:
+    marks = frozenset[str]().union(*MARKS.values())
+    others = frozenset(one for one in tokenizer.special_token_ids if tokenizer.token_name(one) not in marks)
+
+    def new_detokenizer(special_tokens: SpecialTokens) -> Detokenizer:
+        return Detokenizer(tokenizer, special_tokens == "hidden", others if special_tokens == "marks" else frozenset())
+
+    return new_detokenizer
 
 
 def _reasoning_tags(tokenizer: Tokenizer) -> tuple[int, int] | None:

@@ -10,10 +10,13 @@ from aiohttp.typedefs import Handler, Middleware
 
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.rpc.context import request_scope
+from services.gateway.batches.batch_endpoints import BatchEndpoints
+from services.gateway.batches.file_endpoints import FileEndpoints
 from services.gateway.control.active_admission import AdmissionEndpoint
 from services.gateway.control.class_endpoints import ClassEndpoints
 from services.gateway.control.console_endpoints import ConsoleEndpoints
 from services.gateway.control.live_workload import WorkloadEndpoint
+from services.gateway.control.operator_endpoints import OperatorEndpoints
 from services.gateway.control.status_endpoints import ControlEndpoints
 from services.gateway.control.tenant_endpoints import TenantEndpoints
 from services.gateway.generation_endpoints import GenerationEndpoints
@@ -27,6 +30,7 @@ from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.request_ids import HEADER, assign_request_id, request_id_of
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
 from services.gateway.replies.sse_body import ClientGone
+from services.gateway.responses.response_endpoints import ResponseEndpoints
 from services.gateway.telemetry.load_header import LoadHeader
 
 log = logging.getLogger(__name__)
@@ -57,8 +61,12 @@ class Endpoints:
     """The handlers of all routes."""
 
     generation: GenerationEndpoints
+    responses: ResponseEndpoints
+    files: FileEndpoints
+    batches: BatchEndpoints
     tokenizer: TokenizerEndpoints
     control: ControlEndpoints
+    operators: OperatorEndpoints
     classes: ClassEndpoints
     tenants: TenantEndpoints
     admission: AdmissionEndpoint
@@ -79,6 +87,22 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app.router.add_post("/v1/chat/completions", generation.chat)
     app.router.add_post("/v1/completions", generation.completions)
     app.router.add_post("/v1/responses", generation.responses)
+    kept = endpoints.responses
+    app.router.add_get("/v1/responses/{response_id}", kept.get)
+    app.router.add_delete("/v1/responses/{response_id}", kept.delete)
+    app.router.add_get("/v1/responses/{response_id}/input_items", kept.input_items)
+    app.router.add_post("/v1/responses/{response_id}/cancel", kept.cancel)
+    app.router.add_route("*", "/v1/conversations{rest:.*}", kept.refuse_conversations)
+    files, batches = endpoints.files, endpoints.batches
+    app.router.add_post("/v1/files", files.upload)
+    app.router.add_get("/v1/files", files.list)
+    app.router.add_get("/v1/files/{file_id}", files.get)
+    app.router.add_get("/v1/files/{file_id}/content", files.content)
+    app.router.add_delete("/v1/files/{file_id}", files.delete)
+    app.router.add_post("/v1/batches", batches.create)
+    app.router.add_get("/v1/batches", batches.list)
+    app.router.add_get("/v1/batches/{batch_id}", batches.get)
+    app.router.add_post("/v1/batches/{batch_id}/cancel", batches.cancel)
     app.router.add_post("/v1/messages", generation.messages)
     app.router.add_post("/v1/messages/count_tokens", tokenizer.count)
     app.router.add_post("/v1/embeddings", generation.embeddings)
@@ -88,13 +112,17 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app.router.add_post("/detokenize", tokenizer.detokenize)
     app.router.add_get("/v1/models", control.models)
     app.router.add_get("/v1/models/{model_id:.+}", control.model)
+    app.router.add_get("/tokenizer_info", tokenizer.info)
     app.router.add_get("/openapi.json", control.openapi)
+    app.router.add_get("/docs", control.docs)
     app.router.add_get("/health", control.health)
     app.router.add_get("/ping", control.health)
     app.router.add_post("/ping", control.health)
     app.router.add_get("/version", control.version)
     app.router.add_get("/load", control.load)
     app.router.add_get("/metrics", control.metrics)
+    app.router.add_get("/server_info", endpoints.operators.server_info)
+    app.router.add_post("/reset_prefix_cache", endpoints.operators.reset_prefix_cache)
     app.router.add_get("/halfmoon/v1/cluster", control.cluster)
     app.router.add_get("/halfmoon/v1/requests", control.requests)
     console, classes, admission = endpoints.console, endpoints.classes, endpoints.admission

@@ -1,6 +1,6 @@
 """The generating endpoints: one HTTP request from its body to its last byte.
 
-Receive and parse the body; reject early; tokenize; run the outputs on the cluster; answer whole or as a stream; record.
+Receive the body; `generation.py` makes an answer of it; send that whole or as a stream; record.
 """
 
 from __future__ import annotations
@@ -12,55 +12,30 @@ from functools import partial
 from aiohttp import web
 
 from halfmoon.errors import HalfmoonError
-from halfmoon.kv.keys import adapter_salt
-from halfmoon.policy.admission.tenants import kv_salt
 from halfmoon.rpc.telemetry.spans import span_scope
-from services.gateway.cluster.held_answers import HeldAnswers
-from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.token_router import GatewayStopping, TakenOver
+from services.gateway.generation import Generation, ReadBody
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.error_responses import error_response, kind_of
 from services.gateway.http.ignored_parameters import note_ignored
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.http.request_ids import LAST_EVENT_HEADER, is_meant_for_repeats, is_repeatable, repeat_key
-from services.gateway.openai.endpoint_bodies import (
-    AnyBody,
-    body_digest,
-    generation_request_of,
-    is_quickly_parsed,
-    max_tokens_of,
-    read_body,
-    seeded,
-)
-from services.gateway.openai.generation_request import GenerationRequest
-from services.gateway.openai.parse_body import Parsed
-from services.gateway.openai.schemas import CompletionBody
-from services.gateway.openai.served_model import ServedModel
-from services.gateway.openai.structured_output import CheckConstraint, check_requested
-from services.gateway.openai.tokenizer_threads import TokenizerThreads
+from services.gateway.openai.endpoint_bodies import AnyBody, body_digest, is_quickly_parsed
+from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.repeatable import RepeatableRequest
-from services.gateway.replies.chat_format import ChatFormat
-from services.gateway.replies.completion_format import CompletionFormat
-from services.gateway.replies.embeddings_format import EmbeddingsFormat
 from services.gateway.replies.event_ids import MAX_OUTPUTS, EventIds
-from services.gateway.replies.messages_format import MessagesFormat
-from services.gateway.replies.replies import OutputSink, Reply, StreamReply, WholeReply
-from services.gateway.replies.reply_format import ReplyFormat
-from services.gateway.replies.responses_format import ResponsesFormat
+from services.gateway.replies.replies import Keep, StreamReply, WholeReply
 from services.gateway.replies.sse_body import ClientGone, SSEBody
-from services.gateway.replies.text_stream import TextPiece
 from services.gateway.request import GatewayRequest
-from services.gateway.routing.early_rejection import EarlyRejection
-from services.gateway.routing.prompt_prefix import prompt_prefix_of
-from services.gateway.routing.relay import Relay
+from services.gateway.responses.background import BackgroundResponses
+from services.gateway.responses.conversations import Conversations, Turn
+from services.gateway.responses.response_endpoints import ResponseEndpoints
 from services.gateway.running_repeats import RunningRepeats
 from services.gateway.telemetry.request_record import RequestRecorder
 
 log = logging.getLogger(__name__)
 
-_SLOW_PROMPT_BYTES = 4_096  # the prompt of a longer body is tokenized off the event loop
-_MOST_PREFIX_BYTES = 1 << 22  # rendering and counting a longer prompt would hold up the event loop
 _CLIENT_CLOSED = 499  # only the ledger sees it
 
 
@@ -69,32 +44,23 @@ class GenerationEndpoints:
 
     def __init__(
         self,
-        model: ServedModel,
-        membership: Membership,
-        early_rejection: EarlyRejection,
-        relay: Relay,
+        generation: Generation,
         recorder: RequestRecorder,
         drain_gate: DrainGate,
-        check_constraint: CheckConstraint,
-        threads: TokenizerThreads,
         limits: RateLimits,
-        held_answers: HeldAnswers,
         repeats: RunningRepeats,
-        *,
-        is_cache_shared: bool,
+        conversations: Conversations,
+        background: BackgroundResponses,
+        kept: ResponseEndpoints,
     ) -> None:
-        self._model = model
-        self._membership = membership
-        self._early_rejection = early_rejection
-        self._relay = relay
+        self._generation = generation
         self._recorder = recorder
         self._drain_gate = drain_gate
-        self._check_constraint = check_constraint
-        self._threads = threads
         self._limits = limits
-        self._held_answers = held_answers
         self._repeats = repeats
-        self._is_cache_shared = is_cache_shared  # among tenants
+        self._conversations = conversations
+        self._background = background
+        self._kept = kept
 
     async def chat(self, http_request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -142,18 +108,32 @@ class GenerationEndpoints:
     async def _serve(self, http_request: web.Request, request: GatewayRequest) -> web.StreamResponse:
         self._limits.take_request(request.tenant)
         raw = await receive_body(http_request)
-        context_tokens = self._membership.context_tokens(self._model.context_tokens)
-        body, ignored = await self._parse(request, raw, context_tokens)
+        body, ignored = await self._generation.parse(request, raw)
         note_ignored(http_request, ignored)
-        request.model = self._model.named(body.model)
-        request.qos = self._early_rejection.class_of(http_request.headers, body.model or request.model, request.tenant)
-        tenant_salt = kv_salt(request.tenant, body.cache_salt, is_shared=self._is_cache_shared)
-        request.tenant_salt = adapter_salt(self._model.adapters.get(request.model, ""), tenant_salt)
-        answer = partial(self._answer, http_request, request, body, len(raw), context_tokens)
-        if not is_repeatable(http_request):
+        self._generation.identify(request, body, http_request.headers)
+        if is_repeatable(http_request):
+            request.repeat = await self._repeatable(http_request, request, body, raw)
+        read, keep = ReadBody(body, len(raw)), None
+        if isinstance(body, ResponsesBody):
+            turn = await self._conversations.begin(request, body, len(raw))
+            if body.background:
+                return await self._in_background(http_request, request, turn, body)
+            read = ReadBody(turn.body, turn.num_bytes)
+            keep = partial(self._conversations.keep, turn, request.tenant.name) if turn.is_kept else None
+        answer = partial(self._answer, http_request, request, read, keep)
+        if request.repeat is None:
             return await answer()
-        request.repeat = await self._repeatable(http_request, request, body, raw)
         return await self._repeats.run(request.repeat, answer, lambda: request.ttft_s is not None)
+
+    async def _in_background(
+        self, http_request: web.Request, request: GatewayRequest, turn: Turn, body: ResponsesBody
+    ) -> web.StreamResponse:
+        """Leaves a response to the background, whose run of it is recorded; follows its events if asked to."""
+        response = await self._background.submit(request, turn, body)
+        self._recorder.leave(request, "request.queued")
+        if not body.stream:
+            return web.json_response(response)
+        return await self._kept.stream_new(http_request, turn.response_id)
 
     async def _repeatable(
         self, http_request: web.Request, request: GatewayRequest, body: AnyBody, raw: bytes
@@ -168,91 +148,31 @@ class GenerationEndpoints:
         )
 
     async def _answer(
-        self, http_request: web.Request, request: GatewayRequest, body: AnyBody, num_bytes: int, context_tokens: int
+        self, http_request: web.Request, request: GatewayRequest, read: ReadBody, keep: Keep | None
     ) -> web.StreamResponse:
         repeat = request.repeat
-        if repeat is not None:
-            repeat.hold(await self._held_answers.find(repeat.key, is_meant=is_meant_for_repeats(http_request)))
-            body = seeded(body, repeat.seed)
-        self._reject_early(request, body, num_bytes, context_tokens)
-        generation = await self._tokenize(request, body, num_bytes, context_tokens)
-        if generation.constraint is not None:
-            await check_requested(generation.constraint, self._check_constraint, request.tenant.name)
-        request.begin_outputs(generation, self._model)
-        if repeat is None or not repeat.held:
-            num_expected_tokens = self._early_rejection.expected_tokens(request)
-            self._limits.take_tokens(request.tenant, num_expected_tokens)
-            request.num_expected_tokens = num_expected_tokens
-        if generation.embedding is not None:
-            embeddings = EmbeddingsFormat(request.model, generation.embedding, request.embedding)
-            return await self._whole(request, WholeReply(embeddings, len(request.outputs), request.usage))
-        reply_format = self._reply_format(request)
-        if request.generation.stream:
-            sse_body = SSEBody(http_request, outlives_client=repeat is not None)
-            return await self._stream(request, StreamReply(sse_body, reply_format, request.usage, _event_ids(request)))
-        return await self._whole(request, WholeReply(reply_format, len(request.outputs), request.usage))
-
-    async def _parse(self, request: GatewayRequest, raw: bytes, context_tokens: int) -> Parsed[AnyBody]:
-        def parse(model: ServedModel) -> Parsed[AnyBody]:
-            return read_body(request.endpoint, raw, model, context_tokens)
-
-        return parse(self._model) if is_quickly_parsed(raw) else await self._threads.run(parse, self._model, len(raw))
-
-    async def _tokenize(
-        self, request: GatewayRequest, body: AnyBody, num_bytes: int, context_tokens: int
-    ) -> GenerationRequest:
-        def tokenize(model: ServedModel) -> GenerationRequest:
-            return generation_request_of(body, model, context_tokens, request.tenant_salt)
-
-        is_slow = num_bytes > _SLOW_PROMPT_BYTES
-        return await self._threads.run(tokenize, self._model, num_bytes) if is_slow else tokenize(self._model)
-
-    def _reject_early(self, request: GatewayRequest, body: AnyBody, num_bytes: int, context_tokens: int) -> None:
-        """Raises Refused.
-
-        Whether there will be gaps between tokens is certain for a short body without a limit, too: a token has at least
-        one byte, and a template hardly adds more than the body has around its text, so more than one token fits. With a
-        limit, a prompt that leaves room for just one token is judged as if it left more.
-        """
-        max_tokens = max_tokens_of(body)
-        if max_tokens == 0 and not (isinstance(body, CompletionBody) and body.wants_prompt_alone):
-            return  # an echo: no worker is needed
-        request.needs_workers = True
-        request.priority = body.priority or 0
-        request.has_gaps = 2 * num_bytes < context_tokens if max_tokens is None else max_tokens > 1
-        if request.repeat is not None and request.repeat.held:
-            return  # it was admitted
-        self._early_rejection.reject_early(request)
-        if num_bytes > _MOST_PREFIX_BYTES:
-            return
-        read_prefix = partial(prompt_prefix_of, body, self._model, request.tenant_salt)
-        self._early_rejection.reject_by_prefix(request, read_prefix)
-
-    def _reply_format(self, request: GatewayRequest) -> ReplyFormat:
-        generation, repeat = request.generation, request.repeat
-        created = int(request.created_at.timestamp()) if repeat is None else repeat.created_at
-        head = (request.request_id, request.model, created, self._model.tokenizer, generation.reply_options)
-        call_ids = None if repeat is None else repeat.call_id
-        if request.endpoint == "responses":
-            return ResponsesFormat(*head, generation.echoed, generation.new_tool_parser, call_ids)
-        if request.endpoint == "messages":
-            return MessagesFormat(request.request_id, request.model, generation.new_tool_parser, call_ids)
-        if request.endpoint == "chat.completions":
-            prompt = generation.prompts[0]
-            return ChatFormat(*head, prompt, request.prompt_logprobs, generation.new_tool_parser, call_ids)
-        return CompletionFormat(
-            *head, generation.prompts, generation.prompt_texts, generation.num_choices, request.prompt_logprobs
+        await self._generation.prepare(
+            request, read, finds=repeat is not None, is_meant=is_meant_for_repeats(http_request)
         )
+        if request.generation.stream and request.generation.embedding is None:
+            sse_body = SSEBody(http_request, outlives_client=repeat is not None)
+            reply_format = self._generation.reply_format(request)
+            reply = StreamReply(sse_body, reply_format, request.usage, _event_ids(request))
+            return await self._stream(request, reply, keep)
+        return await self._whole(request, self._generation.whole_reply(request), keep)
 
-    async def _whole(self, request: GatewayRequest, reply: WholeReply) -> web.StreamResponse:
-        await self._run(request, reply)
-        response = await reply.finish(request.generation.num_choices, request.generation.best_of)
+    async def _whole(self, request: GatewayRequest, reply: WholeReply, keep: Keep | None) -> web.StreamResponse:
+        await self._generation.run(request, reply)
+        body = reply.body(request.generation.num_choices, request.generation.best_of)
+        if keep is not None:
+            await keep(body)
+        response = web.json_response(body)
         self._recorder.end(request)
         return response
 
-    async def _stream(self, request: GatewayRequest, reply: StreamReply) -> web.StreamResponse:
+    async def _stream(self, request: GatewayRequest, reply: StreamReply, keep: Keep | None) -> web.StreamResponse:
         try:
-            await self._run(request, reply)
+            await self._generation.run(request, reply)
         except ClientGone:
             raise
         except Exception as failure:
@@ -264,7 +184,7 @@ class GenerationEndpoints:
             response = await reply.fail(error, waits=True)
             self._recorder.end(request, "error", kind_of(error).status, error.message)
             return response
-        response = await reply.finish()
+        response = await reply.finish(keep)
         self._recorder.end(request)
         return response
 
@@ -276,18 +196,6 @@ class GenerationEndpoints:
             raise error from None
         self._recorder.leave(request)
         return response
-
-    async def _run(self, request: GatewayRequest, reply: Reply) -> None:
-        if request.generation.sampling.max_tokens == 0:  # an echo and nothing else
-            await reply.begin()
-            for output in request.outputs:
-                reply.put(output.index, TextPiece("", (), (), "length"))
-            return
-        singly, only_prompt = request.repeat is not None, request.generation.only_prompt
-        await self._relay.run(
-            request.by_prompt,
-            lambda output: OutputSink(output.index, output.text, reply, singly=singly, only_prompt=only_prompt),
-        )
 
 
 def _event_ids(request: GatewayRequest) -> EventIds | None:

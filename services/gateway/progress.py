@@ -76,6 +76,11 @@ class Progress:
         self._last_token_s = at_s
 
     @property
+    def last_token_s(self) -> float:
+        """When the latest token came."""
+        return self._last_token_s - self.arrived_s
+
+    @property
     def mean_tbt_s(self) -> float | None:
         """TPOT: mean gap between tokens; None with fewer than two."""
         return sum(self.gaps_s) / len(self.gaps_s) if self.gaps_s else None

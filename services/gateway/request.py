@@ -57,6 +57,8 @@ class GatewayRequest:
     has_gaps: bool = False  # asks for more than one token, without doubt
     tenant_salt: bytes = b""  # KV is shared among requests of one salt, which also names the adapter
     repeat: RepeatableRequest | None = None  # None: its client gave it no id
+    reply_id: str = ""  # what the id of a response is made of
+    is_metered: bool = True  # counts towards its tenant's rates
 
     # known once its prompts are tokenized
     generation: GenerationRequest = NOT_TOKENIZED
@@ -87,7 +89,19 @@ class GatewayRequest:
             prompt_tokens=sum(leader.prompt_tokens for leader in leaders),
             cached_tokens=sum(leader.cached_tokens for leader in leaders),
             completion_tokens=sum(output.text.num_tokens for output in self.outputs),
+            timing=self._timing() if self.generation.reply_options.timing else None,
         )
+
+    def _timing(self) -> dict[str, float | None]:
+        """Seconds: of the first output's prompt, of all outputs' tokens, and since the request arrived."""
+        first, gaps_s = self.outputs[0].progress, self.gaps_s
+        return {
+            "queue_s": first.queue_s,
+            "prefill_s": first.prefill_s,
+            "ttft_s": self.ttft_s,
+            "tbt_s": sum(gaps_s) / len(gaps_s) if gaps_s else None,
+            "e2e_s": max(output.progress.last_token_s for output in self.outputs),
+        }
 
     def prompt_logprobs(self, number: int) -> Sequence[PromptLogprob]:
         """What the worker says of a prompt's tokens after the first, once its first token is there."""
@@ -128,7 +142,7 @@ class GatewayRequest:
             sampling=of_output(sampling, offset, generation.context_tokens - len(prompt)),
             progress=Progress(self.arrived_s, len(prompt)),
             text=TextStream(
-                model.new_detokenizer(generation.skips_special),
+                model.new_detokenizer(generation.special_tokens),
                 generation.stops,
                 sampling.stop_token_ids,
                 keep_stop=generation.keep_stop,

@@ -8,7 +8,7 @@ import secrets
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from aiohttp import web
@@ -27,12 +27,14 @@ from halfmoon.rpc.server import RunningServer, advertised_address, running_serve
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from halfmoon.rpc.tls.http_context import server_context
 from services.gateway.app import Access, Endpoints, make_app
+from services.gateway.batches.batch_endpoints import BatchEndpoints
+from services.gateway.batches.batch_runner import BatchRunner
+from services.gateway.batches.file_endpoints import FileEndpoints
 from services.gateway.cluster.cluster import Cluster, running_cluster
 from services.gateway.cluster.held_answers import HeldAnswers
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import PrefixCopies
 from services.gateway.cluster.store_watch import StoreWatch
-from services.gateway.constraints.checker import ConstraintChecker
 from services.gateway.control.active_admission import ActiveAdmission, AdmissionEndpoint
 from services.gateway.control.active_classes import ActiveClasses, declarations_of
 from services.gateway.control.active_tenants import ActiveTenants, declared_tenants
@@ -41,9 +43,12 @@ from services.gateway.control.console_endpoints import ConsoleEndpoints
 from services.gateway.control.known_rows import KnownRows
 from services.gateway.control.ledger_sync import LedgerSync
 from services.gateway.control.live_workload import WorkloadEndpoint
+from services.gateway.control.operator_endpoints import OperatorEndpoints
 from services.gateway.control.status_endpoints import ControlEndpoints
 from services.gateway.control.store_view import StoreView
 from services.gateway.control.tenant_endpoints import TenantEndpoints
+from services.gateway.detached import DetachedRuns
+from services.gateway.generation import Generation
 from services.gateway.generation_endpoints import GenerationEndpoints
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.browser_guard import BrowserGuard
@@ -57,11 +62,17 @@ from services.gateway.http.sibling_backlog import SiblingBacklog
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
+from services.gateway.responses.background import BackgroundResponses
+from services.gateway.responses.conversations import Conversations
+from services.gateway.responses.response_endpoints import ResponseEndpoints
 from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.relay import Relay
 from services.gateway.routing.routing_context import RoutingContext
 from services.gateway.running_repeats import RunningRepeats
+from services.gateway.sandbox.constraint_checker import ConstraintChecker
+from services.gateway.sandbox.request_templates import RequestTemplates
+from services.gateway.sandbox.sandbox import Sandbox
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.label_digests import LabelDigests, label_key
 from services.gateway.telemetry.load_header import LoadHeader
@@ -102,9 +113,11 @@ async def running_gateway(
     async with (
         open_ledger(settings.ledger, gateway_id, may_be_away=True) as ledger,
         running_cluster(gateway_id, membership, credential=credential) as cluster,
-        ConstraintChecker() as constraints,
+        Sandbox() as sandbox,
         TokenizerThreads() as threads,
     ):
+        if settings.trust_request_chat_template:
+            model = replace(model, render_template=RequestTemplates(sandbox, asyncio.get_running_loop()).render)
         routing = _routing(settings, cluster, credential)
         telemetry = routing.telemetry
         metrics = GatewayMetrics(membership, ledger, telemetry, routing.copies, model.name)
@@ -122,23 +135,60 @@ async def running_gateway(
         admission = ActiveAdmission(ledger.admission, routing.admission, settings.admission)
         sync = LedgerSync(ledger, classes, tenants, admission, routing.admission.lengths, membership, gateway_id)
         await sync.load(settings.host)
+        generation = Generation(
+            model,
+            membership,
+            EarlyRejection(routing),
+            relay,
+            ConstraintChecker(sandbox).check,
+            threads,
+            limits,
+            HeldAnswers(cluster, settings.join_wait_s, settings.request_deadline_s),
+            is_cache_shared=settings.shared_cache,
+        )
+        conversations = Conversations(ledger.responses, settings.store_responses, settings.responses_keep_days)
+        detached = DetachedRuns(generation, conversations, recorder, drain_gate)
+        background = BackgroundResponses(
+            ledger.responses,
+            conversations,
+            detached.run,
+            lambda name: routing.admission.classes.named(name),
+            lambda name: keys.table.tenant(name),
+            gateway_id,
+            settings.background_concurrency,
+        )
+        batches = BatchRunner(
+            ledger.batches,
+            ledger.files,
+            detached.run,
+            lambda: routing.admission.classes.of_batches,
+            lambda name: keys.table.tenant(name),
+            gateway_id,
+            settings.batch_concurrency,
+            settings.max_body_bytes,
+            settings.files_keep_days,
+        )
+        files = FileEndpoints(
+            ledger.files, limits, settings.file_max_bytes, settings.files_max_bytes, settings.files_keep_days
+        )
+        kept_responses = ResponseEndpoints(ledger.responses, background)
         endpoints = Endpoints(
             GenerationEndpoints(
-                model,
-                membership,
-                EarlyRejection(routing),
-                relay,
+                generation,
                 recorder,
                 drain_gate,
-                constraints.check,
-                threads,
                 limits,
-                HeldAnswers(cluster, settings.join_wait_s, settings.request_deadline_s),
                 RunningRepeats(settings.disconnect_grace_s),
-                is_cache_shared=settings.shared_cache,
+                conversations,
+                background,
+                kept_responses,
             ),
+            kept_responses,
+            files,
+            BatchEndpoints(ledger.batches, batches, limits, is_open=settings.batch_concurrency > 0),
             TokenizerEndpoints(model, membership, threads, limits, is_cache_shared=settings.shared_cache),
             ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
+            OperatorEndpoints(model, cluster, stores, settings),
             ClassEndpoints(classes),
             TenantEndpoints(ledger, tenants, stores),
             AdmissionEndpoint(admission),
@@ -152,6 +202,11 @@ async def running_gateway(
             running(logged(StoreWatch(cluster, credential).follow_members())),
             running(sync.follow(settings.ledger_poll_s)),
             running(ledger.retention.keep(settings.ledger_keep_days)),
+            running(ledger.responses.keep(settings.responses_max_bytes)),
+            running(ledger.files.keep()),
+            running(ledger.batches.keep(settings.files_keep_days)),
+            running(logged(background.tasks.follow())),
+            running(logged(batches.tasks.follow())),
             running(logged(telemetry.follow(membership, cluster.clock))),
             running_server(
                 settings.cluster_listen,

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings
 from halfmoon.config.gateway import GatewayConfig, HandoverConfig
 from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.qos_classes import ClassesConfig
+from halfmoon.config.quantization import QuantizationConfig
 from halfmoon.config.section import Texts
 from halfmoon.config.security import SecurityConfig
 from halfmoon.config.state import StateConfig
@@ -25,6 +26,7 @@ class GatewaySettings(
     TenantsConfig,
     SecurityConfig,
     StateConfig,
+    QuantizationConfig,
     ObservedConfig,
     BaseSettings,
 ):

@@ -15,8 +15,9 @@ import grpc
 
 from halfmoon.catalog.block_identity import block_id
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, Unavailable
-from halfmoon.kv.codec import Codec
-from halfmoon.kv.frame import Frame, FrameKind, decode_frame, encode_frame
+from halfmoon.kv.codec import LOSSLESS, Codec
+from halfmoon.kv.entry_codec import EntryCodec
+from halfmoon.kv.frame import MAX_PAYLOAD_BYTES, Frame, FrameKind, decode_frame, encode_frame
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.owner import KVOwner
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
@@ -26,7 +27,6 @@ from halfmoon.rpc.store.block_streams import (
     asked_codec,
     block_frames,
     opened_run,
-    parts_in_order,
     whole_blocks,
 )
 from halfmoon.rpc.transfer import KVIntake, next_message, parse_body, raw_service
@@ -71,8 +71,10 @@ class KVBytesServicer:
         blocks = [block_id(key, opened.tenant_salt) for key in opened.keys]
         if not blocks:
             raise InvalidRequest("a Get must name the blocks that it wants", param="keys")
+        if opened.layers_at_once:
+            raise InvalidRequest("a store sends each block with all its layers", param="layers_at_once")
         num_sent = 0  # frames
-        for (index, block), part in parts_in_order(request.range, opened.layers_at_once, list(enumerate(blocks))):
+        for index, block in enumerate(blocks):
             try:
                 loan = await self._pool.acquire(block)
             except HalfmoonError:
@@ -80,7 +82,7 @@ class KVBytesServicer:
                     break
                 raise
             try:
-                async for frame in _data(loan, replace(request, range=part), index, num_sent, codec):
+                async for frame in _data(loan, request, index, num_sent, codec):
                     yield encode_frame(frame)
                     num_sent += 1
             finally:
@@ -143,12 +145,22 @@ class _Reception:
 
 
 async def _data(loan: Loan, request: Frame, index: int, num_sent: int, codec: Codec) -> AsyncIterator[Frame]:
-    """Yields the frames of a Get's `index`th block, numbered after the first `num_sent` frames."""
+    """Yields the frames of a Get's `index`th block, numbered after the first `num_sent` frames.
+
+    A block that is kept in `codec` goes as it is, if it fits one frame.
+    """
     layout, wanted = loan.record.meta.layout, request.range
     assert layout is not None
     if request.layout_fingerprint != layout.fingerprint():
         raise Incompatible("the stored block has another KV layout than its reader")
-    wanted.check_within(whole_blocks(layout, wanted.token_start, 1))
+    whole_range = whole_blocks(layout, wanted.token_start, 1)
+    wanted.check_within(whole_range)
+    payload = memoryview(loan.record.payload).cast("B")
+    is_kept_so = codec in LOSSLESS and loan.record.codec == EntryCodec(lossless=LOSSLESS[codec])
+    if is_kept_so and wanted == whole_range and payload.nbytes < layout.block_bytes <= MAX_PAYLOAD_BYTES:
+        place = wanted.moved(index * layout.block_tokens)
+        yield Frame(FrameKind.DATA, request.transfer_id, request.layout_fingerprint, num_sent, place, codec, payload)
+        return
     whole = loan.cells() if loan.record.codec.is_plain else await asyncio.to_thread(loan.cells)
     async for frame in block_frames(whole, layout, request, index, num_sent, codec=codec):
         yield frame

@@ -140,6 +140,13 @@ class KVStoreAdminServicer(kvstore_pb2_grpc.KVStoreAdminServicer):
         """See kvstore.proto."""
         return kvstore_pb2.DropResponse(num_dropped=await self._pool.drop(checked_ids(request.ids)))
 
+    async def Empty(
+        self, request: kvstore_pb2.EmptyRequest, context: grpc.aio.ServicerContext
+    ) -> kvstore_pb2.DropResponse:
+        """See kvstore.proto."""
+        blocks = [entry.meta.id for entry in self._pool.catalog]
+        return kvstore_pb2.DropResponse(num_dropped=await self._pool.drop(blocks))
+
     async def Verify(
         self, request: kvstore_pb2.VerifyRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.VerifyResponse:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.rpc.store.chain import Chain
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.up.stores import remember_stores
+from services.gateway.control.store_view import StoreView
 from tests.services.kvstore.blocks import LAYOUT, content, key
 
 IDS = [block_id(key(n)) for n in range(3)]
@@ -51,6 +53,15 @@ def fill(address: str) -> None:
     asyncio.run(filling())
 
 
+async def emptied(address: str) -> list[dict[str, Any]]:
+    """What a gateway's operator does, pinned blocks and all."""
+    view = StoreView(lambda: {address})
+    try:
+        return await view.empty()
+    finally:
+        await view.close()
+
+
 def test_an_operators_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")  # no id is cut short
     run = CliRunner()
@@ -78,6 +89,8 @@ def test_an_operators_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert (verified.exit_code, verified.output) == (0, "dram: 3 read, 0 damaged and dropped\n")
         assert run.invoke(app, ["kv", "drop", IDS[1].hex()]).output == "dropped 2\n"
         assert IDS[1].hex() not in run.invoke(app, ["kv", "ls"]).output
+        assert asyncio.run(emptied(address)) == [{"address": address, "num_dropped": 1}]
+        assert IDS[0].hex() not in run.invoke(app, ["kv", "ls"]).output
 
 
 @pytest.mark.parametrize("text", ["xyz", "00", "ff" * 25])

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from services.gateway.telemetry.time_series import QUANTILES
+
 LOAD = {
     "num_running": 2, "num_waiting": 1, "num_reserved": 0, "num_held": 0, "free_blocks": 75, "draining": False,
     "num_prefill_tokens_total": 1000, "num_output_tokens_total": 50, "waiting_prefill_tokens": 9,
@@ -26,7 +28,7 @@ CLUSTER: dict[str, Any] = {
         WORKER | {"worker_id": "decode-1", "role": "decode", "address": "h:2", "load": LOAD | {"draining": True}},
     ],
 }  # fmt: skip
-_LINE = {"p50": [0.1, None], "p90": [0.2, None], "p99": [0.3, None]}
+_LINE: dict[str, list[float | None]] = {name: [share / 3, None] for name, share in QUANTILES.items()}
 _COUNTS = {"ended": 10, "good": 8, "refused": 1, "failed": 1}
 SERIES: dict[str, Any] = {
     "bucket_s": 5.0, "age_s": [7.5, 2.5],

@@ -16,7 +16,17 @@ from console.plain_text import plain  # noqa: E402
 from console.settings import DEFAULT_GATEWAY_URL, api_key, gateway_ca, gateway_url, operator_token  # noqa: E402
 from halfmoon.rpc.tls.authority import Authority  # noqa: E402
 from halfmoon.rpc.tls.http_context import server_context  # noqa: E402
-from tests.console.fake_gateway import CLUSTER, EDITS, GOLD, SERIES, STORES, WORKER, FakeGateway, running_fake_gateway  # noqa: E402
+from tests.console.fake_gateway import (  # noqa: E402
+    CLUSTER,
+    EDITS,
+    GOLD,
+    LOAD,
+    SERIES,
+    STORES,
+    WORKER,
+    FakeGateway,
+    running_fake_gateway,
+)
 
 PAGES = ("overview", "placements", "cache", "slo", "tenants", "try")
 
@@ -90,7 +100,7 @@ def test_an_empty_cluster_says_what_is_missing(gateway: FakeGateway) -> None:
     assert "there is no prefill worker" in shown.warning[0].value
     said = " ".join(one.value for one in shown.markdown)
     assert "No worker has joined" in said
-    assert "Nothing to draw yet" in said
+    assert "No request in the last 10 minutes" in said
     assert not shown.dataframe
 
 
@@ -284,10 +294,20 @@ def test_a_worker_that_left_is_still_there_and_red(gateway: FakeGateway) -> None
     assert 'data-worker="decode-1" data-standing="gone"' in json.loads(drawings(shown)[0])
 
 
+def test_where_nothing_was_asked_the_overview_says_how_to(gateway: FakeGateway) -> None:
+    idle = [worker | {"load": LOAD | {"num_running": 0}} for worker in CLUSTER["workers"]]
+    gateway.answers["/halfmoon/v1/cluster"] = (200, CLUSTER | {"workers": idle})
+    asked = {name: [0.0, 0.0] for name in SERIES["requests"]}
+    gateway.answers["/halfmoon/v1/series"] = (200, SERIES | {"requests": asked})
+    shown = open_page("overview", gateway.url)
+    assert any("No request in the last 10 minutes" in one.value for one in shown.markdown)
+    assert f"curl -N {gateway.url}/v1/chat/completions" in shown.code[0].value
+
+
 def test_a_reply_that_breaks_off_is_an_error(gateway: FakeGateway) -> None:
     gateway.closes_early = True
-    pieces = GatewayApi(gateway.url).chat("m", [], 1, 0)
-    assert [next(pieces), next(pieces)] == ["Hel", "lo"]
+    pieces = GatewayApi(gateway.url).chat({})
+    assert [next(pieces)["delta"].get("content") for _ in range(2)] == ["Hel", "lo"]
     with pytest.raises(GatewayError, match="broke off"):
         next(pieces)
 
@@ -318,7 +338,7 @@ def test_each_key_goes_where_it_belongs(
     api = GatewayApi(gateway.url, api_key(environment), operator_token(environment))
     api.cluster()
     gateway.answers["/v1/chat/completions"] = (200, [])
-    list(api.chat("m", [], 1, 0))
+    list(api.chat({}))
     assert gateway.keys["/halfmoon/v1/cluster"] == control
     assert gateway.keys.get("/v1/chat/completions") == chat
 

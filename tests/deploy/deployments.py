@@ -51,5 +51,5 @@ def dockerfile(service: str | None = None) -> str:
     text = (ROOT / "Dockerfile").read_text()
     if service is None:
         return text
-    (stage,) = re.findall(rf"^FROM base AS {service}\n(.*?)(?=^FROM |\Z)", text, re.MULTILINE | re.DOTALL)
+    (stage,) = re.findall(rf"^FROM (?:service|models) AS {service}\n(.*?)(?=^FROM |\Z)", text, re.MULTILINE | re.DOTALL)
     return str(stage)

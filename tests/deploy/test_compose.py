@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,8 @@ def test_each_role_gets_its_own_credential_and_no_other() -> None:
         assert [service["environment"][variable] for variable in TLS_VARIABLES] == [*map(str, paths_in(MOUNTED))]
         assert service["depends_on"]["secret"] == {"condition": "service_completed_successfully"}
         assert f"/secrets/{ROLES[name]}" in dockerfile()
+
+
+def test_what_knows_no_model_starts_without_torch() -> None:
+    program = "import sys; sys.modules['torch'] = None; import services.kvstore.__main__, console.__main__"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from halfmoon.vllm_engine.versions import check_release
+from halfmoon.vllm_engine.frontend.versions import check_release
 from services.decode.settings import DecodeSettings
 from services.prefill.settings import PrefillSettings
 

@@ -22,7 +22,8 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Syst
     HALFMOON_E2E_OPTIONS has further options of `halfmoon up`, such as those of another engine.
     """
     further = shlex.split(os.environ.get("HALFMOON_E2E_OPTIONS", ""))
-    options = ("--dtype", "float32", "--conditional-disaggregation", "off", *further)
+    numbers = ("--dtype", "float32", "--quantization", "none")
+    options = (*numbers, "--conditional-disaggregation", "off", *further)
     start_s = 600.0 if further else 120.0
     async with running_system(tmp_path_factory.mktemp("state"), *options, start_timeout_s=start_s) as found:
         yield found

@@ -19,7 +19,7 @@ SLOW_LINK = ("--set", "workers.prefill.kv_link_mbps=2")  # of hand-overs: those 
 
 
 async def test_a_second_turn_stays(tmp_path: Path, reference: Reference) -> None:
-    options = ("--dtype", "float32", "--conditional-disaggregation", "auto", *SLOW_LINK)
+    options = ("--dtype", "float32", "--quantization", "none", "--conditional-disaggregation", "auto", *SLOW_LINK)
     async with running_system(tmp_path, *options) as system, aiohttp.ClientSession(system.url) as http:
         prompt = QUESTION
         for _ in range(4):

@@ -48,12 +48,17 @@ _ENGINES: Mapping[str, Mapping[str, Any]] = {
 
 
 @asynccontextmanager
-async def started(directory: Path, prefill: Sequence[str], decode: Sequence[str]) -> AsyncIterator[System]:
-    """Workers with these engines, float32, and a hand-over for each request."""
+async def started(
+    directory: Path, prefill: Sequence[str], decode: Sequence[str], **settings: Any
+) -> AsyncIterator[System]:
+    """Workers with these engines and further settings, float32, and a hand-over for each request."""
     file = directory / "halfmoon.yaml"
     groups = {"prefill": [_ENGINES[name] for name in prefill], "decode": [_ENGINES[name] for name in decode]}
-    workers = {"all": {"dtype": "float32"}, **groups}
-    file.write_text(yaml.safe_dump({"workers": workers, "gateway": {"conditional_disaggregation": "off"}}))
+    everywhere: dict[str, Any] = {"dtype": "float32", **settings}
+    workers = {"all": everywhere, **groups}
+    model = {"quantization": "none"}
+    config = {"model": model, "workers": workers, "gateway": {"conditional_disaggregation": "off"}}
+    file.write_text(yaml.safe_dump(config))
     options = ("--config", str(file))
     async with running_system(directory / "state", *options, start_timeout_s=_START_S) as system:
         yield system
@@ -70,17 +75,26 @@ async def test_golden(prefill: str, decode: str, reference: Reference, checkpoin
             check(answer, prompt, reference, tokenizer)
 
 
-async def test_answers_go_on_at_our_engine_when_vllm_is_killed(reference: Reference, tmp_path: Path) -> None:
-    prompts = [f"{prompt} {number}" for number, prompt in enumerate(PROMPTS[3:6] * 2)]
+@pytest.mark.parametrize(
+    ("state", "prompts", "settings"),
+    [
+        ("num_running", [f"{prompt} {number}" for number, prompt in enumerate(PROMPTS[3:6] * 2)], {}),
+        ("num_reserved", [f"{number} {PROMPTS[7]}" for number in range(4)], {"kv_link_mbps": 10}),  # 2 s of KV each
+    ],
+    ids=["while it decodes", "before its KV is whole"],
+)
+async def test_answers_go_on_at_our_engine_when_vllm_is_killed(
+    state: str, prompts: Sequence[str], settings: Mapping[str, Any], reference: Reference, tmp_path: Path
+) -> None:
     async with (
-        started(tmp_path, ["halfmoon"], ["vllm", "halfmoon"]) as system,
+        started(tmp_path, ["halfmoon"], ["vllm", "halfmoon"], **settings) as system,
         aiohttp.ClientSession(system.url) as http,
         asyncio.TaskGroup() as group,
     ):
         tasks = [group.create_task(completion(http, prompt, max_tokens=48, ignore_eos=True)) for prompt in prompts]
         while True:
             (worker,) = [one for one in await system.cluster(http) if one["device"].startswith("vllm")]
-            if worker["load"]["num_running"] > 0:
+            if worker["load"][state] > 0:
                 break
             await asyncio.sleep(0.02)
         vllm = psutil.Process(worker["pid"]).children(recursive=True)
@@ -95,6 +109,21 @@ async def test_answers_go_on_at_our_engine_when_vllm_is_killed(reference: Refere
             assert len(choice["token_ids"]) == 48
         _, alive = await asyncio.to_thread(psutil.wait_procs, vllm, 30)
         assert not alive, "vLLM outlives its worker"
+
+
+async def test_a_second_turn_finds_the_answer_in_the_pool(
+    reference: Reference, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """The decode worker computed the answer: the prefill worker loads its KV, and sends it back with the rest."""
+    prompt, num_tokens = PROMPTS[7], len(Tokenizer(checkpoint).encode(PROMPTS[7]))
+    async with started(tmp_path, ["vllm"], ["vllm"]) as system, aiohttp.ClientSession(system.url) as http:
+        first = await completion(http, prompt, max_tokens=160, ignore_eos=True)
+        assert first["choices"][0]["token_ids"][:MAX_TOKENS] == reference(prompt, MAX_TOKENS)
+        await asyncio.sleep(5)  # blocks go to the store behind the answer
+        follow_up = prompt + first["choices"][0]["text"] + " Then the wind turned, and all of them went home."
+        second = await completion(http, follow_up)
+        assert second["choices"][0]["token_ids"] == reference(follow_up, MAX_TOKENS)
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > num_tokens + 64
 
 
 async def test_a_new_vllm_loads_a_known_prompt_from_the_store(reference: Reference, tmp_path: Path) -> None:

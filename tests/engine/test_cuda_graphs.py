@@ -56,7 +56,7 @@ class Rig:
         self.model = build_model(config, torch.float32, DEVICE, TRITON_OPS)
         load_weights(self.model, checkpoint.weight_files)
         layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, "float32", BLOCK_TOKENS)
-        self.arena = KVArena(layout, NUM_BLOCKS, torch.float32, DEVICE)
+        self.arena = KVArena(layout, NUM_BLOCKS, DEVICE)
         self.arena.tensor.copy_(torch.randn(self.arena.tensor.shape, generator=torch.Generator().manual_seed(3)))
         self.attention = TritonBackend(BLOCK_TOKENS, config.num_kv_heads, 64, DEVICE)
         self.runner = ModelRunner(self.model, self.arena, self.attention, frozenset())

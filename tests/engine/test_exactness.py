@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
@@ -20,7 +20,7 @@ MOST_STEPS = 2000
 
 needs_own_products = pytest.mark.skipif(
     torch.cpu.get_capabilities().get("amx_bf16", False),
-    reason="oneDNN multiplies bfloat16 there, which promises nothing",
+    reason="oneDNN multiplies bfloat16 numbers there, which promises nothing",
 )
 
 
@@ -29,10 +29,15 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["llama", "qwen3", "opt"])
+@pytest.fixture(params=["llama", "qwen3", "opt", "llama/int8", "qwen3/int4", "qwen3/int8 KV"])
 def engine_of(request: pytest.FixtureRequest, dtype: str, tiny_checkpoint: Callable[[str], Checkpoint]) -> Any:
+    name, _, quantization = request.param.partition("/")
+    path, has_int8_kv = str(tiny_checkpoint(name).path), quantization == "int8 KV"
+    checkpoint = prepare_checkpoint(path, quantization="auto" if has_int8_kv else quantization or "auto")
+    of_kv = {"kv_dtype": "int8"} if has_int8_kv else {}
+
     def make(**options: Any) -> Engine:
-        return Engine(tiny_checkpoint(request.param), EngineConfig(**{"dtype": dtype, "num_blocks": 400, **options}))
+        return Engine(checkpoint, EngineConfig(**{"dtype": dtype, "num_blocks": 400, **of_kv, **options}))
 
     return make
 
@@ -45,7 +50,12 @@ def drawn_requests(rng: random.Random) -> list[EngineRequest]:
         own = prompt(rng.randrange(1000), rng.choice((1, 5, 20, 90, 280)))
         temperature = rng.choice((0.0, 1.0))
         sampling = SamplingParams(
-            max_tokens=rng.randrange(1, 60), temperature=temperature, ignore_eos=True, seed=number, num_top_logprobs=5
+            max_tokens=rng.randrange(1, 60),
+            temperature=temperature,
+            ignore_eos=True,
+            seed=number,
+            num_top_logprobs=5,
+            allowed_token_ids=rng.choice(((), (7, 11))),  # of two tokens something repeats, and is guessed
         )
         tokens = common + own if rng.random() < 0.5 else own
         requests.append(EngineRequest(f"r{number}", tokens, sampling))
@@ -57,26 +67,27 @@ def results(outputs: list[TokenOutput], name: str) -> list[tuple[Any, ...]]:
     return [(output.token_id, output.logprobs, output.finish_reason) for output in mine]
 
 
-def run(engine: Engine, waiting: list[EngineRequest], rng: random.Random) -> tuple[list[TokenOutput], int]:
-    """All outputs of requests that come at random moments, and how often one was preempted."""
+def run(engine: Engine, waiting: list[EngineRequest], rng: random.Random) -> tuple[list[TokenOutput], int, int]:
+    """All outputs of requests that come at random moments, how often one was preempted, how many guesses counted."""
     outputs: list[TokenOutput] = []
-    num_preempted = 0
+    num_preempted = num_right_drafts = 0
     for _ in range(MOST_STEPS):
         while waiting and (rng.random() < 0.3 or not engine.has_work()):
             engine.add(waiting.pop())
         if not engine.has_work():
             engine.check_integrity()
-            return outputs, num_preempted
+            return outputs, num_preempted, num_right_drafts
         result = engine.step()
         outputs += result.outputs
         num_preempted += result.num_preempted
+        num_right_drafts += result.num_right_drafts
     raise AssertionError("the engine does not come to an end")
 
 
 def test_a_request_has_the_same_bits_alone_and_in_any_schedule(engine_of: Callable[..., Engine]) -> None:
     alone = engine_of(prefix_cache=False)
-    preempted = 0
-    for number in range(NUM_SCHEDULES // 6 + 1):  # of six models and types
+    preempted = right_drafts = 0
+    for number in range(NUM_SCHEDULES // 10):  # of a dozen models and types
         rng = random.Random(number)
         requests = drawn_requests(rng)
         expected = {one.request_id: results(run(alone, [one], rng)[0], one.request_id) for one in requests}
@@ -88,9 +99,12 @@ def test_a_request_has_the_same_bits_alone_and_in_any_schedule(engine_of: Callab
             max_batch_tokens=rng.choice((9, 33, 128, 512)),
             chunk_tokens=rng.choice((7, 64, 200)),
             num_threads=rng.choice((1, 2, 3)),
+            speculation=rng.choice(("off", "ngram")),
         )
-        outputs, num_preempted = run(engine, list(requests), rng)
+        outputs, num_preempted, num_right_drafts = run(engine, list(requests), rng)
         preempted += num_preempted
+        right_drafts += num_right_drafts
         assert {one.request_id: results(outputs, one.request_id) for one in requests} == expected, number
         engine.close()
     assert preempted > 0
+    assert right_drafts > 0

@@ -58,7 +58,7 @@ def paged_logits(
     config = checkpoint.model_config
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, "float32", BLOCK_TOKENS)
     blocks = [5, 6, 2, 9, 10, 11, 0, 1, 20, 19, 18, 17]  # runs of several lengths, not in order
-    arena = KVArena(layout, 24, torch.float32, "cpu")
+    arena = KVArena(layout, 24, "cpu")
     arena.tensor.fill_(float("nan"))  # whoever reads a slot before it is written shows
     logits, start = [], 0
     for end in cuts:
@@ -100,7 +100,7 @@ def test_half_precision_stays_close(dtype: torch.dtype, tiny_checkpoint: Callabl
     token_ids = list(range(3, 43))
     expected = paged_logits(load(checkpoint), checkpoint, token_ids, (40,), path_of(checkpoint, "sdpa").attention)
     layout = KVLayout(3, 2, 16, "float16" if dtype == torch.float16 else "bfloat16", BLOCK_TOKENS)
-    arena = KVArena(layout, 8, dtype, "cpu")
+    arena = KVArena(layout, 8, "cpu")
     batch = ForwardBatch(
         torch.tensor(token_ids),
         torch.arange(40),

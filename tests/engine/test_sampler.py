@@ -218,6 +218,19 @@ def test_only_allowed_tokens_are_drawn(temperature: float) -> None:
     assert drawn == ({3, 5} if temperature else {int(logits()[0, [3, 5]].argmax()) * 2 + 3})
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "bans", [{"min_tokens": 9, "stop_token_ids": (3, 5)}, {"bad_words": ((3,), (5,))}], ids=["min_tokens", "bad_words"]
+)
+def test_bans_that_leave_no_allowed_token_give_way(bans: dict[str, Any], temperature: float) -> None:
+    allowed = [row(temperature=temperature, seed=seed, allowed_token_ids=(3, 5)) for seed in range(20)]
+    banned = [replace(one, params=replace(one.params, **bans)) for one in allowed]
+    values = logits().expand(20, -1)
+    assert sample(values, banned, EOS) == sample(values, allowed, EOS)
+    partly = replace(banned[0], params=replace(banned[0].params, allowed_token_ids=(3, 4, 5)))
+    assert sample(values[:1], [partly], EOS)[0].token_id == 4
+
+
 def test_the_last_token_of_a_bad_word_is_not_drawn_after_the_others() -> None:
     values = logits()
     best = int(values.argmax())

@@ -72,6 +72,12 @@ def test_the_tokens_are_those_of_sdpa(
     assert generate(make_triton(model, **options), *requests) == generate(make_engine(model), *requests)
 
 
+def test_with_int_8_kv_the_tokens_are_those_of_native(make_engine: MakeEngine, make_triton: MakeEngine) -> None:
+    requests = [request("a", 19, 3), request("b", 1, 6), request("c", 15)]
+    make = {"kv_dtype": "int8", "max_batch_tokens": 16, "chunk_tokens": 5}
+    assert generate(make_triton("qwen3", **make), *requests) == generate(make_engine("qwen3", **make), *requests)
+
+
 def test_a_preempted_request_goes_on(make_engine: MakeEngine, make_triton: MakeEngine) -> None:
     requests = [request("a", 15, 3), request("b", 14, 4)]
     engine = make_triton("llama", num_blocks=4)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from halfmoon.errors import DataLoss, InvalidRequest
 from halfmoon.kv.codec import LOSSLESS, Codec, Shape, decode, encode, encoded_bytes, gainful
 from halfmoon.kv.codec.floats import LARGEST, UNSIGNED, widened
-from halfmoon.kv.kv_layout import KVDtype
+from halfmoon.kv.kv_layout import FloatDtype, KVDtype
 
-DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
+DTYPES: tuple[KVDtype, ...] = get_args(FloatDtype)
 SIZED = [codec for codec in Codec if codec not in LOSSLESS]
 QUANTISED = (Codec.INT8, Codec.INT4, Codec.FP8)  # INT2, whose bounds are of rotated values, has a file of its own
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -117,6 +117,29 @@ def test_raw_is_the_bits(kv: tuple[KVDtype, NDArray[Any]]) -> None:
     assert (decode(Codec.RAW, payload, bits.shape, dtype) == bits).all()
 
 
+@given(kv_numbers(), st.sampled_from(DTYPES))
+def test_rows_of_int8_hold_what_the_codec_does(kv: tuple[KVDtype, NDArray[Any]], to: KVDtype) -> None:
+    dtype, bits = kv
+    shape = bits.shape
+    payload = encode(Codec.INT8, bits, dtype)
+    rows = decode(Codec.RAW, encode(Codec.RAW, bits, dtype), shape, dtype, "int8")
+    assert rows.shape == (*shape[:-1], shape[-1] + 2)
+    assert (decode(Codec.INT8, payload, shape, dtype, "int8") == rows).all()
+    raw = encode(Codec.RAW, rows, "int8")
+    assert raw.nbytes == encoded_bytes(Codec.RAW, shape, "int8") == rows.size
+    assert (decode(Codec.RAW, raw, shape, "int8") == rows).all()
+    assert bytes(encode(Codec.INT8, rows, "int8")) == bytes(payload)
+    numbers = decode(Codec.RAW, raw, shape, "int8", to)
+    assert (numbers == decode(Codec.INT8, payload, shape, dtype, to)).all()
+    for codec in (Codec.INT4, Codec.FP8, Codec.INT2):
+        coded = encode(codec, rows, "int8")
+        assert bytes(coded) == bytes(encode(codec, decode(Codec.RAW, raw, shape, "int8", "float32"), "float32"))
+        again = decode(
+            Codec.RAW, encode(Codec.RAW, decode(codec, coded, shape, "float32"), "float32"), shape, "float32", "int8"
+        )
+        assert (decode(codec, coded, shape, "int8") == again).all()
+
+
 SPECIAL = np.array(
     [
         *(0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 65504, 65519, 65520, -1e6, 3.4e38, -3.39e38),
@@ -191,7 +214,7 @@ def test_what_is_not_finite_stays_in_its_group(
 
 
 @pytest.mark.parametrize("codec", SIZED)
-@given(st.sampled_from(DTYPES), shapes, st.integers(-70, 70).filter(bool))
+@given(st.sampled_from(get_args(KVDtype)), shapes, st.integers(-70, 70).filter(bool))
 def test_a_wrong_size_is_refused(codec: Codec, dtype: KVDtype, shape: Shape, difference: int) -> None:
     size = encoded_bytes(codec, shape, dtype)
     with pytest.raises(InvalidRequest, match=f"has {size} bytes"):
@@ -202,10 +225,13 @@ def test_a_wrong_size_is_refused(codec: Codec, dtype: KVDtype, shape: Shape, dif
 @given(st.data())
 def test_any_bytes_of_the_right_size_are_decoded(codec: Codec, data: st.DataObject) -> None:
     """What a peer sends may be nonsense, but no error and no warning of ours."""
-    shape, dtype = data.draw(shapes), data.draw(st.sampled_from(DTYPES))
+    shape, dtype = data.draw(shapes), data.draw(st.sampled_from(get_args(KVDtype)))
     size = encoded_bytes(codec, shape, dtype)
     payload = np.random.default_rng(data.draw(st.integers(0, 999))).bytes(size)
-    assert decode(codec, payload, shape, dtype).shape == shape
+    values = decode(codec, payload, shape, dtype)
+    assert values.shape[:-1] == shape[:-1]
+    with suppress(InvalidRequest):  # of the wrong size for rows
+        decode(Codec.RAW, payload, shape, "int8", "bfloat16")
 
 
 @pytest.mark.parametrize("codec", Codec)
@@ -241,6 +267,16 @@ def test_a_lossless_codec_gives_back_every_bit(codec: Codec, dtype: KVDtype, to:
 
 
 @pytest.mark.parametrize("codec", LOSSLESS)
+def test_rows_of_int8_are_compressed_where_they_repeat(codec: Codec) -> None:
+    bits = bits_of(np.random.default_rng(0).integers(1, 3, (2, 2, 3, 64, 16)).astype(np.float32), "bfloat16")
+    rows = decode(Codec.RAW, encode(Codec.RAW, bits, "bfloat16"), bits.shape, "bfloat16", "int8")
+    payload = encode(codec, rows, "int8")
+    assert payload.nbytes < rows.nbytes
+    assert (decode(codec, payload, bits.shape, "int8") == rows).all()
+    assert (decode(codec, payload, bits.shape, "int8", "bfloat16") == bits).all()
+
+
+@pytest.mark.parametrize("codec", LOSSLESS)
 @given(st.binary(max_size=3000), st.sampled_from(DTYPES))
 def test_any_bytes_are_decompressed_or_refused(codec: Codec, payload: bytes, dtype: KVDtype) -> None:
     shape = (1, 2, 1, 64, 16)
@@ -269,4 +305,5 @@ def test_a_codec_that_gains_nothing_is_not_used() -> None:
     assert gainful(Codec.INT4, (30, 2, 3, 1, 64), "bfloat16") is Codec.RAW  # one token: two parameters for each value
     assert gainful(Codec.INT4, (30, 2, 3, 1, 64), "float32") is Codec.INT4
     assert gainful(Codec.INT8, (30, 2, 3, 128, 2), "bfloat16") is Codec.RAW
+    assert gainful(Codec.INT8, (30, 2, 3, 128, 64), "int8") is Codec.RAW
     assert gainful(Codec.RAW, (1, 2, 1, 1, 1), "float16") is Codec.RAW

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.codec.floats import LARGEST, UNSIGNED, narrow, widened
-from halfmoon.kv.kv_layout import KVDtype
+from halfmoon.kv.kv_layout import FloatDtype, KVDtype
 
-DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
+DTYPES: tuple[KVDtype, ...] = get_args(FloatDtype)
 SHAPES = st.tuples(st.integers(1, 3), st.just(2), st.integers(1, 3), st.integers(1, 70), st.integers(1, 160))
 
 

@@ -52,7 +52,9 @@ class ReportedState:
     def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
         return self.decode_loads(self._view, at_s, now_s).of(row)
 
-    def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:
+    def handover(
+        self, view: ClusterView, request: PlacementRequest, prefill: Placement, at_s: float
+    ) -> HandoverPrediction:
         return predict_handover(view, request, prefill, np.zeros(view.num_rows))
 
     def neighbours(self, view: ClusterView, row: int, until_s: float, now_s: float) -> Neighbours:

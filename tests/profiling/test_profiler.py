@@ -137,7 +137,10 @@ async def test_an_interrupted_profile_leaves_nothing(tmp_path: Path, stage: str)
         members = fleet.gateway.cluster.membership.members
         work = profiled(options(fleet, beside=True), when(stage, begun))
         profiling = asyncio.create_task(work)
-        await begun.wait()
+        reached = asyncio.create_task(begun.wait())
+        await asyncio.wait([reached, profiling], return_when=asyncio.FIRST_COMPLETED)
+        if profiling.done():
+            await profiling  # has failed, and says why
         if stage != "prompts":
             await fleet.until(lambda: any(one.load.num_running for one in members()) or profiling.done())
         profiling.cancel()

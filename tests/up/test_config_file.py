@@ -14,7 +14,7 @@ from halfmoon.up.config.settings_table import settings_table
 from halfmoon.up.service_specs import PreparedModel, gateway_spec, other_specs
 from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.up_options import UpOptions
-from halfmoon.worker.main import load_shared
+from halfmoon.worker.main import _loaded_host, load_shared
 from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
@@ -229,3 +229,23 @@ def test_adapters_reach_gateways_and_workers_of_vllm() -> None:
 def test_a_worker_with_our_engine_refuses_adapters() -> None:
     with pytest.raises(InvalidRequest, match="our own engine computes no adapters"):
         load_shared(DecodeSettings(gateway="x:1", device="cpu", lora=("sql=/a",)))
+
+
+def test_rounded_weights_are_the_gateways_and_all_workers() -> None:
+    specs = started(options_of("model: {quantization: int8}"))
+    for name, service in (("gateway", "GATEWAY"), ("prefill-0", "PREFILL"), ("decode-0", "DECODE")):
+        assert specs[name].environment[f"HALFMOON_{service}_QUANTIZATION"] == "int8"
+    for text in ("engine: vllm", "engine: sim", "workers: {decode: {engine: vllm}}"):
+        with pytest.raises(InvalidRequest, match="only our own engine rounds weights"):
+            options_of(text, Override("model.quantization", "int8", "--quantization"))
+
+
+def test_a_worker_with_vllm_refuses_rounded_weights() -> None:
+    settings = DecodeSettings(gateway="x:1", engine="vllm", quantization="int4")
+    with pytest.raises(InvalidRequest, match="--quantization int4 is of our own engine"):
+        _loaded_host(settings, None)
+
+
+def test_a_worker_with_vllm_refuses_rounded_kv() -> None:
+    with pytest.raises(InvalidRequest, match="--kv-dtype int8 is of our own engine"):
+        _loaded_host(DecodeSettings(gateway="x:1", engine="vllm", kv_dtype="int8"), None)

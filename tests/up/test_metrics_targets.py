@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.up.hosts import ThisHost
 from halfmoon.up.metrics_targets import TARGETS_FILE, MetricsTargets
 from halfmoon.up.reserved_ports import ReservedPorts
 from halfmoon.up.service_specs import PreparedModel, other_specs
@@ -31,7 +32,7 @@ def specs_of(targets: MetricsTargets) -> list[ServiceSpec]:
 def test_every_port_that_is_opened_is_listed(tmp_path: Path, ports: ReservedPorts, first: int) -> None:
     targets = MetricsTargets(tmp_path, first, ports, print)
     specs = specs_of(targets)
-    targets.write("http://127.0.0.1:8000", specs)
+    targets.write("http://127.0.0.1:8000", ThisHost(None).metrics_address, specs)
     listed = {one["labels"]["service"]: one for one in json.loads((tmp_path / TARGETS_FILE).read_text())}
     assert list(listed) == ["gateway", "kvstore", "planner", "prefill-0", "decode-0", "decode-1"]
     for spec in specs:
@@ -45,7 +46,7 @@ def test_every_port_that_is_opened_is_listed(tmp_path: Path, ports: ReservedPort
 
 
 def test_a_gateway_with_tls_is_scraped_with_it(tmp_path: Path, ports: ReservedPorts) -> None:
-    MetricsTargets(tmp_path, 0, ports, print).write("https://127.0.0.1:8000", [])
+    MetricsTargets(tmp_path, 0, ports, print).write("https://127.0.0.1:8000", ThisHost(None).metrics_address, [])
     (gateway,) = json.loads((tmp_path / TARGETS_FILE).read_text())
     assert (gateway["targets"], gateway["labels"]["__scheme__"]) == (["127.0.0.1:8000"], "https")
 
@@ -54,5 +55,5 @@ def test_none_opens_none(tmp_path: Path, ports: ReservedPorts) -> None:
     targets = MetricsTargets(tmp_path, None, ports, print)
     specs = specs_of(targets)
     assert not any("--metrics-port" in spec.arguments for spec in specs)
-    targets.write("http://127.0.0.1:8000", specs)
+    targets.write("http://127.0.0.1:8000", ThisHost(None).metrics_address, specs)
     assert len(json.loads((tmp_path / TARGETS_FILE).read_text())) == 1

@@ -92,3 +92,8 @@ def test_every_address_of_a_host_is_listened_on(host: str) -> None:
         (descriptors,) = ports.listening(host, port, 1)
         families = {family for family, *_ in socket.getaddrinfo(host or None, port, flags=socket.AI_PASSIVE)}
         assert len(descriptors) == len(families)
+
+
+def test_listening_at_an_unknown_name_says_so() -> None:
+    with ReservedPorts() as ports, pytest.raises(InvalidRequest, match=r"cannot listen on nosuch\.invalid:8000"):
+        ports.listening("nosuch.invalid", 8000, 1)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfmoon.engine.request import SampledToken
+from halfmoon.engine.request import SampledToken, TokenLogprobs
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.vllm_engine.token_source import Drawn, Prompt
+from halfmoon.vllm_engine.frontend.token_source import Drawn, Prompt
 
 
 @dataclass
@@ -41,6 +41,7 @@ class FakeVllm:
     def __init__(self) -> None:
         self.prompts: dict[str, Prompt] = {}
         self.aborted: list[str] = []
+        self.num_emptied = 0
         self._queues: dict[str, asyncio.Queue[Drawn | Exception | None]] = {}
         self._arrived = asyncio.Event()
         self.refusal: InvalidRequest | None = None
@@ -52,14 +53,25 @@ class FakeVllm:
             await self._arrived.wait()
         return self.prompts[request_id]
 
-    def draw(self, request_id: str, *token_ids: int, is_failed: bool = False) -> None:
+    def draw(
+        self,
+        request_id: str,
+        *token_ids: int,
+        is_failed: bool = False,
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
         """Draws tokens in one step."""
-        self._queues[request_id].put_nowait(Drawn(tuple(map(SampledToken, token_ids)), is_failed))
+        self._queues[request_id].put_nowait(Drawn(tuple(map(SampledToken, token_ids)), is_failed, prompt_logprobs))
 
     def die(self) -> None:
         """Ends as if its processes had."""
         for queue in self._queues.values():
             queue.put_nowait(Unavailable("vLLM's engine died"))
+
+    def check(self, sampling: Mapping[str, Any]) -> None:
+        """Refuses more log-probabilities than vLLM's own default."""
+        if (sampling["logprobs"] or 0) > 20:
+            raise InvalidRequest("vLLM refuses the request: logprobs", param="logprobs")
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Drawn, None]:
         """Yields what the test draws."""
@@ -72,6 +84,10 @@ class FakeVllm:
             if isinstance(drawn, Exception):
                 raise drawn
             yield drawn
+
+    async def empty_cache(self) -> None:
+        """Counts; a real one reports what is gone by events."""
+        self.num_emptied += 1
 
     async def abort(self, request_id: str) -> None:
         """Ends a request."""

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -26,12 +27,12 @@ from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams, TokenOutput
 from halfmoon.engine.sampler import SamplingRow, adjust_logits
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
-from halfmoon.engine.step_result import StepResult
-from halfmoon.errors import Incompatible, NoCapacity
+from halfmoon.engine.step_result import BlockChain, StepResult
+from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity
 from halfmoon.kv.keys import adapter_salt
-from halfmoon.vllm_engine.engine_arguments import VllmOptions
+from halfmoon.vllm_engine.frontend.engine_arguments import VllmOptions
 from halfmoon.vllm_engine.host import VllmHost
-from halfmoon.vllm_engine.vllm_engine import VllmEngine
+from halfmoon.vllm_engine.requests.vllm_engine import VllmEngine
 
 IS_ONE_PROCESS = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"  # vLLM's scheduler and model, as on one GPU
 CACHE_TOKENS = 768  # of vLLM's cache
@@ -53,6 +54,7 @@ class Checks:
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.num_preempted = 0
         self.num_held = 0
+        self.chains: dict[str, BlockChain] = {}  # the latest of each request
         self.num_cached: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._names = count()
@@ -61,6 +63,7 @@ class Checks:
     def on_step(self, step: StepResult) -> None:
         self.num_preempted += step.num_preempted
         self.num_cached |= step.num_cached_tokens
+        self.chains |= {chain.request_id: chain for chain in step.chains}
         for output in step.outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
         self._changed.set()
@@ -98,6 +101,9 @@ class Checks:
 
         await self.until(is_done)
         return [output.token_id for output in self.outputs[name]]
+
+    def has_chain(self, request_id: str, num_blocks: int) -> bool:
+        return request_id in self.chains and len(self.chains[request_id].keys) == num_blocks
 
     async def prefilled(
         self, engine: VllmEngine, prompt: tuple[int, ...], max_tokens: int, salt: bytes = b""
@@ -247,6 +253,55 @@ async def restored(checks: Checks, engine: VllmEngine) -> None:
         await engine.cancel(name)
 
 
+async def answers_are_kept(checks: Checks, engine: VllmEngine) -> None:
+    """An answer's whole blocks come into the shared memory at its end, and a prefix loaded from them is the same."""
+    prompt, size = prompt_of(100, 40), engine.layout.block_tokens
+    expected = await checks.expected(engine, prompt, 110)
+    _, kv = await checks.prefilled(engine, prompt, 110)
+    name = await checks.received(engine, prompt, 110, kv, b"handed over")
+    await engine.start(name, expected[0])
+    await engine.add(EngineRequest("alone", prompt, greedy(110), tenant_salt=b"alone"))
+    assert await checks.tokens(name, 109) == expected[1:]
+    assert await checks.tokens("alone", 110) == expected
+    tokens = (*prompt, *expected)
+    num_blocks = (len(tokens) - 1) // size
+    for request in (name, "alone"):
+        await checks.until(partial(checks.has_chain, request, num_blocks))
+        async with engine.cached(checks.chains[request].keys) as blocks:
+            assert len(blocks) == num_blocks
+            cells = [bytes(await engine.read_block(block)) for block in blocks]
+        began, again = asyncio.Event(), f"again-{request}"
+        follow_up = EngineRequest(again, tokens, greedy(MAX_TOKENS), prefill_only=True, tenant_salt=again.encode())
+        await engine.add(follow_up, lambda _: None, RestoreOrder(num_blocks, 0, partial(_set, began)))
+        await began.wait()
+        for block, content in enumerate(cells):
+            await engine.load_block(again, block, content)
+        engine.note_loaded(again, range(num_blocks))
+        assert await checks.tokens(again, 1) == (await checks.expected(engine, tokens, 2))[:1]
+        kept = bytearray(await engine.kv_read(again, 0, engine.layout.num_layers, 0, len(tokens)))
+        await engine.cancel(again)
+        _, computed = await checks.prefilled(engine, tokens, 2)
+        assert torch.allclose(torch.frombuffer(kept, dtype=torch.float32).view(computed.shape), computed, atol=1e-3)
+
+
+async def log_probabilities_of_a_prompt(checks: Checks, engine: VllmEngine) -> None:
+    prompt = prompt_of(200, 41)
+    await checks.prefilled(engine, prompt, 2)  # known, and computed nevertheless
+    with torch.inference_mode():
+        known = checks.reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    asked = replace(greedy(2), num_prompt_logprobs=2, num_top_logprobs=1)
+    await engine.add(EngineRequest("scored", prompt, asked))
+    await checks.tokens("scored", 2)
+    first, second = checks.outputs["scored"]
+    assert [len(output.logprobs.top) for output in (first, second) if output.logprobs] == [1, 1]
+    assert (len(first.prompt_logprobs), second.prompt_logprobs) == (199, ())
+    for found, row, token in zip(first.prompt_logprobs, known, prompt[1:], strict=True):
+        assert abs(found.logprob - float(row[token])) < 1e-3
+        above, below = (int((row > row[token] + margin).sum()) for margin in (1e-3, -1e-3))
+        assert above < found.rank <= below + 1  # float32 is not exact, and many are close
+        assert torch.allclose(torch.tensor([value for _, value in found.top]), row.topk(2).values, atol=1e-3)
+
+
 def _set(event: asyncio.Event, num_tokens: int, num_loaded: int) -> None:
     event.set()
 
@@ -271,6 +326,14 @@ async def drawn_by_our_sampler(checks: Checks, engine: VllmEngine) -> None:
     text = tokenizer.decode(found[:-1])
     assert text.isdigit(), text
     assert 4 <= len(text) <= 6, text
+
+
+async def refused_before_anything_is_reserved(checks: Checks, engine: VllmEngine) -> None:
+    for ask in (engine.reserve, engine.add):
+        with suppress(InvalidRequest):
+            await ask(EngineRequest("refused", prompt_of(9), replace(greedy(9), num_top_logprobs=21)))
+            raise AssertionError("vLLM gives no more than 20 log-probabilities")
+    assert engine.stats_now().num_reserved == 0
 
 
 async def ended_where_a_structure_allows_nothing(checks: Checks, engine: VllmEngine) -> None:
@@ -330,6 +393,9 @@ CHECKS: tuple[Callable[[Checks, VllmEngine], Awaitable[None]], ...] = (
     restored,
     drawn_by_our_sampler,
     computed_with_each_adapter,
+    answers_are_kept,
+    log_probabilities_of_a_prompt,
+    refused_before_anything_is_reserved,
     ended_where_a_structure_allows_nothing,
     cancelled_in_every_state,
     nothing_is_left,

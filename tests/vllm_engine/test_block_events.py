@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from halfmoon.kv.keys import block_keys
-from halfmoon.vllm_engine.block_events import BlockNames, CacheChange
+from halfmoon.vllm_engine.frontend.block_events import BlockNames, CacheChange
 from tests.vllm_engine.fake_vllm import AllBlocksCleared, BlockRemoved, BlockStored
 
 TOKENS = list(range(12))

@@ -8,8 +8,8 @@ import pytest
 
 from halfmoon.engine.checkpoint.adapters import Adapter
 from halfmoon.errors import Incompatible, InvalidRequest
-from halfmoon.vllm_engine.engine_arguments import VllmOptions, further_arguments
-from halfmoon.vllm_engine.versions import check_release
+from halfmoon.vllm_engine.frontend.engine_arguments import VllmOptions, further_arguments
+from halfmoon.vllm_engine.frontend.versions import check_release
 
 
 def test_only_what_is_set_is_passed_on() -> None:

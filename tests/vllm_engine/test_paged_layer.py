@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.errors import Incompatible
-from halfmoon.vllm_engine.paged_layer import PagedLayer
+from halfmoon.vllm_engine.connector.paged_layer import PagedLayer
 
 HEADS, TOKENS, DIM, BLOCKS = 2, 8, 4, 6
 Write = Callable[[Tensor, Tensor, Tensor], None]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams
+from halfmoon.vllm_engine.frontend.sampling import vllm_sampling
 from halfmoon.vllm_engine.messages import OwnDraw
-from halfmoon.vllm_engine.sampling import vllm_sampling
 
 EOS = frozenset({2, 7})
 
@@ -23,12 +23,18 @@ def test_every_parameter_is_mapped() -> None:
     found = asked(
         temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=3, min_tokens=4, presence_penalty=0.5,
         frequency_penalty=0.25, repetition_penalty=1.5, logit_bias={5: -2.0}, stop_token_ids=(9,), num_top_logprobs=3,
+        num_prompt_logprobs=2,
     )  # fmt: skip
     assert found == {
         "max_tokens": 10, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 3, "min_tokens": 4,
         "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "logit_bias": {5: -2.0},
-        "stop_token_ids": [2, 7, 9], "ignore_eos": True, "logprobs": 3, "detokenize": False,
+        "stop_token_ids": [2, 7, 9], "ignore_eos": True, "logprobs": 3, "prompt_logprobs": 2,
+        "detokenize": False,
     }  # fmt: skip
+
+
+def test_prompts_log_probabilities_come_once() -> None:
+    assert asked(1, num_prompt_logprobs=2)["prompt_logprobs"] is None
 
 
 def test_tokens_already_drawn_count_against_the_limits() -> None:
@@ -59,6 +65,8 @@ def test_ignored_ends_are_no_stop_tokens() -> None:
         (1, {"presence_penalty": 0.5}),
         (1, {"frequency_penalty": -0.5, "stop_token_ids": (9,), "min_tokens": 3}),
         (0, {"top_p": 0.0}),
+        (0, {"temperature": 2.5}),
+        (0, {"temperature": 0.005}),
         (0, {"logit_bias": {3: 101.0}}),
         (0, {"allowed_token_ids": (3, 5)}),
         (0, {"bad_words": ((3,), (4, 5))}),

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from halfmoon.engine.kv_memory.kv_access import NotWritten
-from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
+from halfmoon.engine.request import EngineRequest, SamplingParams, TokenLogprobs, TokenOutput
 from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.scheduling.prefix_cache import CacheChanges
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
@@ -18,9 +19,10 @@ from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.keys import adapter_salt, block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.vllm_engine.messages import Ended, KVOrder, Saved, Stepped
+from halfmoon.vllm_engine.host import UNSUPPORTED
+from halfmoon.vllm_engine.messages import Ended, Finished, Keep, KVOrder, Saved, Stepped
+from halfmoon.vllm_engine.requests.vllm_engine import VllmEngine
 from halfmoon.vllm_engine.staging import StagingMemory
-from halfmoon.vllm_engine.vllm_engine import VllmEngine
 from tests.vllm_engine.fake_vllm import BlockStored, FakeVllm
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", block_tokens=8)
@@ -43,7 +45,7 @@ class Worker:
         self.steps: list[StepResult] = []
         self.deaths: list[BaseException] = []
         self._changed = asyncio.Event()
-        limits = RequestLimits(vocab_size=100, max_tokens=64, num_blocks=8, layout=LAYOUT)
+        limits = RequestLimits(100, max_tokens=64, num_blocks=8, layout=LAYOUT, unsupported=UNSUPPORTED)
         self.engine = VllmEngine(
             self.vllm,
             self.memory,
@@ -159,6 +161,11 @@ async def test_a_prompt_that_waits_for_memory_can_be_cancelled(worker: Worker) -
     worker.engine.handle(Ended("a", first.use))
     assert worker.engine.num_free_staging_blocks == 3
     assert "c" not in worker.vllm.prompts
+
+
+async def test_vllms_cache_is_emptied_and_its_own_events_say_so(worker: Worker) -> None:
+    assert await worker.engine.forget_prefixes() == CacheChanges()
+    assert worker.vllm.num_emptied == 1
 
 
 async def test_received_kv_is_loaded_and_decoding_goes_on(worker: Worker) -> None:
@@ -390,6 +397,105 @@ async def test_the_last_prompts_can_be_read_by_their_keys_until_room_is_needed(w
         await worker.engine.reserve(EngineRequest(name, PROMPT, GREEDY))
     async with worker.engine.cached(keys) as blocks:
         assert blocks == []
+
+
+def kept_keys(worker: Worker) -> list[tuple[bytes, ...]]:
+    return [chain.keys for step in worker.steps for chain in step.chains]
+
+
+async def test_an_answer_goes_into_the_shared_memory_when_it_has_ended(worker: Worker) -> None:
+    sampling = SamplingParams(max_tokens=5, temperature=0.0)
+    await worker.engine.reserve(EngineRequest("d", PROMPT, sampling, tenant_salt=b"t"))
+    await worker.engine.start("d", 40)
+    order = (await worker.vllm.prompt("d")).order
+    assert (order.is_kept, order.is_watched) == (True, False)
+    worker.engine.handle(Ended("d", order.use))  # loaded
+    worker.vllm.draw("d", 41, 42, 43)
+    await worker.until_outputs(3)
+    keep = worker.engine.handle(Finished("d", order.use, 24))  # before the last token arrives
+    worker.vllm.draw("d", 44)
+    await worker.until_outputs(4)
+    assert keep is not None
+    assert (keep.finished_use, keep.first, len(keep.blocks)) == (order.use, 2, 1)  # two blocks of the prompt are here
+    assert worker.memory.has_stamps(keep.blocks, keep.use)
+    cells = torch.full((2, 2, 8, 4), 7.0)
+    for layer in range(3):
+        worker.memory.write(layer, slice(0, 2), keep.blocks, 0, cells)
+    worker.engine.handle(Ended("d", keep.use))
+    keys = block_keys(root(b"t"), [*PROMPT, 40, 41, 42, 43], LAYOUT.block_tokens)
+    await worker.until(lambda: bool(kept_keys(worker)))
+    assert kept_keys(worker) == [tuple(keys)]
+    async with worker.engine.cached(keys) as blocks:
+        assert len(blocks) == 3
+        assert bytes(await worker.engine.read_block(blocks[2])) == torch.full((3, 2, 2, 8, 4), 7.0).numpy().tobytes()
+    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+
+
+async def test_a_cancelled_answer_is_kept_as_far_as_its_tokens_are_known(worker: Worker) -> None:
+    await worker.engine.reserve(EngineRequest("d", PROMPT, SamplingParams(max_tokens=30)))
+    await worker.engine.start("d", 40)
+    order = (await worker.vllm.prompt("d")).order
+    worker.engine.handle(Ended("d", order.use))
+    worker.vllm.draw("d", *range(41, 45))
+    await worker.until_outputs(4)
+    await worker.engine.cancel("d")
+    keep = worker.engine.handle(Finished("d", order.use, 32))  # vLLM was ahead
+    assert keep is not None
+    assert (keep.first, len(keep.blocks)) == (2, 1)
+    assert worker.engine.handle(Finished("d", order.use, 32)) == Keep(order.use, keep.use + 1, 0, ())
+    assert worker.engine.handle(Finished("d", order.use, 0)) is None  # nobody waits for an answer
+
+
+@pytest.mark.parametrize("is_private", [True, False])
+async def test_nothing_is_kept_without_room_or_of_private_kv(worker: Worker, is_private: bool) -> None:
+    await worker.engine.reserve(EngineRequest("d", PROMPT, SamplingParams(max_tokens=30)))
+    await worker.engine.start("d", 40, is_private=is_private)
+    order = (await worker.vllm.prompt("d")).order
+    assert order.is_kept is not is_private
+    await worker.engine.reserve(EngineRequest("e", PROMPT, GREEDY))
+    worker.vllm.draw("d", *range(41, 55))
+    await worker.until_outputs(14)
+    keep = worker.engine.handle(Finished("d", order.use, 32))
+    assert keep is not None
+    assert keep.blocks == ()
+
+
+async def test_a_prompt_that_nobody_awaits_is_saved_behind_its_first_token(worker: Worker) -> None:
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY, tenant_salt=b"t"))
+    order = (await worker.vllm.prompt("a")).order
+    assert (order.is_watched, order.is_kept, order.save_tokens) == (False, True, 20)
+    worker.vllm.draw("a", 50)
+    await worker.until_outputs(1)
+    save(worker, order, written_values())
+    await worker.until(lambda: bool(kept_keys(worker)))
+    assert kept_keys(worker) == [tuple(block_keys(root(b"t"), PROMPT, LAYOUT.block_tokens))]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        (SamplingParams(max_tokens=1, pooling="last"), "pooling"),
+        (SamplingParams(max_tokens=4, num_top_logprobs=21), "logprobs"),  # vLLM's own limit
+    ],
+)
+async def test_what_vllm_cannot_do_is_refused_before_kv_moves(
+    worker: Worker, sampling: SamplingParams, param: str
+) -> None:
+    for ask in (worker.engine.reserve, worker.engine.add):
+        with pytest.raises(InvalidRequest, match=r"embeddings|vLLM refuses") as refused:
+            await ask(EngineRequest("d", PROMPT, sampling))
+        assert refused.value.param == param
+    assert worker.engine.stats_now().num_reserved == 0
+    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+
+
+async def test_log_probabilities_of_a_prompt_come_with_its_first_token(worker: Worker) -> None:
+    await worker.engine.add(EngineRequest("a", PROMPT, SamplingParams(max_tokens=3, num_prompt_logprobs=1)))
+    assert (await worker.vllm.prompt("a")).sampling["prompt_logprobs"] == 1
+    known = (TokenLogprobs(-1.0, ((3, -0.5),), 2),)
+    worker.vllm.draw("a", 50, 51, prompt_logprobs=known)
+    first, second = await worker.until_outputs(2)
+    assert (first.prompt_logprobs, second.prompt_logprobs) == (known, ())
 
 
 async def test_the_memory_is_the_same_under_its_path() -> None:

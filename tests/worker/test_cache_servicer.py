@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -14,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.errors import Forbidden, HalfmoonError, Incompatible, NoCapacity, NotFound, Unauthenticated
+from halfmoon.kv.codec import Codec, encode
 from halfmoon.kv.frame import Frame, FrameKind, encode_frame
 from halfmoon.kv.negotiation import encode_open
 from halfmoon.pb import kvstore_pb2
@@ -21,6 +23,7 @@ from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.credentials.roles import may_call
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.store import block_streams
 from halfmoon.rpc.store.block_streams import whole_blocks
 from halfmoon.rpc.store.chain import Chain
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
@@ -76,7 +79,7 @@ async def got(client: KVStoreClient, worker: RunningWorker, keys: list[bytes]) -
 
 
 async def test_what_is_cached_is_found_and_read(start_worker: Start, tiny: Checkpoint) -> None:
-    worker = await holder(start_worker, tiny, num_blocks=128)
+    worker = await holder(start_worker, tiny, num_blocks=256)
     keys = keys_of(worker, PROMPT)
     async with reader(worker) as client:
         assert await client.match([*keys, b"x" * 16], deadline_s=LIMIT_S) == ["dram"] * 10
@@ -121,14 +124,14 @@ async def test_it_is_read_only(start_worker: Start, tiny: Checkpoint) -> None:
 
 
 async def test_what_is_read_is_not_evicted_and_what_is_evicted_is_a_miss(start_worker: Start, tiny: Checkpoint) -> None:
-    worker = await holder(start_worker, tiny, num_blocks=16)  # readers hold two at a time
+    worker = await holder(start_worker, tiny, num_blocks=24)  # readers hold three at a time, each two
     keys, layout = keys_of(worker, PROMPT), worker.engine.layout
     expected = [await content(worker, key) for key in keys[:2]]
     async with reader(worker) as client:
         async with aclosing(client.get_run(keys[:2], layout, deadline_s=LIMIT_S)) as blocks:
             first = bytes(await anext(blocks))
-            other = [(11 * i + 5) % 125 + 3 for i in range(100)]
-            await prefilled(worker, single(tiny, other, "other"))  # needs 13 of 16 blocks
+            other = [(11 * i + 5) % 125 + 3 for i in range(170)]
+            await prefilled(worker, single(tiny, other, "other"))  # needs 22 of 24 blocks
             assert [first, bytes(await anext(blocks))] == expected
         with pytest.raises(NotFound):
             await got(client, worker, [keys[9]])
@@ -163,14 +166,14 @@ async def test_readers_beyond_what_it_can_bear_are_refused(
         assert all(isinstance(error, NoCapacity) for error in refused)
         assert most_copies == 1
         assert reads(worker, "busy") == 6
-        assert len(await got(client, worker, keys)) == 4, "a run is cut to what may be held"
+        assert len(await got(client, worker, keys)) == 2, "a run is cut to half of what may be held"
     await until(lambda: worker.num_used_blocks == 0)
 
 
 async def test_a_reader_that_leaves_gives_its_blocks_back(
     start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = await holder(start_worker, tiny)
+    worker = await holder(start_worker, tiny, num_blocks=64)
 
     async def never(block: int, layers: range | None = None) -> memoryview:
         await asyncio.Event().wait()
@@ -265,14 +268,77 @@ def test_workers_alone_may_read() -> None:
 
 
 async def test_layers_of_all_blocks_come_before_the_next_layers_of_any(start_worker: Start, tiny: Checkpoint) -> None:
-    worker = await holder(start_worker, tiny)
+    worker = await holder(start_worker, tiny, num_blocks=64)
     keys, layout = keys_of(worker, PROMPT)[:3], worker.engine.layout
     whole = [await content(worker, key) for key in keys]
     layer_bytes = layout.block_bytes // layout.num_layers
+    async with reader(worker) as client:
+        parts = await got_layers(client, worker, keys)
+        assert parts == [
+            (range(n, n + 1), [block[n * layer_bytes : (n + 1) * layer_bytes] for block in whole]) for n in range(2)
+        ]
+
+
+async def test_a_get_by_layer_says_how_many_blocks_come(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of what readers may hold, half of what another one leaves, and none behind one that was evicted."""
+    worker = await holder(start_worker, tiny, num_blocks=64)
+    keys, layout = keys_of(worker, PROMPT), worker.engine.layout
+    async with reader(worker) as client:
+        assert (await client.look_up(keys, deadline_s=LIMIT_S)).most_by_layer == 4
+        assert [len(blocks) for _, blocks in await got_layers(client, worker, keys)] == [4, 4]
+        may_go_on, real = asyncio.Event(), worker.async_engine.read_block
+
+        async def read_block(block: int, layers: range | None = None) -> memoryview:
+            if block in held and layers == range(1, 2):
+                await may_go_on.wait()
+            return await real(block, layers)
+
+        async with worker.async_engine.cached(keys[:1]) as held:
+            monkeypatch.setattr(worker.async_engine, "read_block", read_block)
+        async with aclosing(client.get_layers(keys[:4], layout, 1, deadline_s=LIMIT_S)) as first:
+            await anext(first)
+            assert (await client.look_up(keys, deadline_s=LIMIT_S)).most_by_layer == 2
+            second = asyncio.ensure_future(got_layers(client, worker, keys[4:]))
+            await until(lambda: worker.num_used_blocks == 6)
+            may_go_on.set()
+            assert [len(blocks) for _, blocks in await second] == [2, 2]
+        await until(lambda: worker.num_used_blocks == 0)
+        evicted = [keys[0], b"x" * 16, keys[1]]
+        assert [len(blocks) for _, blocks in await got_layers(client, worker, evicted)] == [1, 1]
+        with pytest.raises(NotFound):
+            await got_layers(client, worker, evicted[1:])
+
+
+async def test_raw_blocks_are_read_while_others_are_encoded(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await holder(start_worker, tiny, num_blocks=64)
+    keys, layout, may_end, real = keys_of(worker, PROMPT)[:1], worker.engine.layout, threading.Event(), encode
+
+    def slow(*arguments: Any) -> memoryview:
+        may_end.wait()
+        return real(*arguments)
+
+    monkeypatch.setattr(block_streams, "encode", slow)
     async with (
         reader(worker) as client,
-        aclosing(client.get_run(keys, layout, layers_at_once=1, deadline_s=LIMIT_S)) as parts,
+        reader(worker) as other,
+        aclosing(client.get_run(keys, layout, codec=Codec.ZSTD, deadline_s=LIMIT_S)) as coded,
     ):
-        got_parts = [bytes(part) async for part in parts]
-    starts = range(0, layout.block_bytes, layer_bytes)
-    assert got_parts == [block[start : start + layer_bytes] for start in starts for block in whole]
+        call = asyncio.ensure_future(anext(coded))
+        try:
+            await until(lambda: worker.num_used_blocks == 1)
+            assert await got(other, worker, keys) == [await content(worker, keys[0])]
+            assert not call.done()
+        finally:
+            may_end.set()
+        assert bytes(await call) == await content(worker, keys[0])
+
+
+async def got_layers(
+    client: KVStoreClient, worker: RunningWorker, keys: list[bytes]
+) -> list[tuple[range, list[bytes]]]:
+    async with aclosing(client.get_layers(keys, worker.engine.layout, 1, deadline_s=LIMIT_S)) as parts:
+        return [(layers, [bytes(cells) for cells in blocks]) async for layers, blocks in parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing, nullcontext
 
 import pytest
 
@@ -11,7 +12,7 @@ from halfmoon.catalog.block_identity import block_id
 from halfmoon.catalog.entry import Tier
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.scheduling.layer_gate import LayerGate
-from halfmoon.errors import NoCapacity, NotFound, Unavailable
+from halfmoon.errors import Incompatible, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
@@ -19,7 +20,8 @@ from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.membership.block_feed import CachedBlocks
 from halfmoon.worker.store.holder import NamedHolder
-from tests.rpc.store.test_kvstore_client import served
+from halfmoon.worker.store.load_rate import LoadRate
+from tests.rpc.store.test_kvstore_client import client, served
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, own_store, stored
 from tests.worker.store.test_store_writer import keys_of, single
@@ -104,11 +106,50 @@ async def test_a_holder_that_was_slow_once_is_asked_again(start_worker: Start, t
         assert loaded[-1] > 0
 
 
+async def test_a_slow_holder_beside_a_quick_one_is_asked_again(start_worker: Start, tiny: Checkpoint) -> None:
+    """And until something came from there, its speed is reported as it was measured."""
+    slow, quick, worker = await warm(start_worker, tiny), await warm(start_worker, tiny), await start_worker("prefill")
+    believe(worker, SLOW)
+    rates = [worker.restorer.holders._get(NamedHolder(one.peer.address, "worker")).rate for one in (slow, quick)]
+    for rate, seconds in zip(rates, (0.5, 0.01), strict=True):
+        rate.observe("dram", 2048, seconds)
+    before = rates[0].measured
+    for number in range(100):
+        (event,) = await prefilled(worker, naming(single(tiny, PROMPT, str(number)), slow, quick))
+        assert event.first_token.num_loaded_tokens == 80
+        if rates[0].measured != before:
+            break
+        assert slow.metrics.registry.get_sample_value("halfmoon_cache_served_bytes_total") == 0
+        rates[1] = _known_to_take(rates[1], 0.01)
+        await forget(worker)
+    assert number > 3
+    assert rates[0].measured != before
+
+
+def _known_to_take(rate: LoadRate, block_s: float) -> LoadRate:
+    """However quick it was."""
+    rate._s_per_byte["dram"] = block_s / 2048
+    return rate
+
+
+async def test_codecs_are_chosen_for_what_is_loaded_alone(start_worker: Start, tiny: Checkpoint) -> None:
+    holder, worker = await warm(start_worker, tiny), await start_worker("prefill")
+    believe(worker, PrefillModel(0.0, 1e-9, 0.0))  # nothing is worth loading
+    await prefilled(worker, naming(single(tiny, PROMPT), holder))
+    assert sources(worker, "worker", "here") == 1
+    assert (
+        worker.metrics.registry.get_sample_value("halfmoon_fetch_codecs_total", {"codec": "raw", "reason": "measuring"})
+        is None
+    )
+
+
 async def test_over_a_slow_link_blocks_travel_compressed(start_worker: Start, tiny: Checkpoint) -> None:
     """The first fetch tells what the link does; every later one is exact, too."""
     holder = await warm(start_worker, tiny, dtype="bfloat16")
     worker = await start_worker("prefill", dtype="bfloat16", link_mbps=0.1)
     believe(worker, SLOW)
+    assert worker.restorer.codecs is not None
+    await worker.restorer.codecs.measure()
     tokens = []
     for number in range(3):
         (first,) = await prefilled(worker, naming(single(tiny, PROMPT, f"{number}"), holder))
@@ -121,10 +162,9 @@ async def test_over_a_slow_link_blocks_travel_compressed(start_worker: Start, ti
     assert counted(worker, "fetch_codecs", codec="raw", reason="measuring") == 1
     assert sum(counted(worker, "fetch_codecs", codec=codec, reason="quickest") for codec in ("lz4", "zstd")) == 2
     with worker.restorer.holders._get(NamedHolder(holder.peer.address, "worker")).use(b"") as client:
-        raw_bytes, num_bytes = client.inbound.num_raw_bytes, client.inbound.num_bytes
-        (codec,) = num_bytes.keys() - {Codec.RAW}
-        assert raw_bytes[codec] == 2 * raw_bytes[Codec.RAW] == 2 * num_bytes[Codec.RAW]
-        assert num_bytes[codec] < 0.9 * raw_bytes[codec]
+        ((codec, sizes),) = client.inbound.take_sizes().items()
+        assert codec is not Codec.RAW
+        assert sizes.encoded_bytes < 0.9 * sizes.raw_bytes
 
 
 async def test_several_sources_share_the_load(start_worker: Start, tiny: Checkpoint) -> None:
@@ -313,6 +353,68 @@ async def test_a_holder_that_dies_between_two_layers_costs_no_token(
     await until(lambda: worker.num_used_blocks == 0)
 
 
+@pytest.mark.parametrize("num_served", [1, 4, 9])
+async def test_what_a_holder_serves_of_a_get_by_layer_is_loaded_and_the_rest_by_block(
+    start_worker: Start, tiny: Checkpoint, num_served: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another reader came between the plan and the Get. The only source stays one."""
+    holder, worker = await warm(start_worker, tiny), await start_worker("prefill", link_mbps=0.02)
+    by_layer(worker, holder)
+    monkeypatch.setattr(CacheServicer, "_reading", lambda self, num_blocks: nullcontext(num_served))
+    (first,) = await prefilled(worker, naming(single(tiny, PROMPT), holder))
+    assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    assert first.first_token.num_loaded_tokens == 80
+    assert counted(worker, "restore_decisions", method="layers") == 1
+    assert sources(worker, "worker", "failed") == 0
+    await until(lambda: worker.num_used_blocks + holder.num_used_blocks == 0)
+
+
+async def test_no_more_is_planned_by_layer_than_a_reader_may_hold(start_worker: Start, tiny: Checkpoint) -> None:
+    holder = await start_worker("prefill", num_blocks=64)  # readers may hold eight blocks, one reader four
+    await prefilled(holder, single(tiny, PROMPT, "before"))
+    worker = await start_worker("prefill", link_mbps=0.02)
+    by_layer(worker, holder)
+    (first,) = await prefilled(worker, naming(single(tiny, PROMPT), holder))
+    assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    assert first.first_token.num_loaded_tokens == 80
+    assert counted(worker, "restore_decisions", method="layers") == 0
+    await until(lambda: worker.num_used_blocks + holder.num_used_blocks == 0)
+
+
+async def test_two_readers_by_layer_at_once_are_both_served(start_worker: Start, tiny: Checkpoint) -> None:
+    holder = await start_worker(
+        "prefill", num_blocks=160
+    )  # of 20 blocks that readers may hold ten for one, five for two
+    await prefilled(holder, single(tiny, PROMPT, "before"))
+    workers = [await start_worker("prefill", link_mbps=0.02) for _ in range(2)]
+    for worker in workers:
+        by_layer(worker, holder)
+    results = await asyncio.gather(*(prefilled(one, naming(single(tiny, PROMPT), holder)) for one in workers))
+    for (first,) in results:
+        assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+        assert first.first_token.num_loaded_tokens == 80
+    await until(lambda: sum(worker.num_used_blocks for worker in (holder, *workers)) == 0)
+
+
+@pytest.mark.parametrize("lost", [1, 5, 9])
+async def test_layers_of_what_precedes_an_evicted_block_are_kept(
+    start_worker: Start, tiny: Checkpoint, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fickle, worker = await warm(start_worker, tiny), await start_worker("prefill", link_mbps=0.02)
+    by_layer(worker, fickle)
+    key, held = keys_of(worker, PROMPT)[lost], fickle.engine.hold_cached
+
+    def hold_cached(keys: list[bytes]) -> list[int]:
+        return held(keys[: keys.index(key)] if key in keys else keys)
+
+    monkeypatch.setattr(fickle.engine, "hold_cached", hold_cached)
+    (first,) = await prefilled(worker, naming(single(tiny, PROMPT), fickle))
+    assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+    assert 8 * lost <= first.first_token.num_loaded_tokens < 80
+    assert counted(worker, "restore_decisions", method="layers") == 1
+    await until(lambda: worker.num_used_blocks + fickle.num_used_blocks == 0)
+
+
 async def test_another_tenants_prefix_is_never_served(start_worker: Start, tiny: Checkpoint) -> None:
     holder = await start_worker("prefill", num_blocks=256)
     await prefilled(holder, single(tiny, PROMPT, "before", tenant_salt=b"one"))
@@ -323,6 +425,27 @@ async def test_another_tenants_prefix_is_never_served(start_worker: Start, tiny:
         (event,) = await prefilled(worker, naming(single(tiny, PROMPT, str(salt), tenant_salt=salt), holder))
         loaded.append(event.first_token.num_loaded_tokens)
     assert loaded == [0, 0, 80]
+
+
+@pytest.mark.parametrize("kind", ["worker", "store"])
+async def test_kv_of_another_dtype_is_a_miss(start_worker: Start, tiny: Checkpoint, kind: str) -> None:
+    """Where the gateway believes in it all the same. Asked for outright, it is refused."""
+    async with served() as (_, address):
+        holder = await warm(start_worker, tiny, dtype="float16", store=address if kind == "store" else None)
+        await holder.state.chains.settled()
+        worker = await start_worker("prefill", store=address if kind == "store" else None)
+        believe(worker, SLOW)
+        request = single(tiny, PROMPT)
+        (first,) = await prefilled(worker, naming(request, holder) if kind == "worker" else request)
+        assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+        assert first.first_token.num_loaded_tokens == 0
+        assert sources(worker, kind, "here") == 0
+        async with (
+            client(holder.peer.address if kind == "worker" else address) as it,
+            aclosing(it.get_run(keys_of(holder, PROMPT), worker.engine.layout, deadline_s=20.0)) as blocks,
+        ):
+            with pytest.raises(Incompatible, match="another KV layout"):
+                await anext(blocks)
 
 
 async def test_two_requests_for_one_prefix_move_it_once(start_worker: Start, tiny: Checkpoint) -> None:
@@ -382,6 +505,44 @@ async def test_a_copy_is_there_before_its_prefix_is_asked_for(start_worker: Star
     assert (first.first_token.num_cached_tokens, first.first_token.num_loaded_tokens) == (80, 0)
     assert counted(worker, "store_loaded_bytes", tier="worker") == 10 * worker.engine.layout.block_bytes
     await until(lambda: worker.num_used_blocks + holder.num_used_blocks == 0)
+
+
+async def test_a_copy_whose_holder_dies_in_the_middle_is_not_computed(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying, worker = await warm(start_worker, tiny), await start_worker("prefill")
+    believe(worker, SLOW)
+    real, num_reads = CacheServicer._frames, 0
+
+    async def breaking(self: CacheServicer, *arguments: object) -> object:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads > 2:
+            raise Unavailable("it dies")
+        async for frame in real(self, *arguments):  # type: ignore[arg-type]
+            yield frame
+
+    monkeypatch.setattr(CacheServicer, "_frames", breaking)
+    copy = naming(single(tiny, PROMPT[:81], "copy"), dying)
+    copy.is_copy = True
+    with pytest.raises(Unavailable, match="have failed"):
+        await prefilled(worker, copy)
+    assert counted(worker, "restored_tokens", source="computed") == 0
+    await until(lambda: worker.num_used_blocks == 0)
+
+
+async def test_a_copy_that_was_evicted_before_it_was_read_is_not_computed(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fickle, worker = await warm(start_worker, tiny), await start_worker("prefill")
+    believe(worker, SLOW)
+    monkeypatch.setattr(fickle.engine, "hold_cached", lambda keys: [])
+    copy = naming(single(tiny, PROMPT[:81], "copy"), fickle)
+    copy.is_copy = True
+    with pytest.raises(Unavailable, match="have failed"):
+        await prefilled(worker, copy)
+    assert counted(worker, "restored_tokens", source="computed") == 0
+    await until(lambda: worker.num_used_blocks == 0)
 
 
 async def test_a_copy_that_nobody_has_computes_nothing(start_worker: Start, tiny: Checkpoint) -> None:

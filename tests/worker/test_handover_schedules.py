@@ -87,7 +87,7 @@ class Schedule:
                 self._reap()
         if not is_orderly and rng.random() < self.trouble:
             node = rng.choice(self.nodes)
-            node.calls.append(rng.choice((node.core.forget_prefixes, partial(self._churn, node))))
+            node.calls.append(rng.choice((partial(self._forget, node), partial(self._churn, node))))
 
     def _begin(self, salt: bytes, prompt: tuple[int, ...], max_tokens: int, num_failed: int) -> None:
         prefill, decode = (
@@ -100,6 +100,10 @@ class Schedule:
         codecs = LOSSY if is_degraded or self.is_lossy else EXACT
         one = Handover(self.rng, request, prefill, decode, codecs, is_degraded=is_degraded)
         self.running.append((one, num_failed))
+
+    def _forget(self, node: Node) -> None:
+        """Its cache is emptied."""
+        node.core.forget_prefixes()
 
     def _churn(self, node: Node) -> None:
         """Something else runs there, which takes blocks."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import TokenSpan
+from halfmoon.engine.kv_memory.int8_rows import round_rows, widen_rows
 from halfmoon.engine.kv_memory.kv_arena import slot_runs
 
 
@@ -69,7 +70,12 @@ class SdpaBackend:
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Attention on the CPU: no copy of cached keys, one flash-attention call per sequence and contiguous run."""
+    """Attention on the CPU: no copy of cached keys, one flash-attention call per sequence and contiguous run.
+
+    Keys in int8 are widened by the reference: kernels read them as they are.
+    """
+    if layer_kv.dtype is torch.int8:
+        return attend_reference(q, k, v, layer_kv, batch, scale)
     store(k, v, layer_kv, batch.slots)
     outs = []
     for segment in batch.segments:
@@ -82,9 +88,10 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: Attent
 
 
 def store(k: Tensor, v: Tensor, layer_kv: Tensor, slots: Tensor) -> None:
-    """Writes k, v [num_tokens, num_kv_heads, head_dim] to their slots of one layer."""
-    layer_kv[0].index_copy_(1, slots, k.transpose(0, 1))
-    layer_kv[1].index_copy_(1, slots, v.transpose(0, 1))
+    """Writes k, v [num_tokens, num_kv_heads, head_dim] to their slots of one layer, rounded if that is of int8."""
+    for rows, memory in ((k, layer_kv[0]), (v, layer_kv[1])):
+        rows = round_rows(rows) if memory.dtype is torch.int8 else rows
+        memory.index_copy_(1, slots, rows.transpose(0, 1))
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -149,7 +156,9 @@ def _reference_segment(q: Tensor, layer_kv: Tensor, slots: Tensor, segment: Segm
     pieces = [torch.arange(start, end, device=slots.device) for start, end in segment.runs]
     where = torch.cat(pieces if num_tokens == 1 else [*pieces, slots[rows]])  # [num_keys]
     group = q.shape[1] // layer_kv.shape[1]
-    keys, values = layer_kv[:, :, where].float().repeat_interleave(group, dim=1)  # [num_heads, num_keys, head_dim]
+    memory = layer_kv[:, :, where]  # [2, num_kv_heads, num_keys, row_items]
+    numbers = widen_rows(memory) if memory.dtype is torch.int8 else memory.float()
+    keys, values = numbers.repeat_interleave(group, dim=1)  # [num_heads, num_keys, head_dim]
     scores = q[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * scale  # [num_heads, num_tokens, num_keys]
     future = torch.ones(num_tokens, where.numel(), dtype=torch.bool, device=q.device)
     future = future.triu(where.numel() - num_tokens + 1)

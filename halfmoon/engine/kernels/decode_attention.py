@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfmoon.engine.kernels.paged_kv import PagedKV, tile_slots
+from halfmoon.engine.kernels.paged_kv import PagedKV, tile_scales, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
 
 MIN_SPLIT_TOKENS = 256  # below this a program costs more to start and merge than it saves
@@ -48,6 +48,8 @@ def _decode_attention_kernel(
     q: tl.tensor,  # [num_seqs, num_q_heads, head_dim]
     k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
     v: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
+    k_scales: tl.tensor,  # [num_kv_heads, num_slots] int16, of int8
+    v_scales: tl.tensor,  # like k_scales
     block_table: tl.tensor,  # [num_seqs, max_blocks]
     context_lens: tl.tensor,  # [num_seqs]
     out: tl.tensor,  # [num_seqs, num_q_heads, NUM_SPLITS, head_dim]
@@ -66,6 +68,8 @@ def _decode_attention_kernel(
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,  # between slots
+    IS_INT8: tl.constexpr,
 ) -> None:
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -88,6 +92,9 @@ def _decode_attention_kernel(
     )  # [ROWS, DIM_PAD]
     k += kv_head.to(tl.int64) * kv_head_stride
     v += kv_head.to(tl.int64) * kv_head_stride
+    if IS_INT8:
+        k_scales += kv_head.to(tl.int64) * (kv_head_stride // 2)
+        v_scales += kv_head.to(tl.int64) * (kv_head_stride // 2)
     block_row = block_table + seq * table_stride
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
@@ -97,16 +104,20 @@ def _decode_attention_kernel(
     for start in range(first, last, TILE):
         seen = start + tl.arange(0, TILE) < last
         slots, next_slots = next_slots, tile_slots(block_row, start + TILE, last, TILE, BLOCK_TOKENS)
-        at = slots[:, None] * HEAD_DIM + dim[None, :]
+        at = slots[:, None] * ROW_ITEMS + dim[None, :]
         mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
-        keys = tl.load(k + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
+        keys = tl.load(k + at, mask=mask, other=0).to(query.dtype)  # [TILE, DIM_PAD]
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale_log2  # [ROWS, TILE]
+        if IS_INT8:
+            scores = scores * tile_scales(k_scales, slots, seen, ROW_ITEMS)[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         shrink = tl.exp2(best - new_best)
         weights = tl.exp2(scores - new_best[:, None])
         total = total * shrink + tl.sum(weights, axis=1)
-        values = tl.load(v + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
+        values = tl.load(v + at, mask=mask, other=0).to(query.dtype)  # [TILE, DIM_PAD]
+        if IS_INT8:
+            weights = weights * tile_scales(v_scales, slots, seen, ROW_ITEMS)[None, :]
         acc = acc * shrink[:, None] + tl.dot(weights.to(query.dtype), values, input_precision="ieee")
         best = new_best
 
@@ -176,11 +187,12 @@ def decode_attention(
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     tile = max(32, min(128, 8192 // dim_pad))  # 64 tokens at head size 128
     _decode_attention_kernel[(num_seqs, kv.k.shape[0], num_splits)](
-        q, kv.k, kv.v, block_table, context_lens, parts, parts_lse, scale * _LOG2_E,
+        q, kv.k, kv.v, *kv.scales, block_table, context_lens, parts, parts_lse, scale * _LOG2_E,
         q.stride(0), q.stride(1), kv.k.stride(0), block_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=max(_MIN_ROWS, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_TOKENS=kv.block_tokens, TILE=tile,
         NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
+        ROW_ITEMS=kv.k.stride(1), IS_INT8=kv.k_scales is not None,
         num_warps=4, enable_fp_fusion=True, num_stages=kv.num_stages(tile, 0),
     )  # fmt: skip
     if num_splits > 1:

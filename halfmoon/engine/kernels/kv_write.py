@@ -1,4 +1,4 @@
-"""Writes new K and V into the arena."""
+"""Writes new K and V into the arena, rounded to int8 where that keeps codes (`halfmoon/kv/codec/int8.py`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,25 @@ from torch import Tensor
 
 from halfmoon.engine.kernels.paged_kv import PagedKV
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
+from halfmoon.engine.kv_memory.int8_rows import LARGEST_OF, round_rows, split_rows
 
 _TILE_TOKENS = 16
+
+
+@triton.jit
+def _rounded(
+    rows: tl.tensor,  # [TILE, DIM_PAD], 0 beyond the head
+    LARGEST: tl.constexpr,  # what infinities count as, and a NaN for the scale
+) -> tl.tensor:
+    """Returns the codes, float32 [TILE, DIM_PAD], and the bits of their bfloat16 scales, int32 [TILE]."""
+    numbers = rows.to(tl.float32)
+    is_nan = numbers != numbers
+    magnitudes = tl.where(is_nan, LARGEST, tl.minimum(tl.abs(numbers), LARGEST))
+    bounds = tl.maximum(tl.div_rn(tl.max(magnitudes, axis=1), 127.0), 1.1754943508222875e-38)  # 2**-126
+    bits = (bounds.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    inverse = tl.div_rn(1.0, (bits << 16).to(tl.float32, bitcast=True))
+    finite = tl.where(is_nan, 0.0, tl.minimum(tl.maximum(numbers, -LARGEST), LARGEST))
+    return finite * inverse[:, None] + 12582912.0 - 12582912.0, bits  # 1.5 * 2**23: to the nearest, ties to even
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -20,6 +37,8 @@ def _kv_write_kernel(
     slot_mapping: tl.tensor,  # [num_tokens], -1: skip
     k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
     v: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
+    k_scales: tl.tensor,  # [num_kv_heads, num_slots] int16, of int8
+    v_scales: tl.tensor,  # like k_scales
     num_tokens: tl.tensor,
     k_token_stride: tl.tensor,
     k_head_stride: tl.tensor,
@@ -29,6 +48,9 @@ def _kv_write_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,  # between slots
+    IS_INT8: tl.constexpr,
+    LARGEST: tl.constexpr,
 ) -> None:
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -40,9 +62,18 @@ def _kv_write_kernel(
     values = tl.load(
         v_new + token[:, None] * v_token_stride + head * v_head_stride + dim[None, :], mask=mask, other=0.0
     )
-    to = head * kv_head_stride + slots[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(k + to, keys, mask=mask)
-    tl.store(v + to, values, mask=mask)
+    to = head * kv_head_stride + slots[:, None] * ROW_ITEMS + dim[None, :]
+    if IS_INT8:
+        scales_to = head * (kv_head_stride // 2) + slots * (ROW_ITEMS // 2)
+        keys, key_bits = _rounded(keys, LARGEST)
+        values, value_bits = _rounded(values, LARGEST)
+        tl.store(k + to, keys.to(tl.int8), mask=mask)
+        tl.store(v + to, values.to(tl.int8), mask=mask)
+        tl.store(k_scales + scales_to, key_bits.to(tl.int16), mask=kept)
+        tl.store(v_scales + scales_to, value_bits.to(tl.int16), mask=kept)
+    else:
+        tl.store(k + to, keys, mask=mask)
+        tl.store(v + to, values, mask=mask)
 
 
 def kv_write(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
@@ -52,7 +83,7 @@ def kv_write(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     Raises ValueError or TypeError.
     """
     num_kv_heads, _, head_dim = kv.k.shape
-    check_tensor("k", k, (None, num_kv_heads, head_dim), (kv.k.dtype,))
+    check_tensor("k", k, (None, num_kv_heads, head_dim), kv.new_dtypes)
     check_tensor("v", v, k.shape, (k.dtype,))
     num_tokens = k.shape[0]
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,))
@@ -60,10 +91,11 @@ def kv_write(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     if num_tokens == 0:
         return
     _kv_write_kernel[(triton.cdiv(num_tokens, _TILE_TOKENS), num_kv_heads)](
-        k, v, slot_mapping, kv.k, kv.v, num_tokens,
+        k, v, slot_mapping, kv.k, kv.v, *kv.scales, num_tokens,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv.k.stride(0),
         HEAD_DIM=head_dim, DIM_PAD=triton.next_power_of_2(head_dim), TILE=_TILE_TOKENS,
-        num_warps=4, enable_fp_fusion=True,
+        ROW_ITEMS=kv.k.stride(1), IS_INT8=kv.k_scales is not None, LARGEST=LARGEST_OF[k.dtype],
+        num_warps=4, enable_fp_fusion=False,  # codes are rounded twice, as everywhere
     )  # fmt: skip
 
 
@@ -71,5 +103,10 @@ def kv_write_reference(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) 
     """Does as `kv_write`, in plain torch."""
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
-    for new, stored in ((k, kv.k), (v, kv.v)):
-        stored[:, slots] = new[kept].transpose(0, 1)  # [num_kv_heads, num_kept, head_dim]
+    for new, stored, scales in ((k, kv.k, kv.k_scales), (v, kv.v, kv.v_scales)):
+        rows = new[kept].transpose(0, 1)  # [num_kv_heads, num_kept, head_dim]
+        if scales is None:
+            stored[:, slots] = rows
+        else:
+            codes, bits = split_rows(round_rows(rows))
+            stored[:, slots], scales[:, slots] = codes, bits.view(torch.int16)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, check_tensor
+from halfmoon.engine.kv_memory.int8_rows import split_rows
 
 _STAGES = 3
 _MAX_HEAD_DIM = 256  # the attention kernels' tiles are sized for this
@@ -21,7 +22,7 @@ _MAX_HEAD_DIM = 256  # the attention kernels' tiles are sized for this
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """K and V of one layer.
+    """K and V of one layer: numbers or, with scales, codes of int8 (`KVLayout`), whose rows their scales follow.
 
     Raises ValueError or TypeError for tensors that do not fit together.
     """
@@ -29,12 +30,29 @@ class PagedKV:
     k: Tensor  # [num_kv_heads, num_slots, head_dim], slots dense
     v: Tensor  # like k
     block_tokens: int
+    k_scales: Tensor | None = None  # [num_kv_heads, num_slots] int16, the bits of bfloat16
+    v_scales: Tensor | None = None  # like k_scales
+
+    @classmethod
+    def of_layer(cls, layer_kv: Tensor, block_tokens: int) -> PagedKV:
+        """The K and V of an arena's layer: [2, num_kv_heads, num_slots, row_items]."""
+        if layer_kv.dtype is not torch.int8:
+            return cls(layer_kv[0], layer_kv[1], block_tokens)
+        codes, scales = split_rows(layer_kv)
+        scales = scales.view(torch.int16)
+        return cls(codes[0], codes[1], block_tokens, scales[0], scales[1])
 
     def __post_init__(self) -> None:
-        check_tensor("k", self.k, (None, None, None), FLOATS)
+        check_tensor("k", self.k, (None, None, None), FLOATS if self.k_scales is None else (torch.int8,))
         check_tensor("v", self.v, self.k.shape, (self.k.dtype,))
         _, num_slots, head_dim = self.k.shape
-        if self.k.stride() != self.v.stride() or self.k.stride(1) != head_dim:
+        row_items = head_dim
+        if self.k_scales is not None and self.v_scales is not None:
+            row_items += 2
+            for scales in (self.k_scales, self.v_scales):
+                if scales.shape != self.k.shape[:2] or scales.stride(1) * 2 != row_items:
+                    raise ValueError(f"scales: a row of {head_dim} codes must have its scale behind it")
+        if self.k.stride() != self.v.stride() or self.k.stride(1) != row_items:
             raise ValueError(
                 f"k, v: slots must be dense and strides equal, not {self.k.stride()} and {self.v.stride()}"
             )
@@ -46,11 +64,23 @@ class PagedKV:
 
     def check_query(self, q: Tensor) -> int:
         """q: [rows, num_q_heads, head_dim]. Returns the query heads per KV head. Raises ValueError or TypeError."""
-        check_tensor("q", q, (None, None, self.k.shape[2]), (self.k.dtype,))
+        check_tensor("q", q, (None, None, self.k.shape[2]), self.new_dtypes)
         group, rest = divmod(q.shape[1], self.k.shape[0])
         if group == 0 or rest:
             raise ValueError(f"q: {q.shape[1]} query heads cannot share {self.k.shape[0]} KV heads evenly")
         return group
+
+    @property
+    def new_dtypes(self) -> tuple[torch.dtype, ...]:
+        """What queries and new rows may be: anything that is rounded, else the dtype in memory."""
+        return (self.k.dtype,) if self.k_scales is None else FLOATS
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor]:
+        """The scales of K and V; without any, the numbers, whose place no kernel then reads."""
+        if self.k_scales is None or self.v_scales is None:
+            return self.k, self.v
+        return self.k_scales, self.v_scales
 
     def num_stages(self, tile: int, other_bytes: int) -> int:
         """Returns the depth of the load pipeline: three tiles, or what shared memory holds next to `other_bytes`."""
@@ -66,7 +96,11 @@ class PagedKV:
         """Gathers K and V of a sequence's first tokens for references: [num_kv_heads, num_tokens, head_dim] float32."""
         positions = torch.arange(num_tokens, device=block_row.device)
         slots = block_row.long()[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
-        return self.k[:, slots].float(), self.v[:, slots].float()
+        k, v = self.k[:, slots].float(), self.v[:, slots].float()
+        if self.k_scales is None or self.v_scales is None:
+            return k, v
+        k_scales, v_scales = (one[:, slots].view(torch.bfloat16).float() for one in (self.k_scales, self.v_scales))
+        return k * k_scales.unsqueeze(-1), v * v_scales.unsqueeze(-1)
 
 
 @triton.jit
@@ -87,3 +121,15 @@ def tile_slots(
         blocks = tl.load(block_row + position // BLOCK_TOKENS, mask=position < end, other=0).to(tl.int64)
         slots = blocks * BLOCK_TOKENS + position % BLOCK_TOKENS
     return slots
+
+
+@triton.jit
+def tile_scales(
+    scales: tl.tensor,  # one head's [num_slots] int16, ROW_ITEMS / 2 apart
+    slots: tl.tensor,  # [TILE] int64
+    seen: tl.tensor,  # [TILE], others are 0
+    ROW_ITEMS: tl.constexpr,
+) -> tl.tensor:
+    """Returns the scales of the rows in `slots`, float32 [TILE]."""
+    bits = tl.load(scales + slots * (ROW_ITEMS // 2), mask=seen, other=0).to(tl.int32)
+    return (bits << 16).to(tl.float32, bitcast=True)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfmoon.engine.kernels.paged_kv import PagedKV, tile_slots
+from halfmoon.engine.kernels.paged_kv import PagedKV, tile_scales, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
 
 _LOG2_E = math.log2(math.e)
@@ -29,6 +29,8 @@ def _attend_tiles(
     total: tl.tensor,  # [ROWS]
     k: tl.tensor,  # one head's [num_slots, head_dim]
     v: tl.tensor,
+    k_scales: tl.tensor,  # one head's [num_slots], of int8
+    v_scales: tl.tensor,
     block_row: tl.tensor,
     first: tl.tensor,  # keys first..last, first a multiple of TILE
     last: tl.tensor,
@@ -37,6 +39,8 @@ def _attend_tiles(
     DIM_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,  # between slots
+    IS_INT8: tl.constexpr,
     VISIBILITY: tl.constexpr,  # "all" (every row sees whole tiles) or "causal"
 ) -> tl.tensor:
     dim = tl.arange(0, DIM_PAD)
@@ -44,19 +48,23 @@ def _attend_tiles(
     for start in range(first, last, TILE):
         key = start + tl.arange(0, TILE)
         slots, next_slots = next_slots, tile_slots(block_row, start + TILE, last, TILE, BLOCK_TOKENS)
-        at = slots[:, None] * HEAD_DIM + dim[None, :]
+        at = slots[:, None] * ROW_ITEMS + dim[None, :]
         mask = (dim < HEAD_DIM)[None, :]
         if VISIBILITY == "causal":  # only then can a tile extend past the last key
             mask = (key < last)[:, None] & mask
-        keys = tl.load(k + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
+        keys = tl.load(k + at, mask=mask, other=0).to(query.dtype)  # [TILE, DIM_PAD]
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale_log2  # [ROWS, TILE]
+        if IS_INT8:
+            scores = scores * tile_scales(k_scales, slots, key < last, ROW_ITEMS)[None, :]
         if VISIBILITY == "causal":
             scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         shrink = tl.exp2(best - new_best)
         weights = tl.exp2(scores - new_best[:, None])
         total = total * shrink + tl.sum(weights, axis=1)
-        values = tl.load(v + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
+        values = tl.load(v + at, mask=mask, other=0).to(query.dtype)  # [TILE, DIM_PAD]
+        if IS_INT8:
+            weights = weights * tile_scales(v_scales, slots, key < last, ROW_ITEMS)[None, :]
         acc = tl.dot(weights.to(query.dtype), values, acc * shrink[:, None], input_precision="ieee")
         best = new_best
     return acc, best, total
@@ -67,6 +75,8 @@ def _prefill_attention_kernel(
     q: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
     k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
     v: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
+    k_scales: tl.tensor,  # [num_kv_heads, num_slots] int16, of int8
+    v_scales: tl.tensor,  # like k_scales
     block_table: tl.tensor,  # [num_seqs, max_blocks]
     cu_seqlens: tl.tensor,  # [num_seqs + 1]
     context_lens: tl.tensor,  # [num_seqs]
@@ -83,6 +93,8 @@ def _prefill_attention_kernel(
     DIM_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
+    IS_INT8: tl.constexpr,
 ) -> None:
     row_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     kv_head = tl.program_id(1)
@@ -104,6 +116,9 @@ def _prefill_attention_kernel(
     )  # [ROWS, DIM_PAD]
     k += kv_head.to(tl.int64) * kv_head_stride
     v += kv_head.to(tl.int64) * kv_head_stride
+    if IS_INT8:
+        k_scales += kv_head.to(tl.int64) * (kv_head_stride // 2)
+        v_scales += kv_head.to(tl.int64) * (kv_head_stride // 2)
     block_row = block_table + seq * table_stride
 
     position = num_cached + token
@@ -114,12 +129,12 @@ def _prefill_attention_kernel(
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc, best, total = _attend_tiles(
-        query, position, acc, best, total, k, v, block_row, 0, whole, scale_log2,
-        HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, "all",
+        query, position, acc, best, total, k, v, k_scales, v_scales, block_row, 0, whole, scale_log2,
+        HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, ROW_ITEMS, IS_INT8, "all",
     )  # fmt: skip
     acc, best, total = _attend_tiles(
-        query, position, acc, best, total, k, v, block_row, whole, num_cached + last_token + 1,
-        scale_log2, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, "causal",
+        query, position, acc, best, total, k, v, k_scales, v_scales, block_row, whole, num_cached + last_token + 1,
+        scale_log2, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, ROW_ITEMS, IS_INT8, "causal",
     )  # fmt: skip
     result = acc / total[:, None]
     to = out + (packed * NUM_Q_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
@@ -160,10 +175,10 @@ def prefill_attention(
     rows = min(most_rows, max(_MIN_ROWS, triton.next_power_of_2(max_new_tokens * group)))
     tile = max(32, min(most_keys, 8192 // dim_pad))
     _prefill_attention_kernel[(triton.cdiv(max_new_tokens * group, rows), kv.k.shape[0], num_seqs)](
-        q, kv.k, kv.v, block_table, cu_seqlens, context_lens, out, scale * _LOG2_E,
+        q, kv.k, kv.v, *kv.scales, block_table, cu_seqlens, context_lens, out, scale * _LOG2_E,
         q.stride(0), q.stride(1), kv.k.stride(0), block_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=rows, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
-        BLOCK_TOKENS=kv.block_tokens, TILE=tile,
+        BLOCK_TOKENS=kv.block_tokens, TILE=tile, ROW_ITEMS=kv.k.stride(1), IS_INT8=kv.k_scales is not None,
         num_warps=8 if rows == most_rows and dim_pad >= 128 else 4, enable_fp_fusion=True,
         num_stages=kv.num_stages(tile, rows * dim_pad * q.element_size()),
     )  # fmt: skip

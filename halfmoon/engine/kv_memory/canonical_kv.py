@@ -28,14 +28,14 @@ class CanonicalKV:
 
     def room(self, num_layers: int, num_tokens: int, out: memoryview | None) -> NDArray[np.signedinteger]:
         """An array of the needed size: the first bytes of `out`, or new memory without it."""
-        shape = self._layout.shape(num_layers, num_tokens)
+        shape = self._layout.memory_shape(num_layers, num_tokens)
         if out is None:
             return np.empty(shape, dtype=self.integer)
         return np.frombuffer(out, dtype=self.integer, count=math.prod(shape)).reshape(shape)
 
     def view(self, payload: KVBytes, num_layers: int, num_tokens: int) -> NDArray[np.signedinteger]:
         """`payload` as an array, not copied. Raises InvalidRequest when its size does not match the ranges."""
-        shape = self._layout.shape(num_layers, num_tokens)
+        shape = self._layout.memory_shape(num_layers, num_tokens)
         num_bytes = math.prod(shape) * self._layout.item_bytes
         if memoryview(payload).nbytes != num_bytes:
             raise InvalidRequest(f"KV payload has {memoryview(payload).nbytes} bytes; {shape} has {num_bytes}")

@@ -12,10 +12,18 @@ from halfmoon.engine.config import Kernels
 from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
 from halfmoon.errors import Incompatible
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout
 
 if TYPE_CHECKING:
     from halfmoon.engine.kv_memory.kv_transfer import KVTransfer
+
+TORCH_DTYPES: dict[KVDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by size in bytes
 
 
 def slot_runs(blocks: Sequence[int], block_tokens: int, start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -41,7 +49,6 @@ class KVArena:
         self,
         layout: KVLayout,
         num_blocks: int,
-        dtype: torch.dtype,
         device: str,
         kernels: Kernels = "torch",
         pinned: bool = False,
@@ -50,13 +57,13 @@ class KVArena:
         """memory: used instead of new memory, of the shape of `tensor`."""
         self.num_blocks = num_blocks
         self._layout = layout
-        shape = (layout.num_layers, 2, layout.num_kv_heads, num_blocks * layout.block_tokens, layout.head_dim)
+        shape = layout.memory_shape(layout.num_layers, num_blocks * layout.block_tokens)
         if memory is None:
-            memory = torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
-        self.tensor = memory  # [layers, 2, kv_heads, slots, head_dim]
+            memory = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], device=device, pin_memory=pinned)
+        self.tensor = memory  # [layers, 2, kv_heads, slots, row_items]
         self._canonical = CanonicalKV(layout)
-        # The same memory as 2- or 4-byte integers: numpy has no bfloat16, and copies without torch's threads.
-        self._integers = torch.int16 if layout.item_bytes == 2 else torch.int32
+        # The same memory as integers: numpy has no bfloat16, and copies without torch's threads.
+        self._integers = INTEGERS[layout.item_bytes]
         self._transfer = _transfer(self.tensor, layout.block_tokens) if kernels == "triton" else None
 
     def write(

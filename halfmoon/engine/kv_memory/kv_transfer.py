@@ -32,7 +32,8 @@ class KVTransfer:
         """arena: [num_layers, 2, num_kv_heads, num_slots, head_dim]."""
         self._arena = arena
         self._block_tokens = block_tokens
-        self._integers = torch.int16 if arena.element_size() == 2 else torch.int32  # numpy has no bfloat16
+        # numpy has no bfloat16
+        self._integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[arena.element_size()]
         self._reading = _Lane(arena.device)
         self._writing = _Lane(arena.device)
 

@@ -1,6 +1,6 @@
 """Our transformers. A model owns its weights; the KV memory and the batch are passed to `forward`.
 
-Read in this order: llama, opt, linear, layer_ops, rotary, weights, model_part, triton_ops.
+Read in this order: llama, opt, embedding, linear, blocks, layer_ops, rotary, weights, model_part, triton_ops.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.models.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
+    from halfmoon.engine.models.blocks import Blocks
     from halfmoon.engine.models.layer_ops import LayerOps
     from halfmoon.engine.models.linear import PackWeight
     from halfmoon.engine.models.model_part import ModelPart
@@ -27,8 +28,12 @@ class Model(Protocol):
         """Views of the weights under the names (and with the shapes) they have in a checkpoint."""
         ...
 
-    def pack(self, pack_weight: PackWeight) -> None:
-        """Reorders all matrices for speed; `parameters` cannot be used afterwards."""
+    def put_blocks(self, name: str, blocks: Blocks) -> bool:
+        """Takes the weight `name` of `parameters` in blocks instead of numbers; returns whether it can."""
+        ...
+
+    def pack(self, pack_weight: PackWeight, pack_head: PackWeight | None = None) -> None:
+        """Reorders all matrices for speed, the head by `pack_head`; `parameters` cannot be used afterwards."""
         ...
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:

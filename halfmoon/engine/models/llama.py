@@ -9,13 +9,14 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from halfmoon.engine.attention.attention_backend import StepAttention
 from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.engine.models.blocks import Blocks
+from halfmoon.engine.models.embedding import Embedding
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.layer_ops import LayerOps, Rotation
-from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
+from halfmoon.engine.models.linear import Linear, PackWeight, put_rows, split_rows
 from halfmoon.engine.models.model_part import ModelPart, whole_model
 from halfmoon.engine.models.rotary import Rotary
 
@@ -30,15 +31,15 @@ class LlamaModel:
         self._config = config = part.config
         self._ops = ops
         num_embedded = config.vocab_size if part.is_first else 0
-        self._embedding = torch.empty(num_embedded, config.hidden_size, dtype=dtype, device=device)
+        self._embedding = Embedding(num_embedded, config.hidden_size, dtype, device)
         self._layers = [_Layer(part, dtype, device, ops) for _ in range(config.num_layers)]
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         rows = part.vocab_rows
-        tied = config.tie_word_embeddings and part.is_first
+        self._is_tied = config.tie_word_embeddings and part.is_first
         self._head = Linear(
-            self._embedding[rows.start : rows.stop]
-            if tied
-            else self._embedding.new_empty(len(rows), config.hidden_size)
+            self._embedding.weight[rows.start : rows.stop]
+            if self._is_tied
+            else self._embedding.weight.new_empty(len(rows), config.hidden_size)
         )
         self._rotary = Rotary(config, dtype, device)
 
@@ -46,7 +47,7 @@ class LlamaModel:
         """Views of the weights under their checkpoint names."""
         named: dict[str, Tensor] = {}
         if self._part.is_first:
-            named["model.embed_tokens.weight"] = self._embedding
+            named["model.embed_tokens.weight"] = self._embedding.weight
         if self._part.is_last:
             named["model.norm.weight"] = self._norm
             if not self._config.tie_word_embeddings:
@@ -57,17 +58,36 @@ class LlamaModel:
             named |= {f"model.layers.{index}.{name}": view for name, view in layer.parameters().items()}
         return named
 
-    def pack(self, pack_weight: PackWeight) -> None:
+    def put_blocks(self, name: str, blocks: Blocks) -> bool:
+        """See `Model.put_blocks`."""
+        if name == "model.embed_tokens.weight" and self._part.is_first:
+            self._embedding.put_blocks(blocks)
+            if self._is_tied and self._part.is_last:
+                rows = self._part.vocab_rows
+                self._head.put_blocks(0, blocks.cut(name, (slice(rows.start, rows.stop),)))
+            return True
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            self._head.put_blocks(0, blocks)
+            return True
+        parts = name.split(".", 3)
+        if parts[:2] != ["model", "layers"]:
+            return False
+        return self._layers[int(parts[2]) - self._part.shard.layer_start].put_blocks(parts[3], blocks)
+
+    def pack(self, pack_weight: PackWeight, pack_head: PackWeight | None = None) -> None:
         """See `Model.pack`."""
         if self._part.is_last:
-            self._head.pack(pack_weight)
+            self._head.pack(pack_head or pack_weight)
+        if self._part.is_first:
+            has_all = self._is_tied and len(self._part.vocab_rows) == self._config.vocab_size
+            self._embedding.pack(pack_weight, self._head.row_source if has_all else None)
         for layer in self._layers:
             layer.pack(pack_weight)
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """See `Model.forward`."""
         if hidden is None:
-            hidden = functional.embedding(batch.token_ids, self._embedding)  # [num_tokens, hidden_size]
+            hidden = self._embedding(batch.token_ids)  # [num_tokens, hidden_size]
         rotation = self._ops.rotation(self._rotary, batch.positions)
         delta = None  # the last layer's contribution to `hidden`; its addition is fused with the next norm
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
@@ -102,33 +122,55 @@ class _Layer:
         named = {"input_layernorm.weight": self._input_norm, "post_attention_layernorm.weight": self._mlp_norm}
         if config.qk_norm:
             named |= {"self_attn.q_norm.weight": self._q_norm, "self_attn.k_norm.weight": self._k_norm}
+        for linear, sizes in self._matrices():
+            named |= split_rows(linear, sizes)
+        return named
+
+    def put_blocks(self, name: str, blocks: Blocks) -> bool:
+        return any(put_rows(linear, sizes, name, blocks) for linear, sizes in self._matrices())
+
+    def _matrices(self) -> tuple[tuple[Linear, dict[str, int]], ...]:
+        """Each matrix with the rows of the checkpoint's matrices that it fuses."""
+        config = self._config
         qkv = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
-        named |= split_rows(self._qkv, {f"self_attn.{part}_proj": size for part, size in qkv.items()})
-        named |= split_rows(self._output, {"self_attn.o_proj": config.hidden_size})
         inner = config.intermediate_size
-        named |= split_rows(self._gate_up, {"mlp.gate_proj": inner, "mlp.up_proj": inner})
-        return named | split_rows(self._down, {"mlp.down_proj": config.hidden_size})
+        return (
+            (self._qkv, {f"self_attn.{part}_proj": size for part, size in qkv.items()}),
+            (self._output, {"self_attn.o_proj": config.hidden_size}),
+            (self._gate_up, {"mlp.gate_proj": inner, "mlp.up_proj": inner}),
+            (self._down, {"mlp.down_proj": config.hidden_size}),
+        )
 
     def pack(self, pack_weight: PackWeight) -> None:
-        for linear in (self._qkv, self._output, self._gate_up, self._down):
+        for linear, _ in self._matrices():
             linear.pack(pack_weight)
 
     def forward(
         self, hidden: Tensor, delta: Tensor | None, rotation: Rotation, layer_kv: Tensor, batch: StepAttention
     ) -> tuple[Tensor, Tensor]:
         """Takes hidden [num_tokens, hidden_size] without the last layer's `delta`; returns it without this layer's."""
-        eps = self._config.norm_eps
         if delta is None:
-            normed = self._ops.rms_norm(hidden, self._input_norm, eps)
+            heads = self._qkv(self._ops.rms_norm(hidden, self._input_norm, self._config.norm_eps))
         else:
-            normed, hidden = self._ops.add_rms_norm(delta, hidden, self._input_norm, eps)
-        delta = self._output(self._attention(normed, rotation, layer_kv, batch))
-        normed, hidden = self._ops.add_rms_norm(delta, hidden, self._mlp_norm, eps)
-        return hidden, self._down(self._ops.silu_mul(self._gate_up(normed)))
+            heads, hidden = self._after_norm(self._qkv, delta, hidden, self._input_norm)
+        delta = self._output(self._attention(heads, rotation, layer_kv, batch))
+        gate_up, hidden = self._after_norm(self._gate_up, delta, hidden, self._mlp_norm)
+        down = self._down
+        if down.fused is not None:
+            return hidden, down.fused.gated(gate_up, down.bias)
+        return hidden, down(self._ops.silu_mul(gate_up))
 
-    def _attention(self, x: Tensor, rotation: Rotation, layer_kv: Tensor, batch: StepAttention) -> Tensor:
+    def _after_norm(self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The product with the norm of x + residual, and x + residual."""
+        eps = self._config.norm_eps
+        if linear.fused is not None:
+            return linear.fused.normed(x, residual, weight, eps, linear.bias), residual
+        normed, total = self._ops.add_rms_norm(x, residual, weight, eps)
+        return linear(normed), total
+
+    def _attention(self, heads: Tensor, rotation: Rotation, layer_kv: Tensor, batch: StepAttention) -> Tensor:
         config = self._config
-        heads = self._qkv(x).view(x.shape[0], -1, config.head_dim)  # [num_tokens, q, k and v heads, head_dim]
+        heads = heads.view(heads.shape[0], -1, config.head_dim)  # [num_tokens, q, k and v heads, head_dim]
         num_qk = config.num_heads + config.num_kv_heads
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         q, k = rotation(self._norm_heads(qk) if config.qk_norm else qk, config.num_heads)

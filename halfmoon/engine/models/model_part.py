@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from halfmoon.engine.checkpoint.model_config import ModelConfig
-from halfmoon.engine.models.linear import Linear
+from halfmoon.engine.models.linear import Linear, PackWeight
 from halfmoon.kv.kv_layout import Shard
 
 AllReduce = Callable[[Tensor], Tensor]  # the sum over the ranks of one stage
@@ -108,6 +108,11 @@ class SummedLinear(Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None, all_reduce: AllReduce) -> None:
         super().__init__(weight, bias)
         self._all_reduce = all_reduce
+
+    def pack(self, pack_weight: PackWeight) -> None:
+        """See `Linear.pack`. What a fused product gives would lack the other ranks' part."""
+        super().pack(pack_weight)
+        self.fused = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features of this rank] -> [num_tokens, out_features]."""

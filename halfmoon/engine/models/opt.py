@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfmoon.engine.checkpoint.model_config import Activation, ModelConfig
+from halfmoon.engine.models.blocks import Blocks
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
 from halfmoon.engine.models.model_part import ModelPart, whole_model
@@ -61,11 +62,17 @@ class OPTModel:
             named["lm_head.weight"] = self._head.weight
         return named
 
-    def pack(self, pack_weight: PackWeight) -> None:
+    def put_blocks(self, name: str, blocks: Blocks) -> bool:
+        """See `Model.put_blocks`: no GGUF file of an OPT is read."""
+        return False
+
+    def pack(self, pack_weight: PackWeight, pack_head: PackWeight | None = None) -> None:
         """See `Model.pack`."""
-        for linear in (self._project_in, self._project_out, self._head if self._part.is_last else None):
+        for linear in (self._project_in, self._project_out):
             if linear is not None:
                 linear.pack(pack_weight)
+        if self._part.is_last:
+            self._head.pack(pack_head or pack_weight)
         for layer in self._layers:
             layer.pack(pack_weight)
 

@@ -1,16 +1,19 @@
-"""Fills a model from a checkpoint's safetensors, tensor by tensor, or with random numbers."""
+"""Fills a model from a checkpoint's safetensors, tensor by tensor, from GGUF's blocks, or with random numbers."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import get_args
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from halfmoon.engine.models import Model
+from halfmoon.engine.models.blocks import BlockFormat, Blocks
+from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.errors import Incompatible
 
 Progress = Callable[[int, int], None]  # (done_bytes, total_bytes)
@@ -19,15 +22,26 @@ _DUMMY_SCALE = 0.02  # the initializer range of the supported architectures
 
 
 @torch.no_grad()
-def load_weights(model: Model, files: Iterable[Path], on_progress: Progress | None = None) -> None:
-    """Streams `files` into `model`. Raises Incompatible for a missing, an unexpected or a misshapen tensor."""
+def load_weights(
+    model: Model, files: Iterable[Path], on_progress: Progress | None = None, blocks: Path | None = None
+) -> None:
+    """Streams `files` into `model`, but takes from the file `blocks` what is in there.
+
+    Raises Incompatible for a missing, an unexpected or a misshapen tensor.
+    """
     files = tuple(files)
-    total_bytes = sum(file.stat().st_size for file in files)
+    total_bytes = sum(file.stat().st_size for file in ((blocks,) if blocks else files))
     wanted = dict(model.parameters())
+    taken = load_blocks(model, blocks, {name: tuple(view.shape) for name, view in wanted.items()})
     done_bytes = 0
+    for name, num_bytes in taken.items():
+        del wanted[name]
+        done_bytes += num_bytes
     for file in files:
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if checkpoint_name(name) in taken:
+                    continue
                 tensor = tensors.get_tensor(name)
                 _fill(wanted, checkpoint_name(name), tensor)
                 done_bytes += tensor.nbytes
@@ -35,6 +49,36 @@ def load_weights(model: Model, files: Iterable[Path], on_progress: Progress | No
                     on_progress(min(done_bytes, total_bytes), total_bytes)
     if wanted:
         raise Incompatible(f"the checkpoint lacks {len(wanted)} tensors: {_some(wanted)}")
+
+
+def load_blocks(
+    model: Model, file: Path | None, shapes: Mapping[str, tuple[int, ...]], part: ModelPart | None = None
+) -> dict[str, int]:
+    """Gives `model` the weights of `file` that it has in its `part`; returns the bytes of each.
+
+    `shapes` are those of the whole model. Raises Incompatible for a misshapen weight, and for one that cannot be cut.
+    """
+    taken: dict[str, int] = {}
+    if file is None:
+        return taken
+    names = model.parameters().keys()
+    with safe_open(str(file), framework="pt") as tensors:
+        formats = tensors.metadata()
+        for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+            if name not in names:
+                continue
+            if formats[name] not in get_args(BlockFormat):
+                raise Incompatible(f"tensor {name} is in blocks of an unknown format, {formats[name]}")
+            blocks = Blocks(formats[name], tensors.get_tensor(name))
+            if blocks.shape != shapes[name]:
+                raise Incompatible(
+                    f"tensor {name} has shape {list(blocks.shape)}, the configuration says {list(shapes[name])}"
+                )
+            where = None if part is None else part.slices(name)
+            blocks = blocks if where is None else blocks.cut(name, where)
+            if model.put_blocks(name, blocks):
+                taken[name] = blocks.data.nbytes
+    return taken
 
 
 def checkpoint_name(name: str) -> str:

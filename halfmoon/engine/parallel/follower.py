@@ -69,7 +69,7 @@ def _load(setup: Setup) -> Rank:
     device = rank_device(config.device, setup.rank)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
-    checkpoint = prepare_checkpoint(setup.model_path)
+    checkpoint = prepare_checkpoint(setup.model_path, quantization=setup.quantization)
     if checkpoint.fingerprint != setup.fingerprint:
         raise Incompatible(f"the model in {setup.model_path} changed while the engine started")
     links = Links(join_rendezvous(setup.rendezvous_port), grid, setup.rank, device)

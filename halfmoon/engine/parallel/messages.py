@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfmoon.engine.checkpoint.checkpoint import Quantization
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
 
@@ -20,6 +21,7 @@ class Setup:
     rank: int
     model_path: str
     fingerprint: str
+    quantization: Quantization
     config: EngineConfig
     rendezvous_port: int
 

@@ -12,7 +12,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks
-from halfmoon.engine.device_path import choose_path
+from halfmoon.engine.device_path import block_file, choose_path, pack
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
@@ -56,12 +56,12 @@ class Rank:
         if config.weights == "dummy":
             fill_dummy_part(model, self._part)
         else:
-            load_part(model, self._part, checkpoint.weight_files, on_progress)
-        with torch.no_grad():
-            model.pack(path.pack_weight)
-        whole_layout = KVLayout(whole.num_layers, whole.num_kv_heads, whole.head_dim, config.dtype, config.block_tokens)
+            load_part(model, self._part, checkpoint.weight_files, on_progress, block_file(checkpoint, path))
+        pack(model, path, checkpoint.quantization)
+        kv_dtype = config.layout_dtype(config.dtype)
+        whole_layout = KVLayout(whole.num_layers, whole.num_kv_heads, whole.head_dim, kv_dtype, config.block_tokens)
         layout = shard_layout(whole_layout, shard)
-        self.arena = KVArena(layout, config.num_blocks, self._dtype, self._device, path.kernels)
+        self.arena = KVArena(layout, config.num_blocks, self._device, path.kernels)
         masks = TokenMasks(checkpoint.path, whole.vocab_size, checkpoint.eos_token_ids)
         self.runner = ModelRunner(model, self.arena, path.attention, checkpoint.eos_token_ids, masks=masks)
 

@@ -33,7 +33,10 @@ from halfmoon.kv.kv_layout import KVLayout, Shard
 
 
 class ParallelRunner:
-    """Owns rank 0's part and the followers. A step that fails between ranks ends all of them: ServiceFailed."""
+    """Owns rank 0's part and the followers; `config` has its dtype resolved.
+
+    A step that fails between ranks ends all of them: ServiceFailed.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, on_progress: Progress | None = None
@@ -47,7 +50,6 @@ class ParallelRunner:
         self.num_blocks = config.num_blocks or _num_blocks(config, model_config, shards, layout)
         config = replace(
             config,
-            dtype=layout.dtype,
             num_blocks=self.num_blocks,
             num_threads=config.num_threads or _num_threads(config, grid),
         )
@@ -55,7 +57,14 @@ class ParallelRunner:
         self._kv = ShardedKV(layout, shards, readable, self._copy_all, lambda: self._num_steps)
         store, port = serve_rendezvous()
         setups = [
-            Setup(rank, str(checkpoint.path.resolve()), checkpoint.fingerprint, config, port)
+            Setup(
+                rank,
+                str(checkpoint.path.resolve()),
+                checkpoint.fingerprint,
+                checkpoint.quantization,
+                config,
+                port,
+            )
             for rank in grid.ranks
             if rank > 0
         ]
@@ -162,7 +171,7 @@ def _rank_0(
 def _num_blocks(config: EngineConfig, model: ModelConfig, shards: Sequence[Shard], layout: KVLayout) -> int:
     """Number of blocks that the rank with the largest shard can hold. Raises Incompatible if it has no room for one."""
     block_bytes = max(shard_layout(layout, shard).block_bytes for shard in shards)
-    budget = kv_budget_bytes(config, model, getattr(torch, layout.dtype))
+    budget = kv_budget_bytes(config, model, getattr(torch, config.dtype))
     if budget < block_bytes:
         raise Incompatible(f"the KV memory of a rank does not hold one block of {block_bytes} bytes")
     return budget // block_bytes

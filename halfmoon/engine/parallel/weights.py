@@ -13,19 +13,27 @@ from torch import Tensor
 
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.model_part import ModelPart
-from halfmoon.engine.models.weights import Progress, checkpoint_name, dummy_values, is_superfluous
+from halfmoon.engine.models.weights import Progress, checkpoint_name, dummy_values, is_superfluous, load_blocks
 from halfmoon.errors import Incompatible
 
 
 @torch.no_grad()
-def load_part(model: Model, part: ModelPart, files: Iterable[Path], on_progress: Progress | None = None) -> None:
-    """Streams `part`'s slices into `model`, reporting its own bytes to `on_progress`.
+def load_part(
+    model: Model,
+    part: ModelPart,
+    files: Iterable[Path],
+    on_progress: Progress | None = None,
+    blocks: Path | None = None,
+) -> None:
+    """Streams `part`'s slices into `model`, reporting its own bytes to `on_progress`; see `load_weights`.
 
     Raises Incompatible, like `load_weights`, for a missing, an unexpected or a misshapen tensor.
     """
     shapes = _whole_shapes(part)
     wanted = dict(model.parameters())
-    total_bytes, done_bytes = sum(view.nbytes for view in wanted.values()), 0
+    taken = load_blocks(model, blocks, shapes, part)
+    wanted = {name: view for name, view in wanted.items() if name not in taken}
+    total_bytes, done_bytes = sum(view.nbytes for view in wanted.values()) + sum(taken.values()), sum(taken.values())
     for file in files:
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)

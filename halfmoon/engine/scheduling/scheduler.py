@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.frame_plan import Written
 
 _EVERY_BLOCK = 1 << 62
-_MOST_LOGITS = 256  # of one sequence in a step: a row is as wide as the vocabulary
+_MOST_LOGITS = 256  # of a step, for all prompts that need those of each token: a row is as wide as the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +28,21 @@ class SchedulerLimits:
     max_batch_tokens: int = 2048
     chunk_tokens: int = 512
     max_running: int = 64
+    speculates: bool = False  # decodes also run guessed tokens (`speculation.py`)
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """`num_tokens` tokens of `sequence`, from `start` on, run in this step.
 
-    The `num_arriving` tokens between its `num_computed` and `start` arrive layer by layer while the step runs.
+    The `num_arriving` tokens between its `num_computed` and `start` arrive layer by layer while the step runs. The last
+    ones may be `drafts`: guesses that are not among the sequence's tokens yet.
     """
 
     sequence: Sequence
     num_tokens: int
     num_arriving: int = 0
+    drafts: tuple[int, ...] = ()
 
     @property
     def start(self) -> int:
@@ -54,12 +58,17 @@ class ScheduledSequence:
     @property
     def num_logits(self) -> int:
         """How many of its last tokens the step needs logits of."""
-        return self.num_tokens if self.sequence.needs_all_outputs else int(self.samples)
+        return self.num_tokens if self.sequence.needs_all_outputs else self.num_drawn
 
     @property
     def samples(self) -> bool:
         """Whether the step ends with this sequence's newest token, so that the next one is drawn."""
-        return self.num_arriving + self.num_tokens == self.sequence.num_uncomputed
+        return self.num_arriving + self.num_tokens - len(self.drafts) == self.sequence.num_uncomputed
+
+    @property
+    def num_drawn(self) -> int:
+        """How many tokens are drawn: the next one, and what would follow each guess."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +189,9 @@ class Scheduler:
             if sequence.state == "running":
                 scheduled.append(ScheduledSequence(sequence, 1))
         num_decode_seqs = len(scheduled)
-        budget = self._limits.max_batch_tokens - num_decode_seqs
+        if self._limits.speculates:
+            scheduled = self._with_drafts(scheduled)
+        budget = self._limits.max_batch_tokens - sum(item.num_tokens for item in scheduled)
         if num_decode_seqs:
             budget = min(budget, self._limits.chunk_tokens)
         self._is_short = num_preempted > 0
@@ -189,6 +200,24 @@ class Scheduler:
         )
         return Schedule(tuple(scheduled), num_decode_seqs, num_preempted)
 
+    def _with_drafts(self, decodes: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Adds guesses to decodes, as far as the step and the free blocks have room for them."""
+        room, result = self._limits.max_batch_tokens - len(decodes), []
+        for item in decodes:
+            sequence = item.sequence
+            most = min(sequence.sampling.max_tokens - sequence.num_output - 1, room)
+            drafts: list[int] = []
+            if most > 0 and sequence.sampling.constraint is None and not sequence.request.prefill_only:
+                sequence.speculation = sequence.speculation or Speculation()
+                drafts = sequence.speculation.drafts(sequence.token_ids, most, len(decodes))
+            if drafts and len(sequence.blocks) < self._blocks_for(len(sequence.token_ids) + len(drafts)):
+                if self._cache.num_available:
+                    sequence.blocks += self._cache.allocate(1, near=sequence.blocks[-1])
+                drafts = drafts[: len(sequence.blocks) * self._block_tokens - len(sequence.token_ids)]
+            room -= len(drafts)
+            result.append(ScheduledSequence(sequence, 1 + len(drafts), drafts=tuple(drafts)))
+        return result
+
     def _prefills(self, budget: int) -> Iterable[ScheduledSequence]:
         """Chunks within `budget` tokens, by rank; what a long prompt leaves to shorter ones goes to the shortest first.
 
@@ -196,6 +225,7 @@ class Scheduler:
         """
         running = [one for one in self._running if one.num_uncomputed > 1 and one.num_ready(self._block_tokens)]
         queue = _by_rank(running + self._waiting)
+        num_logits = _MOST_LOGITS
         while queue and budget > 0:
             sequence = queue.pop(0)
             if sequence.state == "waiting":
@@ -215,9 +245,11 @@ class Scheduler:
             if sequence.restore is not None and not queue:
                 num_tokens = min(num_tokens, self._limits.chunk_tokens)
             if sequence.needs_all_outputs:
-                num_tokens = min(num_tokens, _MOST_LOGITS)
-            budget -= num_tokens
-            yield ScheduledSequence(sequence, num_tokens)
+                num_tokens = min(num_tokens, num_logits)
+                num_logits -= num_tokens
+            if num_tokens:
+                budget -= num_tokens
+                yield ScheduledSequence(sequence, num_tokens)
 
     def _by_layer(self, budget: int) -> list[ScheduledSequence]:
         """The first prompt by rank, alone, if its step can wait for layers that arrive.

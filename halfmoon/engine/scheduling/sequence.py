@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 from halfmoon.engine.scheduling.restore_order import Restore
+from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.kv.frame_plan import Written
 
 SequenceState = Literal["waiting", "running", "reserved", "held", "removed"]
@@ -32,6 +37,7 @@ class Sequence:
         self.num_known_blocks = 0  # leading blocks that the prefix cache has seen
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the tokens after the first, if wanted, as far as computed
         self.pooled: list[float] = []  # the sum of what is pooled so far, if it is wanted
+        self.speculation: Speculation | None = None  # what may be guessed of its next tokens
         self.state: SequenceState = "waiting"
         self.written = Written()  # what may be copied out of `blocks` for a prefill-only sequence
         self.kv_lock = threading.Lock()  # held while K and V are copied, and while `blocks` are released
@@ -45,6 +51,11 @@ class Sequence:
     def sampling(self) -> SamplingParams:
         """How the request's tokens are drawn."""
         return self.request.sampling
+
+    @cached_property
+    def forbidden(self) -> NDArray[np.bool_]:
+        """See `SamplingParams.forbidden`."""
+        return self.sampling.forbidden()
 
     @property
     def num_prompt(self) -> int:

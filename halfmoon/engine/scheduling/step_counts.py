@@ -17,6 +17,7 @@ def step_counts(schedule: Schedule) -> StepResult:
         num_decode_seqs=schedule.num_decode_seqs,
         context_tokens=context_tokens,
         decode_context_tokens=context_tokens - prefill_context_tokens,
+        num_drafts=sum(len(item.drafts) for item in schedule.scheduled),
         num_preempted=schedule.num_preempted,
         num_cached_tokens={
             item.sequence.request_id: item.sequence.num_cached

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, read_json
+from halfmoon.engine.text.chat_template import ChatTemplate, template_source
 from halfmoon.engine.text.piece_tokens import PieceTokens
 from halfmoon.engine.text.prefix_tokenizer import NOTHING_AROUND, Around, PrefixTokenizer
 from halfmoon.engine.text.text_pieces import PIECE_CHARS, can_be_cut
@@ -33,6 +28,7 @@ class Tokenizer:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = read_json(checkpoint.path / "tokenizer_config.json")
+        self.config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
         self.eos_token_ids = checkpoint.eos_token_ids
         self._fast = load_fast_tokenizer(checkpoint.path)
         self._special_tokens = {
@@ -40,8 +36,9 @@ class Tokenizer:
             for name, value in config.items()
             if name in ("bos_token", "eos_token", "pad_token", "unk_token") and value is not None
         }
-        self.chat_template = source = _chat_template(checkpoint.path, config)
-        self._template = None if source is None else _environment().from_string(source)
+        self.chat_template = source = template_source(checkpoint.path, config)
+        self._template = None if source is None else ChatTemplate(source)
+        self.config |= self._special_tokens | ({} if source is None else {"chat_template": source})
         is_cut = can_be_cut(json.loads(self._fast.to_str()))
         self._around = self._found_around() if is_cut else NOTHING_AROUND
         self._pieces = PieceTokens(self._each_ids) if is_cut else None
@@ -54,9 +51,19 @@ class Tokenizer:
         return self._fast.get_vocab_size(with_added_tokens=True)
 
     @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that mark something, and are no text unless it is asked for."""
+        return frozenset(number for number, token in self._fast.get_added_tokens_decoder().items() if token.special)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` can be used."""
         return self._template is not None
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat template reads; empty without a template."""
+        return frozenset() if self._template is None else self._template.variables
 
     def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
         """Token ids, including those that the tokenizer puts around a text (such as a BOS).
@@ -80,21 +87,23 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
+        render: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> str:
-        """The prompt text of a conversation, by the checkpoint's template or by `chat_template`.
+        """The prompt text of a conversation, by the checkpoint's template or by another one's `render`.
 
         Raises InvalidRequest without a template, or when the template refuses.
         """
         context = {**self._special_tokens, **(template_kwargs or {}), "messages": messages, "tools": tools}
-        if chat_template is not None:
-            return _rendered_of_request(chat_template, {**context, "add_generation_prompt": add_generation_prompt})
+        context["add_generation_prompt"] = add_generation_prompt
+        if render is not None:
+            return render(context)
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use the completions endpoint", param="messages")
         try:
-            return self._template.render(**context, add_generation_prompt=add_generation_prompt)
-        except (TemplateError, TypeError) as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
+            return self._template.render(context)
+        except InvalidRequest as error:
+            why = f"the chat template refuses these messages: {error.message}"
+            raise InvalidRequest(why, param="messages") from error
 
     def _ids(self, text: str, *, with_special: bool, salt: bytes = b"") -> list[int]:
         if self._pieces is None or len(text) <= PIECE_CHARS:
@@ -147,15 +156,21 @@ class Tokenizer:
 class Detokenizer:
     """Owns the undecided tail of one stream of token ids: text comes out in whole characters."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, hidden: frozenset[int] = frozenset()
+    ) -> None:
+        """`hidden`: more tokens without text."""
         self._tokenizer = tokenizer
         self._skips = skip_special_tokens
+        self._hidden = hidden
         self._context: list[int] = []  # tokens whose text is out; the next ones decode differently without them
         self._held: list[int] = []  # tokens whose text ends inside a character
         self._num_out = 0  # characters of their text that are out
 
     def push(self, token_id: int) -> str:
         """The text that is now certain, possibly empty."""
+        if token_id in self._hidden:
+            return ""
         if not self._held:
             whole = self._tokenizer.whole_text(token_id, skip_special_tokens=self._skips)
             if whole is not None:
@@ -200,51 +215,3 @@ def load_fast_tokenizer(path: Path) -> FastTokenizer:
     except (OSError, ValueError, AttributeError) as error:
         raise InvalidRequest(f"{path} holds no tokenizer that can be read: {error}", param="model") from error
     return fast
-
-
-def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template
-
-
-def _rendered_of_request(chat_template: str, context: Mapping[str, Any]) -> str:
-    """Renders a request's own template. Whatever goes wrong there is the client's mistake: InvalidRequest."""
-    try:
-        return _environment().from_string(chat_template).render(**context)
-    except Exception as error:
-        raise InvalidRequest(f"chat_template: {type(error).__name__}: {error}", param="chat_template") from error
-
-
-class _GenerationBlocks(Extension):
-    """Renders `{% generation %}`, which marks an assistant's words for training, as its content."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """A Jinja environment as chat templates expect it (the conventions of transformers)."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)

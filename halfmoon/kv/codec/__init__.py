@@ -1,8 +1,8 @@
 """How KV values are encoded as bytes, one file per codec. numpy and bytes only.
 
 Values come and go in the canonical order `[layers, 2 (K, V), heads, tokens, head_dim]`, as integers that hold the bits
-of a dtype, because numpy has no bfloat16. Each codec's file says what becomes of NaN, infinities and huge numbers; RAW
-keeps them, and saturates when the dtype has to change to float16.
+of a dtype, because numpy has no bfloat16; of the dtype int8 a row has two more, its scale. Each codec's file says what
+becomes of NaN, infinities and huge numbers; RAW keeps them, and saturates when the dtype has to change to float16.
 
 Read in this order: names, floats, int8, fp8, groups, int4, int2, lossless.
 """
@@ -20,7 +20,7 @@ from halfmoon.kv.codec import fp8, int2, int4, int8
 from halfmoon.kv.codec.floats import UNSIGNED, Bits, convert
 from halfmoon.kv.codec.lossless import Lossless, compress_planes, decompress_planes, is_installed
 from halfmoon.kv.codec.names import Codec
-from halfmoon.kv.kv_layout import KVBytes, KVDtype
+from halfmoon.kv.kv_layout import KVBytes, KVDtype, row_items
 
 __all__ = ["LOSSLESS", "Codec", "check_size", "decodable", "decode", "encode", "encoded_bytes", "gainful"]
 
@@ -63,7 +63,7 @@ def check_size(codec: Codec, num_bytes: int, shape: Shape, dtype: KVDtype) -> No
 def encoded_bytes(codec: Codec, shape: Shape, dtype: KVDtype) -> int:
     """The exact size of what `encode` returns for values of this shape and dtype, unless `codec` is lossless."""
     if codec is Codec.RAW:
-        return math.prod(shape) * UNSIGNED[dtype].itemsize
+        return math.prod(_in_memory(shape, dtype)) * UNSIGNED[dtype].itemsize
     return _QUANTISERS[codec].encoded_bytes(shape)
 
 
@@ -90,18 +90,23 @@ def encode(codec: Codec, values: NDArray[np.integer[Any]], dtype: KVDtype, out: 
         assert out is None, "the size of what is compressed is not known before"
         raw = bits.reshape(-1).view(np.uint8).data
         return memoryview(compress_planes(raw, bits.shape, bits.itemsize, LOSSLESS[codec]))
-    num_bytes = encoded_bytes(codec, bits.shape, dtype)
+    shape = (*bits.shape[:-1], bits.shape[-1] - row_items(0, dtype))
+    num_bytes = encoded_bytes(codec, shape, dtype)
     payload = np.empty(num_bytes, np.uint8) if out is None else np.frombuffer(out, np.uint8)
     assert payload.size == num_bytes, "a payload has no room to spare"
     if codec is Codec.RAW:
         np.copyto(payload, bits.reshape(-1).view(np.uint8))
-    else:
+    elif dtype != "int8":
         _QUANTISERS[codec].encode(bits, dtype, payload)
+    elif codec is Codec.INT8:
+        int8.from_rows(bits, payload)
+    else:
+        _QUANTISERS[codec].encode(int8.widen_rows(bits, "float32"), "float32", payload)
     return payload.data
 
 
 def decode(codec: Codec, payload: KVBytes, shape: Shape, dtype: KVDtype, to: KVDtype | None = None) -> Bits:
-    """Values of `shape` as unsigned integers that hold the bits of `to`, or else of `dtype`.
+    """Values of `shape` as unsigned integers that hold the bits of `to`, or else of `dtype`; int8 as rows with scales.
 
     dtype: the dtype of the values when they were encoded. RAW without a change of dtype returns a view of `payload`.
     Raises InvalidRequest, before anything is allocated, unless `payload` has exactly `encoded_bytes`. Of lossless
@@ -111,8 +116,29 @@ def decode(codec: Codec, payload: KVBytes, shape: Shape, dtype: KVDtype, to: KVD
     to = to or dtype
     if codec is Codec.RAW or codec in LOSSLESS:
         if codec in LOSSLESS:
-            payload = decompress_planes(payload, shape, np.dtype(UNSIGNED[dtype]).itemsize, LOSSLESS[codec]).data
-        bits = np.frombuffer(payload, UNSIGNED[dtype]).reshape(shape)
-        return bits if dtype == to else convert(bits, dtype, to)
+            raw_shape = _in_memory(shape, dtype)
+            payload = decompress_planes(payload, raw_shape, np.dtype(UNSIGNED[dtype]).itemsize, LOSSLESS[codec]).data
+        bits = np.frombuffer(payload, UNSIGNED[dtype]).reshape(_in_memory(shape, dtype))
+        return bits if dtype == to else _converted(bits, dtype, to)
+    if to == "int8":
+        if codec is Codec.INT8:
+            return int8.to_rows(payload, shape)
+        return int8.round_rows(_decoded(codec, payload, shape, "float32"), "float32")
+    return _decoded(codec, payload, shape, to)
+
+
+def _decoded(codec: Codec, payload: KVBytes, shape: Shape, to: KVDtype) -> Bits:
     with np.errstate(over="ignore", invalid="ignore"):  # the scales come from a peer
         return _QUANTISERS[codec].decode(payload, shape, to)
+
+
+def _converted(bits: Bits, dtype: KVDtype, to: KVDtype) -> Bits:
+    if to == "int8":
+        return int8.round_rows(bits, dtype)
+    if dtype == "int8":
+        return int8.widen_rows(bits, to)
+    return convert(bits, dtype, to)
+
+
+def _in_memory(shape: Shape, dtype: KVDtype) -> Shape:
+    return *shape[:-1], row_items(shape[-1], dtype)

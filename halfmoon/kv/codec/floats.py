@@ -24,6 +24,7 @@ UNSIGNED: dict[KVDtype, np.dtype[np.unsignedinteger[Any]]] = {
     "float32": np.dtype("<u4"),
     "float16": np.dtype("<u2"),
     "bfloat16": np.dtype("<u2"),
+    "int8": np.dtype("u1"),  # rows of codes and a scale: see `int8.py`
 }
 LARGEST: dict[KVDtype, np.float32] = {  # the difference of two such numbers is finite, too
     "float32": np.float32(2.0**126),

@@ -1,5 +1,8 @@
 """INT8: symmetric, one scale for each row of `head_dim` values, i.e. for each (layer, K or V, head, token).
 
+A payload has all codes, then all scales. In memory, and as the dtype `int8` of a layout, a row's scale follows its
+codes, so that a row is one piece: `[..., head_dim + 2]` bytes. The two forms hold the same values exactly.
+
     bytes                        content
     num_values                   two's complement codes, in canonical order
     2 * num_values / head_dim    bfloat16 scales, in the same order
@@ -70,3 +73,36 @@ def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:
         np.multiply(codes[tile], scales[tile, None], out=numbers)
         narrow(numbers, dtype, rows[tile], scratch.words(numbers.shape))
     return out
+
+
+def to_rows(payload: KVBytes, shape: tuple[int, ...]) -> Bits:
+    """A payload for `shape` as rows in memory: [..., head_dim + 2]."""
+    data = np.frombuffer(payload, np.uint8)
+    rows = np.empty((*shape[:-1], shape[-1] + 2), np.uint8)
+    codes = math.prod(shape)
+    rows[..., :-2] = data[:codes].reshape(shape)
+    rows[..., -2:] = data[codes:].reshape(*shape[:-1], 2)
+    return rows
+
+
+def from_rows(rows: Bits, payload: NDArray[np.uint8]) -> None:
+    """Fills `payload` from rows in memory, [..., head_dim + 2]."""
+    codes = rows[..., :-2]
+    payload[: codes.size].reshape(codes.shape)[...] = codes
+    payload[codes.size :].reshape(*codes.shape[:-1], 2)[...] = rows[..., -2:]
+
+
+def round_rows(bits: Bits, dtype: KVDtype) -> Bits:
+    """Rows in memory, [..., head_dim + 2], of the values that `bits` encode: [..., head_dim]."""
+    payload = np.empty(encoded_bytes(bits.shape), np.uint8)
+    encode(bits, dtype, payload)
+    return to_rows(payload.data, bits.shape)
+
+
+def widen_rows(rows: Bits, dtype: KVDtype) -> Bits:
+    """Bits of the values of rows in memory: [..., head_dim]."""
+    shape = (*rows.shape[:-1], rows.shape[-1] - 2)
+    payload = np.empty(encoded_bytes(shape), np.uint8)
+    from_rows(rows, payload)
+    with np.errstate(over="ignore", invalid="ignore"):  # the scales may come from a peer
+        return decode(payload.data, shape, dtype)

@@ -15,6 +15,8 @@ Degradation = Literal["cap_max_tokens", "lower_kv_precision", "shed_lowest_class
 EarlyRejection = Literal["strict", "overload"]
 
 DEFAULT_CLASS = "default"
+BATCH_CLASS = "batch"
+_LAST = 1_001  # the priority after all that a class may be given
 _ROUNDING = 1e-9  # three times 0.1 plus 0.7 may exceed 1
 
 
@@ -96,6 +98,20 @@ class ClassTable:
     def priorities(self) -> set[int]:
         """The priorities of all classes, and of requests without a class."""
         return {qos.priority for qos in self.classes} | {self._default.priority}
+
+    @property
+    def of_batches(self) -> QosClass:
+        """The class called batch or, without one, the lowest: refused where the strictest target would be missed."""
+        own = next((qos for qos in self.classes if qos.name == BATCH_CLASS), None)
+        if own is not None:
+            return own
+        ttft_s = min((qos.ttft_s for qos in self.classes if qos.ttft_s is not None), default=None)
+        tbt_s = min((qos.tbt_s for qos in self.classes if qos.tbt_s is not None), default=None)
+        return QosClass(BATCH_CLASS, _LAST, ttft_s=ttft_s, tbt_s=tbt_s, early_rejection="overload")
+
+    def named(self, name: str) -> QosClass:
+        """The class of this name, or else that of requests that match no rule."""
+        return next((qos for qos in self.classes if qos.name == name), self._default)
 
     def of(self, caller: Caller) -> QosClass:
         """The class of a request: of those that its tenant may use, the first with a rule that holds.

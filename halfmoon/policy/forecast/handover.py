@@ -23,29 +23,46 @@ class HandoverQueue:
     """Owns the bytes on their way to each row, by request. A request counts until its first token."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, tuple[int, float]] = {}
-        self._ahead: Floats = np.zeros(64)  # [num_rows or more]
+        self._names: list[str] = []  # in the order of the arrays, which have no holes
+        self._places: dict[str, int] = {}  # in them
+        self._rows = np.zeros(64, np.int64)
+        self._bytes: Floats = np.zeros(64)
+        self._at_s: Floats = np.zeros(64)  # of the first token, as predicted
 
-    def join(self, request_id: str, row: int, num_bytes: float) -> None:
-        """Adds a request whose KV will be sent to `row`."""
+    def join(self, request_id: str, row: int, num_bytes: float, at_s: float) -> None:
+        """Adds a request whose KV will be sent to `row`, all but the rest of it by `at_s`."""
         self.leave(request_id)
         if not num_bytes:
             return
-        while row >= len(self._ahead):
-            self._ahead = np.concatenate([self._ahead, np.zeros_like(self._ahead)])
-        self._sent[request_id] = row, num_bytes
-        self._ahead[row] += num_bytes
+        place = len(self._names)
+        if place == len(self._rows):
+            self._rows = np.resize(self._rows, 2 * place)
+            self._bytes, self._at_s = np.resize(self._bytes, 2 * place), np.resize(self._at_s, 2 * place)
+        self._names.append(request_id)
+        self._places[request_id] = place
+        self._rows[place], self._bytes[place], self._at_s[place] = row, num_bytes, at_s
 
     def leave(self, request_id: str) -> None:
         """Removes a request, if it is there."""
-        row, num_bytes = self._sent.pop(request_id, (0, 0.0))
-        self._ahead[row] -= num_bytes
+        place = self._places.pop(request_id, None)
+        if place is None:
+            return
+        last = self._names.pop()
+        if last == request_id:
+            return
+        for column in (self._rows, self._bytes, self._at_s):
+            column[place] = column[len(self._names)]
+        self._names[place], self._places[last] = last, place
 
-    def ahead_bytes(self, num_rows: int) -> Floats:
-        """Bytes on their way to each row [num_rows]."""
-        if len(self._ahead) < num_rows:
-            return np.concatenate([self._ahead, np.zeros(num_rows - len(self._ahead))])
-        return self._ahead[:num_rows]
+    def ahead_bytes(self, num_rows: int, until_s: float) -> Floats:
+        """Bytes [num_rows] of the requests whose first token is predicted for `until_s` or before.
+
+        What is sent for a later one is sent behind that.
+        """
+        num = len(self._names)
+        weights = np.where(self._at_s[:num] <= until_s, self._bytes[:num], 0.0)
+        ahead: Floats = np.bincount(self._rows[:num], weights, num_rows)[:num_rows].astype(np.float64, copy=False)
+        return ahead
 
 
 def predict_handover(
@@ -53,8 +70,8 @@ def predict_handover(
 ) -> HandoverPrediction:
     """Predicts the hand-over from the prefill worker of a placement to every row.
 
-    Whole blocks that a row has are not sent. The KV leaves while the prompt is computed, behind `ahead_bytes` that are
-    on their way to the same row; what is left at the first token is exposed.
+    Whole blocks that a row has are not sent. The KV leaves while the prompt is computed, behind `ahead_bytes` that will
+    have left for the same row by then; what is left at the first token is exposed.
     """
     num_rows = view.num_rows
     held = np.zeros(num_rows)

@@ -81,9 +81,11 @@ class RequestForecast:
         """The decode load of every row at `at_s`."""
         return self.decodes.loads(at_s, now_s, view.num_rows)
 
-    def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:
-        """Predicts the hand-over from the placement's prefill worker to every row."""
-        return predict_handover(view, request, prefill, self._handovers.ahead_bytes(view.num_rows))
+    def handover(
+        self, view: ClusterView, request: PlacementRequest, prefill: Placement, at_s: float
+    ) -> HandoverPrediction:
+        """Predicts the hand-over from the placement's prefill worker, where the first token is due at `at_s`."""
+        return predict_handover(view, request, prefill, self._handovers.ahead_bytes(view.num_rows, at_s))
 
     def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
         """The decode load of one row at `at_s`."""
@@ -180,8 +182,8 @@ class RequestForecast:
         self._prefills.join(request_id, prefill_row, placement.work_s, step_s, priority, now_s)
         self._queue_models.leave(request_id, now_s)
         self._queue_models.join(request_id, view, placement, num_prompt, num_output, priority, now_s)
-        self._handovers.join(request_id, row, placement.handover_bytes)
         joins_s = now_s + placement.ttft_s
+        self._handovers.join(request_id, row, placement.handover_bytes, joins_s)
         self.decodes.leave(request_id)  # reserved or placed before
         leaves_s = joins_s + num_output * running.tbt_s
         self.decodes.join(request_id, row, joins_s, leaves_s, num_prompt, num_output, running.tbt_target_s)

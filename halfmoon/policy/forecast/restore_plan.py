@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from halfmoon.policy.models.latency import Floats
+from halfmoon.policy.view.capabilities import Bools
 
 LAYER_PASSES = 5  # of a load by layer; more hide more of it, and cost more
 LAYERS_OVERHEAD_S = 0.04  # a cautious guess: docs/log/worker.md
@@ -84,25 +85,33 @@ def until_step_s(
     load_s: Floats | float,
     step_s: Floats | float,
     num_passes: Floats | float,
+    is_held: Bools | bool = True,
     overhead_s: float = LAYERS_OVERHEAD_S,
 ) -> Floats:
     """Seconds until the step behind a prefix may begin; less than `other_s` where all of the load comes by layer.
 
-    Only where that step is longer than the load: with a part of it before the step, the meeting was measured to be
+    By layer comes what a worker holds for one reader at once (`is_held`, by `most_of_reader`; stores hold nothing), and
+    only where the step is longer than the load: with a part of it before the step, the meeting was measured to be
     sooner (docs/log/worker.md). num_passes: below 2 where no step can wait for layers.
     """
     begin_s = wait_s + load_s / np.maximum(num_passes, 1) + overhead_s
-    is_sooner = np.less_equal(load_s, step_s) & (begin_s + step_s <= _LAYERS_GAIN * (other_s + step_s))
+    is_sooner = np.less_equal(load_s, step_s) & (begin_s + step_s <= _LAYERS_GAIN * (other_s + step_s)) & is_held
+    is_sooner &= np.less(begin_s, wait_s + load_s)
     seconds: Floats = np.where(is_sooner, begin_s, other_s)
     return seconds
 
 
-def or_by_layer(other: RestorePlan, costs: RestoreCosts, block_tokens: int, layers: LayerLoads) -> RestorePlan:
-    """`other`, or the plan that loads everything by layer if the first token comes clearly sooner with it."""
+def or_by_layer(
+    other: RestorePlan, costs: RestoreCosts, block_tokens: int, layers: LayerLoads, most_blocks: int
+) -> RestorePlan:
+    """`other`, or the plan that loads everything by layer if the first token comes clearly sooner with it.
+
+    most_blocks: that the holder holds for one reader; 0 for a store.
+    """
     num_blocks = other.num_compute_blocks + other.num_load_blocks
-    load_s = costs.load_s_per_token * num_blocks * block_tokens
+    load_s, is_held = costs.load_s_per_token * num_blocks * block_tokens, num_blocks <= most_blocks
     wait_s, step_s, passes = costs.load_queue_s, layers.step_s, layers.num_passes
-    seconds = float(until_step_s(other.seconds, wait_s, load_s, step_s, passes, layers.overhead_s))
+    seconds = float(until_step_s(other.seconds, wait_s, load_s, step_s, passes, is_held, layers.overhead_s))
     return RestorePlan(0, num_blocks, seconds, is_by_layer=True) if seconds < other.seconds else other
 
 

@@ -21,6 +21,7 @@ from halfmoon.policy.view.fetch_costs import FetchCosts
 Waits = Callable[[Floats, Floats], Floats]
 """Maps the reported queue and the prompt's own prefill time of each row to the time until the prefill starts."""
 
+MAX_SOURCES = 4  # workers that a request names; the stores of the pool come on top
 _LEAST_S = 1e-30  # that a token takes: a divisor above 0
 _MOST_HOLDERS = 4  # that every row is compared for; those with the longest prefixes
 
@@ -44,7 +45,7 @@ class _Prefixes(NamedTuple):
     sources: NDArray[np.int64]  # [num_sources] holders
     reachable: Floats  # tokens of the prefix at each of them
     wanted: Bools  # whether the row loads from there if that is faster than computing
-    is_store: Bools  # [num_sources]
+    most_of_reader: NDArray[np.int64]  # [num_sources] blocks that it would hold for one at once
     costs: FetchCosts
 
 
@@ -146,7 +147,7 @@ def _prefixes(
         costs = _as_sent(view, rows.first, sources, costs)
     wanted = reachable > least
     wanted &= np.isfinite(costs.s_per_token)
-    return _Prefixes(sources, reachable, wanted, is_store, costs)
+    return _Prefixes(sources, reachable, wanted, view.fetch_links.most_of_reader(sources), costs)
 
 
 def _few(blocks: NDArray[np.int64], is_store: Bools) -> list[int]:
@@ -193,19 +194,26 @@ def _restored(rows: _Rows, num_prompt_tokens: int, prefixes: _Prefixes, queue_s:
     met = _Restored(np.maximum(queue_s, transfer_s) + compute_s, transfer_s, transfer_s)
     if np.maximum.reduce(rows.layer_passes) < 2:
         return met
-    return _or_by_layer(met, rows, num_prompt_tokens, prefixes, queue_s, gamma * missing)
+    until_s = np.where(computed > 0, met.seconds, transfer_s)  # nothing of a load waits for the queue
+    return _or_by_layer(met, until_s, rows, num_prompt_tokens, prefixes, queue_s, gamma * missing)
 
 
 def _or_by_layer(
-    met: _Restored, rows: _Rows, num_prompt_tokens: int, prefixes: _Prefixes, queue_s: Floats, load_s: Floats
+    met: _Restored,
+    until_s: Floats,
+    rows: _Rows,
+    num_prompt_tokens: int,
+    prefixes: _Prefixes,
+    queue_s: Floats,
+    load_s: Floats,
 ) -> _Restored:
-    """`met`, or loading all by layer from another worker. No step waits for layers from stores."""
+    """`met`, or loading all by layer where that is sooner than `until_s`, at which the prefix would be there."""
     next_tokens = np.minimum(num_prompt_tokens - prefixes.reachable, rows.step_tokens)
     step_s = _compute_s(rows.coefficients, prefixes.reachable, prefixes.reachable + next_tokens)
-    passes = np.where(prefixes.is_store[:, None], 0.0, rows.layer_passes)
-    wait_s = prefixes.costs.wait_s
-    begin_s = until_step_s(met.seconds, wait_s, load_s, step_s, passes)
-    is_by_layer = begin_s < met.seconds
+    wait_s, num_blocks = prefixes.costs.wait_s, (prefixes.reachable - rows.local) / np.maximum(rows.block_tokens, 1)
+    is_held = num_blocks <= prefixes.most_of_reader[:, None]
+    begin_s = until_step_s(until_s, wait_s, load_s, step_s, rows.layer_passes, is_held)
+    is_by_layer = begin_s < until_s
     return _Restored(
         np.where(is_by_layer, np.maximum(queue_s, begin_s), met.seconds),
         np.where(is_by_layer, wait_s + load_s, met.transfer_s),

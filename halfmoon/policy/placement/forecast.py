@@ -32,8 +32,10 @@ class Forecast(Protocol):
     def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
         """The decode load of one worker at `at_s`."""
 
-    def handover(self, view: ClusterView, request: PlacementRequest, prefill: Placement) -> HandoverPrediction:
-        """The hand-over of the prompt from the placement's prefill worker to every worker."""
+    def handover(
+        self, view: ClusterView, request: PlacementRequest, prefill: Placement, at_s: float
+    ) -> HandoverPrediction:
+        """The hand-over from the placement's prefill worker to every worker, for a first token due at `at_s`."""
 
     def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
         """The placement with what prompts and colocated workers add to its TBT."""

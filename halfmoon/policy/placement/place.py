@@ -104,7 +104,8 @@ def place(
             chosen = replace(chosen, prefill_reason=prefill_reason, decode_reason="both_roles")
     else:
         begins_s = now_s + chosen.ttft_s
-        loads, handover = forecast.decode_loads(view, begins_s, now_s), forecast.handover(view, request, chosen)
+        loads = forecast.decode_loads(view, begins_s, now_s)
+        handover = forecast.handover(view, request, chosen, begins_s)
         decode, decode_reason = ranking.best_decode(loads, handover, rows.decode, rng)
         load = loads.of(decode)
         chosen = replace(

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from halfmoon.policy.values import Placement, PlacementRequest
+from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
 MIN_USES = 1.5  # near a store, decayed: a second use within about four minutes of the first
@@ -78,23 +79,31 @@ class NextHolder(NamedTuple):
     num_missing: int
 
 
-def next_holder(view: ClusterView, request: PlacementRequest, placement: Placement) -> NextHolder | None:
+def next_holder(
+    view: ClusterView, request: PlacementRequest, placement: Placement, same_kv: Bools | None = None
+) -> NextHolder | None:
     """The least busy worker without the prefix of a prompt that was just placed, if all that have it are busier.
 
-    None if the next such prompt finds a holder about as free, or nobody can load the prefix.
+    None if the next such prompt finds a holder about as free, or nobody that has room can load the prefix.
+    same_kv: rows whose blocks are of the kind that the prompt was placed with; None: all.
     """
     chosen, num_rows, ttft = view.row(placement.prefill.worker_id), view.num_rows, placement.ranked_by
-    most = (request.num_prompt_tokens - 1) // max(placement.prefill.block_tokens, 1)
-    num_blocks = min(int(view.fetch_links.serving(request.cached_blocks).max(initial=0)), most)
-    if chosen is None or ttft is None or not num_blocks:
+    if chosen is None or ttft is None:
         return None
-    held = request.cached_blocks[np.minimum(view.holders[:num_rows], len(request.cached_blocks) - 1)]
-    rows = view.can_prefill[:num_rows] | view.can_do_both[:num_rows]
+    holders, same = view.holders[:num_rows], np.ones(num_rows, dtype=np.bool_) if same_kv is None else same_kv
+    most = (request.num_prompt_tokens - 1) // max(placement.prefill.block_tokens, 1)
+    served = np.append(view.fetch_links.serving(request.cached_blocks), 0)
+    num_blocks = min(int(served[np.minimum(holders, len(served) - 1)][same].max(initial=0)), most)
+    if not num_blocks:
+        return None
+    held = request.cached_blocks[np.minimum(holders, len(request.cached_blocks) - 1)]
+    rows = (view.can_prefill[:num_rows] | view.can_do_both[:num_rows]) & same
     has = rows & (held >= num_blocks)
     has[chosen] = True  # soon
     busy_s = ttft.queue_s.copy()
     busy_s[chosen] = placement.ttft_s
-    lacking_s = np.where(rows & ~has & np.isfinite(view.column("fetch_s_per_token")), busy_s, np.inf)
+    has_room = view.column("free_blocks") >= num_blocks - held
+    lacking_s = np.where(rows & ~has & has_room & np.isfinite(view.column("fetch_s_per_token")), busy_s, np.inf)
     row = int(np.argmin(lacking_s))
     if lacking_s[row] >= np.minimum.reduce(busy_s[has]):
         return None

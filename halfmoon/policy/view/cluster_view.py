@@ -165,6 +165,8 @@ class ClusterView:
         self.step_coefficients[row] = worker.step_model
         self.hosts[row] = self._hosts.setdefault(worker.host, len(self._hosts))
         self.holders[row] = worker.holder
+        if worker.holder >= 0:
+            self.fetch_links.note_memory(worker.holder, worker.total_blocks)
         if worker.store_holder >= 0:
             self.fetch_links.note_store(worker.store_holder)
 

@@ -11,6 +11,16 @@ from numpy.typing import NDArray
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.view.capabilities import Bools
 
+READERS_SHARE = 8  # those who read a worker's prefix cache hold at most one of so many of its blocks
+
+
+def most_of_reader(num_blocks: int, num_held: int = 0) -> int:
+    """Blocks of a worker's `num_blocks` that one reader may hold: half of what others left, so that the next has some.
+
+    num_held: by the others.
+    """
+    return (max(1, num_blocks // READERS_SHARE) - num_held + 1) // 2
+
 
 class FetchLink(NamedTuple):
     """The measured link from one holder: `n` tokens take `wait_s + n * s_per_token`."""
@@ -28,7 +38,7 @@ class FetchCosts(NamedTuple):
 
 
 class FetchLinks:
-    """Owns the measurements by row and holder, which holders are stores, and which serve nobody.
+    """Owns the measurements by row and holder, which holders are stores, which serve nobody, and how much they hold.
 
     A link without a measurement costs what the row expects of any, which the caller knows.
     """
@@ -38,6 +48,7 @@ class FetchLinks:
         self._wait_s: Floats = np.zeros((16, 16))
         self._is_store: Bools = np.zeros(16, dtype=np.bool_)
         self._serves: Bools = np.ones(16, dtype=np.bool_)
+        self._most_of_reader: NDArray[np.int64] = np.zeros(16, dtype=np.int64)
         self._has_any = False
 
     def note_holder(self, holder: int, *, serves: bool = True) -> None:
@@ -56,7 +67,18 @@ class FetchLinks:
     def note_store(self, holder: int) -> None:
         """Says that a holder is a store, or what all stores have together."""
         self._make_room(0, holder)
-        self._is_store[holder] = True
+        self._is_store[holder], self._most_of_reader[holder] = True, 0
+
+    def note_memory(self, holder: int, num_blocks: int) -> None:
+        """Says how large a worker's KV memory is, of which it holds a part for those who read its cache."""
+        self._make_room(0, holder)
+        self._most_of_reader[holder] = most_of_reader(num_blocks)
+
+    def most_of_reader(self, holders: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Most blocks that each of these would hold for one reader at once; 0 for stores."""
+        self._make_room(0, int(holders.max(initial=0)))
+        most: NDArray[np.int64] = self._most_of_reader[holders]
+        return most
 
     def report(self, row: int, links: Iterable[FetchLink]) -> None:
         """Takes all that a row has measured."""
@@ -109,3 +131,4 @@ class FetchLinks:
             self._wait_s = np.concatenate([self._wait_s, np.zeros_like(self._wait_s)])
             self._is_store = np.concatenate([self._is_store, np.zeros_like(self._is_store)])
             self._serves = np.concatenate([self._serves, np.ones_like(self._serves)])
+            self._most_of_reader = np.concatenate([self._most_of_reader, np.zeros_like(self._most_of_reader)])

@@ -13,6 +13,12 @@ from halfmoon.policy.models.latency import Floats
 DEFAULT_BYTES_PER_S = 1e9  # of a link while its sender has measured none
 
 
+def usual_s_per_byte(measured: Iterable[float]) -> float:
+    """What a link costs that was not measured: the median of those that were, or that of DEFAULT_BYTES_PER_S."""
+    measured = list(measured)
+    return median(measured) if measured else 1.0 / DEFAULT_BYTES_PER_S
+
+
 class MeasuredLink(Protocol):
     """The measured speed of one link: `n` bytes take about `latency_s + n / bandwidth_bytes_per_s`."""
 
@@ -86,9 +92,9 @@ class LinkSpeeds:
             if link.address in self._rows and link.bandwidth_bytes_per_s > 0
         ]
         if not measured:
-            return LinkCosts(np.full(num_rows, 1.0 / DEFAULT_BYTES_PER_S), np.zeros(num_rows))
+            return LinkCosts(np.full(num_rows, usual_s_per_byte(())), np.zeros(num_rows))
         rows, s_per_byte, latency_s = zip(*measured, strict=True)
-        costs = LinkCosts(np.full(num_rows, median(s_per_byte)), np.full(num_rows, median(latency_s)))
+        costs = LinkCosts(np.full(num_rows, usual_s_per_byte(s_per_byte)), np.full(num_rows, median(latency_s)))
         costs.s_per_byte[list(rows)] = s_per_byte
         costs.latency_s[list(rows)] = latency_s
         return costs

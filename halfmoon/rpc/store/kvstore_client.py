@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass
 from itertools import takewhile
@@ -27,7 +27,8 @@ from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.rpc.layout_message import layout_from, layout_message
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
-from halfmoon.rpc.store.block_streams import InboundSpeed, get_blocks, put_blocks, whole_blocks
+from halfmoon.rpc.store.block_reads import BlockGet, InboundSpeed, block_get
+from halfmoon.rpc.store.block_streams import layer_parts, put_blocks, whole_blocks
 from halfmoon.rpc.store.chain import Chain, Stored
 from halfmoon.rpc.store.outbox import Outbox
 from halfmoon.rpc.transport.limiter import LinkLimiter
@@ -61,6 +62,7 @@ class LookUp(NamedTuple):
 
     tiers: dict[int, TierName]  # by place in the list
     room_idle_s: float  # how long the block was not used that would make room for another; inf: there is room
+    most_by_layer: int  # blocks that it holds for one reader, who gets their layers apart; 0: none
 
 
 class KVStoreClient:
@@ -175,27 +177,59 @@ class KVStoreClient:
                 return cells
         raise DataLoss("the store sent only a part of the block")
 
-    def get_run(
+    async def get_run(
         self,
         keys: Sequence[bytes],
         layout: KVLayout,
         part: KVRange | None = None,
-        layers_at_once: int = 0,
         codec: Codec = Codec.RAW,
         *,
         deadline_s: float,
     ) -> AsyncGenerator[memoryview, None]:
         """Yields blocks, or a part of each, as raw bytes in canonical order; `token_start` may count from any origin.
 
-        With `layers_at_once`, so many layers of every block are yielded before the next layers of any.
         `codec`: a lossless one that the store may send them in.
         Ends at the first absent block, and raises NotFound if that is the very first. Close the iterator.
         """
-        blocks_range = part or whole_blocks(layout, 0, 1)
-        return get_blocks(
-            self._link, keys, layout, blocks_range, self._salt, self._arrival, self.inbound, layers_at_once, codec,
-            deadline_s=deadline_s,
+        opened = kvstore_pb2.BlocksOpen(keys=keys, tenant_salt=self._salt, codec=codec)
+        wanted = part or whole_blocks(layout, 0, 1)
+        async with self._got(opened, layout, wanted, deadline_s) as get:
+            for index in range(len(keys)):
+                cells = await get.next(wanted.moved(index * layout.block_tokens))
+                if cells is None:
+                    return
+                yield cells
+
+    async def get_layers(
+        self,
+        keys: Sequence[bytes],
+        layout: KVLayout,
+        layers_at_once: int,
+        codec: Codec = Codec.RAW,
+        *,
+        deadline_s: float,
+    ) -> AsyncGenerator[tuple[range, list[memoryview]], None]:
+        """Yields so many layers at once of the leading blocks that a worker holds for this reader, maybe not all.
+
+        Raises as `get_run`. Close the iterator.
+        """
+        opened = kvstore_pb2.BlocksOpen(
+            keys=keys, tenant_salt=self._salt, codec=codec, layers_at_once=layers_at_once
         )  # fmt: skip
+        whole = whole_blocks(layout, 0, 1)
+        async with self._got(opened, layout, whole, deadline_s) as get:
+            num_served = await get.num_served(len(keys))
+            for part in layer_parts(whole, layers_at_once):
+                blocks = [await get.next(part.moved(index * layout.block_tokens)) for index in range(num_served)]
+                cells = [block for block in blocks if block is not None]
+                if len(cells) < num_served:
+                    raise DataLoss("a holder sent fewer blocks than it had said")
+                yield range(part.layer_start, part.layer_end), cells
+
+    def _got(
+        self, opened: kvstore_pb2.BlocksOpen, layout: KVLayout, wanted: KVRange, deadline_s: float
+    ) -> AbstractAsyncContextManager[BlockGet]:
+        return block_get(self._link, opened, layout, wanted, self._arrival, self.inbound, deadline_s=deadline_s)
 
     @asynccontextmanager
     async def borrow(self, keys: Sequence[bytes], *, deadline_s: float) -> AsyncIterator[list[Lent]]:
@@ -236,7 +270,7 @@ class KVStoreClient:
         if not _TIERS.keys() >= set(response.tiers):
             raise DataLoss("an answer names a tier that is not known here")
         tiers = {place: _TIERS[tier] for place, tier in zip(places, response.tiers, strict=True)}
-        return LookUp(tiers, response.room_idle_s)
+        return LookUp(tiers, response.room_idle_s, response.most_by_layer)
 
     async def _arrival(self, num_bytes: int) -> None:
         clock = self._link.clock

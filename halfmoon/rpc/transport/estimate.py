@@ -51,8 +51,13 @@ class LinkEstimator:
         self._under_way_bytes -= num_bytes
         self._period_bytes += num_bytes
         if not self._under_way_bytes or self._period_bytes >= _PERIOD_BYTES:
-            self._add(self._period_bytes, now_s - self._began_s)
-            self._began_s, self._period_bytes = now_s, 0
+            self._end_period(now_s)
+
+    def withdrawn(self, num_bytes: int, now_s: float) -> None:
+        """Records bytes that the other end has said not to send: the period goes on without them."""
+        self._under_way_bytes -= num_bytes
+        if not self._under_way_bytes:
+            self._end_period(now_s)
 
     def lost(self, num_bytes: int, now_s: float) -> None:
         """Records bytes in flight that never arrived: their period is discarded."""
@@ -71,6 +76,10 @@ class LinkEstimator:
             return LinkEstimate(1.0 / slope, latency_s)
         latency_s = min(round_trip_s or 0.0, self._mean_s / 2)  # a link has a bandwidth, whatever the round trips say
         return LinkEstimate(self._mean_bytes / (self._mean_s - latency_s), latency_s)
+
+    def _end_period(self, now_s: float) -> None:
+        self._add(self._period_bytes, now_s - self._began_s)
+        self._began_s, self._period_bytes = now_s, 0
 
     def _add(self, num_bytes: int, seconds: float) -> None:
         if not num_bytes:

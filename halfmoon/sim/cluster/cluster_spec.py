@@ -82,7 +82,7 @@ class Network:
     latency_s: float = 1e-4
     node_bytes_per_s: float = 300e9  # between workers of one node
     handover: Handover = "push"
-    codec: KvCodecName | Literal["auto"] | KvCodec = "raw"  # of hand-overs; what is fetched or stored is raw
+    codec: KvCodecName | Literal["auto"] | KvCodec = "raw"  # of hand-overs; what is written to stores is raw
 
     def __post_init__(self) -> None:
         _check(self.bytes_per_s > 0 and self.node_bytes_per_s > 0, "bytes_per_s", "must be above 0")
@@ -99,6 +99,15 @@ class Network:
         if self.codec == "auto":
             return auto_codec(self.node_bytes_per_s if is_node else self.bytes_per_s)
         return KV_CODECS[self.codec]
+
+    def fetch_codec_within(self, *, is_node: bool) -> KvCodec:
+        """The codec of what a worker fetches within a node, or between nodes: the exact one that workers choose."""
+        return auto_codec(self.node_bytes_per_s if is_node else self.bytes_per_s)
+
+    def fetch_s_per_byte(self, *, is_node: bool) -> float:
+        """Seconds that a byte of KV takes to be fetched: encoding, the network and decoding overlap."""
+        ratio, encode_s, decode_s = self.fetch_codec_within(is_node=is_node).cost
+        return max(ratio / (self.node_bytes_per_s if is_node else self.bytes_per_s), encode_s, decode_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,19 +51,15 @@ class Ports:
             return 0.0
         return max(self._out_free_s[sender] - now_s, self._in_free_s[receiver] - now_s, 0.0)
 
-    def speed(self, sender: int, receiver: int) -> float:
-        """Bytes per second."""
-        return self._network.node_bytes_per_s if sender == receiver else self._network.bytes_per_s
-
 
 class CodecQueues:
-    """Owns the time at which each worker's codec is free, at either end. A codec takes one request at a time. Knows
-    workers by number, and nothing of ports.
+    """Owns the time at which each end's codec is free. A codec takes one request at a time. Knows workers and stores by
+    number, and nothing of ports.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self._encoder_free_s = [0.0] * num_workers
-        self._decoder_free_s = [0.0] * num_workers
+    def __init__(self, num_ends: int) -> None:
+        self._encoder_free_s = [0.0] * num_ends
+        self._decoder_free_s = [0.0] * num_ends
 
     def code(self, codec: KvCodec, sender: int, receiver: int, num_bytes: float, ready_s: float, now_s: float) -> float:
         """When everything is decoded, for KV that can be encoded from `ready_s` on and is complete at `now_s`.
@@ -78,6 +74,13 @@ class CodecQueues:
         decoded_s = max(encoded_s, begun_s + num_bytes * decode_s)
         self._encoder_free_s[sender], self._decoder_free_s[receiver] = encoded_s, decoded_s
         return max(decoded_s, now_s)
+
+
+class _End(NamedTuple):
+    """One end of a transfer."""
+
+    node: int  # whose port it uses
+    coder: int  # number of its codec queue
 
 
 class LoadPart(NamedTuple):
@@ -106,7 +109,9 @@ class KvTransfers:
         self._network = network
         self._ports = Ports(network, max(worker.node for worker in workers) + 1 + num_stores)
         self._codecs = {is_node: network.codec_within(is_node=is_node) for is_node in (False, True)}
-        self._codec_queues = CodecQueues(len(workers))
+        self._fetch_codecs = {is_node: network.fetch_codec_within(is_node=is_node) for is_node in (False, True)}
+        self._codec_queues = CodecQueues(len(workers) + num_stores)
+        self._num_workers = len(workers)
         self._events = events
         self._steps = steps
 
@@ -127,8 +132,8 @@ class KvTransfers:
         """
         job.load_end, job.front_end = load_end, load_end - num_tokens
         job.is_loading = True
-        num_bytes, now_s = _kv_bytes(target, num_tokens), self._events.now_s
-        end_s = self._ports.send(source.node, target.node, num_bytes, now_s, now_s)
+        now_s = self._events.now_s
+        end_s = self._fetched_s(_end(source), target, _kv_bytes(target, num_tokens), now_s)
         self._events.at(max(end_s - hidden_s, now_s), self._on_fetched, job, target, job.attempt)
 
     def load(self, job: Job, parts: Sequence[LoadPart], target: SimWorker, load_end: int, num_tokens: int) -> None:
@@ -138,21 +143,21 @@ class KvTransfers:
         block_bytes = _kv_bytes(target, num_tokens) / max(1, sum(len(part.blocks) for part in parts))
         now_s, ends_s = self._events.now_s, [self._events.now_s]
         for part in parts:
-            num_bytes, read_s = len(part.blocks) * block_bytes, now_s + part.wait_s + part.read_s
-            ends_s.append(self._ports.send(part.store.node, target.node, num_bytes, now_s, read_s))
+            store = _End(part.store.node, self._num_workers + part.store.number)
+            read_s = now_s + part.wait_s + part.read_s
+            ends_s.append(self._fetched_s(store, target, len(part.blocks) * block_bytes, read_s))
         self._events.at(max(ends_s), self._on_fetched, job, target, job.attempt)
 
     def load_s(self, parts: Sequence[LoadPart], target: SimWorker) -> float:
-        """Seconds that loading all of it takes: the port's, or the slowest store's."""
+        """Seconds that loading all of it takes: the link's, or the slowest store's."""
         num_tokens = sum(len(part.blocks) for part in parts) * target.kv.prefix_block_size * target.block_tokens
-        port_s = _kv_bytes(target, num_tokens) / self._network.bytes_per_s
-        return max((port_s, *(part.read_s for part in parts)))
+        link_s = _kv_bytes(target, num_tokens) * self._network.fetch_s_per_byte(is_node=False)
+        return max((link_s, *(part.read_s for part in parts)))
 
     def copy(self, source: SimWorker, target: SimWorker, blocks: Sequence[int], num_tokens: int) -> None:
         """Sends a prefix from one worker's cache into another's; `num_tokens` of it are missing there."""
-        num_bytes, now_s = _kv_bytes(target, num_tokens), self._events.now_s
         num_there = source.kv.use(blocks, len(blocks))
-        end_s = self._ports.send(source.node, target.node, num_bytes, now_s, now_s)
+        end_s = self._fetched_s(_end(source), target, _kv_bytes(target, num_tokens), self._events.now_s)
         self._events.at(end_s, self._on_copied, target, blocks[:num_there])
 
     def _on_copied(self, target: SimWorker, blocks: Sequence[int]) -> None:
@@ -168,7 +173,7 @@ class KvTransfers:
 
     def fetch_s_per_token(self, sender: SimWorker, receiver: SimWorker) -> float:
         """Seconds that a token takes from one worker's cache to another's."""
-        return _kv_bytes(receiver, 1) / self._ports.speed(sender.node, receiver.node)
+        return _kv_bytes(receiver, 1) * self._network.fetch_s_per_byte(is_node=sender.node == receiver.node)
 
     def send_to(self, store: int, sender: int, num_bytes: float) -> float:
         """When bytes sent now from a node arrive at a store's."""
@@ -183,12 +188,20 @@ class KvTransfers:
             self._events.at(now_s + self._network.latency_s, self._on_handed_over, job, sender, receiver, job.attempt)
             return
         ready_s = max(job.begun_s, 0.0) if self._network.handover == "push" else now_s
-        raw_bytes = _kv_bytes(sender, num_missing)
         codec = self._codecs[sender.node == receiver.node]
-        num_bytes = raw_bytes * codec.ratio
-        end_s = self._ports.send(sender.node, receiver.node, num_bytes, ready_s, now_s)
-        coded_s = self._codec_queues.code(codec, sender.number, receiver.number, raw_bytes, ready_s, now_s)
-        self._events.at(max(end_s, coded_s), self._on_handed_over, job, sender, receiver, job.attempt)
+        end_s = self._send(codec, _end(sender), _end(receiver), _kv_bytes(sender, num_missing), ready_s, now_s)
+        self._events.at(end_s, self._on_handed_over, job, sender, receiver, job.attempt)
+
+    def _fetched_s(self, source: _End, target: SimWorker, raw_bytes: float, whole_s: float) -> float:
+        codec = self._fetch_codecs[source.node == target.node]
+        return self._send(codec, source, _end(target), raw_bytes, self._events.now_s, whole_s)
+
+    def _send(
+        self, codec: KvCodec, sender: _End, receiver: _End, raw_bytes: float, ready_s: float, whole_s: float
+    ) -> float:
+        """When all KV has arrived and is decoded, if it comes from `ready_s` on and is complete at `whole_s`."""
+        end_s = self._ports.send(sender.node, receiver.node, raw_bytes * codec.ratio, ready_s, whole_s)
+        return max(end_s, self._codec_queues.code(codec, sender.coder, receiver.coder, raw_bytes, ready_s, whole_s))
 
     def _on_fetched(self, job: Job, target: SimWorker, attempt: int) -> None:
         if job.attempt == attempt:
@@ -204,6 +217,10 @@ class KvTransfers:
         job.state = "arrived"
         self._steps.wake(sender)
         self._steps.wake(receiver)
+
+
+def _end(worker: SimWorker) -> _End:
+    return _End(worker.node, worker.number)
 
 
 def _kv_bytes(worker: SimWorker, num_tokens: int) -> float:

@@ -20,6 +20,7 @@ from halfmoon.policy.forecast.restore_plan import (
     or_by_layer,
     plan_restore,
 )
+from halfmoon.policy.forecast.ttft import MAX_SOURCES, best_sources
 from halfmoon.policy.models.overheads import handover_s
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.values import NOTHING_CACHED, Placement, PlacementRequest
@@ -125,7 +126,7 @@ class PolicyRouter:
         """Adds a worker, which is empty."""
         group, kv = worker.group, worker.kv
         latency = group.latency
-        fetch_s = latency.kv_bytes_per_token / self._spec.network.bytes_per_s
+        fetch_s = latency.kv_bytes_per_token * self._spec.network.fetch_s_per_byte(is_node=False)
         num_prefix_blocks = kv.num_blocks // kv.prefix_block_size
         colocation = self._colocation.known(worker)
         view = WorkerView(
@@ -283,14 +284,28 @@ class PolicyRouter:
         """The worker with this number in the block index, from which a prefix is to be fetched."""
         return self._holders[holder]
 
+    def sources(self, job: Job, placement: Placement) -> list[SimWorker]:
+        """The workers from which the prefix of a placement may be fetched whole, best first: few, as gateways name."""
+        row = self.view.row(placement.prefill.worker_id)
+        num_blocks = (placement.cached_tokens + placement.fetched_tokens) // self._prefix_block_tokens
+        blocks = self._cached_blocks(job)
+        if row is None or not blocks.any():
+            return [self._holders[placement.source]]
+        request = PlacementRequest(job.target, 1, cached_blocks=blocks)
+        threshold = self._admission.fetching_threshold
+        named = best_sources(self.view, row, request, threshold, placement.queue_s, MAX_SOURCES)
+        holders = [holder for holder in named if holder in self._holders and blocks[holder] >= num_blocks]
+        return [self._holders[holder] for holder in holders or [placement.source]]
+
     def fetch_plan(self, placement: Placement, num_tokens: int, wait_s: float, fetch_s: float) -> RestorePlan:
-        """As `restore_plan`, from another worker: maybe by layer, for a prompt of `num_tokens`."""
+        """As `restore_plan`, maybe by layer, for a prompt of `num_tokens`."""
         worker, num_known = placement.prefill, placement.cached_tokens + placement.fetched_tokens
         plan = self.restore_plan(placement, wait_s, fetch_s)
         step_s = worker.prefill_model.seconds(min(num_tokens - num_known, worker.step_tokens), num_known)
         layers = LayerLoads(step_s, worker.layer_passes, LAYERS_OVERHEAD_S)
         costs = RestoreCosts(0.0, fetch_s, load_queue_s=wait_s)
-        return or_by_layer(plan, costs, self._prefix_block_tokens, layers)
+        (most_blocks,) = self.view.fetch_links.most_of_reader(np.array([placement.source]))
+        return or_by_layer(plan, costs, self._prefix_block_tokens, layers, int(most_blocks))
 
     def restore_plan(self, placement: Placement, wait_s: float, fetch_s: float) -> RestorePlan:
         """How the prefix to be fetched is restored, if the link is free after `wait_s`; a token takes `fetch_s`."""

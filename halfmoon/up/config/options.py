@@ -45,6 +45,10 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
         device=device,
         dtype=dtype,
         handover_codec=config.handover_codec,
+        on=config.hosts.on,
+        ray_address=config.hosts.ray_address,
+        host_address=config.hosts.address,
+        cluster_port=config.hosts.port if config.hosts.address else 0,
         host=config.gateway.host,
         port=config.gateway.port,
         num_gateways=config.gateway.replicas,
@@ -79,6 +83,12 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
             f"--lora: only vLLM computes adapters, and {', '.join(sorted(others))} computes in some worker: start all "
             "with --engine vllm",
             param="lora",
+        )
+    if config.model.quantization in ("int8", "int4") and (others := engines(options) - {"halfmoon"}):
+        raise InvalidRequest(
+            f"--quantization {config.model.quantization}: only our own engine rounds weights, and "
+            f"{', '.join(sorted(others))} computes in some worker: leave it out, or give vLLM its own by --engine-args",
+            param="quantization",
         )
     return options
 
@@ -129,7 +139,7 @@ def _stores(config: SystemConfig) -> StoreOptions:
         stores.dram_codec,
         stores.disk_codec,
         stores.cold_codec,
-        stores.count,
+        stores.count if "count" in stores.model_fields_set else None,
     )
 
 
@@ -139,18 +149,20 @@ def service_settings(config: SystemConfig) -> dict[str, dict[str, str]]:
     classes = {name: written.model_dump(mode="json", exclude_unset=True) for name, written in config.classes.items()}
     tenants = {name: written.model_dump(mode="json", exclude_unset=True) for name, written in config.tenants.items()}
     aliases = {"model_alias": json.dumps(config.model.alias)} if config.model.alias else {}
-    adapters = {"lora": json.dumps(config.model.lora)} if config.model.lora else {}
+    model = {"lora": json.dumps(config.model.lora)} if config.model.lora else {}
+    if "quantization" in config.model.model_fields_set:
+        model["quantization"] = config.model.quantization
     return {
         "gateway": everywhere
         | aliases
-        | adapters
+        | model
         | texts(config.gateway, _OWN_OF_GATEWAY)
         | ({"classes": json.dumps(classes)} if classes else {})
         | ({"tenants": json.dumps(tenants)} if tenants else {}),
         "kvstore": everywhere | texts(config.stores, _OWN_OF_STORES),
         "planner": everywhere | texts(config.planner),
-        "prefill": everywhere | adapters,
-        "decode": everywhere | adapters,
+        "prefill": everywhere | model,
+        "decode": everywhere | model,
         "simulation": everywhere,
     }
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
+from halfmoon.config.hosts import HostsConfig
 from halfmoon.config.planner import PlannerConfig
 from halfmoon.config.qos_classes import ClassConfig, RuleConfig
 from halfmoon.config.section import Section
@@ -31,6 +32,7 @@ from halfmoon.up.config.system_config import (
 SECTIONS: Mapping[str, type[BaseModel]] = {
     "model": ModelConfig,
     "workers.all, workers.prefill, workers.decode, workers.both": WorkerGroup,
+    "hosts": HostsConfig,
     "gateway": UpGatewayConfig,
     "stores": UpStoresConfig,
     "classes.NAME": ClassConfig,

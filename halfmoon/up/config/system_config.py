@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ByteSize, Field, field_validator, model_validator
 
 from halfmoon.config.gateway import GatewayConfig, HandoverConfig
+from halfmoon.config.hosts import HostsConfig
 from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.planner import PlannerConfig
 from halfmoon.config.qos_classes import ClassConfig, ClassesConfig, check_classes
+from halfmoon.config.quantization import QuantizationConfig
 from halfmoon.config.section import Section, Texts
 from halfmoon.config.security import ClusterSecretConfig, MutualTlsConfig, SecurityConfig
 from halfmoon.config.simulation import SimulationConfig
@@ -38,7 +40,7 @@ def _model_by_path(written: Any) -> Any:
     return {"path": written} if isinstance(written, str) else written
 
 
-class ModelConfig(Section):
+class ModelConfig(QuantizationConfig):
     """The served model. A plain text in its place is the path."""
 
     path: str = Field("demo", description="'demo', a directory, a .gguf file or a Hugging Face id")
@@ -138,6 +140,7 @@ class SystemConfig(ClassesConfig, TenantsConfig, HandoverConfig, StateConfig):
         "need neither weights nor torch",
     )
     workers: WorkersConfig = Field(default_factory=WorkersConfig)
+    hosts: HostsConfig = Field(default_factory=HostsConfig)
     gateway: UpGatewayConfig = Field(default_factory=UpGatewayConfig)
     stores: UpStoresConfig = Field(default_factory=UpStoresConfig)
     security: UpSecurityConfig = Field(default_factory=UpSecurityConfig)

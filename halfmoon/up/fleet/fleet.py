@@ -25,11 +25,20 @@ OnProgress: TypeAlias = Callable[[str, int, int], None]  # (stage, done, total)
 
 
 class WorkerFleet:
-    """Owns the list of running workers and their one change at a time. `host_gpus` are the GPUs they may use."""
+    """Owns the list of running workers and their one change at a time. `host_gpus` are the GPUs they may use.
+
+    `share` is called with all workers that start together, before the first does.
+    """
 
     def __init__(
-        self, supervisor: Supervisor, workers: Sequence[WorkerSpec], make: MakeSpec, host_gpus: Sequence[str]
+        self,
+        supervisor: Supervisor,
+        workers: Sequence[WorkerSpec],
+        make: MakeSpec,
+        host_gpus: Sequence[str],
+        share: Callable[[Sequence[WorkerSpec]], None] = lambda specs: None,
     ) -> None:
+        self._share = share
         self._supervisor = supervisor
         self._workers = list(workers)
         self._make = make
@@ -66,6 +75,7 @@ class WorkerFleet:
             for offset, ((role, start), gpus) in enumerate(zip(change.started, visible, strict=True))
         ]
         self._num_made += len(new)
+        self._share(new)
         run = self._stop_then_start if stop_first else self._start_then_stop
         self._change = asyncio.create_task(run(change, new, on_progress))
         return self._change

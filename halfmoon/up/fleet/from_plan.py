@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfmoon.errors import Incompatible
-from halfmoon.plan.plan_file import PlannedLayout, parse_plan
+from halfmoon.plan.plan_file import PlannedLayout, PlannedWorkers, parse_plan
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
 from halfmoon.sim.latency_sources.model_shape import ModelShape
@@ -37,8 +37,7 @@ def applied_options(options: UpOptions, model: PreparedModel, plan_yaml: str) ->
 def with_planned_workers(options: UpOptions, planned: PlannedLayout) -> UpOptions:
     """Returns `options` with the plan's workers instead of its own."""
     starts: dict[Role, list[WorkerStart]] = {
-        role: [WorkerStart(worker.arguments, worker.tp * worker.pp) for worker in planned.of_role(role)]
-        for role in ROLES
+        role: [_start(worker, options) for worker in planned.of_role(role)] for role in ROLES
     }
     return replace(
         options,
@@ -48,6 +47,11 @@ def with_planned_workers(options: UpOptions, planned: PlannedLayout) -> UpOption
         worker_starts=starts,
         is_planned=True,
     )
+
+
+def _start(worker: PlannedWorkers, options: UpOptions) -> WorkerStart:
+    is_paired = options.on != "this-host" and worker.first_node is not None
+    return WorkerStart(worker.arguments, worker.tp * worker.pp, unit=f"unit-{worker.first_node}" if is_paired else "")
 
 
 def _is_served(name: str, options: UpOptions, model: PreparedModel) -> bool:

@@ -27,6 +27,9 @@ def print_ready(
         where = f"operator token of console and control API: in {token_file(options.state_dir)}"
         terminal.print(where, highlight=False, markup=False, soft_wrap=True)
     terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
+    if options.cluster_port:
+        command = f"halfmoon join {options.host_address}:{options.cluster_port} --role decode --secrets DIR"
+        terminal.print(f"workers of other hosts: {command}", highlight=False, markup=False, soft_wrap=True)
     terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
     body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'
     key = " -H 'Authorization: Bearer KEY'" if options.console_key else ""
@@ -87,6 +90,25 @@ def progress_bars(terminal: Console) -> Progress:
     """Returns bars that go when they are done; none are shown where the terminal is a file."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
     return Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
+
+
+class UnreachedGateways:
+    """Prints why workers cannot join their gateways, each reason once until it changes."""
+
+    def __init__(self, terminal: Console) -> None:
+        self._terminal = terminal
+        self._printed: dict[tuple[str, str], str] = {}
+
+    def on_event(self, service: str, event: dict[str, Any]) -> None:
+        """Reads a child's log event."""
+        where = service, str(event.get("gateway") or event.get("gateway_id"))
+        if event.get("event") == "registration.welcome":
+            self._printed.clear()
+        elif event.get("event") in ("registration.lost", "registration.refused"):
+            reason = str(event.get("reason"))
+            if self._printed.get(where) != reason:
+                self._printed[where] = reason
+                print_trouble(self._terminal, f"{service} has not joined {where[1]}: {reason}")
 
 
 class WeightsProgress:

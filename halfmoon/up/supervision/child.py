@@ -19,12 +19,26 @@ from halfmoon.errors import ServiceFailed
 from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.rpc.processes.template_process import FORK_AGAIN
 from halfmoon.up.supervision.log_files import LogFile
+from halfmoon.up.supervision.service_process import ProcessStart, ServiceProcess
 
 _TAIL_LINES = 15
 _SILENT_READY_S = 10.0  # after this long, a child that does not announce itself counts as ready
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 OnKilled = Callable[["Child", str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a service reserves on a host that a cluster engine chooses. Services of one `unit` get the same host.
+
+    `node`: the engine's name of the one host that will do; "" for any.
+    """
+
+    num_cpus: float = 1.0
+    num_gpus: int = 0
+    unit: str = ""
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,12 @@ class ServiceSpec:
     cluster_role: ClusterRole | None = None
     descriptors: tuple[int, ...] = ()  # of this process, which the child inherits under the same numbers
     python: str = sys.executable  # the interpreter
+    room: Room | None = None  # on another host; None: it starts on this one
+
+    @property
+    def process_start(self) -> ProcessStart:
+        """Returns what its process is started with."""
+        return ProcessStart(self.python, self.arguments, self.environment, self.descriptors)
 
 
 class Child:
@@ -61,7 +81,7 @@ class Child:
     def __init__(
         self,
         spec: ServiceSpec,
-        process: asyncio.subprocess.Process,
+        process: ServiceProcess,
         log_file: LogFile,
         on_event: OnEvent,
         on_killed: OnKilled,
@@ -74,6 +94,7 @@ class Child:
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[ServiceFailed] = asyncio.get_running_loop().create_future()
+        self.exit_status = 0  # of the process that has ended
         self._started_s = asyncio.get_running_loop().time()
         self._ready_s: float | None = None
         self._log_file = log_file
@@ -84,12 +105,11 @@ class Child:
 
     async def watch(self) -> None:
         """Copies the child's lines to its log until it ends, then raises ServiceFailed."""
-        assert self.process.stdout is not None
         with closing(self._log_file):
-            async for line in _lines(self.process.stdout):
+            async for line in self.process.lines():
                 self._log_file.write(line)
                 self._read(line.decode(errors="replace").rstrip())
-        code = await self.process.wait()
+        code = self.exit_status = await self.process.wait()
         failure = ServiceFailed(
             f"{self.spec.name} ended with exit status {code}{self._why()}\nIts log: {self._log_file.path}"
         )
@@ -106,9 +126,8 @@ class Child:
 
     def fork_again(self) -> None:
         """Lets the template fork the next process. It has not served yet."""
-        assert self.process.stdin is not None
         self._started_s, self._ready_s = asyncio.get_running_loop().time(), None
-        self.process.stdin.write(FORK_AGAIN)
+        self.process.write(FORK_AGAIN)
 
     def _read(self, line: str) -> None:
         event: Any = None
@@ -136,20 +155,6 @@ class Child:
 
     def _why(self) -> str:
         return ":\n  " + "\n  ".join(self._tail) if self._tail else ""
-
-
-async def _lines(stream: asyncio.StreamReader) -> Any:
-    """Yields lines of any length. A line longer than the stream's buffer arrives in pieces."""
-    while True:
-        try:
-            line = await stream.readuntil(b"\n")
-        except asyncio.IncompleteReadError as err:
-            if err.partial:
-                yield err.partial
-            return
-        except asyncio.LimitOverrunError as err:
-            line = await stream.readexactly(err.consumed)
-        yield line
 
 
 def children_ready(children: Sequence[Child]) -> asyncio.Future[list[dict[str, Any]]]:

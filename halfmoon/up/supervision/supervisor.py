@@ -1,4 +1,4 @@
-"""Starts the services of one host as child processes, watches them, and stops them all.
+"""Starts services as child processes, watches them, and stops them all.
 
 Children run in sessions of their own, so that Ctrl-C reaches only this process. Each child's stdin is a pipe from this
 process: if this process is killed, the children see the pipe close, and stop.
@@ -7,28 +7,29 @@ process: if this process is killed, the children see the pipe close, and stop.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from halfmoon.background import cancelled
-from halfmoon.errors import ServiceFailed
-from halfmoon.rpc.credentials.child_environment import child_environment
+from halfmoon.errors import HalfmoonError, ServiceFailed
 from halfmoon.rpc.processes.template_process import was_ended_from_outside
-from halfmoon.rpc.server import SUPERVISED_ENV
 from halfmoon.up.supervision.child import Child, OnEvent, ServiceSpec
 from halfmoon.up.supervision.log_files import LogFiles, LogLimits, OnTrouble
 from halfmoon.up.supervision.restarts import DELAYS_S, RestartPolicy
+from halfmoon.up.supervision.service_process import ServiceProcess, local_process
 
 STOP_GRACE_S = 3.5  # from SIGTERM, or the end of the drain, to SIGKILL
 _NO_PROCESS_S = 1.0  # until the next try to start a process that could not be started
 
-_DEFAULTS = {"GRPC_VERBOSITY": "ERROR"}  # gRPC writes a line for each failed handshake, and so for each stranger
-
 OnRestart = Callable[[str, float], None]
+Launch = Callable[[ServiceSpec], Awaitable[ServiceProcess]]
+
+
+async def launch_here(spec: ServiceSpec) -> ServiceProcess:
+    """Starts a service on this host. Raises OSError."""
+    return await local_process(spec.process_start)
 
 
 class Supervisor:
@@ -46,33 +47,39 @@ class Supervisor:
         on_trouble: OnTrouble = lambda sentence: None,
         log_limits: LogLimits = LogLimits(),  # noqa: B008 (immutable)
         restart_s: Sequence[float] = DELAYS_S,
+        launch: Launch = launch_here,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_change` is called when a child has started or ended."""
         self._logs = LogFiles(log_dir, log_limits, on_trouble)
         self._on_event = on_event
         self._on_restart = on_restart
         self._restarts = RestartPolicy(restart_s)
+        self._launch = launch
+        self._on_change = on_change
         self._children: dict[asyncio.Task[None], Child] = {}
         self._restarting: dict[asyncio.Task[None], str] = {}  # by the child's name
         self._changed = asyncio.Event()
 
     async def start(self, spec: ServiceSpec, is_expendable: bool = False) -> Child:
-        """Starts a child; does not wait for it to be ready. Of secrets it inherits only what its module reads."""
-        module = spec.arguments[1] if spec.arguments[:1] == ("-m",) else ""
-        inherited = child_environment(os.environ, module)
-        process = await asyncio.create_subprocess_exec(
-            spec.python,
-            *spec.arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=spec.descriptors,
-            env={**_DEFAULTS, **inherited, SUPERVISED_ENV: "1", "PYTHONUNBUFFERED": "1", **spec.environment},
-        )
+        """Starts a child; does not wait for it to be ready. Raises ServiceFailed if there is no process."""
+        try:
+            return await self._start(spec, is_expendable)
+        except OSError as error:
+            raise ServiceFailed(f"{spec.name} could not be started: {error}") from error
+
+    async def _start(self, spec: ServiceSpec, is_expendable: bool = False) -> Child:
+        process = await self._launch(spec)
         child = Child(spec, process, self._logs.file(spec.name), self._on_event, self._on_killed, is_expendable)
         self._children[asyncio.create_task(child.watch())] = child
         self._changed.set()
+        self._on_change()
         return child
+
+    @property
+    def children(self) -> Sequence[Child]:
+        """Returns the children that run."""
+        return tuple(self._children.values())
 
     async def until_one_ends(self) -> None:
         """Restarts children that end, where allowed. Raises ServiceFailed as soon as one ends for good."""
@@ -92,12 +99,13 @@ class Supervisor:
 
     async def _after_end(self, task: asyncio.Task[None]) -> None:
         child = self._children.pop(task)
+        self._on_change()
         try:
             await task
         except ServiceFailed as failure:
             if child.is_expendable:
                 return
-            wait_s = self._wait_s(child, from_outside=was_ended_from_outside(child.process.returncode or 0))
+            wait_s = self._wait_s(child, from_outside=was_ended_from_outside(child.exit_status))
             if wait_s is None:
                 raise
             self._restart(child.spec.name, failure.message, wait_s, partial(self._start_again, child.spec))
@@ -106,8 +114,7 @@ class Supervisor:
         """Lets the child's template, which waits, fork another one, or ends the template."""
         wait_s = self._wait_s(child, from_outside=True)
         if wait_s is None:
-            with suppress(ProcessLookupError):
-                child.process.kill()
+            child.process.kill()
         else:
             self._restart(child.spec.name, f"{child.spec.name} {reason}", wait_s, partial(_fork_again, child))
 
@@ -128,9 +135,9 @@ class Supervisor:
     async def _start_again(self, spec: ServiceSpec) -> None:
         while True:
             try:
-                await self.start(spec)
+                await self._start(spec)
                 return
-            except OSError as error:  # out of memory, processes or descriptors for now
+            except (OSError, HalfmoonError) as error:  # out of memory or processes for now, or the host is another one
                 wait_s = self._restarts.delay_s(spec.name, None, from_outside=False) or _NO_PROCESS_S
                 self._on_restart(f"{spec.name} could not be started: {error}", wait_s)
                 await asyncio.sleep(wait_s)
@@ -183,5 +190,4 @@ async def _fork_again(child: Child) -> None:
 
 def _signal_all(children: Iterable[Child], number: signal.Signals) -> None:
     for child in children:
-        with suppress(ProcessLookupError):
-            os.killpg(child.process.pid, number)
+        child.process.signal(number)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from halfmoon.config.worker import Calibrate
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.models.latency import (
     PrefillModel,
     PrefillSample,
@@ -43,6 +44,19 @@ class _Trial:
     num_sequences: int
     num_prompt_tokens: int
     num_steps: int = 0
+
+
+class TrialRoom(NamedTuple):
+    """What an engine can compute at once."""
+
+    step_tokens: int
+    context_tokens: int
+    block_tokens: int
+    num_blocks: int
+    max_running: int
+
+
+WARM_UP = _Trial(1, 8, 2)  # of memory, threads and caches
 
 
 @dataclass(slots=True)
@@ -69,16 +83,26 @@ def calibrated(engine: Engine, role: str, how: Calibrate, seconds: float, state_
     if how == "never":
         return None
     kind = kind_of(engine, role)
-    file = state_dir / _FOLDER / f"{hashlib.blake2b(kind.encode(), digest_size=8).hexdigest()}.json"
-    profile = _load(file, kind) if how == "auto" else None
+    file = profile_file(state_dir, kind)
+    profile = load_profile(file, kind) if how == "auto" else None
     if profile is None:
-        profile = measure(engine, role, kind, seconds)
-        _keep(file, profile, engine)
-    log.info(
-        "worker.calibrated",
-        extra={"kind": kind, "prefill": profile.prefill_model._asdict(), "step": profile.step_model._asdict()},
-    )
+        profile, config = measure(engine, role, kind, seconds), engine.config
+        ranks = {"tensor_parallel": config.tensor_parallel, "pipeline_parallel": config.pipeline_parallel}
+        described = {"model": engine.checkpoint.name, "device": device_name(config.device), **ranks}
+        keep_profile(file, profile, described, engine.layout, engine.num_blocks)
+    log_profile(profile)
     return profile
+
+
+def log_profile(profile: Profile) -> None:
+    """Logs the fitted models."""
+    models = {"prefill": profile.prefill_model._asdict(), "step": profile.step_model._asdict()}
+    log.info("worker.calibrated", extra={"kind": profile.kind, **models})
+
+
+def profile_file(state_dir: Path, kind: str) -> Path:
+    """Where the profile of a kind of worker is kept."""
+    return state_dir / _FOLDER / f"{hashlib.blake2b(kind.encode(), digest_size=8).hexdigest()}.json"
 
 
 def kind_of(engine: Engine, role: str) -> str:
@@ -87,8 +111,9 @@ def kind_of(engine: Engine, role: str) -> str:
     parts = (
         role,
         engine.checkpoint.fingerprint,
-        _device_name(engine.config.device),
-        engine.layout.dtype,
+        device_name(engine.config.device),
+        f"{config.dtype}, KV {engine.layout.dtype}",
+        f"weights {engine.checkpoint.quantization}",
         config.attention_backend,
         f"TP{config.tensor_parallel} PP{config.pipeline_parallel}",
         f"{config.num_threads or 'all'} threads",
@@ -98,7 +123,8 @@ def kind_of(engine: Engine, role: str) -> str:
     return ", ".join(parts)
 
 
-def _device_name(device: str) -> str:
+def device_name(device: str) -> str:
+    """The device and its processor."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     return f"{device} {platform.processor() or platform.machine()} x{os.cpu_count()}"
@@ -108,36 +134,56 @@ def measure(engine: Engine, role: str, kind: str, seconds: float) -> Profile:
     """Runs trials on an engine not yet in use until `seconds` are over. The engine is left as it was."""
     give_up_s = time.monotonic() + seconds
     profile = Profile(kind)
-    _run(engine, _Trial(1, 8, 2), give_up_s)  # warms up memory, threads and caches
-    for trial in _trials(engine, role):
+    _run(engine, WARM_UP, give_up_s)
+    config = engine.config
+    room = TrialRoom(
+        config.step_tokens,
+        engine.context_tokens,
+        engine.layout.block_tokens,
+        engine.stats().num_free_blocks,
+        config.max_running,
+    )
+    for trial in trials(room, role):
         for result in _run(engine, trial, give_up_s):
-            _note(profile, trial, result, role)
+            note_step(profile, trial, result, role)
         if time.monotonic() > give_up_s:
             break
     engine.forget_prefixes()
     return profile
 
 
-def _trials(engine: Engine, role: str) -> Iterator[_Trial]:
+def trials(room: TrialRoom, role: str) -> Iterator[_Trial]:
     """Yields the most informative trials first; leaves out trials that do not fit into the engine."""
-    step = engine.config.step_tokens
+    step = min(room.step_tokens, room.context_tokens - room.block_tokens)
     prompts = (_Trial(1, step // 8), _Trial(1, step), _Trial(1, step // 2), _Trial(1, 2 * step))
     batches = (_Trial(1, 64, 8), _Trial(4, 32, 8), _Trial(1, step, 6), _Trial(16, 16, 4))
-    room = engine.stats().num_free_blocks * engine.layout.block_tokens
     for trial in (*(prompts if role != "decode" else ()), *(batches if role != "prefill" else ())):
-        num_tokens = trial.num_prompt_tokens + trial.num_steps + engine.layout.block_tokens
-        fits = num_tokens <= engine.context_tokens and trial.num_sequences * num_tokens <= room
-        if fits and trial.num_prompt_tokens > 0 and trial.num_sequences <= engine.config.max_running:
+        num_tokens = trial.num_prompt_tokens + trial.num_steps + room.block_tokens
+        fits = (
+            num_tokens <= room.context_tokens
+            and trial.num_sequences * num_tokens <= room.num_blocks * room.block_tokens
+        )
+        if fits and trial.num_prompt_tokens > 0 and trial.num_sequences <= room.max_running:
             yield trial
+
+
+def trial_requests(trial: _Trial, salt: str, vocab_size: int = 97) -> list[EngineRequest]:
+    """salt: keeps the prompts of one trial from another's."""
+    prompts = [
+        tuple((7 + 13 * number + 31 * place) % vocab_size for place in range(trial.num_prompt_tokens))
+        for number in range(trial.num_sequences)
+    ]
+    sampling = SamplingParams(max_tokens=trial.num_steps + 1, temperature=0.0, ignore_eos=True)
+    return [
+        EngineRequest(f"calibration-{salt}-{number}", prompt, sampling, tenant_salt=f"calibration {salt}".encode())
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def _run(engine: Engine, trial: _Trial, give_up_s: float) -> Sequence[StepResult]:
     """Runs one trial; returns its steps."""
-    vocabulary = engine.checkpoint.model_config.vocab_size
-    for number in range(trial.num_sequences):
-        prompt = tuple((7 + 13 * number + 31 * place) % vocabulary for place in range(trial.num_prompt_tokens))
-        sampling = SamplingParams(max_tokens=trial.num_steps + 1, temperature=0.0, ignore_eos=True)
-        engine.add(EngineRequest(f"calibration-{number}", prompt, sampling))
+    for request in trial_requests(trial, "", engine.checkpoint.model_config.vocab_size):
+        engine.add(request)
     results = []
     while engine.has_work() and time.monotonic() <= give_up_s:
         results.append(engine.step())
@@ -146,7 +192,7 @@ def _run(engine: Engine, trial: _Trial, give_up_s: float) -> Sequence[StepResult
     return results
 
 
-def _note(profile: Profile, trial: _Trial, result: StepResult, role: str) -> None:
+def note_step(profile: Profile, trial: _Trial, result: StepResult, role: str) -> None:
     """Adds a step to the profile. Prefills count only when a single prompt was computed.
 
     A decode worker's trials begin with prefills, too: it may have to restore a request alone.
@@ -156,10 +202,10 @@ def _note(profile: Profile, trial: _Trial, result: StepResult, role: str) -> Non
         sample = prefill_sample(result.num_prefill_tokens, result.num_prefill_pairs, result.duration_s)
         profile.prefills.append(sample)
     elif result.num_decode_seqs and not result.num_prefill_tokens and role != "prefill":
-        profile.steps.append(StepSample(result.num_decode_seqs, result.decode_context_tokens, result.duration_s))
+        profile.steps.append(StepSample(result.num_decode_rows, result.decode_context_tokens, result.duration_s))
 
 
-def _load(file: Path, kind: str) -> Profile | None:
+def load_profile(file: Path, kind: str) -> Profile | None:
     """Loads a profile; None if the file is missing, unreadable or of another kind."""
     try:
         stored: Mapping[str, Any] = json.loads(file.read_text())
@@ -175,20 +221,16 @@ def _load(file: Path, kind: str) -> Profile | None:
     return Profile(kind, prefills, steps)
 
 
-def _keep(file: Path, profile: Profile, engine: Engine) -> None:
+def keep_profile(file: Path, profile: Profile, described: Mapping[str, Any], layout: KVLayout, num_blocks: int) -> None:
     """Writes the format that `sim.latency_sources.measured_profile` reads.
 
     If the directory cannot be written, only the next start is slower.
     """
-    config = engine.config
     stored = {
         "kind": profile.kind,
-        "model": engine.checkpoint.name,
-        "device": _device_name(config.device),
-        "tensor_parallel": config.tensor_parallel,
-        "pipeline_parallel": config.pipeline_parallel,
-        "kv_tokens": engine.num_blocks * engine.layout.block_tokens,
-        "kv_bytes_per_token": engine.layout.block_bytes / engine.layout.block_tokens,
+        **described,
+        "kv_tokens": num_blocks * layout.block_tokens,
+        "kv_bytes_per_token": layout.block_bytes / layout.block_tokens,
         "prefill": [sample._asdict() for sample in profile.prefills],
         "step": [sample._asdict() for sample in profile.steps],
     }

@@ -23,11 +23,12 @@ from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest, FinishReason, SampledToken, TokenLogprobs
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.prefix_cache import CacheChanges
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.scheduling.scheduler import SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import StepResult
-from halfmoon.errors import HalfmoonError, InvalidRequest, NotFound
+from halfmoon.errors import HalfmoonError, NotFound
 from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
@@ -40,6 +41,15 @@ T = TypeVar("T")
 
 _LEAST_STEP_S = 1e-6  # shortest reported step, since no real step takes zero time
 _MAX_LAG_S = 0.05  # a delay beyond this is not caught up with: the machine is too slow for the model
+
+
+_NO_LOGITS = "embeddings, prompt_logprobs, echo with logprobs: simulated workers have no model"
+_NEED_A_MODEL = {
+    "constraint": "simulated workers cannot follow a structure: they have no model; leave response_format, "
+    "structured_outputs and forced tools out, or serve with real workers",
+    "pooling": _NO_LOGITS,
+    "num_prompt_logprobs": _NO_LOGITS,
+}
 
 
 @dataclass(slots=True)
@@ -88,7 +98,7 @@ class SimulatedEngine:
         self._clock = clock
         self._core = EngineCore(
             BlockPool(self.num_blocks),
-            RequestLimits(answers.vocab_size, profile.context_tokens, self.num_blocks, layout),
+            RequestLimits(answers.vocab_size, profile.context_tokens, self.num_blocks, layout, _NEED_A_MODEL),
             SchedulerLimits(profile.max_batch_tokens, profile.chunk_tokens, profile.max_running),
             root,
             self._finish_reason,
@@ -108,8 +118,6 @@ class SimulatedEngine:
 
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
         """See `AsyncEngine.add`. Raises InvalidRequest for requests that need a model."""
-        _check_needs_no_model(request)
-        _check_needs_no_logits(request)
         on_link = None if on_kv is None else partial(self._put_on_link, request.request_id, on_kv)
         self._core.add(request, on_link, order)
         self._enter(request)
@@ -117,8 +125,6 @@ class SimulatedEngine:
 
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
         """See `AsyncEngine.reserve`."""
-        _check_needs_no_model(request)
-        _check_needs_no_logits(request)
         held_tokens = self._core.reserve(request, on_kv)
         self._enter(request)
         return held_tokens
@@ -183,6 +189,10 @@ class SimulatedEngine:
     async def move_fence(self, request_id: str, fence: int) -> int:
         """See `AsyncEngine.move_fence`."""
         return await self._before_next_step(partial(self._core.move_fence, request_id, fence))
+
+    async def forget_prefixes(self) -> CacheChanges:
+        """See `AsyncEngine.forget_prefixes`."""
+        return await self._before_next_step(self._core.forget_prefixes)
 
     @asynccontextmanager
     async def cached(self, keys: SequenceOf[bytes]) -> AsyncIterator[list[int]]:
@@ -313,19 +323,6 @@ class SimulatedEngine:
         if is_here and num_tokens > entry.num_sent:
             entry.num_sent = num_tokens
             on_kv(Written(num_tokens))
-
-
-def _check_needs_no_model(request: EngineRequest) -> None:
-    if request.sampling.constraint is not None:
-        raise InvalidRequest(
-            "simulated workers cannot follow a structure: they have no model; leave response_format, "
-            "structured_outputs and forced tools out, or serve with real workers"
-        )
-
-
-def _check_needs_no_logits(request: EngineRequest) -> None:
-    if request.sampling.num_prompt_logprobs is not None or request.sampling.pooling is not None:
-        raise InvalidRequest("embeddings, prompt_logprobs, echo with logprobs: simulated workers have no model")
 
 
 def _note_death(task: asyncio.Task[None], death: asyncio.Future[BaseException]) -> None:

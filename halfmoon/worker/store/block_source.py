@@ -63,27 +63,25 @@ class BlockSource:
         write: WriteLayers,
         codec: Codec = Codec.RAW,
     ) -> list[int]:
-        """Writes all blocks' first layers, then their next ones; returns the blocks if all came intact, or none.
+        """Writes the first layers of the leading blocks that the holder serves, then their next ones.
 
-        Raises as `load` does.
+        Returns those blocks if all their layers came intact, or none. Raises as `load` does.
         """
-        run = store.get_run(
-            list(keys.values()), self._layout, layers_at_once=layers_at_once, codec=codec, deadline_s=_DEADLINE_S
-        )
+        written: list[int] = []
+        run = store.get_layers(list(keys.values()), self._layout, layers_at_once, codec, deadline_s=_DEADLINE_S)
         async with aclosing(run) as parts:
-            for first in range(0, self._layout.num_layers, layers_at_once):
-                cells: dict[int, KVBytes] = {}
-                for index in keys:
-                    try:
-                        part = await anext(parts, None)
-                    except (NotFound, DataLoss) as error:
-                        log.debug("store.miss", extra={"reason": error.message})
-                        return []
-                    if part is None:
-                        return []
-                    cells[index] = part
-                await write(range(first, min(first + layers_at_once, self._layout.num_layers)), cells)
-        return list(keys)
+            while True:
+                try:
+                    part = await anext(parts, None)
+                except (NotFound, DataLoss) as error:
+                    log.debug("store.miss", extra={"reason": error.message})
+                    return []
+                if part is None:
+                    return written
+                layers, blocks = part
+                cells: dict[int, KVBytes] = dict(zip(keys, blocks, strict=False))
+                await write(layers, cells)
+                written = list(cells)
 
     async def _borrow(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write, codec: Codec) -> list[int]:
         written: list[int] = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2
+from halfmoon.policy.view.link_speeds import usual_s_per_byte
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.worker.store.block_source import BlockSource
 from halfmoon.worker.store.load_rate import LoadRate
@@ -62,32 +63,48 @@ class Holders:
         """Whether the pool has a store."""
         return bool(self._links.stores)
 
-    async def of(self, named: Sequence[NamedHolder]) -> list[Holder]:
+    @asynccontextmanager
+    async def of(self, named: Sequence[NamedHolder]) -> AsyncIterator[list[Holder]]:
         """The stores of the pool, the worker's own first, and the named holders: blocks may lie on several stores.
 
-        Forgets the oldest unused ones beyond a few.
+        They count as used while inside. Forgets the oldest unused ones beyond a few.
         """
         stores = [NamedHolder(address, "store") for address in self._links.stores]
         holders = list(dict.fromkeys(self._get(name) for name in (*stores, *named)))
-        unused = [key for key, holder in self._holders.items() if not holder.num_users and holder not in holders]
-        for key in unused[: max(0, len(self._holders) - _MAX_HOLDERS)]:
-            del self._holders[key]
-            await self._links.close(*key)
-        return holders
+        for holder in holders:
+            holder.num_users += 1
+        try:
+            await self._forget_unused()
+            yield holders
+        finally:
+            for holder in holders:
+                holder.num_users -= 1
+
+    async def _forget_unused(self) -> None:
+        for key, holder in list(self._holders.items()):
+            if len(self._holders) <= _MAX_HOLDERS:
+                return
+            if not holder.num_users and self._holders.get(key) is holder:  # others forget and use some meanwhile
+                del self._holders[key]
+                await self._links.close(*key)
+
+    @property
+    def usual_s_per_byte(self) -> float:
+        """What loading from a holder costs from which nothing was loaded; gateways guess in the same way."""
+        return usual_s_per_byte(1.0 / speed.bandwidth_bytes_per_s for speed in self.speeds())
 
     def speeds(self) -> list[gateway_pb2.LinkSpeed]:
-        """The speed of loading from each holder from which something was loaded, and from the own store."""
-        own = self.own
+        """The measured speed of loading from each holder from which something was loaded."""
         return [
             gateway_pb2.LinkSpeed(
                 address=holder.address,
-                bandwidth_bytes_per_s=holder.rate.link.bandwidth_bytes_per_s,
-                latency_s=holder.rate.link.latency_s,
+                bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s,
+                latency_s=measured.latency_s,
                 is_inbound=True,
                 waiting_bytes=holder.rate.bytes_under_way,
             )
             for holder in self._holders.values()
-            if holder.rate.is_measured or holder is own
+            if (measured := holder.rate.measured) is not None
         ]
 
     def _get(self, name: NamedHolder) -> Holder:

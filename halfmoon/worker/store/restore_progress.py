@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from halfmoon.policy.forecast.restore_plan import LayerLoads, RestoreCosts, RestorePlan, or_by_layer, plan_restore
 from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.worker.store.block_bits import bits_of, nth_in, numbers_in, span
 from halfmoon.worker.store.source_progress import SourceProgress
 
 _GAIN = 0.9  # share of the remaining time: a smaller saving is not worth a step that cannot be undone
@@ -19,13 +20,12 @@ _GAIN_OF_BOTH = 0.75  # share of the better single method's time: both disturb e
 _PATIENCE_SHARE = 0.5  # of the step that waits for layers
 _LEAST_PATIENCE_S = 0.05
 
-_FREE, _TAKEN, _LOADED, _LOST = range(4)  # not requested; under way from one source; here; to be computed
-
 
 class RestoreProgress:
     """Owns how far both sides of one restore are. Blocks below `fence` are computed, the others loaded.
 
     A block is under way from one source at a time. What a source fails to deliver is free for the others that have it.
+    Sets of blocks are bits, as in `block_bits`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RestoreProgress:
         """Starts with everything computed; `begin` sets the fence.
 
         chunk_tokens: prompt tokens of one step while loading; model: prefill model of steps; step_tokens: prompt tokens
-        of one step without loading, if larger; layers: what loading by layer would cost, None if it cannot be done;
+        of one step without loading, if larger; layers: of a load by layer from one source, None if no step can wait;
         can_do_both: whether computing goes on while blocks are loaded.
         """
         self.num_blocks = num_blocks
@@ -54,11 +54,13 @@ class RestoreProgress:
         self._step_tokens = max(step_tokens, chunk_tokens)
         self._model = model
         self._can_do_both = can_do_both
-        self._layers = layers if len(sources) == 1 and can_do_both else None
+        self._layers = layers if can_do_both else None
+        self.layer_source = 0  # number of the source that sends all by layer, if that was planned
         self._has_asked_by_layer = False
         self._num_computed = 0  # tokens
         self._progress_s: float | None = None
-        self._blocks = bytearray(num_blocks)  # the state of each
+        self._free = span(0, num_blocks)  # not requested; others are under way, loaded, or to be computed
+        self._loaded = 0
 
     @property
     def is_over(self) -> bool:
@@ -67,17 +69,20 @@ class RestoreProgress:
         return is_idle and self._num_done >= min(self.fence, self.num_blocks)
 
     @property
+    def has_sources(self) -> bool:
+        """Whether a source brings blocks, or has brought some."""
+        return bool(self._available())
+
+    @property
     def num_loaded(self) -> int:
         """Number of blocks loaded."""
-        return self._blocks.count(_LOADED)
+        return self._loaded.bit_count()
 
     @property
     def num_leading(self) -> int:
         """Number of leading blocks that are computed or loaded."""
-        first = self._num_done
-        while first < self.num_blocks and self._blocks[first] == _LOADED:
-            first += 1
-        return first
+        behind = self._loaded >> self._num_done
+        return self._num_done + (~behind & (behind + 1)).bit_length() - 1  # up to its lowest 0
 
     @property
     def patience_s(self) -> float:
@@ -92,40 +97,33 @@ class RestoreProgress:
 
     def claim(self, now_s: float, source: int = 0) -> list[int]:
         """Claims the next blocks to request from a source, last first. None if another one delivers them sooner."""
-        one = self.sources[source]
-        if self._layers is not None:
+        one, lowest = self.sources[source], max(self.fence, self._num_done)
+        wanted = (self._free & one.available) >> lowest
+        if self._layers is not None or not wanted:
             return []
-        lowest, most = max(self.fence, self._num_done), one.most_at_once
-        claimed: list[int] = []
-        for block in range(self.num_blocks - 1, lowest - 1, -1):
-            if self._blocks[block] == _FREE and block in one.available:
-                claimed.append(block)
-                if len(claimed) == most:
-                    break
-            elif claimed:
-                break
-        while claimed and self._comes_sooner_from_another(one, claimed, lowest, now_s):
-            claimed.pop()
-        for block in claimed:
-            self._blocks[block] = _TAKEN
-        if claimed:
-            one.ask(claimed, now_s)
-        return claimed
+        first = end = wanted.bit_length()
+        while first and end - first < one.most_at_once and wanted >> (first - 1) & 1:
+            first -= 1
+        first, end = first + lowest, end + lowest
+        while first < end and self._comes_sooner_from_another(one, span(first, end), lowest, now_s):
+            first += 1
+        self._free &= ~span(first, end)
+        if first < end:
+            one.ask(span(first, end), now_s)
+        return list(range(end - 1, first - 1, -1))
 
     def claim_layers(self, now_s: float) -> list[int]:
-        """Claims all blocks behind the fence, to request by layer, if that was planned."""
+        """Claims all blocks behind the fence, to request by layer from `layer_source`, if that was planned."""
         if self._layers is None or self._has_asked_by_layer:
             return []
-        (source,) = self.sources
-        blocks = list(range(max(self.fence, self._num_done), self.num_blocks))
-        if not source.available.issuperset(blocks):
+        source, blocks = self.sources[self.layer_source], span(max(self.fence, self._num_done), self.num_blocks)
+        if blocks & ~source.available:
             self._layers = None
             return []
         self._has_asked_by_layer = True
         source.ask(blocks, now_s)
-        for block in blocks:
-            self._blocks[block] = _TAKEN
-        return blocks
+        self._free &= ~blocks
+        return numbers_in(blocks)
 
     def layer_wait_s(self, share_here: float, elapsed_s: float) -> float:
         """How long layers would wait if the step behind them began now. share_here: of what arrives by layer."""
@@ -142,56 +140,65 @@ class RestoreProgress:
         """How long the layers of a step may wait in all."""
         return 0.0 if self._layers is None else _PATIENCE_SHARE * self._layers.step_s + _LEAST_PATIENCE_S
 
-    def came(self, blocks: list[int], now_s: float, source: int = 0) -> None:
+    def came(self, blocks: Collection[int], now_s: float, source: int = 0) -> None:
         """Notes that claimed blocks were loaded."""
-        self.sources[source].came(blocks, now_s)
-        for block in blocks:
-            self._blocks[block] = _LOADED
+        bits = bits_of(blocks)
+        self.sources[source].came(bits, now_s)
+        self._loaded |= bits
 
-    def failed(self, blocks: Sequence[int], source: int = 0) -> list[int]:
+    def left_out(self, blocks: Collection[int], source: int = 0) -> None:
+        """Notes that a source sends claimed blocks not in this call. It may be asked for them again, as others."""
+        bits = bits_of(blocks)
+        self._layers = None
+        self.sources[source].left_out(bits)
+        self._free |= bits
+
+    def failed(self, blocks: Collection[int], source: int = 0) -> list[int]:
         """Notes that claimed blocks will not arrive from this source; returns those that no other one has."""
-        self._layers = None if blocks else self._layers
-        self.sources[source].failed(blocks)
-        return self._released(blocks)
+        bits = bits_of(blocks)
+        self._layers = None if bits else self._layers
+        self.sources[source].failed(bits)
+        return self._released(bits)
 
     def drop(self, source: int) -> list[int]:
         """Asks a source for nothing more. Returns the blocks not yet claimed that no other one has."""
         self.sources[source].drop()
-        return self._released([block for block in range(self.num_blocks) if self._blocks[block] == _FREE])
+        return self._released(self._free)
 
     def replaceable(self, now_s: float) -> list[int]:
         """Sources that are so late that others should bring what is under way from them."""
         late = [number for number, source in enumerate(self.sources) if source.is_stalled(now_s)]
-        return [number for number in late if all(self._has_another(block, number) for block in self._under_way(number))]
+        return [number for number in late if not self.sources[number].under_way & ~self._available(but=number)]
 
     def wanted_fence(self, now_s: float) -> int:
         """The fence at which both sides would meet, by current measurements."""
         below = self._reach(now_s)
-        free = [block for block in range(below, self.num_blocks) if self._blocks[block] == _FREE]
+        behind = span(below, self.num_blocks)
+        free = self._free & behind
         live = [source for source in self.sources if not source.is_gone]
         late = [source for source in live if source.is_stalled(now_s)]
         load_s, queue_s = self.load_s(free, now_s)
-        if late:
-            free = sorted({*free, *(block for source in late for block in source.under_way if block >= below)})
-            if len(late) == len(live):
-                load_s = queue_s = max(load_s, *(source.waited_s(now_s) for source in late))
-            else:
-                load_s, queue_s = self.load_s(free, now_s)
+        for source in late:
+            free |= source.under_way & behind
+        if late and len(late) == len(live):
+            load_s = queue_s = max(load_s, *(source.waited_s(now_s) for source in late))
+        elif late:
+            load_s, queue_s = self.load_s(free, now_s)
         if not free or not live or (self._layers is not None and not late):
             return self.fence
-        costs = self.costs(below * self._block_tokens, load_s, queue_s)
+        costs, num_free = self.costs(below * self._block_tokens, load_s, queue_s), free.bit_count()
         if not self._can_do_both:
             compute_s = costs.compute_s((self.num_blocks - below) * self._block_tokens)
-            return self.num_blocks if compute_s < _GAIN * costs.load_s(len(free) * self._block_tokens) else self.fence
-        plan = plan_restore(costs, len(free), self._block_tokens)
-        computed = sum(block < self.fence for block in free)
-        as_it_is_s = costs.restore_s(computed * self._block_tokens, len(free) * self._block_tokens)
+            return self.num_blocks if compute_s < _GAIN * costs.load_s(num_free * self._block_tokens) else self.fence
+        plan = plan_restore(costs, num_free, self._block_tokens)
+        computed = (free & span(0, self.fence)).bit_count()
+        as_it_is_s = costs.restore_s(computed * self._block_tokens, num_free * self._block_tokens)
         last_s = self._model.a
         if plan.seconds + last_s >= (_GAIN if self.fence > below else _GAIN_OF_BOTH) * (as_it_is_s + last_s):
             return self.fence
-        return free[plan.num_compute_blocks] if plan.num_load_blocks else free[-1] + 1
+        return nth_in(free, plan.num_compute_blocks) if plan.num_load_blocks else free.bit_length()
 
-    def load_s(self, blocks: Sequence[int], now_s: float) -> tuple[float, float]:
+    def load_s(self, blocks: int, now_s: float) -> tuple[float, float]:
         """Seconds per block if all sources load these together, and until what is under way from them is here."""
         live = [source for source in self.sources if not source.is_gone and not source.is_stalled(now_s)]
         if not live:
@@ -204,12 +211,12 @@ class RestoreProgress:
         queue_s = sum(one.left_s(now_s) * rate for one, rate in zip(live, per_s, strict=True)) / sum(per_s)
         if not blocks:
             return 1.0 / sum(per_s), queue_s
-        seconds, left = len(blocks) / sum(per_s), set(blocks)
+        seconds = blocks.bit_count() / sum(per_s)
         for source in live:  # some blocks are at one source alone
-            others = [other.available for other in live if other is not source]
-            alone = (left & source.available).difference(*others)
-            seconds = max(seconds, len(alone) * source.load_s_per_block)
-        return seconds / len(blocks), queue_s
+            others = _united(other.available for other in live if other is not source)
+            alone = blocks & source.available & ~others
+            seconds = max(seconds, alone.bit_count() * source.load_s_per_block)
+        return seconds / blocks.bit_count(), queue_s
 
     def begin(self, num_here: int, costs: RestoreCosts) -> RestorePlan:
         """Sets the fence where both sides should meet, after the `num_here` leading blocks already here.
@@ -221,26 +228,30 @@ class RestoreProgress:
         plan = plan_restore(costs, num_blocks, self._block_tokens)
         num_saved_steps = num_tokens / self._chunk_tokens + 1 - math.ceil(num_tokens / self._step_tokens)
         compute_s = costs.compute_s(num_tokens) - num_saved_steps * step_s
-        load_s, both_s = (
-            costs.load_s(num_tokens) + step_s,
-            plan.seconds + step_s,
-        )  # the last tokens take a step of their own
-        if not self._can_do_both or plan.method != "both" or both_s > _GAIN_OF_BOTH * min(compute_s, load_s):
-            plan = RestorePlan(0, num_blocks, load_s) if load_s <= compute_s else RestorePlan(num_blocks, 0, compute_s)
-        plan = self._by_layer(costs, plan)
+        load_s = costs.load_s(num_tokens) + step_s  # the last tokens take a step of their own
+        both = replace(plan, seconds=plan.seconds + step_s)
+        plan = RestorePlan(0, num_blocks, load_s) if load_s <= compute_s else RestorePlan(num_blocks, 0, compute_s)
+        if self._can_do_both and both.method == "both" and both.seconds <= _GAIN_OF_BOTH * plan.seconds:
+            plan = both
+        plan = self._by_layer(num_here, plan)
         self.fence = num_here + plan.num_compute_blocks
         return plan
 
-    def _by_layer(self, costs: RestoreCosts, other: RestorePlan) -> RestorePlan:
-        """The plan by layer if the first token comes clearly sooner with it than with the other one."""
+    def _by_layer(self, num_here: int, other: RestorePlan) -> RestorePlan:
+        """`other`, or all by layer from one source if the first token comes clearly sooner with it."""
         if self._layers is None:
             return other
+        missing, best = span(num_here, self.num_blocks), other
         until_step = replace(other, seconds=other.seconds - self._model.a)  # `begin` counts a step for the last tokens
-        plan = or_by_layer(until_step, costs, self._block_tokens, self._layers)
-        if plan.is_by_layer:
-            return plan
-        self._layers = None
-        return other
+        for number, source in enumerate(self.sources):
+            if not missing & ~source.available:
+                costs = self.costs(num_here * self._block_tokens, source.load_s_per_block, source.left_s(0.0))
+                plan = or_by_layer(until_step, costs, self._block_tokens, self._layers, source.most_by_layer)
+                if plan.is_by_layer and (not best.is_by_layer or plan.seconds < best.seconds):
+                    best, self.layer_source = plan, number
+        if not best.is_by_layer:
+            self._layers = None
+        return best
 
     def costs(self, num_before: int, load_s_per_block: float, load_queue_s: float) -> RestoreCosts:
         """Costs of restoring what follows the first `num_before` tokens. Computing adds the cost of one step."""
@@ -258,29 +269,22 @@ class RestoreProgress:
         """Number of leading blocks that are here."""
         return self._num_computed // self._block_tokens
 
-    def _under_way(self, source: int) -> set[int]:
-        return self.sources[source].under_way
+    def _available(self, but: int = -1) -> int:
+        """What any source has, or any other one."""
+        return _united(source.available for number, source in enumerate(self.sources) if number != but)
 
-    def _has_another(self, block: int, source: int) -> bool:
-        return any(block in one.available for number, one in enumerate(self.sources) if number != source)
-
-    def _released(self, blocks: Sequence[int]) -> list[int]:
+    def _released(self, blocks: int) -> list[int]:
         """Makes blocks free for the sources that have them; returns the others, which have to be computed."""
-        lost = [block for block in blocks if not any(block in source.available for source in self.sources)]
-        for block in blocks:
-            self._blocks[block] = _FREE
-        for block in lost:
-            self._blocks[block] = _LOST
-        return lost
+        lost = blocks & ~self._available()
+        self._free = (self._free | blocks) & ~lost
+        return numbers_in(lost)
 
-    def _comes_sooner_from_another(
-        self, source: SourceProgress, blocks: Sequence[int], lowest: int, now_s: float
-    ) -> bool:
+    def _comes_sooner_from_another(self, source: SourceProgress, blocks: int, lowest: int, now_s: float) -> bool:
         """Whether another source would bring all that is left before `source` brings these blocks."""
-        own_s = source.left_s(now_s) + len(blocks) * source.load_s_per_block
+        own_s = source.left_s(now_s) + blocks.bit_count() * source.load_s_per_block
         for other in self.sources:
-            if other is not source and not other.is_stalled(now_s) and other.available.issuperset(blocks):
-                num_left = sum(block >= lowest and self._blocks[block] == _FREE for block in other.available)
+            if other is not source and not blocks & ~other.available and not other.is_stalled(now_s):
+                num_left = ((other.available & self._free) >> lowest).bit_count()
                 if other.left_s(now_s) + num_left * other.load_s_per_block < own_s:
                     return True
         return False
@@ -293,3 +297,10 @@ class RestoreProgress:
             return here
         since = min((now_s - self._progress_s) / costs.compute_s_per_token, self._chunk_tokens)
         return min(self.fence, -(-int(self._num_computed + since) // self._block_tokens))
+
+
+def _united(sets: Iterable[int]) -> int:
+    union = 0
+    for one in sets:
+        union |= one
+    return union

@@ -14,13 +14,13 @@ from halfmoon.kv.codec import Codec
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.policy.forecast.restore_plan import LAYER_PASSES, LAYERS_OVERHEAD_S, LayerLoads, RestorePlan
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.rpc.store.block_streams import InboundSpeed
-from halfmoon.rpc.store.kvstore_client import TierName
+from halfmoon.rpc.store.kvstore_client import KVStoreClient, TierName
 from halfmoon.worker.link_codecs import LinkCodecs
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.awake_clock import AwakeClock
+from halfmoon.worker.store.block_bits import span
 from halfmoon.worker.store.holder import Holder, Holders, NamedHolder
 from halfmoon.worker.store.restore_progress import RestoreProgress
 from halfmoon.worker.store.restoring import Restoring, RestoringSource
@@ -39,8 +39,7 @@ _SHARE_LOOK_S = 0.05
 class _Answer(NamedTuple):
     holder: Holder
     tiers: Mapping[int, TierName]  # of the blocks that it has
-    inbound: InboundSpeed | None = None  # of the link from there
-    codec: Codec = Codec.RAW  # that its blocks may travel in
+    most_by_layer: int = 0  # blocks that it sends by layer at once
 
     @property
     def num_leading(self) -> int:
@@ -93,10 +92,7 @@ class Restorer:
         num_whole = (len(tokens) - 1) // block_tokens  # at least one token is left to compute
         root = root_key(engine.fingerprint, engine.layout, request.tenant_salt)
         keys = block_keys(root, tokens[: num_whole * block_tokens], block_tokens)
-        holders = await self.holders.of(named)
-        for holder in holders:
-            holder.num_users += 1
-        try:
+        async with self.holders.of(named) as holders:
             num_here = await self._once_shared(keys, self._state.cached_blocks.depth(keys))
             if num_here == num_whole or not holders:
                 return None
@@ -106,15 +102,11 @@ class Restorer:
             deadline_s = min(max(compute_s / 4, least_s), most_s)
             believed = {(one.address, one.kind): one.num_blocks for one in named}
             answers = await self._ask(holders, believed, request.tenant_salt, keys, num_here, deadline_s)
-            answers = [await self._with_codec(answer) for answer in answers]
             num_here = await self._once_shared(keys, num_here)  # another one may have asked at the same time
             num_blocks = _leading(set[int]().union(*(answer.tiers for answer in answers)), num_here)
             if num_blocks <= num_here:
                 return None
             return self._decide(request, keys[:num_blocks], answers, num_here, model)
-        finally:
-            for holder in holders:
-                holder.num_users -= 1
 
     def forget(self, restoring: Restoring) -> None:
         """Notes that a restore has ended."""
@@ -177,7 +169,8 @@ class Restorer:
     ) -> _Answer:
         try:
             with holder.use(salt) as client:
-                answer = _Answer(holder, await client.find(keys, deadline_s=deadline_s), client.inbound)
+                found = await client.look_up(keys, deadline_s=deadline_s)
+                answer = _Answer(holder, found.tiers, found.most_by_layer)
         except HalfmoonError as error:
             outcome = "slow" if isinstance(error, DeadlineExceeded) else "away"
             self.metrics.source_answers.labels(holder.kind, outcome).inc()
@@ -190,16 +183,15 @@ class Restorer:
             self.metrics.source_answers.labels(holder.kind, outcome).inc()
         return answer
 
-    async def _with_codec(self, answer: _Answer) -> _Answer:
-        """The answer with what its holder's blocks are to travel in: exact, since they stay in the prefix cache."""
-        inbound = answer.inbound
-        if self.codecs is None or inbound is None or not answer.tiers or answer.holder.blocks.may_lend:
-            return answer
-        for codec, num_bytes in inbound.num_bytes.items():
-            self.codecs.note_ratio(codec, inbound.num_raw_bytes[codec], num_bytes)
-        codec, reason = await self.codecs.choose(inbound.estimators[Codec.RAW], coded=inbound.estimators)
+    def _codec_of(self, holder: Holder, client: KVStoreClient) -> Codec:
+        """What a holder's blocks are to travel in: exact, since they stay in the prefix cache."""
+        if self.codecs is None or holder.blocks.may_lend:
+            return Codec.RAW
+        for codec, sizes in client.inbound.take_sizes().items():
+            self.codecs.note_ratio(codec, *sizes)
+        codec, reason = self.codecs.choose(client.inbound.estimators[Codec.RAW], coded=client.inbound.estimators)
         self.metrics.fetch_codecs.labels(codec.name.lower(), reason).inc()
-        return answer._replace(codec=codec)
+        return codec
 
     def _decide(
         self,
@@ -211,13 +203,14 @@ class Restorer:
     ) -> Restoring | None:
         engine, layout = self.engine, self.engine.layout
         num_blocks, sources, parts = len(keys), [], []
-        for holder, tiers, _, codec in answers:
+        usual = self.holders.usual_s_per_byte
+        for holder, tiers, most_by_layer in answers:
             wanted = [block for block in range(num_here, num_blocks) if block in tiers]
             if wanted:
-                s_per_byte = holder.rate.s_per_byte([tiers[block] for block in wanted])
+                s_per_byte = holder.rate.s_per_byte([tiers[block] for block in wanted], usual)
                 queue_s = s_per_byte * holder.rate.bytes_under_way
-                parts.append(SourceProgress(wanted, s_per_byte * layout.block_bytes, queue_s))
-                sources.append(RestoringSource(holder, tiers, codec))
+                parts.append(SourceProgress(wanted, s_per_byte * layout.block_bytes, queue_s, most_by_layer))
+                sources.append(RestoringSource(holder, tiers))
         progress = RestoreProgress(
             num_blocks,
             layout.block_tokens,
@@ -225,10 +218,10 @@ class Restorer:
             model,
             parts,
             engine.step_tokens,
-            self._layer_loads(request, num_blocks, sources, model),
+            self._layer_loads(request, num_blocks, model),
             can_do_both=engine.computes_while_loading,
         )
-        load_s, queue_s = progress.load_s(range(num_here, num_blocks), 0.0)
+        load_s, queue_s = progress.load_s(span(num_here, num_blocks), 0.0)
         costs = progress.costs(num_here * layout.block_tokens, load_s, queue_s)
         waiting_tokens = engine.stats_now().num_waiting_tokens
         costs = costs._replace(compute_queue_s=costs.compute_queue_s + waiting_tokens * model.b)
@@ -236,7 +229,7 @@ class Restorer:
         self._note(plan)
         if not plan.num_load_blocks:
             for source in sources:
-                source.holder.rate.note_passed_over(set(source.tiers.values()))
+                source.holder.rate.note_passed_over()
             return None
         restoring = Restoring(
             self.engine,
@@ -249,16 +242,15 @@ class Restorer:
             plan.seconds,
             self.forget,
             self._clock,
+            self._codec_of,
         )
         self._running.setdefault(restoring.first_key, restoring)
         return restoring
 
-    def _layer_loads(
-        self, request: EngineRequest, num_blocks: int, sources: Sequence[RestoringSource], model: PrefillModel
-    ) -> LayerLoads | None:
-        """What loading by layer would cost; None if the engine cannot, or a source's memory may be read in place."""
+    def _layer_loads(self, request: EngineRequest, num_blocks: int, model: PrefillModel) -> LayerLoads | None:
+        """What loading by layer would cost; None if no step can wait for layers."""
         engine = self.engine
-        if engine.layer_loading is None or any(source.holder.blocks.may_lend for source in sources):
+        if engine.layer_loading is None:
             return None
         num_before = num_blocks * engine.layout.block_tokens
         num_new = len(request.prompt_token_ids) + len(request.output_token_ids) - num_before

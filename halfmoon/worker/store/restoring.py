@@ -35,7 +35,6 @@ class RestoringSource(NamedTuple):
 
     holder: Holder
     tiers: Mapping[int, TierName]  # by block
-    codec: Codec = Codec.RAW  # what blocks may travel in
 
 
 class Restoring:
@@ -56,8 +55,12 @@ class Restoring:
         predicted_s: float,
         on_end: Callable[[Restoring], None],
         clock: AwakeClock,
+        codec_of: Callable[[Holder, KVStoreClient], Codec],
     ) -> None:
-        """num_here: leading blocks that the prefix cache has; predicted_s: until both sides meet."""
+        """num_here: leading blocks that the prefix cache has; predicted_s: until both sides meet.
+
+        codec_of: chooses what a holder's blocks travel in, once it is asked for some.
+        """
         self.first_key = keys[num_here]
         self.predicted_s = predicted_s
         self.ended = asyncio.Event()
@@ -69,10 +72,13 @@ class Restoring:
         self._sources = sources
         self._progress = progress
         self._clock = clock
+        self._codec_of = codec_of
+        self._codecs: dict[int, Codec] = {}  # by source
         self._has_begun = asyncio.Event()
         self._news = asyncio.Event()
         self._loads: dict[asyncio.Task[None], int] = {}  # and the number of its source
         self._is_gone = False
+        self.must_load = False  # nobody waits for what would be computed: without sources it ends
         self.num_planned_tokens = (progress.num_blocks - progress.fence) * engine.layout.block_tokens
         self.num_loaded_tokens = 0
         self.num_blocks_from_workers = 0
@@ -96,11 +102,17 @@ class Restoring:
         if not self.ended.is_set():
             self.ended.set()
             self._on_end(self)
-            for source in self._sources:
+            was_any_asked = any(part.was_asked for part in self._progress.sources)
+            for source, part in zip(self._sources, self._progress.sources, strict=True):
                 source.holder.num_users -= 1
+                if was_any_asked and not part.was_asked:
+                    source.holder.rate.note_passed_over()
 
     async def run(self) -> None:
-        """Loads until both sides have met. Blocks not loaded by then are computed."""
+        """Loads until both sides have met. Blocks not loaded by then are computed.
+
+        Raises Unavailable if it `must_load` and all sources fail, or have nothing of what they said to have.
+        """
         moving: asyncio.Task[int] | None = None
         try:
             await self._has_begun.wait()
@@ -113,6 +125,8 @@ class Restoring:
                 if self._progress.is_over and moving is None:
                     return
                 await self._wait_for_news()
+            if self.must_load and not self._progress.has_sources:
+                raise Unavailable("all holders of the prefix that was to be copied have failed")
         finally:
             tasks = [*self._loads, *([moving] if moving else [])]
             for task in tasks:
@@ -172,7 +186,8 @@ class Restoring:
     def _start_layers(self) -> None:
         blocks = self._progress.claim_layers(self._clock.now_s())
         if blocks:
-            self._start(0, self._load(0, blocks, by_layer=True))
+            number = self._progress.layer_source
+            self._start(number, self._load(number, blocks, by_layer=True))
 
     def _start(self, number: int, load: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(load)
@@ -187,17 +202,19 @@ class Restoring:
             self._is_gone = True
 
     async def _load(self, number: int, blocks: list[int], *, by_layer: bool = False) -> None:
-        num_bytes = len(blocks) * self._engine.layout.block_bytes
-        source = self._sources[number]
+        block_bytes, source = self._engine.layout.block_bytes, self._sources[number]
         rate, came, reason = source.holder.rate, [], "cancelled"
-        rate.bytes_under_way += num_bytes
+        rate.bytes_under_way += len(blocks) * block_bytes
         try:
             with source.holder.use(self._request.tenant_salt) as client:
                 keys = {block: self._keys[block] for block in blocks}
+                if number not in self._codecs:
+                    self._codecs[number] = self._codec_of(source.holder, client)
                 if by_layer:
-                    came = await self._load_layers(source, client, keys)
+                    came = await self._load_layers(number, client, keys, blocks)
                 else:
-                    came = await source.holder.blocks.load(client, keys, self._write, source.codec)
+                    came = await source.holder.blocks.load(client, keys, self._write, self._codecs[number])
+                    self._leave_out(number, blocks, len(came))
             reason = "evicted"
         except NotFound:
             came, reason = [], "unwanted"  # the engine no longer needs them
@@ -206,8 +223,17 @@ class Restoring:
             log.info("restore.failed", extra={"address": source.holder.address, "reason": error.message})
             self._drop(number, reason)
         finally:
-            rate.bytes_under_way -= num_bytes
+            rate.bytes_under_way -= len(blocks) * block_bytes
             self._note_ended(number, blocks, came, reason)
+
+    def _leave_out(self, number: int, blocks: list[int], num_served: int) -> None:
+        """Takes what a holder does not serve now, all but the leading blocks, out of a load: it is asked for again."""
+        if 0 < num_served < len(blocks):
+            left = blocks[num_served:]
+            del blocks[num_served:]
+            self._sources[number].holder.rate.bytes_under_way -= len(left) * self._engine.layout.block_bytes
+            self._progress.left_out(left, number)
+            self._news.set()
 
     def _note_ended(self, number: int, blocks: list[int], came: list[int], reason: str) -> None:
         source, metrics, now_s = self._sources[number], self._metrics, self._clock.now_s()
@@ -216,6 +242,7 @@ class Restoring:
         missed = [block for block in blocks if block not in here]
         self._progress.came(came, now_s, number)
         lost = self._progress.failed(missed, number)
+        self._is_gone |= not self._progress.has_sources
         self._engine.note_loaded(self._request.request_id, came, lost)
         metrics.missed_blocks.labels(source.holder.kind, reason).inc(len(missed))
         self.num_blocks_from_workers += len(came) if source.holder.kind == "worker" else 0
@@ -229,15 +256,20 @@ class Restoring:
         """Asks a source for nothing more."""
         if not self._progress.sources[number].is_gone:
             self._metrics.source_answers.labels(self._sources[number].holder.kind, reason).inc()
+            self._sources[number].holder.rate.note_late()
             lost = self._progress.drop(number)
             self._engine.note_loaded(self._request.request_id, (), lost)
-        self._is_gone = all(part.is_gone for part in self._progress.sources)
+        self._is_gone |= not self._progress.has_sources
 
     async def _load_layers(
-        self, source: RestoringSource, client: KVStoreClient, keys: Mapping[int, bytes]
+        self, number: int, client: KVStoreClient, keys: Mapping[int, bytes], blocks: list[int]
     ) -> list[int]:
-        """Loads blocks by layer, and has the engine begin the step behind them as soon as it will hardly wait."""
-        request_id, num_layers = self._request.request_id, self._engine.layout.num_layers
+        """Loads blocks by layer, and has the engine begin the step behind them as soon as it will hardly wait.
+
+        If the holder serves a part of them only, no step begins before the others are here.
+        """
+        source, request_id = self._sources[number], self._request.request_id
+        num_layers = self._engine.layout.num_layers
         gate, began_s, has_asked = (
             LayerGate(keys, num_layers, self._progress.layer_patience_s),
             self._clock.now_s(),
@@ -250,6 +282,7 @@ class Restoring:
 
         async def write(layers: range, cells: Mapping[int, KVBytes]) -> None:
             nonlocal has_asked
+            self._leave_out(number, blocks, len(cells))
             await self._written(engine.load_layers(request_id, layers, cells))
             gate.arrived(layers.stop)
             wait_s = self._progress.layer_wait_s(layers.stop / num_layers, self._clock.now_s() - began_s)
@@ -259,7 +292,7 @@ class Restoring:
 
         try:
             layers_at_once = self._progress.layers_at_once(num_layers)
-            return await source.holder.blocks.load_layers(client, keys, layers_at_once, write, source.codec)
+            return await source.holder.blocks.load_layers(client, keys, layers_at_once, write, self._codecs[number])
         finally:
             gate.fail()
             if not gate.is_open:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
+
+from halfmoon.worker.store.block_bits import bits_of
 
 _AT_ONCE_S = 0.05  # seconds of loading in one call, the resolution of decisions
 _MOST_AT_ONCE = 8
@@ -12,16 +14,23 @@ _LEAST_STALL_S = 0.2
 
 
 class SourceProgress:
-    """Owns the blocks under way from one source, those that it can still be asked for, and its measured speed."""
+    """Owns the blocks under way from one source, those that it can still be asked for, and its measured speed.
 
-    def __init__(self, blocks: Iterable[int], load_s_per_block: float, queue_s: float = 0.0) -> None:
+    Both sets are bits, as in `block_bits`.
+    """
+
+    def __init__(
+        self, blocks: Collection[int], load_s_per_block: float, queue_s: float = 0.0, most_by_layer: int = 0
+    ) -> None:
         """blocks: that it has, as it said; load_s_per_block: expected.
 
-        queue_s: until what other requests load from it is here.
+        queue_s: until what other requests load from it is here; most_by_layer: blocks that it sends by layer at once.
         """
-        self.available = set(blocks)
+        self.available = bits_of(blocks)
         self.is_gone = False  # slow, away or without its blocks: it is not asked any more
-        self.under_way: set[int] = set()
+        self.was_asked = False
+        self.under_way = 0
+        self.most_by_layer = most_by_layer
         self._expected_s = load_s_per_block
         self._queue_s = queue_s
         self._num_loaded = 0
@@ -48,24 +57,29 @@ class SourceProgress:
     def drop(self) -> None:
         """Notes that it is asked for nothing more."""
         self.is_gone = True
-        self.available.clear()
+        self.available = 0
 
-    def ask(self, blocks: Iterable[int], now_s: float) -> None:
+    def ask(self, blocks: int, now_s: float) -> None:
         """Notes that blocks were requested."""
         self._since_s = self._since_s if self.under_way else now_s
-        self.under_way.update(blocks)
+        self.under_way |= blocks
+        self.was_asked = True
 
-    def came(self, blocks: list[int], now_s: float) -> None:
+    def came(self, blocks: int, now_s: float) -> None:
         """Notes that requested blocks were loaded."""
-        self.under_way.difference_update(blocks)
-        self._num_loaded += len(blocks)
+        self.under_way &= ~blocks
+        self._num_loaded += blocks.bit_count()
         self._busy_s += now_s - self._since_s
         self._since_s = now_s
 
-    def failed(self, blocks: Iterable[int]) -> None:
+    def left_out(self, blocks: int) -> None:
+        """Notes that requested blocks do not arrive now. They may be requested again."""
+        self.under_way &= ~blocks
+
+    def failed(self, blocks: int) -> None:
         """Notes that requested blocks will not arrive from here."""
-        self.under_way.difference_update(blocks)
-        self.available.difference_update(blocks)
+        self.under_way &= ~blocks
+        self.available &= ~blocks
 
     def waited_s(self, now_s: float) -> float:
         """How long the blocks under way have been without an arrival."""
@@ -74,10 +88,10 @@ class SourceProgress:
     def left_s(self, now_s: float) -> float:
         """Expected seconds until everything under way is here."""
         queue_s = 0.0 if self._num_loaded else self._queue_s
-        return max(0.0, queue_s + len(self.under_way) * self.load_s_per_block - self.waited_s(now_s))
+        return max(0.0, queue_s + self.under_way.bit_count() * self.load_s_per_block - self.waited_s(now_s))
 
     def is_stalled(self, now_s: float) -> bool:
         """Whether blocks under way are so late that they no longer count."""
-        usual_s = min(self.load_s_per_block, self._expected_s) * len(self.under_way)
+        usual_s = min(self.load_s_per_block, self._expected_s) * self.under_way.bit_count()
         limit_s = max(_STALLED * usual_s, _LEAST_STALL_S) + (0.0 if self._num_loaded else self._queue_s)
         return bool(self.under_way) and self.waited_s(now_s) > limit_s

@@ -25,7 +25,8 @@ def check_identity(
     if identity.model_fingerprint != model_fingerprint:
         raise Incompatible(
             f"worker {identity.worker_id} serves model {identity.model_fingerprint}, "
-            f"this gateway serves {model_fingerprint}"
+            f"this gateway serves {model_fingerprint}: start all workers and gateways with the same --model and "
+            "--quantization"
         )
     for name, fingerprint in adapters.items():
         if fingerprint not in identity.adapter_fingerprints:

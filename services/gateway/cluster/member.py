@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +11,7 @@ from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
 from halfmoon.pb.types_pb2 import Role as PbRole
 from halfmoon.policy.models.refinement import WorkerLatency
 from halfmoon.policy.view.fetch_costs import FetchLink
-from halfmoon.policy.view.link_speeds import DEFAULT_BYTES_PER_S
+from halfmoon.policy.view.link_speeds import usual_s_per_byte
 from halfmoon.policy.view.reported_prompts import ReportedPrompts
 from halfmoon.policy.view.worker_view import Role, WorkerView
 from halfmoon.rpc.layout_message import layout_from
@@ -119,5 +118,4 @@ class Member:
         """Seconds to load a token from a holder whose link it has not measured; inf if it loads nothing."""
         if not self.identity.can_fetch:
             return math.inf
-        speeds = [link.bandwidth_bytes_per_s for link in self._inbound]
-        return self.kv_bytes_per_token / (statistics.median(speeds) if speeds else DEFAULT_BYTES_PER_S)
+        return self.kv_bytes_per_token * usual_s_per_byte(1.0 / link.bandwidth_bytes_per_s for link in self._inbound)

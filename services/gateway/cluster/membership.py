@@ -106,7 +106,7 @@ class Membership:
         self._members[identity.worker_id] = member
         self._view.fetch_links.note_holder(holder, serves=identity.can_fetch)
         if before is not None:
-            self._holders.pop(before.identity.address, None)
+            self._forget_address(before)
         self._holders[identity.address] = holder
         self._unite_stores()
         self._layouts[layout_from(identity.layout)] += 1
@@ -228,12 +228,17 @@ class Membership:
         self._last_capacity_tokens = self._capacity_tokens()
         del self._members[member.worker_id]
         self._view.remove(member.worker_id)
-        self._holders.pop(member.identity.address, None)
+        self._forget_address(member)
         self._forget_layout(member)
         self.index.forget(member.worker_id)
         self._unite_stores()
         self._models.forget(member.worker_id)
         return True
+
+    def _forget_address(self, member: Member) -> None:
+        """Unless another worker has it by now: one that was started again, before the old one counted as dead."""
+        if self._holders.get(member.identity.address) == member.holder:
+            del self._holders[member.identity.address]
 
     def overdue(self, now_s: float) -> list[Member]:
         """Members that missed three heartbeats."""

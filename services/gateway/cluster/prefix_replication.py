@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from halfmoon.errors import HalfmoonError
+from halfmoon.errors import HalfmoonError, NotFound, Unavailable
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.pb.prefill_pb2 import KVSource, PrefillRequest
 from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.pb.types_pb2 import Generation, SamplingParams
-from halfmoon.policy.forecast.ttft import best_sources
+from halfmoon.policy.forecast.ttft import MAX_SOURCES, best_sources
 from halfmoon.policy.placement.replication import MIN_USES_OF_WORKERS, CopyDecision, Replication, next_holder
 from halfmoon.policy.values import Placement, PlacementRequest
 from halfmoon.policy.view.block_index import short_keys
@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 _MAX_WAITING = 32
 _DEADLINE_S = 2.0
 _LOAD_DEADLINE_S = 30.0  # of a worker
+_AT_ONCE = 4  # copies that are waited for
+_NUM_TRIES = 2  # of a copy to a worker, each with other holders
 _LAST = 1 << 40  # the priority of a prompt that nobody waits for
-_MAX_SOURCES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +67,21 @@ class _StoreCopy:
 @dataclass(frozen=True, slots=True)
 class _WorkerCopy:
     target: str
-    prompt: PrefillRequest
+    prompts: Sequence[PrefillRequest]  # the same one, from the best holders and from the next ones
 
     async def ask(self, credential: Credential | None) -> None:
-        """Has the worker load the prefix; returns when it has it."""
+        """Has the worker load the prefix; returns when it has it. Where all holders fail, asks for it from the next."""
         async with Peer(self.target, credential, "worker") as peer:
             call = PrefillStub(peer.channel).Prefill
-            async with peer.stream(call, self.prompt, deadline_s=_LOAD_DEADLINE_S) as events:
-                async for _ in events:
-                    pass
+            for prompt in self.prompts:
+                try:
+                    async with peer.stream(call, prompt, deadline_s=_LOAD_DEADLINE_S) as events:
+                        async for _ in events:
+                            pass
+                    return
+                except (NotFound, Unavailable):
+                    if prompt is self.prompts[-1]:
+                        raise
 
 
 class PrefixCopies:
@@ -86,8 +93,7 @@ class PrefixCopies:
         self._replication = Replication(bytes_per_s) if bytes_per_s else None
         self._credential = credential
         self._waiting: asyncio.Queue[_StoreCopy | _WorkerCopy] = asyncio.Queue(_MAX_WAITING)
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self._num_pending = 0
         self.num_copies: Counter[str] = Counter()  # by outcome: asked, failed, dropped
 
     def consider(self, near: str, num_uses: float, blocks: PromptBlocks, now_s: float) -> CopyDecision | None:
@@ -125,16 +131,22 @@ class PrefixCopies:
         if not self._replication.is_hot(num_uses, MIN_USES_OF_WORKERS):
             return "cold"
         view = self._membership.view()
-        target = next_holder(view, request, placement)
+        same_kv = np.zeros(view.num_rows, dtype=np.bool_)
+        alike = [one.worker_id for one in view.workers if self._membership.layout_of(one.worker_id) == blocks.layout]
+        same_kv[view.rows_of(alike)] = True
+        target = next_holder(view, request, placement, same_kv)
         if target is None or target.num_blocks > len(blocks.keys):  # blocks of an answer are not counted as a prefix
             return "here"
         worker, key = view.worker(target.row), int(short_keys([blocks.keys[target.num_blocks - 1]])[0])
         num_bytes = target.num_missing * blocks.layout.block_bytes
         decision = self._replication.decide(worker.worker_id, key, num_bytes, now_s)
         if decision == "copy":
-            holders = best_sources(view, target.row, request, 1.0, 0.0, _MAX_SOURCES)
-            sources = self._membership.worker_sources(holders, request.cached_blocks)
-            self._request(_WorkerCopy(worker.address, self._prompt(blocks, target.num_blocks, sources)))
+            holders = best_sources(view, target.row, request, 1.0, 0.0, _NUM_TRIES * MAX_SOURCES)
+            tries = [holders[first : first + MAX_SOURCES] for first in range(0, len(holders), MAX_SOURCES)]
+            sources = [self._membership.worker_sources(some, request.cached_blocks) for some in tries]
+            prompts = [self._prompt(blocks, target.num_blocks, some) for some in sources if some]
+            if prompts:
+                self._request(_WorkerCopy(worker.address, prompts))
         return decision
 
     def _prompt(self, blocks: PromptBlocks, num_blocks: int, sources: Sequence[KVSource]) -> PrefillRequest:
@@ -154,10 +166,15 @@ class PrefixCopies:
     @property
     def is_idle(self) -> bool:
         """Whether all copies have been requested."""
-        return self._is_idle.is_set()
+        return not self._num_pending
 
     async def ask_all(self) -> None:
-        """Requests the copies one after the other, forever."""
+        """Requests copies, some at once, forever."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(_AT_ONCE):
+                tasks.create_task(self._ask_in_turn())
+
+    async def _ask_in_turn(self) -> None:
         while True:
             copy = await self._waiting.get()
             try:
@@ -169,8 +186,7 @@ class PrefixCopies:
                 self.num_copies["asked"] += 1
                 log.info("prefix_copy.asked", extra={"target": copy.target})
             finally:
-                if self._waiting.empty():
-                    self._is_idle.set()
+                self._num_pending -= 1
 
     def _request(self, copy: _StoreCopy | _WorkerCopy) -> None:
         try:
@@ -178,4 +194,4 @@ class PrefixCopies:
         except asyncio.QueueFull:
             self.num_copies["dropped"] += 1
         else:
-            self._is_idle.clear()
+            self._num_pending += 1

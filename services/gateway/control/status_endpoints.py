@@ -17,6 +17,7 @@ from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.received_request import query_number
+from services.gateway.openai.docs_page import docs_page
 from services.gateway.openai.openapi import openapi_document
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.telemetry.metrics import GatewayMetrics
@@ -24,6 +25,7 @@ from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 
 _MAX_ROWS = 1_000
 _MAX_LINKS = 1_000_000
+_NO_SCRIPTS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _LIMITS = "step_tokens", "chunk_tokens", "max_running"
 
 
@@ -60,6 +62,10 @@ class ControlEndpoints:
     async def openapi(self, request: web.Request) -> web.Response:
         """GET /openapi.json."""
         return web.json_response(openapi_document())
+
+    async def docs(self, request: web.Request) -> web.Response:
+        """GET /docs."""
+        return web.Response(text=docs_page(openapi_document()), content_type="text/html", headers=_NO_SCRIPTS)
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: 200 only if a request could be placed now."""

@@ -1,4 +1,4 @@
-"""The stores' figures for the console, fetched from the stores on demand."""
+"""The stores as operators see them: figures for the console, on demand, and emptying them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import kvstore_pb2
-from halfmoon.pb.kvstore_pb2_grpc import KVStoreStub
+from halfmoon.pb.kvstore_pb2_grpc import KVStoreAdminStub, KVStoreStub
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
 
 _DEADLINE_S = 1.0
+_EMPTY_S = 60.0
 
 
 class StoreView:
@@ -31,15 +32,31 @@ class StoreView:
         return list(await asyncio.gather(*map(self._look, sorted(addresses))))
 
     async def _look(self, address: str) -> dict[str, Any]:
-        if address not in self._peers:
-            self._peers[address] = Peer(address, self._credential, "store")
-        peer = self._peers[address]
+        peer = self._peer(address)
         stub = KVStoreStub(peer.channel)
         try:
             stats = await peer.call(stub.Stats, kvstore_pb2.StatsRequest(), deadline_s=_DEADLINE_S)
         except HalfmoonError as error:
             return {"state": "away", "address": address, "reason": error.message}
         return {"state": "there", "address": address, **stats_shown(stats)}
+
+    async def empty(self) -> list[dict[str, Any]]:
+        """Deletes all blocks of all stores; says of each what was dropped, or why it does not answer."""
+        return list(await asyncio.gather(*map(self._empty, sorted(self._pool()))))
+
+    async def _empty(self, address: str) -> dict[str, Any]:
+        peer = self._peer(address)
+        stub = KVStoreAdminStub(peer.channel)
+        try:
+            answer = await peer.call(stub.Empty, kvstore_pb2.EmptyRequest(), deadline_s=_EMPTY_S)
+        except HalfmoonError as error:
+            return {"address": address, "error": error.message}
+        return {"address": address, "num_dropped": answer.num_dropped}
+
+    def _peer(self, address: str) -> Peer:
+        if address not in self._peers:
+            self._peers[address] = Peer(address, self._credential, "store")
+        return self._peers[address]
 
     async def close(self) -> None:
         """Closes the connections."""

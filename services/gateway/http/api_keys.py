@@ -14,7 +14,7 @@ from halfmoon.policy.admission.tenants import ANYONE, Tenant
 from halfmoon.rpc.credentials.api_keys import bearer, key_digest
 
 _OPEN_PATHS = frozenset(
-    ("/health", "/ping", "/metrics", "/openapi.json")
+    ("/health", "/ping", "/metrics", "/openapi.json", "/docs")
 )  # for probes and scrapers: they show nothing of clients
 _TENANT = web.RequestKey("tenant", Tenant)
 _RETRY_MS = 1_000

@@ -10,7 +10,7 @@ from services.gateway.http.operator_access import CONTROL_PREFIX
 from services.gateway.http.rate_limits import LIMIT_HEADERS
 from services.gateway.http.request_ids import HEADER
 
-_METHODS = "GET, POST, OPTIONS"
+_METHODS = "GET, POST, DELETE, OPTIONS"
 _MAX_AGE_S = "600"
 _EXPOSED = ", ".join((HEADER, hdrs.RETRY_AFTER, *LIMIT_HEADERS))
 

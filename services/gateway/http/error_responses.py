@@ -32,6 +32,10 @@ from services.gateway.http.request_ids import ReusedKey
 _MAX_CHARS = 200
 
 
+class PreviousNotFound(NotFound):
+    """The response that a request goes on from is not there."""
+
+
 class HttpKind(NamedTuple):
     """Status, type and code of one class of errors."""
 
@@ -50,6 +54,7 @@ _KINDS: dict[type[HalfmoonError], HttpKind] = {
     TakenOver: HttpKind(409, "invalid_request_error", "repeated_elsewhere"),
     InvalidRequest: HttpKind(400, "invalid_request_error", None),
     UnknownModel: HttpKind(404, "invalid_request_error", "model_not_found"),
+    PreviousNotFound: HttpKind(404, "invalid_request_error", "previous_response_not_found"),
     NotFound: HttpKind(404, "invalid_request_error", "not_found"),
     Refused: HttpKind(429, "rate_limit_error", "slo_would_be_missed"),
     VersionConflict: HttpKind(409, "invalid_request_error", "version_conflict"),

@@ -1,4 +1,7 @@
-"""Access to the control API, `/halfmoon/...`: with the operator token; open on loopback without API keys."""
+"""Access to the control API, `/halfmoon/...` and two paths of vLLM's: with the operator token.
+
+It is open on loopback without API keys.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from halfmoon.rpc.credentials.operator_token import OperatorToken
 from services.gateway.http.api_keys import ApiKeys, WrongKey
 
 CONTROL_PREFIX = "/halfmoon/"
+VLLM_PATHS = frozenset(("/reset_prefix_cache", "/server_info"))  # of vLLM's own operators' endpoints
 _SECRETS_PREFIX = "/halfmoon/v1/tenants"  # who may make keys could let anybody in
 
 
@@ -27,7 +31,7 @@ class OperatorAccess:
     def governs(self, request: web.Request) -> bool:
         """Whether this class checks the request, instead of the API keys."""
         is_needed = self._is_always_needed or self._keys.table.is_needed or request.path.startswith(_SECRETS_PREFIX)
-        return is_needed and request.path.startswith(CONTROL_PREFIX)
+        return is_needed and (request.path.startswith(CONTROL_PREFIX) or request.path in VLLM_PATHS)
 
     def check(self, request: web.Request) -> None:
         """Raises WrongKey."""

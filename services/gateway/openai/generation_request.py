@@ -17,7 +17,7 @@ from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.openai.prompts import chat_prompt, completion_prompts
 from services.gateway.openai.sampling import sampling_of, stops_of
 from services.gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
-from services.gateway.openai.served_model import ServedModel
+from services.gateway.openai.served_model import ServedModel, SpecialTokens
 from services.gateway.openai.structured_output import RequestedConstraint, constraint_of
 from services.gateway.openai.tooling.tool_use import tool_use_of
 from services.gateway.replies.call_parts import NewToolParser
@@ -28,6 +28,8 @@ from services.gateway.replies.reply_format import ReplyOptions
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _SPARE_VALUES = 100_000  # JSON values beside the prompt
 _MOST_PROMPT_LOGPROBS = 250_000  # of a request: a worker sends a prompt's in one message, and a reply has them all
+_MOST_ECHOED_CHARS = 1 << 24  # of prompts in all outputs, each of which begins with its own
+_CHARS_PER_ID = 8
 _MAX_CHOICES = 1_024  # outputs of all prompts together
 
 
@@ -44,7 +46,7 @@ class GenerationRequest:
     num_choices: int = 1  # for each prompt
     best_of: int = 1  # outputs for each prompt; the best `num_choices` are returned
     keep_stop: bool = False  # stop strings stay in the text
-    skips_special: bool = True  # special tokens have no text
+    special_tokens: SpecialTokens = "hidden"
     priority: int = 0
     only_prompt: bool = False  # the workers' one token is dropped
     embedding: EmbeddingOptions | None = None  # what is made of the prompts; None: an output
@@ -87,8 +89,8 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: 
         forced=use.forced,
         tags=tags and (None if prompt.begins_reasoning else tags[0], tags[1]),
     )
-    if use.needs_marks and body.skip_special_tokens is None:
-        generation = replace(generation, skips_special=False)
+    if use.needs_marks and generation.special_tokens == "hidden":
+        generation = replace(generation, special_tokens="marks")
     if not model.reasons or (generation.constraint is not None and tags is None):  # it begins with the answer
         return replace(generation, new_tool_parser=use.new_parser)
     is_shown = body.include_reasoning is not False
@@ -183,6 +185,8 @@ def _generation(
     best_of = best_of or num_choices
     if len(prompts) * best_of > _MAX_CHOICES:
         raise InvalidRequest(f"n: prompts times n are more than {_MAX_CHOICES} outputs; send fewer", param="n")
+    if best_of > 1:
+        _check_repetition(prompts, prompt_texts, best_of, with_ids=bool(body.return_token_ids))
     constraint = forced or constraint_of(body.response_format, body.structured_outputs)
     if constraint is not None and tags is not None:
         bound = replace(constraint.constraint, begins_reasoning=tags[0], ends_reasoning=tags[1])
@@ -209,11 +213,21 @@ def _generation(
         num_choices=num_choices,
         best_of=best_of,
         keep_stop=bool(body.include_stop_str_in_output),
-        skips_special=body.skip_special_tokens is not False,
+        special_tokens="shown" if body.skip_special_tokens is False else "hidden",
         priority=body.priority or 0,
         prompt_texts=prompt_texts,
         labels=body.model_dump(include=_LABELS, exclude_none=True),
     )
+
+
+def _check_repetition(
+    prompts: Sequence[tuple[int, ...]], prompt_texts: Sequence[str], num_outputs: int, *, with_ids: bool
+) -> None:
+    """Raises InvalidRequest where repeating the prompts in each of their outputs would be too much."""
+    num_chars = sum(map(len, prompt_texts)) + (sum(map(len, prompts)) * _CHARS_PER_ID if with_ids else 0)
+    if num_chars * num_outputs > _MOST_ECHOED_CHARS:
+        why = f"each output begins with its prompt, {num_chars * num_outputs} characters in all"
+        raise InvalidRequest(f"n: {why}; at most {_MOST_ECHOED_CHARS} are sent: send a smaller n", param="n")
 
 
 def _num_prompt_logprobs(
@@ -247,6 +261,7 @@ def _reply_options(body: GenerationBody, *, logprobs: bool) -> ReplyOptions:
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
+        timing=bool(body.return_timing),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         usage="running" if running else "last" if with_usage else "none",
     )

@@ -51,19 +51,20 @@ class RenderedChat(Part):
     chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of the chat template")
     reasoning_effort: str | None = Field(None, max_length=32, description="a variable of the chat template")
     documents: Annotated[Items[dict[str, Any]], Field(max_length=_MAX_DOCUMENTS)] | None = Field(
-        None, description="a variable of the chat template, refused by one that does not write them"
+        None, description="a variable of the chat template, refused by one that does not read it"
     )
     chat_template: str | None = Field(
         None,
         min_length=1,
         max_length=_MAX_TEMPLATE_CHARS,
-        description="instead of the model's own; only with the setting trust_request_chat_template",
+        description="instead of the model's own; only with the setting trust_request_chat_template, within bounds",
     )
 
     def template_variables(self) -> dict[str, Any]:
         """The variables that the template receives beside messages and tools."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**effort, **(self.chat_template_kwargs or {})}
+        documents = {"documents": self.documents} if self.documents else {}
+        return {**effort, **(self.chat_template_kwargs or {}), **documents}
 
 
 class TextPart(Part):
@@ -84,6 +85,8 @@ class CalledFunction(Part):
 
 class CalledTool(Part):
     """One tool call of an earlier answer."""
+
+    ignored_names = frozenset(("index",))  # as in a stream, whose chunks some clients join and send back
 
     id: str
     type: Literal["function"] = "function"

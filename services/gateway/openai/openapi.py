@@ -45,7 +45,11 @@ _READS = {
     "/v1/models": "The served model",
     "/health": "Whether a request could be placed now",
     "/ping": "The same as /health",
+    "/v1/files": "The tenant's files",
+    "/v1/batches": "The tenant's batches",
     "/version": "The gateway's version",
+    "/tokenizer_info": "The tokenizer's configuration and the chat template",
+    "/server_info": "What the gateway was started with; for operators",
     "/load": "The number of running requests",
     "/halfmoon/v1/cluster": "The workers",
 }
@@ -71,8 +75,11 @@ def openapi_document() -> dict[str, Any]:
             "description": "Disaggregated serving of language models",
         },
         "paths": {
-            **{path: {"post": _post(path)} for path in ENDPOINTS},
-            **{path: {"get": _get(path)} for path in _READS},
+            path: {
+                **({"post": _post(path)} if path in ENDPOINTS else {}),
+                **({"get": _get(path)} if path in _READS else {}),
+            }
+            for path in (*ENDPOINTS, *_READS)
         },
         "components": {
             "schemas": {**definitions.get("$defs", {}), "Error": _ERROR},

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from services.gateway.openai.anthropic_body import CountedBody, MessagesBody
+from services.gateway.openai.batch_body import BatchBody
 from services.gateway.openai.embeddings_body import EmbeddingsBody
 from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.openai.schemas import ChatBody, CompletionBody
@@ -20,6 +21,7 @@ ENDPOINTS: dict[str, type[Part]] = {
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountedBody,
     "/v1/embeddings": EmbeddingsBody,
+    "/v1/batches": BatchBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

@@ -41,22 +41,19 @@ def text_of_chat(
     if body.continue_final_message or body.add_generation_prompt is False:
         options["add_generation_prompt"] = False
     if body.chat_template is not None:
-        options["chat_template"] = body.chat_template
-        if not model.trusts_templates:
-            why = "chat_template: this server uses the model's own; it can be started to trust those of requests"
+        if model.render_template is None:
+            why = "chat_template: this server uses the model's own; it can be started to take those of requests"
             raise InvalidRequest(why, param="chat_template")
-    variables = body.template_variables()
-    if body.documents:
-        options["template_kwargs"] = {**variables, "documents": body.documents}
-    elif variables:
+        options["render"] = partial(model.render_template, body.chat_template)
+    elif body.documents and not model.takes_documents:
+        why = "documents: the model's chat template leaves them out; put them into the messages"
+        raise InvalidRequest(why, param="documents")
+    if variables := body.template_variables():
         options["template_kwargs"] = variables
     shown = [message.for_template() for message in messages]
     if body.continue_final_message:
         shown[-1]["content"] += _END
     text = model.tokenizer.render_chat(shown, **options)
-    if body.documents and text == model.tokenizer.render_chat(shown, **{**options, "template_kwargs": variables}):
-        why = "documents: the model's chat template leaves them out; put them into the messages"
-        raise InvalidRequest(why, param="documents")
     _check_unusual_roles(messages, text)
     if not body.continue_final_message:
         return text

@@ -146,7 +146,12 @@ class ResponsesBody(OpenAIBody):
     input: str | Annotated[Items[Item], Field(min_length=1, max_length=_MAX_ITEMS)] = Field(
         description="the user's text, or messages of text, calls and their results"
     )
-    instructions: str | None = Field(None, description="system message before the input")
+    instructions: str | None = Field(None, description="system message before the input; not kept for later turns")
+    previous_response_id: str | None = Field(
+        None, max_length=128, description="the response that this one goes on from, with all turns before it"
+    )
+    store: bool | None = Field(None, description="whether the response is kept; default true, if the server keeps any")
+    background: bool | None = Field(None, description="true: the response is returned at once, and computed later")
     max_output_tokens: int | None = Field(None, ge=1, description="default: the model's, or what fits")
     include: Items[Literal["message.output_text.logprobs"]] | None = Field(None, description=f"`{_LOGPROBS}`")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens; needs that value in include")

@@ -41,8 +41,9 @@ def _echoed(body: ResponsesBody, generation: GenerationRequest) -> dict[str, Any
         "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
         "tool_choice": _shown_choice(body),
         "parallel_tool_calls": body.parallel_tool_calls is not False and bool(body.tools),
-        "previous_response_id": None,
-        "store": False,
+        "previous_response_id": body.previous_response_id,
+        "store": body.store is True,
+        "background": body.background is True,
         "truncation": "disabled",
         "user": body.user,
     }

@@ -42,19 +42,38 @@ class StreamOptions(Part):
     include_obfuscation: bool | None = Field(None, description="does nothing: there is no padding")
 
 
-class SampledBody(Part):
-    """Parameters of all generating endpoints, Anthropic's too."""
+class ComputedBody(Part):
+    """Parameters of all endpoints that need workers."""
 
     model: str | None = Field(None, description="name of the served model, as in /v1/models; optional")
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
+    )
+
+
+class TokenizedBody(Part):
+    """How a prompt of text becomes tokens, and how many."""
+
+    add_special_tokens: bool | None = Field(
+        None, description="the tokenizer's special tokens around a prompt of text; default true"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="a longer prompt is cut to this many tokens; -1: to what leaves room for one more"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="which end of the prompt is cut off; default left"
+    )
+
+
+class SampledBody(ComputedBody):
+    """Parameters of all generating endpoints, Anthropic's too."""
+
     temperature: float | None = Field(None, ge=0, le=1e4, description="0 is greedy; default: the model's, or 1")
     top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default: the model's, or 1")
     top_k: int | None = Field(None, ge=-1, description="0 and -1 are off; default: the model's, or off")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")
     stream: bool | None = Field(None, description="server-sent events")
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
-    )
 
 
 class OpenAIBody(SampledBody):
@@ -84,7 +103,9 @@ class OpenAIBody(SampledBody):
         None, description="by token id, added to the logits"
     )
     allowed_token_ids: Annotated[Items[int], Field(max_length=_MAX_ALLOWED)] | None = Field(
-        None, description="no other tokens are drawn, ends of sequence neither; not with a structured output"
+        None,
+        description="no other tokens are drawn, ends of sequence neither; where `min_tokens` or `bad_words` ban all of"
+        " them, these give way; not with a structured output",
     )
     bad_words: Annotated[Items[BadWord], Field(max_length=_MAX_BAD_WORDS)] | None = Field(
         None, description="texts that the output does not have, as far as their tokens are the usual ones"
@@ -101,7 +122,7 @@ class OpenAIBody(SampledBody):
     prompt_cache_key: str | None = Field(None, description="a label for the log; prefixes are found by their tokens")
 
 
-class GenerationBody(OpenAIBody):
+class GenerationBody(OpenAIBody, TokenizedBody):
     """Parameters of chats and completions."""
 
     max_tokens: int | None = Field(
@@ -110,16 +131,13 @@ class GenerationBody(OpenAIBody):
     n: int | None = Field(None, ge=1, le=_MAX_CHOICES, description="choices for each prompt; choice i has seed + i")
     response_format: ResponseFormat | None = Field(None, description="json_object, json_schema or text")
     stream_options: StreamOptions | None = Field(None, description="include_usage, continuous_usage_stats")
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="a longer prompt is cut to this many tokens; -1: to what leaves room for one more"
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        None, description="which end of the prompt is cut off; default left"
-    )
     return_token_ids: bool | None = Field(
         None, description="choices carry `token_ids`, and for the prompt `prompt_token_ids`"
     )
     return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens `token_id:5`")
+    return_timing: bool | None = Field(
+        None, description="the end carries `timing`, in seconds: queue, prefill, TTFT, mean TBT, all"
+    )
     prompt_logprobs: int | None = Field(
         None,
         ge=0,
@@ -157,9 +175,6 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Prompt = Field(description="text or token ids, one prompt or several")
-    add_special_tokens: bool | None = Field(
-        None, description="the tokenizer's special tokens around a prompt of text; default true"
-    )
     logprobs: int | None = Field(
         None, ge=0, le=_MAX_LOGPROBS, description="log-probabilities of the tokens and of this many likeliest ones"
     )

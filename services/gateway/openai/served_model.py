@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from halfmoon.errors import InvalidRequest, UnknownModel
 from services.gateway.http.error_responses import shortened
@@ -53,9 +53,9 @@ class Encodes(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
+        render: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> str:
-        """The text of a conversation, by the model's template or by this one."""
+        """The text of a conversation, by the model's template or by this one's `render`."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -65,6 +65,13 @@ class Encodes(Protocol):
     def token_name(self, token_id: int) -> str:
         """A token as written in the vocabulary."""
         ...
+
+
+SpecialTokens = Literal["hidden", "marks", "shown"]
+"""Which special tokens have a text in the output: none, those that mark calls of tools, or all."""
+
+RenderTemplate = Callable[[str, Mapping[str, Any]], str]
+"""Renders a template with variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +84,16 @@ class ServedModel:
     vocab_size: int
     context_tokens: int
     tokenizer: Encodes
-    new_detokenizer: Callable[[bool], PushesText]  # whether special tokens have no text
+    new_detokenizer: Callable[[SpecialTokens], PushesText]
     created: int  # Unix seconds
     aliases: tuple[str, ...] = ()  # other names that requests may give it
     defaults: SamplingDefaults = NEUTRAL  # for what requests leave out
     reasons: bool = False  # it writes its reasoning in tags, which are parted from the answer
     adapters: Mapping[str, str] = field(default_factory=dict)  # fingerprint by the name that requests give it
     reasoning_tags: tuple[int, int] | None = None  # as tokens; None: they are no tokens of their own
-    trusts_templates: bool = False  # chat templates of requests
+    takes_documents: bool = False  # its chat template has a place for them
+    render_template: RenderTemplate | None = None  # of a request, off the event loop; None: they are refused
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)  # JSON values
     tool_format: ToolFormat | None = None  # None: its chat template has no tool format that we can parse
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from aiohttp import web
 from pydantic import Field
@@ -26,6 +26,8 @@ from services.gateway.openai.strict_model import Items, Part
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
 from services.gateway.openai.tooling.tool_use import told_of_tools, tool_format_of, tool_use_of
 from services.gateway.openai.tooling.tools import Tools
+
+Body = TypeVar("Body", "TokenizeBody", CountedBody, "DetokenizeBody")
 
 _SLOW_BODY_BYTES = 4_096  # longer bodies are handled off the event loop
 _MAX_TOKENS = 2_000_000
@@ -74,29 +76,39 @@ class TokenizerEndpoints:
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize. Raises InvalidRequest or UnknownModel."""
         salt = kv_salt(tenant_of(request), None, is_shared=self._is_cache_shared)
-        return await self._respond(request, partial(self._tokenized, salt=salt))
+        return await self._respond(request, TokenizeBody, partial(self._tokenized, salt=salt))
 
     async def count(self, request: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens. Raises InvalidRequest or UnknownModel."""
         salt = kv_salt(tenant_of(request), None, is_shared=self._is_cache_shared)
-        return await self._respond(request, partial(self._counted, salt=salt))
+        return await self._respond(request, CountedBody, partial(self._counted, salt=salt))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """POST /detokenize. Raises InvalidRequest or UnknownModel."""
-        return await self._respond(request, self._detokenized)
+        return await self._respond(request, DetokenizeBody, self._detokenized)
+
+    async def info(self, request: web.Request) -> web.Response:
+        """GET /tokenizer_info, as of vLLM: the checkpoint's tokenizer_config.json, and the chat template."""
+        return web.json_response(self._model.tokenizer_config)
 
     async def _respond(
-        self, request: web.Request, handle: Callable[[bytes, ServedModel], dict[str, Any]]
+        self, request: web.Request, schema: type[Body], handle: Callable[[Body, ServedModel], dict[str, Any]]
     ) -> web.Response:
         self._limits.take_request(tenant_of(request))
         raw = await receive_body(request)
-        if len(raw) <= _SLOW_BODY_BYTES:
-            return web.json_response(handle(raw, self._model))
-        return web.json_response(await self._threads.run(partial(handle, raw), self._model, len(raw)))
 
-    def _tokenized(self, raw: bytes, model: ServedModel, *, salt: bytes) -> dict[str, Any]:
-        body = parse_request(TokenizeBody, raw, max_values(self._context_tokens)).body
+        def parse(model: ServedModel) -> Body:
+            return parse_request(schema, raw, max_values(self._context_tokens)).body
+
+        is_long, threads = len(raw) > _SLOW_BODY_BYTES, self._threads
+        body = await threads.run(parse, self._model, len(raw)) if is_long else parse(self._model)
         self._check_name(body.model)
+        waits = isinstance(body, TokenizeBody) and body.chat_template is not None
+        if is_long or waits:
+            return web.json_response(await threads.run(partial(handle, body), self._model, len(raw), waits=waits))
+        return web.json_response(handle(body, self._model))
+
+    def _tokenized(self, body: TokenizeBody, model: ServedModel, *, salt: bytes) -> dict[str, Any]:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         if body.prompt is not None:
@@ -115,17 +127,13 @@ class TokenizerEndpoints:
             "token_strs": names,
         }
 
-    def _counted(self, raw: bytes, model: ServedModel, *, salt: bytes) -> dict[str, Any]:
-        body = parse_request(CountedBody, raw, max_values(self._context_tokens)).body
-        self._check_name(body.model)
+    def _counted(self, body: CountedBody, model: ServedModel, *, salt: bytes) -> dict[str, Any]:
         chat = body.as_chat()
         use = tool_use_of(chat, model)
         prompt = chat_prompt(chat, use.messages, model, self._context_tokens, salt=salt, tools=use.rendered)
         return {"input_tokens": len(prompt.token_ids)}
 
-    def _detokenized(self, raw: bytes, model: ServedModel) -> dict[str, Any]:
-        body = parse_request(DetokenizeBody, raw, max_values(self._context_tokens)).body
-        self._check_name(body.model)
+    def _detokenized(self, body: DetokenizeBody, model: ServedModel) -> dict[str, Any]:
         if len(body.tokens) > _MOST_CONTEXTS * self._context_tokens:
             message = f"the context length is {self._context_tokens} tokens, there are {len(body.tokens)}; send fewer"
             raise ContextLengthExceeded(message, param="tokens")

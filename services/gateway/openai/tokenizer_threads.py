@@ -20,18 +20,19 @@ from services.gateway.openai.served_model import Encodes, PromptPrefix, ServedMo
 T = TypeVar("T")
 
 _SHORT_BYTES = 1 << 16  # tokenized in at most about 0.1 s, whatever they hold
-_NUM_SHORT, _NUM_LONG = 4, 2  # threads
+_NUM_SHORT, _NUM_LONG, _NUM_WAITING = 4, 2, 2  # threads
 _MOST_LONG_BYTES = 256 << 20  # of long bodies that are read or wait, all of which are in memory
 _TRIM_BYTES = 1 << 20  # bodies from here on leave much free memory behind
 _NICE = 10  # of threads for long bodies: below workers and the event loop
 
 
 class TokenizerThreads:
-    """Owns the threads. Long bodies have some of their own: short ones never wait for them."""
+    """Owns the threads. Long bodies have some of their own, and those that wait for others: short ones never do."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(_NUM_SHORT, thread_name_prefix="tokenize-short")
         self._long = ThreadPoolExecutor(_NUM_LONG, thread_name_prefix="tokenize-long", initializer=_be_nice)
+        self._waiting = ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="tokenize-waiting")
         self._long_bytes = 0
 
     async def __aenter__(self) -> Self:
@@ -40,13 +41,16 @@ class TokenizerThreads:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for executor in (self._short, self._long):
+        for executor in (self._short, self._long, self._waiting):
             executor.shutdown(wait=False, cancel_futures=True)
 
-    async def run(self, work: Callable[[ServedModel], T], model: ServedModel, num_bytes: int) -> T:
+    async def run(
+        self, work: Callable[[ServedModel], T], model: ServedModel, num_bytes: int, *, waits: bool = False
+    ) -> T:
         """Calls `work` in a thread with a model whose tokenizer stops once the caller is cancelled.
 
-        `num_bytes` is the size of the body. Raises NoCapacity if too many long ones are there already.
+        `num_bytes` is the size of the body; `waits`: the work waits for something else, such as a process. Raises
+        NoCapacity if too many long ones are there already.
         """
         is_long = num_bytes > _SHORT_BYTES
         long_bytes = num_bytes if is_long else 0
@@ -59,7 +63,8 @@ class TokenizerThreads:
         stoppable = replace(model, tokenizer=_StoppableTokenizer(model.tokenizer, stop))
         call = partial(copy_context().run, _trimming if num_bytes >= _TRIM_BYTES else _calling, work, stoppable)
         self._long_bytes += long_bytes
-        future = asyncio.get_running_loop().run_in_executor(self._long if is_long else self._short, call)
+        executor = self._waiting if waits else self._long if is_long else self._short
+        future = asyncio.get_running_loop().run_in_executor(executor, call)
         future.add_done_callback(partial(self._end, long_bytes))
         try:
             return await future

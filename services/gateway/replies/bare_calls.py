@@ -6,13 +6,13 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 from services.gateway.replies.call_parts import ParsedPart, call_part, first_call
 
 _PYTHON_TAG = "<|python_tag|>"
 _BEGUN_CALL = re.compile(r'\{\s*"name"\s*:')
+_SEPARATORS = re.compile(r"[; \n]*")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -20,102 +20,150 @@ class Llama3Calls:
     """Parses calls as JSON objects, separated by semicolons."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._begin = ""  # the characters that decide
+        self._held: list[str] = []
         self._is_text = False
 
     def push(self, text: str) -> list[ParsedPart]:
         """Returns text at once, and calls at the end."""
         if self._is_text:
             return [text] if text else []
-        self._held += text
-        begin = self._held.lstrip()
-        if not begin or begin.startswith("{") or _PYTHON_TAG.startswith(begin[: len(_PYTHON_TAG)]):
+        self._held.append(text)
+        if len(self._begin) < len(_PYTHON_TAG):
+            self._begin = (self._begin + text).lstrip()[: len(_PYTHON_TAG)]
+        if self._begin.startswith("{") or _PYTHON_TAG.startswith(self._begin):
             return []
         self._is_text = True
-        held, self._held = self._held, ""
-        return [held]
+        return [self._rest()]
 
     def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
         """Returns all calls, or the text if it is not a list of calls."""
-        held, self._held = self._held, ""
-        rest, calls = held.strip().removeprefix(_PYTHON_TAG).strip(), list[ParsedPart]()
-        while rest:
-            call, end = first_call(rest)
+        held, calls, at = self._rest(), list[ParsedPart](), 0
+        rest = held.strip().removeprefix(_PYTHON_TAG).strip()
+        while at < len(rest):
+            call, end = first_call(rest, at)
             if call is None:
-                return calls if is_cut_off and _BEGUN_CALL.match(rest) else [held]
+                return calls if is_cut_off and _BEGUN_CALL.match(rest, at) else [held]
             calls.append(call_part(len(calls), call))
-            rest = rest[end:].lstrip("; \n")
+            separators = _SEPARATORS.match(rest, end)
+            at = end if separators is None else separators.end()
         return calls
+
+    def _rest(self) -> str:
+        held, self._held = "".join(self._held), []
+        return held
+
+
+_MAX_NAME_CHARS = 256
+_MAX_DEPTH = 64
+_BEGUN_NAME = re.compile(r"\s*(?:[^\W\d][\w.]*\s*)?")
+_NAME = re.compile(r"\s*[^\W\d][\w.]*\s*")
+_SIGNS = {  # what matters in arguments, by the quotation marks around it
+    "": re.compile(r"""'{3}|"{3}|(?P<undecided>(?:'{1,2}|"{1,2})\Z)|['"()\[\]{}]"""),
+    **{mark: re.compile(rf"\\.|{mark}|\n|(?P<undecided>\\\Z)", re.DOTALL) for mark in "'\""},
+    **{mark * 3: re.compile(rf"\\.|{mark}{{3}}|(?P<undecided>(?:\\|{mark}+)\Z)", re.DOTALL) for mark in "'\""},
+}
 
 
 class PythonicCalls:
-    """Parses calls as a list in Python, `[name(argument=value), ...]`, one by one."""
+    """Parses calls as a list in Python, `[name(argument=value), ...]`, one by one. Each character is looked at once.
+
+    What cannot be such a list becomes text as soon as that is certain.
+    """
 
     def __init__(self) -> None:
-        self._raw = ""  # what has become neither a call nor text
-        self._one = ""  # of that, the call that has begun
-        self._is_open = False  # inside the list
-        self._is_text = False
+        self._state = "begin"  # then name, arguments, after and ended for each call, and text
+        self._raw: list[str] = []  # what has become neither a call nor text
+        self._undecided = ""  # what follows that: the beginning of quotation marks or of an escape
+        self._name = ""
         self._depth = 0  # of brackets within the call
         self._quote = ""  # around the characters that come
-        self._is_escaped = False
         self._num_calls = 0
         self._is_blank = False  # white space after the list is dropped
 
     def push(self, text: str) -> list[ParsedPart]:
         """Returns text that is certainly no list of calls at once, and calls that are whole."""
         parts: list[ParsedPart] = []
-        for at, character in enumerate(text):
-            if self._is_text:
-                rest = text[at:].lstrip() if self._is_blank else text[at:]
-                self._is_blank = self._is_blank and not rest
-                return [*parts, rest] if rest else parts
-            parts += self._take(character)
-        return parts
+        text, self._undecided, at = self._undecided + text, "", 0
+        while at < len(text) and not self._undecided and self._state != "text":
+            start, at = at, self._read(text, at)
+            self._raw.append(text[start:at])
+            if self._state == "ended":
+                parts.append(self._call(text[at - 1]))
+            elif self._state == "text":
+                parts.append(self._as_text())
+        if self._state == "text":
+            rest = text[at:].lstrip() if self._is_blank else text[at:]
+            self._is_blank = self._is_blank and not rest
+            parts.append(rest)
+        return [part for part in parts if part]
 
     def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
         """Returns as text what is not a call."""
-        raw, self._raw = self._raw, ""
-        return [raw] if raw and not (is_cut_off and self._is_open) else []
+        raw, self._undecided = self._as_text() + self._undecided, ""
+        is_open = self._state not in ("begin", "text")
+        return [raw] if raw and not (is_cut_off and is_open) else []
 
-    def _take(self, character: str) -> Iterator[ParsedPart]:
-        self._raw += character
-        if not self._is_open:
-            self._is_open = character == "["
-            self._is_text = not (self._is_open or character.isspace())
-            if self._is_text:
-                yield self._as_text()
-        elif not self._quote and not self._depth and character in ",]":
-            yield from self._ended(character)
-        else:
-            self._one += character
-            self._follow(character)
+    def _read(self, text: str, at: int) -> int:
+        """Reads on in one state; returns where that ends."""
+        if self._state == "name":
+            return self._read_name(text, at)
+        if self._state == "arguments":
+            return self._read_arguments(text, at)
+        while at < len(text) and text[at].isspace():
+            at += 1
+        if at < len(text) and self._state == "begin":
+            self._state = "name" if text[at] == "[" else "text"
+        elif at < len(text):
+            self._state = "ended" if text[at] in ",]" else "text"
+        return min(at + (self._state != "text"), len(text))
 
-    def _follow(self, character: str) -> None:
-        """Notes whether the next character is in a text or in brackets."""
-        if self._quote:
-            ends = character == self._quote and not self._is_escaped
-            self._is_escaped = character == "\\" and not self._is_escaped
-            self._quote = "" if ends else self._quote
-        elif character in "\"'":
-            self._quote = character
-        else:
-            self._depth += (character in "([{") - (character in ")]}")
+    def _read_name(self, text: str, at: int) -> int:
+        end = text.find("(", at, at + _MAX_NAME_CHARS)
+        stop = min(at + _MAX_NAME_CHARS, len(text)) if end < 0 else end
+        self._name += text[at:stop]
+        if len(self._name) > _MAX_NAME_CHARS or not (_BEGUN_NAME if end < 0 else _NAME).fullmatch(self._name):
+            self._state = "text"
+            return stop
+        if end >= 0:
+            self._name, self._state, self._depth = "", "arguments", 1
+            stop += 1
+        return stop
 
-    def _ended(self, character: str) -> Iterator[ParsedPart]:
-        one, self._one = self._one.strip(), ""
-        call = _python_call(one)
+    def _read_arguments(self, text: str, at: int) -> int:
+        while found := _SIGNS[self._quote].search(text, at):
+            sign, at = found[0], found.end()
+            if found.lastgroup == "undecided":
+                self._undecided = sign
+                return found.start()
+            if self._quote:
+                self._quote = "" if sign == self._quote else self._quote
+                self._state = "text" if sign == "\n" else self._state
+            elif sign in "([{":
+                self._depth += 1
+                self._state = "text" if self._depth > _MAX_DEPTH else self._state
+            elif sign in ")]}":
+                self._depth -= 1
+                self._state = "arguments" if self._depth else "after"
+            else:
+                self._quote = sign
+            if self._state != "arguments":
+                return at
+        return len(text)
+
+    def _call(self, sign: str) -> ParsedPart:
+        """The call that has been read up to the sign behind it, or its text."""
+        raw = self._as_text()
+        call = _python_call(raw[:-1].strip().removeprefix("["))
+        self._state = "name" if call is not None and sign == "," else "text"
         if call is None:
-            self._is_text = True
-            yield self._as_text()
-            return
-        self._raw, self._is_open = "", character == ","
-        self._is_text = self._is_blank = character == "]"
+            return raw
+        self._is_blank = sign == "]"
         self._num_calls += 1
-        yield call_part(self._num_calls - 1, call)
+        return call_part(self._num_calls - 1, call)
 
     def _as_text(self) -> str:
-        raw, self._raw = self._raw, ""
+        raw, self._raw = "".join(self._raw), []
         return raw
 
 
@@ -123,12 +171,17 @@ def _python_call(source: str) -> dict[str, Any] | None:
     """The call that an expression is; None if it is none, or has other than named and literal arguments."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes that a model writes
-            node = ast.parse(source, mode="eval").body
+            node = ast.parse(source.strip(), mode="eval").body
         if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
             return None
-        name = ast.unparse(node.func)
-        arguments = {word.arg: _literal(word.value) for word in node.keywords if word.arg is not None}
-        return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
+        arguments: dict[Any, Any] = {}
+        for word in node.keywords:
+            value = _literal(word.value)
+            arguments.update(value if word.arg is None else {word.arg: value})
+        if not all(isinstance(name, str) for name in arguments):
+            return None
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return {"name": ast.unparse(node.func), "arguments": text}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,19 +46,51 @@ class ToolParser(Protocol):
 NewToolParser = Callable[[], ToolParser]
 
 
-def first_object(text: str) -> tuple[dict[str, Any] | None, int]:
-    """The JSON object at the start of `text`, if it is whole, and where it ends; not of NaN or infinity."""
+class ObjectEnd:
+    """Follows the text of a JSON object that comes in pieces, to find its end. Each character is looked at once."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_quoted = False
+        self._is_escaped = False  # the next character is
+
+    def find(self, text: str, start: int) -> int | None:
+        """Where the object ends in the next piece, `text[start:]`; None if it goes on."""
+        start += self._is_escaped and start < len(text)
+        self._is_escaped = False
+        while found := (_QUOTED if self._is_quoted else _BARE).search(text, start):
+            start = found.end()
+            match found[0]:
+                case '"':
+                    self._is_quoted = not self._is_quoted
+                case "\\":
+                    self._is_escaped = start == len(text)
+                    start += 1
+                case "{":
+                    self._depth += 1
+                case "}":
+                    self._depth -= 1
+                    if self._depth == 0:
+                        return start
+        return None
+
+
+_BARE, _QUOTED = re.compile(r'["{}]'), re.compile(r'["\\]')
+
+
+def first_object(text: str, start: int = 0) -> tuple[dict[str, Any] | None, int]:
+    """The JSON object that begins at `start`, if it is whole, and where it ends; not of NaN or infinity."""
     try:
-        value, end = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).raw_decode(text)
+        value, end = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).raw_decode(text, start)
     except (ValueError, RecursionError):
-        return None, 0
-    return (value, end) if isinstance(value, dict) else (None, 0)
+        return None, start
+    return (value, end) if isinstance(value, dict) else (None, start)
 
 
-def first_call(text: str) -> tuple[dict[str, Any] | None, int]:
+def first_call(text: str, start: int = 0) -> tuple[dict[str, Any] | None, int]:
     """Likewise, an object with a name."""
-    value, end = first_object(text)
-    return (value, end) if value is not None and isinstance(value.get("name"), str) else (None, 0)
+    value, end = first_object(text, start)
+    return (value, end) if value is not None and isinstance(value.get("name"), str) else (None, start)
 
 
 def call_part(index: int, call: Mapping[str, Any]) -> CallPart:

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.gateway.replies.call_parts import CallPart, NewToolParser, ParsedPart, ReasoningPart, ToolParser
 from services.gateway.replies.logprob_entries import logprob_entries
+from services.gateway.replies.reasoning import ReasoningSplitter
 from services.gateway.replies.reply_format import (
     STREAM_END,
     Output,
@@ -16,6 +17,7 @@ from services.gateway.replies.reply_format import (
     ReplyOptions,
     Usage,
     UsageNow,
+    closing_chunks,
     ending,
     framed,
     prompt_logprobs,
@@ -87,10 +89,8 @@ class ChatFormat:
         return framed(chunk, usage, self._options)
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
-        """A chunk with the usage and without choices, if requested."""
-        if self._options.usage == "none":
-            return []
-        return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage.as_dict()}]
+        """A chunk with usage and timing, without choices, if requested."""
+        return closing_chunks({**self._head, "object": "chat.completion.chunk"}, usage, self._options)
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
         """The error unchanged."""
@@ -101,7 +101,7 @@ class ChatFormat:
         choices = [self._choice(output) for output in outputs]
         head = {**self._head, "object": "chat.completion"}
         logprobs = prompt_logprobs(self._prompt, self._prompt_logprobs_of(0), self._tokenizer, self._options)
-        return {**head, "choices": choices, "usage": usage.as_dict(), **self._prompt_ids, **logprobs}
+        return {**head, "choices": choices, "usage": usage.as_dict(), **usage.timed(), **self._prompt_ids, **logprobs}
 
     def _choice(self, output: Output) -> dict[str, Any]:
         piece, turn = output.piece, self._turn(output.index)
@@ -139,7 +139,8 @@ class ToolTurn:
     @property
     def ends_in_calls(self) -> bool:
         """Whether the finish reason is `tool_calls`. A named call ends like text, as with OpenAI."""
-        return self.has_calls and not isinstance(self._parser, NamedCall)
+        parser = self._parser.answer if isinstance(self._parser, ReasoningSplitter) else self._parser
+        return self.has_calls and not isinstance(parser, NamedCall)
 
     def deltas(self, piece: TextPiece) -> list[dict[str, Any]]:
         """The deltas of a piece, for a stream."""

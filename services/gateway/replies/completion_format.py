@@ -14,6 +14,7 @@ from services.gateway.replies.reply_format import (
     ReplyOptions,
     Usage,
     UsageNow,
+    closing_chunks,
     ending,
     framed,
     prompt_logprobs,
@@ -73,10 +74,8 @@ class CompletionFormat:
         return framed(chunk, usage, self._options)
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
-        """A chunk with the usage and without choices, if requested."""
-        if self._options.usage == "none":
-            return []
-        return [{**self._head, "choices": [], "usage": usage.as_dict()}]
+        """A chunk with usage and timing, without choices, if requested."""
+        return closing_chunks(self._head, usage, self._options)
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
         """The error unchanged."""
@@ -85,7 +84,7 @@ class CompletionFormat:
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """The response with all choices."""
         choices = [self._choice(output.index, output.piece, has_prompt=True) for output in outputs]
-        return {**self._head, "choices": choices, "usage": usage.as_dict()}
+        return {**self._head, "choices": choices, "usage": usage.as_dict(), **usage.timed()}
 
     def _chunk(self, index: int, piece: TextPiece) -> dict[str, Any]:
         return {**self._head, "choices": [self._choice(index, piece)]}

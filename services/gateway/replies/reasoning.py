@@ -28,7 +28,7 @@ class ReasoningSplitter:
 
     def __init__(self, answer: ToolParser | None, *, is_begun: bool, is_shown: bool) -> None:
         """is_shown: False drops the reasoning."""
-        self._answer = answer
+        self.answer = answer
         self._is_shown = is_shown
         self._held = ""  # white space and the beginning of a tag, as long as it may become one
         self._is_open: bool | None = True if is_begun else None  # None: not decided yet
@@ -60,15 +60,15 @@ class ReasoningSplitter:
             return self._thought(self._end.flush())
         held, self._held = self._held, ""
         rest = self._answered(held)
-        return rest if self._answer is None else [*rest, *self._answer.flush(is_cut_off=is_cut_off)]
+        return rest if self.answer is None else [*rest, *self.answer.flush(is_cut_off=is_cut_off)]
 
     def _thought(self, text: str) -> list[ParsedPart]:
         return [ReasoningPart(text)] if text and self._is_shown else []
 
     def _answered(self, text: str) -> list[ParsedPart]:
         text = self._stripped(text)
-        if self._answer is not None:
-            return self._answer.push(text)
+        if self.answer is not None:
+            return self.answer.push(text)
         return [text] if text else []
 
     def _stripped(self, text: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from json.encoder import encode_basestring_ascii
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -16,6 +16,9 @@ from services.gateway.replies.event_ids import EventIds
 from services.gateway.replies.reply_format import Output, ReplyFormat, Usage, UsageNow, WholeFormat
 from services.gateway.replies.sse_body import SSEBody, sse
 from services.gateway.replies.text_stream import TextPiece, TextStream, joined
+
+Keep = Callable[[dict[str, Any]], Awaitable[None]]
+"""Keeps a finished response, in which it may say that it could not."""
 
 _MARK = "\0"
 _QUOTED_MARK = encode_basestring_ascii(_MARK).encode()
@@ -78,10 +81,39 @@ class WholeReply:
         """Keeps the text."""
         self._pieces[index].append(piece)
 
-    async def finish(self, num_choices: int, best_of: int) -> web.Response:
+    def body(self, num_choices: int, best_of: int) -> dict[str, Any]:
         """The response, with the best `num_choices` of each prompt's `best_of` outputs. Comes after the last token."""
         outputs = best_outputs([joined(pieces) for pieces in self._pieces], num_choices, best_of)
-        return web.json_response(self._format.whole(outputs, self._usage()))
+        return self._format.whole(outputs, self._usage())
+
+
+class EventReply:
+    """Owns the events of a response that nobody reads yet."""
+
+    def __init__(self, reply_format: ReplyFormat, usage: UsageNow, on_events: Callable[[Sequence[Any]], None]) -> None:
+        self._format = reply_format
+        self._usage = usage
+        self._on_events = on_events
+        self._has_begun = False
+
+    async def begin(self) -> None:
+        """Gives the events that open the response, once."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._on_events(self._format.opening(0))
+
+    def put(self, index: int, piece: TextPiece) -> None:
+        """Gives the events of a piece of text."""
+        events = self._format.chunks(index, piece)
+        if events:
+            self._on_events(events)
+
+    def finish(self) -> dict[str, Any]:
+        """Gives the last events; returns the response that the very last one carries."""
+        closing = self._format.closing(self._usage())
+        self._on_events(closing)
+        response: dict[str, Any] = closing[-1]["response"]
+        return response
 
 
 class StreamReply:
@@ -120,9 +152,12 @@ class StreamReply:
         events += [sse(self._format.frame(chunk, self._usage)) for chunk in self._format.chunks(index, piece)]
         self._write(index, events)
 
-    async def finish(self) -> web.StreamResponse:
-        """Sends the usage, if requested, and the end. Raises ClientGone."""
-        self._write(0, [sse(chunk) for chunk in self._format.closing(self._usage())])
+    async def finish(self, keep: Keep | None = None) -> web.StreamResponse:
+        """Sends the usage, if requested, and the end, once `keep` has the response. Raises ClientGone."""
+        closing = self._format.closing(self._usage())
+        if keep is not None:
+            await keep(closing[-1]["response"])
+        self._write(0, [sse(chunk) for chunk in closing])
         if self._format.end:
             self._body.write(self._format.end)
         return await self._body.end()

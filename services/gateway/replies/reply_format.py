@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -16,6 +16,11 @@ class Usage(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    timing: Mapping[str, float | None] | None = None  # None: not asked for
+
+    def timed(self) -> dict[str, Any]:
+        """The field `timing`, where it was asked for."""
+        return {} if self.timing is None else {"timing": self.timing}
 
     def as_dict(self) -> dict[str, Any]:
         """The usage in the shape of chat completions and completions."""
@@ -43,6 +48,7 @@ class ReplyOptions:
     token_ids: bool = False
     tokens_as_ids: bool = False  # logprobs name tokens by id
     usage: Literal["none", "last", "running"] = "none"  # in a stream's last chunk; in every chunk, too
+    timing: bool = False  # at the end
 
     @property
     def only_text(self) -> bool:
@@ -112,6 +118,12 @@ def framed(chunk: dict[str, Any], usage: UsageNow, options: ReplyOptions) -> dic
     if options.usage == "none":
         return chunk
     return {**chunk, "usage": usage().as_dict() if options.usage == "running" else None}
+
+
+def closing_chunks(head: Mapping[str, Any], usage: Usage, options: ReplyOptions) -> list[dict[str, Any]]:
+    """The chunk after all choices, with what was asked for; none if that is nothing."""
+    extras = {} if options.usage == "none" else {"usage": usage.as_dict()}
+    return [{**head, "choices": [], **extras, **usage.timed()}] if extras or options.timing else []
 
 
 def token_name(text: str, token_id: int, options: ReplyOptions) -> str:

@@ -42,6 +42,9 @@ class StopStrings:
     def _num_held(self, text: str) -> int:
         """Length of the longest end of `text` with which a stop string begins."""
         longest = min(len(text), max(map(len, self._stops), default=1) - 1)
+        tail = text[len(text) - longest :]
+        if not any(stop[0] in tail for stop in self._stops):  # the usual case
+            return 0
         for length in range(longest, 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length

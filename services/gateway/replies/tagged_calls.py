@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from services.gateway.replies.call_parts import ParsedPart, call_part, first_call, first_object
+from services.gateway.replies.call_parts import ObjectEnd, ParsedPart, call_part, first_call, first_object
 from services.gateway.replies.stop_strings import StopStrings
+
+_SLICE_CHARS = 1_024
 
 
 class CallMarks(NamedTuple):
@@ -19,9 +21,12 @@ class CallMarks(NamedTuple):
     around: tuple[str, ...] = ()  # marks outside of calls
 
 
+_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+
+
 def _read_deepseek(body: str) -> dict[str, Any] | None:
     """`NAME<sep>{...}` (V3.1), or `function<sep>NAME`, a line's end, and the arguments in a fence (V3, R1)."""
-    left, _, right = body.partition("<｜tool▁sep｜>")
+    left, _, right = body.partition(_DEEPSEEK_SEPARATOR)
     name, fence, rest = right.partition("```json\n")
     name, arguments = (name, rest.strip().removesuffix("```")) if fence else (left, right)
     value, _ = first_object(arguments.strip())
@@ -37,59 +42,55 @@ DEEPSEEK = CallMarks(
 )
 
 
+DEEPSEEK_MARKS = frozenset((DEEPSEEK.open, DEEPSEEK.close, _DEEPSEEK_SEPARATOR, *DEEPSEEK.around))
+
+
 class TaggedCalls:
     """Parses calls between marks, with text before and after them."""
 
     def __init__(self, marks: CallMarks) -> None:
         self._marks = marks
-        self._text = StopStrings([marks.open, *marks.around])
-        self._inside: str | None = None  # the text after the opening mark
+        self._until = StopStrings([marks.open, *marks.around])  # the marks that may come next
+        self._body: list[str] | None = None  # what has come after the opening mark
         self._after_call = False  # white space there is dropped
         self._num_calls = 0
 
     def push(self, text: str) -> list[ParsedPart]:
         """Returns text that is certainly no mark, and calls that are whole."""
-        parts: list[ParsedPart] = []
-        while text or self._inside is not None:
-            if self._inside is None:
-                content, mark, text = self._before_mark(text)
-                parts += [content] if content else []
-                if mark is None:
-                    break
-                if mark != self._marks.open:
-                    continue
-                self._inside = ""
-            self._inside += text
-            body, closing, text = self._inside.partition(self._marks.close)
-            if not closing:
-                break
-            parts.append(self._call(body))
-            self._inside = None
-            self._after_call = True
-        return parts
+        starts = range(0, len(text), _SLICE_CHARS)
+        return [part for start in starts for part in self._take(text[start : start + _SLICE_CHARS])]
 
     def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
         """Returns a whole call even without its closing mark."""
-        if self._inside is None:
-            held = self._text.flush()
+        held = self._until.flush()
+        if self._body is None:
             return [held] if held else []
-        body, self._inside = self._inside, None
-        part = self._call(body, closed=False)
+        part = self._call(held, closed=False)
         return [] if is_cut_off and isinstance(part, str) else [part]
 
-    def _before_mark(self, text: str) -> tuple[str, str | None, str]:
-        """Returns the text before a mark, the mark if it has come, and what follows it."""
-        if self._after_call:
-            text = text.lstrip()
-            self._after_call = not text
-        held = self._text.pending + text
-        content, mark = self._text.push(text), self._text.matched
-        if mark is None:
-            return content, None, ""
-        self._text = StopStrings([self._marks.open, *self._marks.around])
-        return content, mark, held[len(content) + len(mark) :]
+    def _take(self, text: str) -> Iterator[ParsedPart]:
+        """Takes a short text, whose rest is copied after each mark."""
+        while text:
+            if self._after_call:
+                text = text.lstrip()
+                self._after_call = not text
+            held = self._until.pending + text
+            before, mark = self._until.push(text), self._until.matched
+            text = "" if mark is None else held[len(before) + len(mark) :]
+            if self._body is None and before:
+                yield before
+            elif self._body is not None and mark is None:
+                self._body.append(before)
+            elif self._body is not None:
+                yield self._call(before)
+                self._after_call = True
+            if mark is not None:
+                opens = self._body is None and mark == self._marks.open
+                self._until = StopStrings([self._marks.close] if opens else [self._marks.open, *self._marks.around])
+                self._body = [] if opens else None
 
-    def _call(self, body: str, *, closed: bool = True) -> ParsedPart:
+    def _call(self, end: str, *, closed: bool = True) -> ParsedPart:
+        body = "".join([*(self._body or ()), end])
         call = self._marks.read(body)
         if call is None:
             return f"{self._marks.open}{body}{self._marks.close if closed else ''}"
@@ -101,34 +102,54 @@ class CallList:
     """Parses an output that is a JSON list of calls."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._held: list[str] = []  # since the last call
+        self._head = ""  # before the object that has begun
+        self._end: ObjectEnd | None = None  # of that; None: none has begun
+        self._is_text = False
         self._num_calls = 0
 
     def push(self, text: str) -> list[ParsedPart]:
-        """Returns the calls that have become whole."""
-        self._held += text
+        """Returns the calls that have become whole, and what follows an object that is none."""
         parts: list[ParsedPart] = []
-        while "}" in text:  # otherwise no call has become whole
-            self._held = self._held.lstrip("[], \n")
-            call, end = self._first()
-            if call is None:
-                break
-            parts.append(call_part(self._num_calls, call))
-            self._num_calls += 1
-            self._held = self._held[end:]
+        at = 0
+        while at < len(text):
+            if self._is_text:
+                return [*parts, text[at:]]
+            start, end = at, None
+            if self._end is None and (at := text.find("{", at)) >= 0:
+                self._head = "".join([*self._held, text[start:at]])
+                self._held, self._end, start = [], ObjectEnd(), at
+            if self._end is not None:
+                end = self._end.find(text, at)
+            at = len(text) if end is None else end
+            self._held.append(text[start:at])
+            if end is not None:
+                parts.append(self._whole())
         return parts
 
     def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
         """Returns as text what is not a call."""
-        held, self._held = self._held.strip("[], \n"), ""
+        held = "".join([self._head, *self._held]).strip(_AROUND)
         return [held] if held and not is_cut_off else []
 
-    def _first(self) -> tuple[dict[str, Any] | None, int]:
-        """The call that the held text begins with, if it is whole, and where it ends."""
-        return first_call(self._held)
+    def _whole(self) -> ParsedPart:
+        head, body = self._head.lstrip(_AROUND), "".join(self._held)
+        self._head, self._held, self._end = "", [], None
+        call = self._read(head, body)
+        self._is_text = call is None
+        if call is None:
+            return head + body
+        self._num_calls += 1
+        return call_part(self._num_calls - 1, call)
+
+    def _read(self, head: str, body: str) -> dict[str, Any] | None:
+        """The call that an object is, with what stands before it."""
+        return None if head else first_call(body)[0]
 
 
+_AROUND = "[], \n"  # what stands around the objects of a list
 _MISTRAL_MARK = "[TOOL_CALLS]"
+MISTRAL_MARKS = frozenset((_MISTRAL_MARK, "[CALL_ID]", "[ARGS]"))
 _MISTRAL_NAME = re.compile(r"(?:\]?\s*\[?TOOL_CALLS\])?\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*")
 
 
@@ -158,11 +179,9 @@ class MistralCalls(CallList):
             return [held] if held else []
         return super().flush(is_cut_off=is_cut_off)
 
-    def _first(self) -> tuple[dict[str, Any] | None, int]:
-        if self._held.startswith("{"):
-            return super()._first()
-        named = _MISTRAL_NAME.match(self._held)
+    def _read(self, head: str, body: str) -> dict[str, Any] | None:
+        named = _MISTRAL_NAME.fullmatch(head)
         if named is None:
-            return None, 0
-        arguments, end = first_object(self._held[named.end() :])
-        return (None, 0) if arguments is None else ({"name": named[1], "arguments": arguments}, named.end() + end)
+            return super()._read(head, body)
+        arguments, _ = first_object(body)
+        return None if arguments is None else {"name": named[1], "arguments": arguments}

@@ -11,7 +11,14 @@ from typing import Literal
 
 from services.gateway.replies.bare_calls import Llama3Calls, PythonicCalls
 from services.gateway.replies.call_parts import CallPart, NewToolParser, ParsedPart, ToolParser, new_call_id
-from services.gateway.replies.tagged_calls import DEEPSEEK, HERMES, MistralCalls, TaggedCalls
+from services.gateway.replies.tagged_calls import (
+    DEEPSEEK,
+    DEEPSEEK_MARKS,
+    HERMES,
+    MISTRAL_MARKS,
+    MistralCalls,
+    TaggedCalls,
+)
 
 ToolFormat = Literal["hermes", "llama3_json", "pythonic", "mistral", "deepseek"]
 """How a model writes calls: in `<tool_call>` tags, as bare JSON, as a list in Python, or with own special tokens."""
@@ -24,8 +31,8 @@ PARSERS: Mapping[ToolFormat, NewToolParser] = {
     "llama3_json": Llama3Calls,
 }
 
-MARKED: frozenset[ToolFormat | None] = frozenset(("mistral", "deepseek"))
-"""Formats whose marks are special tokens: without a text of theirs no call would be found."""
+MARKS: Mapping[str | None, frozenset[str]] = {"mistral": MISTRAL_MARKS, "deepseek": DEEPSEEK_MARKS}
+"""Special tokens of some formats: without a text of theirs no call would be found."""
 
 _SIGNS: Mapping[str, ToolFormat] = {
     HERMES.open: "hermes",

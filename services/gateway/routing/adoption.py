@@ -71,7 +71,10 @@ class Adoption:
         return []
 
     def _take(self, first: FirstToken, tokens: Sequence[Token], at_s: float) -> list[Token]:
-        held = self._held.repeatable
+        held, output = self._held.repeatable, self._output
+        wants_prompt = output.sampling.HasField("num_prompt_logprobs")
+        if wants_prompt and len(first.prompt_logprobs) != len(output.prompt_token_ids) - 1:
+            raise Unavailable("an earlier attempt had the prompt's log-probabilities: the answer is computed again")
         due = self._order.push_together(tokens)
         cached_tokens = held.cached_tokens if held.attempt else first.num_cached_tokens
         self._output.progress.note_resumed(first, cached_tokens, [token.token_id for token in due], at_s)

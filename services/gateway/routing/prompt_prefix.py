@@ -21,7 +21,7 @@ from services.gateway.openai.embeddings_body import EmbeddingsBody
 from services.gateway.openai.endpoint_bodies import AnyBody
 from services.gateway.openai.prompts import each_prompt, text_of_chat
 from services.gateway.openai.responses_body import ResponsesBody
-from services.gateway.openai.schemas import CompletionBody
+from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.served_model import PromptPrefix, ServedModel
 from services.gateway.openai.tooling.tool_use import tool_use_of
 
@@ -55,11 +55,14 @@ class KnownTokens:
 
 
 def prompt_prefix_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> PromptPrefix | None:
-    """The prefix of a body's first prompt; None for one that may be cut, or is invalid, which tokenization reports."""
+    """The prefix of a body's first prompt; None if it may be cut, or takes long.
+
+    Also None for one that is invalid, which tokenization reports.
+    """
     if isinstance(body, EmbeddingsBody):
         return None
     body = body.as_chat() if isinstance(body, ResponsesBody | MessagesBody) else body
-    if body.truncate_prompt_tokens is not None:
+    if body.truncate_prompt_tokens is not None or (isinstance(body, ChatBody) and body.chat_template is not None):
         return None
     begin = partial(model.tokenizer.begin, salt=tenant_salt)
     try:

@@ -14,7 +14,7 @@ from halfmoon.pb.prefill_pb2 import KVSource
 from halfmoon.policy.admission.degradation import Admitted
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
-from halfmoon.policy.forecast.ttft import best_sources
+from halfmoon.policy.forecast.ttft import MAX_SOURCES, best_sources
 from halfmoon.policy.values import NOTHING_CACHED, AdmissionTargets, Placement, PlacementRequest
 from services.gateway.cluster.prefix_replication import PromptBlocks
 from services.gateway.cluster.prompt_keys import PromptKeys
@@ -23,8 +23,6 @@ from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.routing_context import RoutingContext, trace_admission
 from services.gateway.routing.token_flow import NotifyingSink, TokenSink
 from services.gateway.telemetry.decisions import Decision, Move
-
-_MAX_SOURCES = 4  # of a request; the stores of the pool come on top
 
 
 class RequestRouting:
@@ -110,7 +108,7 @@ class RequestRouting:
         if row is None or request is None or not request.cached_blocks.any():
             return []
         threshold = self._admission.fetching_threshold
-        holders = best_sources(view, row, request, threshold, placement.queue_s, _MAX_SOURCES)
+        holders = best_sources(view, row, request, threshold, placement.queue_s, MAX_SOURCES)
         return self._membership.worker_sources(holders, request.cached_blocks)
 
     def observing(self, sink: TokenSink) -> TokenSink:

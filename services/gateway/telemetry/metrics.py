@@ -105,6 +105,7 @@ class GatewayMetrics:
         return {
             "time_to_first_token_seconds": self.ttft_seconds,
             "inter_token_latency_seconds": self.tbt_seconds,
+            "time_per_output_token_seconds": self.tbt_seconds,  # its name in older dashboards
             "request_time_per_output_token_seconds": self.tpot_seconds,
             "request_queue_time_seconds": self.queue_seconds,
             "e2e_request_latency_seconds": self.e2e_seconds,

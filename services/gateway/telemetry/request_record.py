@@ -15,6 +15,7 @@ from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow, RequestStatus
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.rpc.telemetry.spans import Tracer
+from services.gateway.detached_request import DetachedRequest
 from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.error_responses import kind_of, shortened
 from services.gateway.http.rate_limits import RateLimited, RateLimits
@@ -60,6 +61,15 @@ class RequestRecorder:
         span = begin_span(self._tracer, http_request, endpoint, request_id, self._model_name, now_s)
         return GatewayRequest(request_id, endpoint, datetime.now(UTC), now_s, span, tenant_of(http_request))
 
+    def begin_detached(self, detached: DetachedRequest) -> GatewayRequest:
+        """A request that no connection waits for, with its span."""
+        now_s = self._clock()
+        request_id, endpoint, model = detached.request_id, detached.endpoint, self._model_name
+        span = begin_span(self._tracer, None, endpoint, request_id, model, now_s)
+        request = GatewayRequest(request_id, endpoint, datetime.now(UTC), now_s, span, detached.tenant)
+        request.qos, request.is_metered = detached.qos, detached.is_metered
+        return request
+
     def in_flight(self) -> AbstractContextManager[object]:
         """Counts a request as running inside the block."""
         return self._metrics.in_flight.track_inprogress()
@@ -96,13 +106,21 @@ class RequestRecorder:
         row = request_row(request, request.model or self._model_name, status, http_status, error, gaps_s, now_s)
         end_span(request.span, row, reason)
         num_used = 0 if status == "rejected" else row.prompt_tokens + row.output_tokens
-        self._limits.correct_tokens(request.tenant, num_used - request.num_expected_tokens)
+        if request.is_metered:
+            self._limits.correct_tokens(request.tenant, num_used - request.num_expected_tokens)
         self._ledger.record(row)
         self._count(row, gaps_s)
         self._metrics.vllm_requests.observe(request, row)
         self._telemetry.note_ended(request, row, gaps_s, reason, now_s)
         fields = {**row.as_dict(), "created_at": request.created_at.isoformat()}
         log.info("request.ended", extra={**fields, "labels": self._labels.of(request.generation.labels)})
+
+    def postpone(self, request: GatewayRequest) -> None:
+        """Notes a request that will be run again: it has cost nothing so far."""
+        if request.is_metered:
+            self._limits.correct_tokens(request.tenant, -request.num_expected_tokens)
+        request.span.end(self._clock())
+        log.debug("request.waits", extra={"request_id": request.request_id})
 
     def leave(self, request: GatewayRequest, event: str = "request.left") -> None:
         """Notes a request that another connection will record, or has recorded."""

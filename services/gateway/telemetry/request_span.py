@@ -21,19 +21,23 @@ _OPERATIONS = {
 
 
 def begin_span(
-    tracer: Tracer, request: web.Request, endpoint: str, request_id: str, model: str, arrived_s: float
+    tracer: Tracer, request: web.Request | None, endpoint: str, request_id: str, model: str, arrived_s: float
 ) -> Span:
-    """Opens the span of a request, in the client's trace if its headers name one (W3C traceparent)."""
+    """Opens the span of a request, in the client's trace if its headers name one (W3C traceparent).
+
+    Without `request` nobody waits for it.
+    """
     operation = _OPERATIONS[endpoint]
     attributes = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "halfmoon",
         "gen_ai.request.model": model,
-        "http.request.method": request.method,
-        "url.path": request.path,
         "halfmoon.request_id": request_id,
     }
-    return tracer.request(f"{operation} {model}", request.headers, arrived_s, attributes)
+    if request is not None:
+        attributes |= {"http.request.method": request.method, "url.path": request.path}
+    headers = {} if request is None else request.headers
+    return tracer.request(f"{operation} {model}", headers, arrived_s, attributes)
 
 
 def end_span(span: Span, row: RequestRow, reason: str) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 BUCKET_S = 5.0
 _NUM_BUCKETS = 360  # half an hour
 _EDGES_S = 1e-4 * 1.1 ** np.arange(170)  # up to about 1000 s; percentiles are right within a tenth
-_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 _TOKENS = ("prompt_tokens", "cached_tokens", "prefill_tokens", "output_tokens")
 _OUTCOMES = ("ended", "good", "refused", "failed")
 
@@ -142,7 +142,7 @@ def _gained(before: dict[str, int], now: dict[str, int]) -> int:
 
 
 def _percentiles(histograms: Sequence[Counts]) -> dict[str, list[float | None]]:
-    return {name: [_quantile(counts, share) for counts in histograms] for name, share in _QUANTILES.items()}
+    return {name: [_quantile(counts, share) for counts in histograms] for name, share in QUANTILES.items()}
 
 
 def _quantile(counts: Counts, share: float) -> float | None:
@@ -177,4 +177,4 @@ def _totals(buckets: Sequence[_Bucket]) -> dict[str, Any]:
 
 def _overall(histograms: Iterable[Counts]) -> dict[str, float | None]:
     counts = sum(histograms, _no_counts())
-    return {name: _quantile(counts, share) for name, share in _QUANTILES.items()}
+    return {name: _quantile(counts, share) for name, share in QUANTILES.items()}

@@ -63,7 +63,8 @@ class VllmMetrics(Collector):
         text = "Likewise, by reason: capacity (queued) or deferred (its KV is on its way)"
         yield self._gauge("num_requests_waiting_by_reason", text, waiting, "reason")
         text = "KV blocks in use on all workers, 0 to 1"
-        yield self._gauge("kv_cache_usage_perc", text, kv_usage(members))
+        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the latter in older dashboards
+            yield self._gauge(name, text, kv_usage(members))
         yield self._cache_config(members)
 
     def _cache_config(self, members: Sequence[Member]) -> Metric:

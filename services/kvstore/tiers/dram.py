@@ -190,7 +190,7 @@ class DramTier:
 
 def cells(view: memoryview, layout: KVLayout, part: KVRange) -> Bytes:
     """Selects cells of one raw block; `part` counts tokens from the block's first."""
-    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim * layout.item_bytes)
+    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.row_bytes)
     tokens = slice(part.token_start, part.token_start + part.num_tokens)
     whole = np.frombuffer(view, np.uint8).reshape(shape)
     return whole[part.layer_start : part.layer_end, :, part.head_start : part.head_end, tokens]

@@ -9,6 +9,7 @@ import torch
 
 from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
 from halfmoon.engine.attention.attention_backend import TokenSpan
+from halfmoon.engine.kv_memory.int8_rows import round_rows
 from halfmoon.errors import Incompatible
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
@@ -43,12 +44,16 @@ def spans(*ranges: tuple[int, int]) -> list[TokenSpan]:
     ids=["decodes", "prefill", "both", "one-token chunk"],
 )
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2)])
-def test_a_step_is_that_of_the_reference(ranges: list[tuple[int, int]], num_heads: int, num_kv_heads: int) -> None:
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
+def test_a_step_is_that_of_the_reference(
+    ranges: list[tuple[int, int]], num_heads: int, num_kv_heads: int, is_int8: bool
+) -> None:
     rows = sum(end - start for start, end in ranges)
     generator = torch.Generator().manual_seed(rows)
     fused = torch.randn(rows, num_heads + 2 * num_kv_heads, 16, generator=generator).to(DEVICE)
     q, k, v = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)  # views, as a model hands them over
     memory = torch.randn(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, 16, generator=generator).to(DEVICE)
+    memory = round_rows(memory) if is_int8 else memory
     memories = [memory.clone(), memory.clone()]
     batch = SdpaBackend(BLOCK_TOKENS, DEVICE).step(spans(*ranges))
     expected = attend_reference(q, k, v, memories[0], batch, 0.25)

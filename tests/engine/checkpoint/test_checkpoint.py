@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFWriter
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.checkpoint.convert_gguf import transformers_name
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, UnknownModel
+from tests.engine.gguf_files import write_gguf
 
 TinyCheckpoint = Callable[[str], Checkpoint]
 
@@ -118,41 +119,9 @@ def test_the_demo_is_ready_at_once_the_second_time(demo: Checkpoint) -> None:
 
 @pytest.fixture(scope="module")
 def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of one layer with a byte-level vocabulary, its feed-forward matrices in Q8_0."""
-    rng = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    writer = GGUFWriter(path, "llama")
-    words = [chr(ord("a") + i) for i in range(26)] + ["<s>", "</s>", "<unk>", "ab", "bc", "cd"]
-    writer.add_context_length(128)
-    writer.add_embedding_length(32)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(words))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(words)
-    writer.add_token_merges(["a b", "b c", "c d"])
-    writer.add_bos_token_id(26)
-    writer.add_eos_token_id(27)
-    writer.add_unk_token_id(28)
-    shapes = {"attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32)}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"blk.0.{name}.weight", rng.standard_normal(shape, dtype=np.float32))
-    for name, shape in {"ffn_gate": (64, 34), "ffn_up": (64, 34), "ffn_down": (32, 68)}.items():
-        quantised = rng.integers(0, 255, shape, dtype=np.uint8)
-        quantised.reshape(-1, 34)[:, :2] = np.array([0.01], dtype=np.float16).view(np.uint8)  # the scale of each block
-        writer.add_tensor(f"blk.0.{name}.weight", quantised, raw_dtype=GGMLQuantizationType.Q8_0)
-    for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight"):
-        writer.add_tensor(name, np.ones(32, dtype=np.float32))
-    writer.add_tensor("token_embd.weight", rng.standard_normal((len(words), 32), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    """Its feed-forward matrices are in Q8_0."""
+    matrices = ("ffn_gate", "ffn_up", "ffn_down")
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", 32, dict.fromkeys(matrices, "Q8_0"))
 
 
 class Conversion(NamedTuple):
@@ -179,7 +148,10 @@ def test_gguf_is_converted_once_by_whoever_comes_first(conversion: Conversion) -
     weights = load_file(both[0].path / "model.safetensors")
     assert all(value.dtype == np.float32 for value in weights.values())
     assert weights["model.layers.0.mlp.gate_proj.weight"].shape == (64, 32)
-    assert np.abs(weights["model.layers.0.mlp.gate_proj.weight"]).max() <= 1.29
+    assert np.abs(weights["model.layers.0.mlp.gate_proj.weight"]).max() <= 0.26
+    with safe_open(both[0].path / "model.blocks", "np") as blocks:
+        assert set(blocks.metadata().values()) == {"Q8_0"}
+        assert sorted(name.split(".")[4] for name in blocks.keys()) == ["down_proj", "gate_proj", "up_proj"]  # noqa: SIM118
     assert both[0].model_config.tie_word_embeddings
     assert [path.name for path in (cache / "models").iterdir() if path.is_dir()] == [both[0].path.name]
 

@@ -46,6 +46,8 @@ class HopperTarget:
 
 def paged(dtype: torch.dtype, head_dim: int, num_kv_heads: int = 2) -> PagedKV:
     shape = (num_kv_heads, 128, head_dim)
+    if dtype is torch.int8:
+        return PagedKV.of_layer(torch.zeros(2, num_kv_heads, 128, head_dim + 2, dtype=dtype), 64)
     return PagedKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), 64)
 
 
@@ -85,6 +87,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decode bf16 128": lambda: decode(BF16, 128, 4),
     "prefill bf16 128": lambda: prefill(BF16, 128, 512),
     "store bf16": lambda: store(BF16),
+    "store int8": lambda: store(torch.int8),
     "copies": copies,
     "pointwise": pointwise,
 }
@@ -92,6 +95,8 @@ MORE: dict[str, Callable[[], None]] = {  # not in the test, for its time
     "decode bf16 64": lambda: decode(BF16, 64, 1),
     "decode bf16 96": lambda: decode(BF16, 96, 1),
     "decode bf16 256": lambda: decode(BF16, 256, 1),
+    "decode int8 128": lambda: decode(torch.int8, 128, 4),
+    "prefill int8 128": lambda: prefill(torch.int8, 128, 512),
     "decode fp32 128": lambda: decode(torch.float32, 128, 1, torch.float32),
     "prefill bf16 64": lambda: prefill(BF16, 64, 512),
     "prefill bf16 256": lambda: prefill(BF16, 256, 512),

@@ -64,7 +64,7 @@ def test_agrees_with_the_arena(device: str, block_ids: Tensor) -> None:
     from halfmoon.engine.kv_memory.kv_arena import KVArena
     from halfmoon.kv.kv_layout import KVLayout
 
-    arena = KVArena(KVLayout(3, 2, 32, "float16", BLOCK_TOKENS), 9, torch.float16, device)
+    arena = KVArena(KVLayout(3, 2, 32, "float16", BLOCK_TOKENS), 9, device)
     arena.tensor.copy_(random_arena(torch.float16, device))
     buffer = kernels.gather_blocks(arena.tensor, block_ids, BLOCK_TOKENS, 0, 2, 5, 40)
     assert buffer.cpu().numpy().tobytes() == bytes(arena.read(block_ids.tolist(), 0, 2, 5, 40))

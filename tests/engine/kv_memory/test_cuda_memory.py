@@ -29,7 +29,7 @@ from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.kv.kv_layout import KVLayout
 
 layout = KVLayout(3, 2, 16, "bfloat16", 8)
-arena = KVArena(layout, 10, torch.bfloat16, "cuda", "triton")
+arena = KVArena(layout, 10, "cuda", "triton")
 arena.tensor.copy_(torch.randn(arena.tensor.shape, generator=torch.Generator().manual_seed(1)))
 torch.cuda.synchronize()
 region, exported = CudaMemory(layout).allocate(8 << 20)
@@ -120,11 +120,11 @@ def test_kv_gathered_in_one_process_is_scattered_in_another() -> None:
         assert child.stdout is not None
         said = child.stdout.readline().strip()
         region = CudaMemory(LAYOUT).open(said)
-        arena = KVArena(LAYOUT, 10, torch.bfloat16, "cuda", "triton")
+        arena = KVArena(LAYOUT, 10, "cuda", "triton")
         arena.tensor.zero_()
         torch.cuda.synchronize()
         arena.write(blocks, 0, 3, 0, 40, region.part(2 << 20, 40 * LAYOUT.token_bytes))
-        sent = KVArena(LAYOUT, 10, torch.bfloat16, "cpu")
+        sent = KVArena(LAYOUT, 10, "cpu")
         sent.tensor.copy_(torch.randn(sent.tensor.shape, generator=torch.Generator().manual_seed(1)))
         assert bytes(arena.read(blocks, 0, 3, 0, 40)) == bytes(sent.read(blocks, 0, 3, 0, 40))
         del region

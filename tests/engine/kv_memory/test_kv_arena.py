@@ -41,11 +41,12 @@ def test_bytes_come_out_as_they_went_in(
     dtype: KVDtype, blocks: list[int], layers: tuple[int, int], tokens: tuple[int, int]
 ) -> None:
     layout = KVLayout(3, 2, 8, dtype, BLOCK_TOKENS)
-    arena = KVArena(layout, NUM_BLOCKS, getattr(torch, dtype), "cpu")
+    arena = KVArena(layout, NUM_BLOCKS, "cpu")
     arena.tensor.zero_()
     layer_start, layer_end = layers[0], min(layers[0] + layers[1], 3)
     start, num_tokens = tokens
-    values = torch.randn(layer_end - layer_start, 2, 2, num_tokens, 8).to(arena.tensor.dtype)
+    shape = layout.memory_shape(layer_end - layer_start, num_tokens)
+    values = torch.empty(shape).uniform_(-99, 99).to(arena.tensor.dtype)
     payload = values.view(torch.uint8).numpy().tobytes()
     arena.write(blocks, layer_start, layer_end, start, num_tokens, payload)
     assert bytes(arena.read(blocks, layer_start, layer_end, start, num_tokens)) == payload
@@ -57,7 +58,7 @@ def test_bytes_come_out_as_they_went_in(
 
 def test_two_threads_write_two_sequences() -> None:
     layout = KVLayout(3, 2, 8, "bfloat16", BLOCK_TOKENS)
-    arena = KVArena(layout, NUM_BLOCKS, torch.bfloat16, "cpu")
+    arena = KVArena(layout, NUM_BLOCKS, "cpu")
     sequences = {1: [0, 2, 4], 2: [1, 3, 5]}
 
     def write(fill: int) -> None:

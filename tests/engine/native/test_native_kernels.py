@@ -12,6 +12,7 @@ from torch.nn import functional
 from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
 from halfmoon.engine.attention.attention_backend import TokenSpan
 from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
+from halfmoon.engine.kv_memory.int8_rows import round_rows
 from halfmoon.engine.models.rotary import rotate
 from halfmoon.engine.native.attention import NativeBackend
 from halfmoon.engine.native.compiler import compiled
@@ -55,9 +56,11 @@ def spans(draw: st.DrawFn) -> list[TokenSpan]:
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
 @settings(max_examples=25)
 @given(drawn=spans(), seed=st.integers(0, 99), num_threads=st.sampled_from((1, 2, 5)))
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 def test_attention_equals_the_reference(
     dtype: torch.dtype,
+    is_int8: bool,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -70,13 +73,15 @@ def test_attention_equals_the_reference(
     heads = random(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=seed)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)  # with a stride, as a model has them
     memory = random(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, head_dim, dtype=dtype, seed=seed + 1)
-    memory[:, :, ~seen_slots(drawn)] = torch.nan  # what nobody computed yet must not matter
+    memory = round_rows(memory) if is_int8 else memory
+    memory[:, :, ~seen_slots(drawn)] = -1 if is_int8 else torch.nan  # uncomputed rows must not matter (-1: a NaN scale)
     memories = memory.clone(), memory.clone()
     backend = NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
     batch, plain = backend.step(drawn), SdpaBackend(BLOCK_TOKENS, "cpu").step(drawn)
     for _ in range(2):  # a step has many layers
         got = batch.attend(q, k, v, memories[0], head_dim**-0.5)
         expected = attend_reference(q, k, v, memories[1], plain, head_dim**-0.5)
+        assert torch.equal(memories[0].view(torch.uint8), memories[1].view(torch.uint8))
         torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(memories[0], memories[1], rtol=0, atol=0, equal_nan=True)
 
@@ -224,7 +229,9 @@ def test_a_packed_weight_multiplies(
     x = random(num_rows, num_inputs, dtype=dtype, seed=1)
     bias = random(num_columns, dtype=dtype, seed=2) if with_bias else None
     multiply = library.pack_weight(weight)
-    assert multiply is not None
+    if multiply is None:  # an odd number of inputs, where oneDNN has nothing for bfloat16 either
+        assert (num_inputs % 2, dtype) == (1, torch.bfloat16)
+        return
     expected = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(multiply(x, bias).float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 

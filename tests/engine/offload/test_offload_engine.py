@@ -14,7 +14,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.offload.recompute import Kind, OffloadCosts, Recompute
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.request import EngineRequest, TokenOutput
-from halfmoon.errors import Incompatible
+from halfmoon.errors import Incompatible, InvalidRequest
 from tests.engine.engine_runs import MakeEngine, finish, generate, request, tokens
 
 SCHEDULES: tuple[OffloadSchedule, ...] = ("latency", "throughput")
@@ -208,6 +208,8 @@ def test_too_small_a_budget_is_refused(make_offloading: MakeEngine) -> None:
         make_offloading("opt", num_blocks=2)
     with pytest.raises(Incompatible, match="one rank"):
         make_offloading("opt", tensor_parallel=2)
+    with pytest.raises(Incompatible, match="leave out --offload-kv or --kv-dtype"):
+        make_offloading("opt", kv_dtype="int8")
 
 
 def test_inputs_are_kept_only_where_they_are_smaller(
@@ -217,3 +219,22 @@ def test_inputs_are_kept_only_where_they_are_smaller(
         make_offloading("llama").close()
     [record] = [record for record in caplog.records if record.message == "offload.inputs_not_kept"]
     assert "64 numbers a token, K and V only 64" in record.reason  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_log_probabilities_of_prompts_and_no_embeddings(
+    make_engine: MakeEngine, make_offloading: Callable[..., Engine], schedule: OffloadSchedule
+) -> None:
+    def found(engine: Engine) -> dict[str, list[float]]:
+        for one in some():
+            engine.add(replace(one, sampling=replace(one.sampling, num_prompt_logprobs=0)))
+        outputs = finish(engine)
+        return {one.request_id: [row.logprob for row in one.prompt_logprobs] for one in outputs if one.prompt_logprobs}
+
+    engine = make_offloading("llama", schedule)
+    ours, expected = found(engine), found(make_engine("llama"))
+    assert ours.keys() == expected.keys() == {one.request_id for one in some()}
+    for name, logprobs in expected.items():
+        assert ours[name] == pytest.approx(logprobs, abs=1e-4)
+    with pytest.raises(InvalidRequest, match="KV on the host"):
+        engine.add(request(pooling="last"))

@@ -26,7 +26,7 @@ def keys_values(layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make() -> TieredKV:
-    return TieredKV(KVArena(LAYOUT, NUM_DEVICE, torch.float32, "cpu"), NUM_HOST, LAYOUT, keys_values)
+    return TieredKV(KVArena(LAYOUT, NUM_DEVICE, "cpu"), NUM_HOST, LAYOUT, keys_values)
 
 
 def values(seed: int, num_tokens: int) -> np.ndarray:

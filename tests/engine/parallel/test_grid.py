@@ -102,7 +102,7 @@ def test_an_engine_refuses_before_it_starts_a_process(tiny_checkpoint: Tiny) -> 
     for config, message in (
         (EngineConfig(num_blocks=4, tensor_parallel=3), "attention heads"),
         (EngineConfig(num_blocks=4, pipeline_parallel=4), "layers"),
-        (EngineConfig(kv_memory_bytes=2 * 1023, pipeline_parallel=2), "does not hold one block"),
+        (EngineConfig(dtype="float32", kv_memory_bytes=2 * 1023, pipeline_parallel=2), "does not hold one block"),
     ):
         with pytest.raises(Incompatible, match=message):
             ParallelRunner(tiny_checkpoint("llama"), config, layout)

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,8 +27,9 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.parallel.messages import ReadKV
-from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SamplingParams
+from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SamplingParams, TokenLogprobs, TokenOutput
 from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed
+from halfmoon.kv.codec import Codec, decode
 from halfmoon.kv.frame_plan import Written
 
 T = TypeVar("T")
@@ -146,6 +148,24 @@ def test_kv_moves_between_differently_cut_workers(
         assert hand_over(one, many, wanted) == expected
     for engine in (one, many):
         assert engine.stats().num_free_blocks == engine.num_blocks
+
+
+def test_ranks_round_kv_to_int8_as_one_process_does(start_engine: StartEngine) -> None:
+    one, many = (start_engine(tensor, kv_dtype="int8", prefix_cache=False) for tensor in (1, 2))
+    wanted, layout = request("a", 20, prefill_only=True), one.layout
+    numbers = []
+    for engine in (one, many):
+        generate(engine, wanted)
+        rows = engine.kv_read("a", 0, layout.num_layers, 0, 20)
+        assert rows.nbytes == 20 * layout.token_bytes
+        bits = decode(Codec.RAW, rows, layout.shape(layout.num_layers, 20), "int8", "float32")
+        numbers.append(torch.from_numpy(bits.view("f4")))
+    torch.testing.assert_close(*numbers, atol=float(numbers[0].abs().max()) / 100, rtol=0)
+    many.reserve(request("b", 20))
+    part = (0, layout.num_layers, 0, 20)
+    many.kv_write("b", *part, one.kv_read("a", *part))
+    many.start("b", 5)
+    assert len(finish(many)["b"]) == 9
 
 
 def test_kv_bytes_are_canonical_and_checked(shared_engine: StartEngine) -> None:
@@ -408,3 +428,30 @@ def test_a_layer_is_told_when_every_rank_has_written_it(
     finish(engine)
     engine.cancel_all()
     assert heard == [*(Written(0, 20, count) for count in layers), Written(20), None]
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_log_probabilities_of_prompts_are_those_of_one_device(
+    shared_engine: Callable[..., Engine], tensor: int, pipeline: int
+) -> None:
+    def found(engine: Engine) -> list[TokenLogprobs]:
+        wanted = request("r", 40, 1)
+        engine.add(replace(wanted, sampling=replace(wanted.sampling, num_prompt_logprobs=2)))
+        outputs: list[TokenOutput] = []
+        while engine.has_work():
+            outputs += engine.step().outputs
+        return list(outputs[0].prompt_logprobs)
+
+    expected, ours = found(shared_engine()), found(shared_engine(tensor, pipeline))
+    assert len(ours) == len(expected) == 39
+    for one, other in zip(ours, expected, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.rank == other.rank
+
+
+def test_embeddings_are_refused_before_anything_is_computed(shared_engine: Callable[..., Engine]) -> None:
+    wanted = request("r", 8, 1)
+    with pytest.raises(InvalidRequest, match="several ranks") as refusal:
+        shared_engine(2, 1).add(replace(wanted, sampling=replace(wanted.sampling, pooling="mean")))
+    assert refusal.value.param == "pooling"
+    assert not shared_engine(2, 1).has_work()

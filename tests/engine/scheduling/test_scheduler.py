@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,12 +20,14 @@ BLOCK_TOKENS = 4
 
 def make(num_blocks: int = 16, **limits: int) -> tuple[Scheduler, PrefixCache]:
     cache = PrefixCache(BlockPool(num_blocks), BLOCK_TOKENS, None)
-    chosen = SchedulerLimits(**{"max_batch_tokens": 32, "max_running": 8, **limits})
-    return Scheduler(cache, BLOCK_TOKENS, chosen), cache
+    chosen: dict[str, Any] = {"max_batch_tokens": 32, "max_running": 8, **limits}
+    return Scheduler(cache, BLOCK_TOKENS, SchedulerLimits(**chosen)), cache
 
 
-def sequence(order: int, prompt: int, max_tokens: int = 1, priority: int = 0) -> Sequence:
-    sampling = SamplingParams(max_tokens=max_tokens)
+def sequence(
+    order: int, prompt: int, max_tokens: int = 1, priority: int = 0, prompt_logprobs: int | None = None
+) -> Sequence:
+    sampling = SamplingParams(max_tokens=max_tokens, num_prompt_logprobs=prompt_logprobs)
     return Sequence(EngineRequest(f"r{order}", tuple(range(prompt)), sampling, priority=priority), order)
 
 
@@ -190,6 +194,20 @@ def test_a_long_prompt_yields_to_nobody_else(behind: tuple[int, int], num_blocks
     scheduler.add(sequence(0, 100))
     scheduler.add(sequence(1, behind[0], priority=behind[1]))
     assert tokens(scheduler.schedule()) == {"r0": 32}
+
+
+def test_prompts_with_log_probabilities_share_the_logits_of_a_step() -> None:
+    scheduler, _ = make(num_blocks=300, max_batch_tokens=1_000)
+    for order in range(3):
+        scheduler.add(sequence(order, 200, prompt_logprobs=0))
+    scheduler.add(sequence(3, 100))
+    steps = []
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        steps.append(tokens(step))
+        assert sum(item.num_logits for item in step.scheduled if item.sequence.needs_all_outputs) <= 256
+        advance(scheduler, step)
+    assert steps == [{"r0": 200, "r1": 56, "r3": 100}, {"r1": 144, "r2": 112}, {"r2": 88}]
 
 
 def test_priority_goes_before_arrival() -> None:

@@ -118,6 +118,14 @@ def test_special_tokens_are_text_where_that_is_asked_for(tokenizer: Tokenizer) -
         assert text == tokenizer.decode(ids, skip_special_tokens=skips)
 
 
+def test_single_tokens_can_be_hidden_where_special_ones_are_shown(tokenizer: Tokenizer) -> None:
+    ids = [1, *tokenizer.encode("one"), 2]
+    assert {1, 2} <= tokenizer.special_token_ids
+    stream = Detokenizer(tokenizer, False, tokenizer.special_token_ids - {1})
+    text = "".join(stream.push(token_id) for token_id in ids) + stream.flush()
+    assert text == f"{tokenizer.token_name(1)}one"
+
+
 def checkpoint_at(path: Path, **config: Any) -> Checkpoint:
     """A directory whose tokenizer knows a few sentencepiece-like words."""
     words = {"▁Hello": 0, "▁world": 1, "<0xE2>": 2, "<0x82>": 3, "<0xAC>": 4, "!": 5}

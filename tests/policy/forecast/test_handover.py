@@ -48,17 +48,21 @@ def test_it_waits_behind_what_is_on_its_way() -> None:
     assert predicted((0, 0, 0), ahead=1e6, ttft_s=0.2, queue_s=0.19).exposed_s[2] == pytest.approx(0.0005)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 90), st.integers(0, 5), st.booleans()), max_size=40))
-def test_the_queue_is_the_sum_of_those_in_it(steps: list[tuple[int, int, int, bool]]) -> None:
-    queue, there = HandoverQueue(), dict[str, tuple[int, float]]()
-    for name, row, num_bytes, joins in steps:
+STEPS = st.tuples(st.integers(0, 200), st.integers(0, 90), st.integers(0, 5), st.integers(0, 9), st.booleans())
+
+
+@given(st.lists(STEPS, max_size=300))
+def test_the_queue_is_the_sum_of_those_in_it_that_end_before(steps: list[tuple[int, int, int, int, bool]]) -> None:
+    queue, there = HandoverQueue(), dict[int, tuple[int, int, int]]()
+    for name, row, num_bytes, at_s, joins in steps:
         if joins:
-            queue.join(str(name), row, float(num_bytes))
-            there[str(name)] = row, float(num_bytes)
+            queue.join(str(name), row, float(num_bytes), float(at_s))
+            there[name] = row, num_bytes, at_s
         else:
             queue.leave(str(name))
-            there.pop(str(name), None)
+            there.pop(name, None)
+    for until_s in (-1, 4, 9):
         expected = np.zeros(100)
-        for at, waiting in there.values():
-            expected[at] += waiting
-        assert queue.ahead_bytes(100).tolist() == expected.tolist()
+        for row, num_bytes, at_s in there.values():
+            expected[row] += num_bytes if at_s <= until_s else 0
+        assert queue.ahead_bytes(100, until_s).tolist() == expected.tolist()

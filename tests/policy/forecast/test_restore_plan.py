@@ -99,15 +99,27 @@ def test_what_a_step_hides_is_what_its_layers_do_not_wait_for(step_s: float, num
     assert layers.wait_s(1.0, load_s) == pytest.approx(end_s - step_s)
     assert layers.wait_s(0.0, 0.0) == 0
     if load_s <= step_s:
-        assert until_step_s(1e9, 0.0, load_s, step_s, num_passes, 0.0) == pytest.approx(end_s - step_s)
+        begin_s = until_step_s(1e9, 0.0, load_s, step_s, num_passes, overhead_s=0.0)
+        assert begin_s == (pytest.approx(end_s - step_s) if load_s > load_s / num_passes else 1e9), (
+            "never after the load"
+        )
 
 
 def test_all_comes_by_layer_where_a_longer_step_hides_it() -> None:
     costs = RestoreCosts(1e-3, 1e-4, load_queue_s=0.3)
     load_s = 20 * BLOCK * 1e-4
     met = RestorePlan(0, 20, 0.3 + load_s)
-    found = or_by_layer(met, costs, BLOCK, LayerLoads(load_s, 5, 0.02))
+    found = or_by_layer(met, costs, BLOCK, LayerLoads(load_s, 5, 0.02), 20)
     assert found.method == "layers"
     assert found.seconds == pytest.approx(0.3 + load_s / 5 + 0.02)
     for layers in (LayerLoads(0.9 * load_s, 5), LayerLoads(100 * load_s, 5), LayerLoads(load_s, 0)):
-        assert or_by_layer(met, costs, BLOCK, layers) is met
+        assert or_by_layer(met, costs, BLOCK, layers, 20) is met
+    assert or_by_layer(met, costs, BLOCK, LayerLoads(load_s, 5, 0.02), 19) is met, "not all at once"
+
+
+@given(st.floats(0, 2), st.floats(0, 2), st.floats(0, 5), st.floats(0.0, 20.0), st.integers(0, 30))
+def test_a_step_never_begins_later_by_layer_than_by_block(
+    wait_s: float, load_s: float, step_s: float, other_s: float, num_passes: int
+) -> None:
+    seconds = until_step_s(other_s, wait_s, load_s, step_s, num_passes)
+    assert seconds == other_s or seconds < min(other_s, wait_s + load_s)

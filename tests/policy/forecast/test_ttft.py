@@ -128,6 +128,16 @@ def test_a_step_that_waits_for_layers_begins_before_all_is_loaded() -> None:
     assert ttft.ready_s_of(0) == pytest.approx(1.04)
     assert ttft.transfer_s_of(0) == pytest.approx(5.0)
     assert ttft.seconds[0] == pytest.approx(1.04 + step_s)
+    small = view_of([replace(by_block, layer_passes=5), replace(P, total_blocks=8 * 98)])
+    assert estimate(small, [0, 50]).ready_s_of(0) == pytest.approx(2.5, rel=0.1), "one reader may hold 49 blocks of it"
+
+
+def test_a_busy_worker_has_no_layers_come_later_than_its_blocks() -> None:
+    """10 ms of loading, 40 ms more by layer, and a queue of a second before the step may begin."""
+    waiting = replace(P, fetch_s_per_token=2e-5, step_tokens=1_000, layer_passes=5, prefill_free_s=11.0)
+    ttft = estimate(view_of([waiting, P]), [0, 50])
+    assert ttft.transfer_s_of(0) == pytest.approx(0.01)
+    assert ttft.ready_s_of(0) == ttft.transfer_s_of(0)
 
 
 def test_a_transfer_that_waits_for_others_is_weighed_against_computing() -> None:

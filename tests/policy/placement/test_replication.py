@@ -75,3 +75,18 @@ def test_no_copy_where_a_holder_is_free_or_nobody_else_can_load() -> None:
         assert next_holder(view, short, placed(view, 0, 0.0, 0.5, 0.0)) is None
     nothing = replace(PROMPT, cached_blocks=np.zeros(5, dtype=np.int64))
     assert next_holder(view_of(), nothing, placed(view, 0, 0.0, 0.5, 0.0)) is None
+
+
+def test_a_copy_goes_to_a_worker_of_the_same_kind_of_kv_with_room() -> None:
+    """The prefix counts as far as such workers have it: the decode worker, which has six blocks, is of another kind."""
+    view = view_of()
+    queues = 0.0, 0.5, 0.0
+    same_kv = np.array([True, True, True, False])
+    assert next_holder(view, PROMPT, placed(view, 0, *queues), same_kv) == NextHolder(2, 5, 3)
+    same_kv[2] = False
+    assert next_holder(view, PROMPT, placed(view, 0, *queues), same_kv) is None
+    for free_blocks, target in ((3, None), (4, NextHolder(2, 6, 4))):
+        view = view_of(free_blocks=free_blocks)
+        view.remove("w1")  # no room is asked of who has most of it
+        view.put(replace(view.worker(0), worker_id="w1", address="a:1", holder=1))
+        assert next_holder(view, PROMPT, placed(view, 0, *queues)) == target

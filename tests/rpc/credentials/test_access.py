@@ -85,7 +85,7 @@ def test_roles_have_what_they_need_and_no_more(role: ClusterRole, method: str, i
 class Decode(decode_pb2_grpc.DecodeServicer):
     """Answers everybody who gets through to it."""
 
-    Settle = Find = Adopt = None  # type: ignore[assignment]
+    Settle = Find = Adopt = EmptyCache = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.num_calls = 0

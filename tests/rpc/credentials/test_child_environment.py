@@ -53,7 +53,7 @@ CLOUDS = {name for name in OTHERS if name.startswith(("AWS_", "GOOGLE_", "AZURE_
     ("module", "own"),
     [
         ("", set()),
-        ("services.gateway.constraints.check_main", set()),
+        ("services.gateway.sandbox.sandbox_main", set()),
         ("services.planner.job_main", HUB),
         ("halfmoon.engine.checkpoint.prepare", HUB),
         ("services.decode", HUB | {"OTEL_EXPORTER_OTLP_HEADERS"}),

@@ -57,7 +57,7 @@ def certificates(tmp_path: Path) -> Certificates:
 class Admin(kvstore_pb2_grpc.KVStoreAdminServicer):
     """Drops; the other methods are not called."""
 
-    List = Pin = Verify = None  # type: ignore[assignment]
+    List = Pin = Verify = Empty = None  # type: ignore[assignment]
 
     async def Drop(self, request: kvstore_pb2.DropRequest, context: Any) -> kvstore_pb2.DropResponse:
         return kvstore_pb2.DropResponse(num_dropped=7)

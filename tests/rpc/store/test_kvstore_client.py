@@ -6,16 +6,26 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
 from halfmoon.catalog.block_identity import block_id
 from halfmoon.catalog.entry import Tier
-from halfmoon.errors import DataLoss, DeadlineExceeded, Incompatible, NoCapacity, NotFound, Unavailable
+from halfmoon.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    Incompatible,
+    InvalidRequest,
+    NoCapacity,
+    NotFound,
+    Unavailable,
+)
 from halfmoon.kv.codec import Codec
+from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import kvstore_pb2
@@ -74,19 +84,25 @@ async def test_a_block_comes_back_as_it_went(transports: tuple[str, ...]) -> Non
         store.pool.dram.check_integrity()
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd", "int8"])
-@pytest.mark.parametrize("layers_at_once", [1, 2, 9])
-async def test_layers_of_all_blocks_come_before_the_next_layers_of_any(codec: str, layers_at_once: int) -> None:
-    async with served(dram_codec=codec) as (_, address), client(address) as it:
-        for block in KEYS[:3]:
-            await it.put(block, BIG, content(block, BIG), deadline_s=LIMIT_S)
-        whole = [bytes(await it.get(block, BIG, deadline_s=LIMIT_S)) for block in KEYS[:3]]
-        run = it.get_run(KEYS[:4], BIG, layers_at_once=layers_at_once, deadline_s=LIMIT_S)
-        async with aclosing(run) as parts:
-            came = [bytes(part) async for part in parts]
-    step = BIG.block_bytes // BIG.num_layers * layers_at_once
-    first = [block[:step] for block in whole]
-    assert came == first, "a run ends at the first absent block, whichever layers are left"
+async def test_a_short_get_says_how_fast_its_blocks_came() -> None:
+    """And an empty one leaves what another one learns at the same time."""
+    async with served() as (_, address), client(address) as it:
+        await it.put(KEYS[0], BIG, content(KEYS[0], BIG), deadline_s=LIMIT_S)
+        async with aclosing(it.get_run(KEYS[:2], BIG, deadline_s=LIMIT_S)) as blocks:
+            await anext(blocks)
+            with pytest.raises(NotFound):
+                await it.get(KEYS[3], BIG, deadline_s=LIMIT_S)
+            with pytest.raises(StopAsyncIteration):
+                await anext(blocks)
+        assert it.inbound.estimators[Codec.RAW].estimate is not None
+
+
+async def test_a_store_sends_no_layers_apart() -> None:
+    async with served() as (_, address), client(address) as it:
+        await it.put(KEYS[0], BIG, content(KEYS[0], BIG), deadline_s=LIMIT_S)
+        assert (await it.look_up(KEYS[:1], deadline_s=LIMIT_S)).most_by_layer == 0
+        with pytest.raises(InvalidRequest, match="all its layers"):
+            await anext(it.get_layers(KEYS[:1], BIG, 1, deadline_s=LIMIT_S))
 
 
 def values(seed: int) -> bytes:
@@ -96,22 +112,42 @@ def values(seed: int) -> bytes:
 
 
 @pytest.mark.parametrize("codec", [Codec.LZ4, Codec.ZSTD])
-@pytest.mark.parametrize(("kept", "layers_at_once"), [("raw", 0), ("raw", 1), ("zstd", 0)])
-async def test_blocks_travel_compressed_and_come_exactly(codec: Codec, kept: str, layers_at_once: int) -> None:
+@pytest.mark.parametrize("kept", ["raw", "zstd"])
+async def test_blocks_travel_compressed_and_come_exactly(codec: Codec, kept: str) -> None:
     async with served(dram_codec=kept) as (_, address), client(address) as it:
         for seed, block in enumerate(KEYS[:2]):
             await it.put(block, BIG, values(seed), deadline_s=LIMIT_S)
-        run = it.get_run(KEYS[:2], BIG, layers_at_once=layers_at_once, codec=codec, deadline_s=LIMIT_S)
+        run = it.get_run(KEYS[:2], BIG, codec=codec, deadline_s=LIMIT_S)
         async with aclosing(run) as parts:
             came = b"".join([bytes(part) async for part in parts])
-        if layers_at_once:
-            cells = np.frombuffer(came, np.uint8).reshape(BIG.num_layers, 2, -1).swapaxes(0, 1)
-            came = cells.tobytes()
         assert came == values(0) + values(1)
-        assert it.inbound.num_raw_bytes[codec] == len(came)
-        assert it.inbound.num_bytes[codec] < 0.95 * len(came)
+        ((asked, sizes),) = it.inbound.take_sizes().items()
+        assert (asked, sizes.raw_bytes) == (codec, len(came))
+        assert sizes.encoded_bytes < 0.95 * len(came)
+        assert it.inbound.take_sizes() == {}, "each Get counts once"
         assert it.inbound.estimators[codec].estimate is not None
         assert it.inbound.estimators[Codec.RAW].estimate is None, "other codecs say nothing of raw KV"
+
+
+@pytest.mark.parametrize("codec", [Codec.LZ4, Codec.ZSTD])
+async def test_a_block_goes_as_it_is_kept_where_it_fits_a_frame(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, part = replace(BIG, num_layers=1), KVRange(0, 1, 1, 3, 0, 7)
+    block = values(0)[: layout.block_bytes]
+    async with served(dram_codec=codec.name.lower()) as (_, address), client(address) as it:
+        for key in KEYS[:2]:
+            await it.put(key, layout, block, deadline_s=LIMIT_S)
+        with monkeypatch.context() as patched:
+            patched.setattr(EntryCodec, "decode", not_called)
+            patched.setattr(block_streams, "encode", not_called)
+            async with aclosing(it.get_run(KEYS[:2], layout, codec=codec, deadline_s=LIMIT_S)) as blocks:
+                assert [bytes(cells) async for cells in blocks] == [block] * 2
+        async with aclosing(it.get_run(KEYS[:1], layout, part, codec, deadline_s=LIMIT_S)) as blocks:
+            cells = np.frombuffer(block, np.float16).reshape(layout.shape(1, layout.block_tokens))
+            assert bytes(await anext(blocks)) == cells[:, :, 1:3, :7].tobytes()
+
+
+def not_called(*arguments: object) -> NoReturn:
+    raise AssertionError("the block was decoded, or encoded again")
 
 
 async def test_what_does_not_compress_or_cannot_be_travels_raw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,12 +156,12 @@ async def test_what_does_not_compress_or_cannot_be_travels_raw(monkeypatch: pyte
         await it.put(KEYS[0], BIG, noise, deadline_s=LIMIT_S)
         async with aclosing(it.get_run(KEYS[:1], BIG, codec=Codec.LZ4, deadline_s=LIMIT_S)) as blocks:
             assert [bytes(block) async for block in blocks] == [noise]
-        assert it.inbound.num_bytes[Codec.LZ4] == len(noise)
+        assert it.inbound.take_sizes() == {Codec.LZ4: (len(noise), len(noise))}
         await it.put(KEYS[1], BIG, values(1), deadline_s=LIMIT_S)
         monkeypatch.setattr(block_streams, "decodable", lambda: frozenset({Codec.RAW}))  # as without the packages
         async with aclosing(it.get_run(KEYS[1:2], BIG, codec=Codec.ZSTD, deadline_s=LIMIT_S)) as blocks:
             assert [bytes(block) async for block in blocks] == [values(1)]
-        assert it.inbound.num_bytes[Codec.ZSTD] == len(noise)
+        assert it.inbound.take_sizes() == {Codec.ZSTD: (len(noise), len(noise))}
 
 
 async def test_a_lossy_codec_is_not_asked_of_a_store() -> None:

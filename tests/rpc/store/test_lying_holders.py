@@ -37,6 +37,7 @@ class Liar:
     def __init__(self) -> None:
         self.matched = kvstore_pb2.MatchResponse()
         self.taken = kvstore_pb2.TakeResponse()
+        self.before: list[Frame] = []
         self.data = Frame(FrameKind.DATA, bytes(16), LAYOUT.fingerprint(), 0, WHOLE, payload=bytes(LAYOUT.block_bytes))
 
     async def match(self, request: object, context: grpc.aio.ServicerContext) -> kvstore_pb2.MatchResponse:
@@ -47,6 +48,8 @@ class Liar:
 
     async def get(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         await anext(messages)
+        for frame in self.before:
+            yield encode_frame(frame)
         yield encode_frame(self.data)
 
     async def put(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
@@ -124,6 +127,17 @@ async def test_a_block_of_another_layout_encoding_or_size_is_a_miss(changes: dic
         liar.data = replace(liar.data, **changes)  # type: ignore[arg-type]
         with pytest.raises(DataLoss):
             await client.get(KEYS[0], LAYOUT, deadline_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("num_blocks", [None, 0, 4, 2])
+async def test_a_get_by_layer_without_as_many_blocks_as_were_promised_is_a_miss(num_blocks: int | None) -> None:
+    """Of three: no promise, none, too many, and two of which one comes, twice."""
+    liar = Liar()
+    liar.before = [] if num_blocks is None else [replace(liar.data, kind=FrameKind.ACCEPT, sequence=num_blocks)]
+    liar.before += [liar.data] if num_blocks == 2 else []
+    async with asked(liar) as client, aclosing(client.get_layers(KEYS, LAYOUT, 2, deadline_s=LIMIT_S)) as parts:
+        with pytest.raises(DataLoss):
+            await anext(parts)
 
 
 @pytest.mark.parametrize("payload", [b"no encoding", zstandard.compress(bytes(1 << 24)), b""])

@@ -41,7 +41,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 class Refusing(decode_pb2_grpc.DecodeServicer):
     """Refuses, and does a part of it as a span of its own."""
 
-    Settle = Find = Adopt = None  # type: ignore[assignment]
+    Settle = Find = Adopt = EmptyCache = None  # type: ignore[assignment]
 
     async def Tokens(
         self, request: decode_pb2.TokensRequest, context: grpc.aio.ServicerContext

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from halfmoon.rpc.transport.estimate import LinkEstimator
+from halfmoon.rpc.transport.estimate import LinkEstimate, LinkEstimator
 
 MB = 1_000_000
 
@@ -18,6 +18,17 @@ def transfer(estimator: LinkEstimator, num_bytes: int, now_s: float, seconds: fl
     for number in range(num_frames):
         estimator.consumed(num_bytes // num_frames, now_s + seconds * (number + 1) / num_frames)
     return now_s + seconds
+
+
+def test_bytes_that_the_other_end_withdraws_end_no_period() -> None:
+    estimator = LinkEstimator()
+    estimator.sent(1000, 0.0)
+    estimator.sent(3000, 0.0)
+    estimator.consumed(1000, 1.0)
+    estimator.withdrawn(2000, 1.0)
+    assert estimator.estimate is None, "more is on its way"
+    estimator.consumed(1000, 2.0)
+    assert estimator.estimate == LinkEstimate(1000.0, 0.0)
 
 
 def test_nothing_is_known_before_the_first_transfer() -> None:

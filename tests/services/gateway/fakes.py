@@ -22,6 +22,8 @@ from halfmoon.pb.decode_pb2 import (
     AdoptRequest,
     CancelRequest,
     CancelResponse,
+    EmptyCacheRequest,
+    EmptyCacheResponse,
     FindRequest,
     FindResponse,
     SettleRequest,
@@ -85,9 +87,11 @@ class ByteTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
+        render: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> str:
         """One line a message. What is not in every message is written only where it is."""
+        if render is not None:
+            return render({"messages": messages, "tools": tools})
         head = f"tools:{json.dumps(tools)}\n" if tools else ""
         lines = (f"{self._speaker(one)}:{one['content']}{self._calls(one)}\n" for one in messages)
         extra = f"kwargs:{json.dumps(template_kwargs)}\n" if template_kwargs else ""
@@ -207,6 +211,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.calls = Calls()
         self.refuse: list[HalfmoonError] = []  # raised by the next Prefill calls
         self.refuse_cancels: list[HalfmoonError] = []
+        self.refuse_emptying: HalfmoonError | None = None
         self.on_prefill: OnPrefill | None = None
         self.address = ""
         self.changes: Mapping[str, Any] = {}  # of its identity
@@ -317,6 +322,11 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         await self.finds_answered.wait()
         return FindResponse(answers=self.kept.find(request.key))
 
+    async def EmptyCache(self, request: EmptyCacheRequest, context: grpc.aio.ServicerContext) -> EmptyCacheResponse:
+        if self.refuse_emptying is not None:
+            raise self.refuse_emptying
+        return EmptyCacheResponse(num_left=0)
+
     async def Adopt(self, request: AdoptRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[AdoptedTokens]:
         before, kept = self.kept.owner(request.request_id), self.kept.adopt(request.request_id, request.gateway_id)
         if before != request.gateway_id and before in self.steps and kept.ended_s is None:
@@ -405,8 +415,9 @@ class FakeWorker(PrefillServicer, DecodeServicer):
 class Life:
     """Owns the gateway's life in a task of its own, so that a test may end it while it looks on."""
 
-    def __init__(self, settings: GatewaySettings, tracer: Tracer = NO_TRACER) -> None:
+    def __init__(self, settings: GatewaySettings, tracer: Tracer = NO_TRACER, model: ServedModel | None = None) -> None:
         self._settings = settings
+        self._model = model or served_model(settings.model_alias)
         self._tracer = tracer
         self._end = asyncio.Event()
         self._started: asyncio.Future[RunningGateway] = asyncio.get_running_loop().create_future()
@@ -424,8 +435,7 @@ class Life:
         await self._task
 
     async def _live(self) -> None:
-        model = served_model(self._settings.model_alias)
-        async with running_gateway(self._settings, model, self._tracer) as gateway:
+        async with running_gateway(self._settings, self._model, self._tracer) as gateway:
             self._started.set_result(gateway)
             await self._end.wait()
 
@@ -504,7 +514,9 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running_fleet(tmp_path: Path, tracer: Tracer = NO_TRACER, **settings: Any) -> AsyncIterator[Fleet]:
+async def running_fleet(
+    tmp_path: Path, tracer: Tracer = NO_TRACER, model: ServedModel | None = None, **settings: Any
+) -> AsyncIterator[Fleet]:
     calm = {
         "heartbeat_interval_s": 1000.0,
         "drain_s": 0.0,
@@ -513,7 +525,7 @@ async def running_fleet(tmp_path: Path, tracer: Tracer = NO_TRACER, **settings: 
     }
     chosen = GatewaySettings(port=0, state_dir=tmp_path, **{**calm, **settings})
     async with AsyncExitStack() as stack:
-        life = Life(chosen, tracer)
+        life = Life(chosen, tracer, model)
         gateway = await life.start()
         stack.push_async_callback(life.stop)
         fleet = Fleet(stack, gateway, life)

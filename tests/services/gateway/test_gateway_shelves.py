@@ -13,15 +13,19 @@ ORDER = (
     "settings",
     "cluster",
     "http",
-    "constraints",
+    "sandbox",
     "replies",
     "openai",
     "progress",
     "repeatable",
     "request",
+    "detached_request",
+    "leased_tasks",
     "telemetry",
     "routing",
     "control",
+    "responses",
+    "batches",
 )
 
 

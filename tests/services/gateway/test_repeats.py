@@ -287,6 +287,20 @@ async def test_an_answer_that_is_lost_during_the_adoption_goes_on_elsewhere(tmp_
         assert [generation.repeatable.attempt for generation in generations] == [0, 1]
 
 
+async def test_a_kept_answer_without_the_log_probabilities_of_its_prompt_is_computed_again(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    body = {"model": MODEL, "prompt": "hi", "echo": True, "logprobs": 0, "max_tokens": 9}
+    async with two_gateways(tmp_path, Script(TEXT, gate, tokens_before_gate=3)) as (one, other, prefill, decode):
+        answering = asyncio.ensure_future(whole(one, body, KEY, "completions"))
+        await soon(prefill.calls.prefill_ended.wait())
+        gate.set()
+        decode.steps[one.cluster.gateway_id].put_nowait(Unavailable("the stream broke"))
+        answer = await soon(answering)
+        assert answer[0] == 200
+        assert await whole(other, body, KEY, "completions") == answer
+        assert [bool(request.generation.output_token_ids) for request in prefill.calls.prefills] == [False, True, False]
+
+
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {**STREAM, "logprobs": True, "top_logprobs": 2}, TEXT),
     ("chat/completions", {**STREAM, "stop": ["wö"], "n": 1}, TEXT),

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from halfmoon.pb.types_pb2 import NOT_FINISHED, SamplingParams, Token
 from halfmoon.policy.admission.qos_classes import QosClass
 from services.gateway.openai.generation_request import GenerationRequest
+from services.gateway.replies.reply_format import Usage
 from services.gateway.request import GatewayRequest
 from tests.services.gateway.fakes import served_model
 
@@ -40,7 +41,7 @@ def test_a_prompt_counts_once_however_many_outputs_it_has() -> None:
     for output in request.outputs:
         output.text.push([Token(token_id=97, finish_reason=NOT_FINISHED)])
         output.progress.cached_tokens = 1
-    assert request.usage() == (4, 2, 4)
+    assert request.usage() == Usage(4, 2, 4)
 
 
 def test_times_are_those_of_all_outputs() -> None:
@@ -56,4 +57,4 @@ def test_times_are_those_of_all_outputs() -> None:
 
 def test_before_tokenization_a_request_has_no_outputs() -> None:
     request = GatewayRequest("r", "completions", datetime.now(UTC), 0.0)
-    assert (request.outputs, request.usage(), request.ttft_s) == ([], (0, 0, 0), None)
+    assert (request.outputs, request.usage(), request.ttft_s) == ([], Usage(0, 0, 0), None)

@@ -10,21 +10,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
-from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.pb.types_pb2 import SamplingParams
-from services.gateway.openai.messages import Message
-from services.gateway.openai.prompts import text_of_chat
-from services.gateway.openai.schemas import ChatBody
-from services.gateway.openai.served_model import ServedModel
-from tests.services.gateway.fakes import MODEL, ByteTokenizer, Fleet, Script, running_fleet, served_model
+from tests.services.gateway.fakes import MODEL, Fleet, Script, running_fleet, served_model
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 async def answer(fleet: Fleet, path: str, **body: Any) -> tuple[int, Any]:
-    said = {"messages": HI} if path == CHAT else {"prompt": "hi"} if path == COMPLETIONS else {"input": "hi"}
+    own: dict[str, dict[str, Any]] = {CHAT: {"messages": HI}, COMPLETIONS: {"prompt": "hi"}, "/tokenize": {}}
+    said = own.get(path, {"input": "hi"})
     async with aiohttp.ClientSession(fleet.http) as session, session.post(path, json={**said, **body}) as response:
         return response.status, await response.json()
 
@@ -66,46 +61,33 @@ async def test_what_cannot_be_is_refused_by_name(tmp_path: Path, extra: dict[str
         assert (status, said["error"]["param"]) == (400, param), said
 
 
-async def test_documents_are_for_templates_that_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_documents_are_for_templates_that_read_them(tmp_path: Path) -> None:
     documents = [{"title": "t", "text": "x"}]
-    async with running_fleet(tmp_path) as fleet:
+    model = dataclasses.replace(served_model(), takes_documents=True)
+    async with running_fleet(tmp_path, model=model) as fleet:
         prefill, _ = await fleet.pair()
         status, _ = await answer(fleet, CHAT, documents=documents)
         prompt = bytes(prefill.calls.prefills[0].generation.prompt_token_ids).decode()
         assert status == 200
         assert json.dumps({"documents": documents}) in prompt
-        monkeypatch.setattr(ByteTokenizer, "render_chat", lambda *_, **__: "the same")
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair()
         status, said = await answer(fleet, CHAT, documents=documents)
         assert (status, said["error"]["param"]) == (400, "documents")
 
 
-def demo_model(**changes: Any) -> ServedModel:
-    return dataclasses.replace(served_model(), tokenizer=Tokenizer(prepare_checkpoint("demo")), **changes)
-
-
-def rendered(model: ServedModel, template: str) -> str:
-    body = ChatBody(messages=[Message(role="user", content="hi")], chat_template=template)
-    return text_of_chat(body, body.messages, model, None)
-
-
-def test_a_template_of_the_request_is_used_where_it_is_trusted() -> None:
-    model = demo_model(trusts_templates=True)
-    assert rendered(model, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}") == "<user>hi"
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for %}",
-        "{{ 1 / 0 }}",
-        "{{ messages[9].content }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ raise_exception('x') }}",
-    ],
-)
-def test_a_template_that_fails_is_the_clients_mistake(template: str) -> None:
-    with pytest.raises(Exception, match="chat_template"):
-        rendered(demo_model(trusts_templates=True), template)
+async def test_a_template_of_the_request_is_used_where_that_is_allowed(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    async with running_fleet(tmp_path, trust_request_chat_template=True) as fleet:
+        prefill, _ = await fleet.pair()
+        status, _ = await answer(fleet, CHAT, chat_template=template)
+        assert status == 200
+        assert bytes(prefill.calls.prefills[0].generation.prompt_token_ids) == b"<user>hi"
+        _, said = await answer(fleet, "/tokenize", messages=HI, chat_template=template)
+        assert bytes(said["tokens"]) == b"<user>hi"
+        for path in (CHAT, "/tokenize"):
+            status, said = await answer(fleet, path, messages=HI, chat_template="{{ 'x' * 9999999999 }}")
+            assert (status, said["error"]["param"]) == (400, "chat_template"), said
 
 
 async def test_running_usage_counts_the_tokens_that_were_sent(tmp_path: Path) -> None:
@@ -148,3 +130,36 @@ async def test_what_a_client_got_can_be_sent_back(tmp_path: Path) -> None:
         items: Any = [item.model_dump() for item in response.output]
         again, _ = await answer(fleet, "/v1/responses", input=[*items, {"role": "user", "content": "hi"}])
     assert (status, again) == (200, 200)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_timing_is_in_the_body_where_it_is_asked_for(tmp_path: Path, path: str) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script("hello"))
+        _, said = await answer(fleet, path, return_timing=True)
+        timing = said["timing"]
+        assert timing.keys() == {"queue_s", "prefill_s", "ttft_s", "tbt_s", "e2e_s"}
+        assert 0 < timing["ttft_s"] <= timing["e2e_s"]
+        assert timing["tbt_s"] >= 0
+        assert "timing" not in (await answer(fleet, path))[1]
+        body = {"messages": HI} if path == CHAT else {"prompt": "hi"}
+        async with (
+            aiohttp.ClientSession(fleet.http) as session,
+            session.post(path, json={**body, "stream": True, "return_timing": True}) as response,
+        ):
+            chunks = [json.loads(line[6:]) for line in (await response.text()).split("\n\n") if "{" in line]
+        assert [chunk for chunk in chunks if "timing" in chunk] == chunks[-1:]
+        assert (chunks[-1]["choices"], "usage" in chunks[-1]) == ([], False)
+
+
+async def test_calls_that_were_joined_from_a_stream_can_be_sent_back(tmp_path: Path) -> None:
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_call_id": "c"},
+    ]
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair()
+        status, said = await answer(fleet, CHAT, messages=messages)
+        assert status == 200, said

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.latency_sources.hardware import DEVICES, device
+from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.model_catalogue import MODELS, model_shape
 from halfmoon.sim.latency_sources.roofline import OF_2023, Efficiency, Roofline, kv_capacity_tokens
 
@@ -81,3 +82,9 @@ def test_what_cannot_be_says_why(gpu: str | None, tensor: int, says: str) -> Non
         LLAMA.model(gpu, tensor, 1)
     with pytest.raises(InvalidRequest, match=r"does not fit on 2 x l40s: its weights alone are"):
         Roofline(MODELS["llama-3-70b"]).model("l40s", 2, 1)
+
+
+def test_kv_in_int8_takes_a_byte_a_value_and_two_a_row() -> None:
+    plain, rounded = (latency_source(f"roofline:llama-3-8b{suffix}").model("h100", 1, 1) for suffix in ("", "+int8-kv"))
+    assert plain.kv_bytes_per_token / rounded.kv_bytes_per_token == pytest.approx(256 / 130)
+    assert rounded.kv_tokens / plain.kv_tokens == pytest.approx(256 / 130, rel=1e-4)

@@ -18,6 +18,7 @@ import pytest
 from halfmoon.background import running
 from halfmoon.errors import ServiceFailed
 from halfmoon.up.supervision.child import Child, ServiceSpec, children_ready
+from halfmoon.up.supervision.service_process import LocalProcess
 from halfmoon.up.supervision.supervisor import Supervisor
 
 READY = 'print(\'{"event": "service.ready", "address": "here:1"}\', flush=True)\n'
@@ -36,6 +37,11 @@ async def supervisor(directory: Path, events: list[tuple[str, dict[str, Any]]]) 
         yield found
     finally:
         await found.stop()
+
+
+def local(child: Child) -> LocalProcess:
+    assert isinstance(child.process, LocalProcess)
+    return child.process
 
 
 def is_alive(pid: int) -> bool:
@@ -208,7 +214,7 @@ sys.stdin.read()
 async def killed_alone(template: Child) -> None:
     """Kills a template. `wait` would wait for its child, too, which holds its pipes."""
     template.process.kill()
-    while template.process.returncode is None:  # noqa: ASYNC110  # nothing else says it
+    while local(template).returncode is None:  # noqa: ASYNC110  # nothing else says it
         await asyncio.sleep(0)
 
 
@@ -232,7 +238,7 @@ async def test_a_place_that_is_killed_ten_times_is_back_each_time_from_one_templ
             for _ in range(10):
                 os.kill(await serving.pids.get(), signal.SIGKILL)
             await serving.pids.get()
-        assert child.process.returncode is None
+        assert local(child).returncode is None
     finally:
         await boss.stop()
     assert restarts.waits_s == [0.0] * 10
@@ -322,3 +328,10 @@ async def test_a_silent_service_that_has_lived_is_started_again(
         watching.cancel()
     finally:
         await boss.stop()
+
+
+async def test_an_interpreter_that_is_not_there_is_told_at_the_first_start(tmp_path: Path) -> None:
+    boss = Supervisor(tmp_path, lambda name, event: None)
+    with pytest.raises(ServiceFailed, match=r"one could not be started: .*nowhere"):
+        await boss.start(replace(spec("one", WAIT), python="/nowhere/python"))
+    await boss.stop()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
@@ -63,6 +64,12 @@ def test_a_restart_measures_nothing(engine: Engine, tmp_path: Path) -> None:
     other = calibrated(engine, "both", "always", 60, tmp_path)
     assert other is not None
     assert other.prefills != first.prefills
+
+
+def test_other_weights_have_profiles_of_their_own(tiny: Checkpoint) -> None:
+    names: tuple[Quantization, ...] = ("auto", "none")
+    config = EngineConfig(dtype="float32", num_blocks=4)
+    assert len({kind_of(Engine(replace(tiny, quantization=name), config), "both") for name in names}) == 2
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"kind": "another"}', '{"prefill": 3}'])

@@ -32,7 +32,6 @@ class Sending(KVStoreClient):
         keys: Sequence[bytes],
         layout: KVLayout,
         part: KVRange | None = None,
-        layers_at_once: int = 0,
         codec: Codec = Codec.RAW,
         *,
         deadline_s: float,

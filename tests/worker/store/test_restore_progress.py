@@ -207,7 +207,7 @@ def test_such_an_engine_computes_all_once_loading_has_become_slower() -> None:
 
 def quick_link(num_new_s: float = 0.0) -> RestoreProgress:
     """23 blocks of 40 ms each to compute, 7 ms to load; `num_new_s`: the step behind them, if it may hide the load."""
-    model, sources = PrefillModel(0.01, 0.6e-3, 0.0), [SourceProgress(range(23), 0.007)]
+    model, sources = PrefillModel(0.01, 0.6e-3, 0.0), [SourceProgress(range(23), 0.007, most_by_layer=23)]
     layers = LayerLoads(num_new_s, 5, 0.01) if num_new_s else None
     progress = RestoreProgress(23, BLOCK_TOKENS, 128, model, sources, layers=layers)
     plan = progress.begin(0, progress.costs(0, 0.007, 0.0))
@@ -252,3 +252,41 @@ def test_a_step_that_cannot_hide_the_load_has_no_layers_wait() -> None:
     assert progress.begin(0, progress.costs(0, 0.007, 0.0)).method == "load"
     assert progress.claim_layers(0.0) == []
     assert progress.claim(0.0) == [22]
+
+
+def test_layers_come_from_the_one_source_that_serves_all_of_them() -> None:
+    """Of several that have the prefix: not from a store, nor from a worker that holds less for one reader."""
+    model = PrefillModel(0.01, 0.6e-3, 0.0)
+    most = [0, 22, 23, 23]  # by layer
+    sources = [SourceProgress(range(23), 0.007 + 0.002 * number, 0.0, most[number]) for number in range(4)]
+    progress = RestoreProgress(23, BLOCK_TOKENS, 128, model, sources, layers=LayerLoads(3.0, 5, 0.01))
+    slow = progress.costs(0, 0.04, 0.0)  # of all together
+    assert progress.begin(0, slow).method == "layers"
+    assert progress.layer_source == 2
+    assert progress.claim(0.0, 0) == [], "the others wait"
+    assert progress.claim_layers(0.0) == list(range(23))
+    fewer = RestoreProgress(23, BLOCK_TOKENS, 128, model, sources[:2], layers=LayerLoads(3.0, 5, 0.01))
+    assert fewer.begin(0, slow).method != "layers"
+
+
+def test_what_a_holder_leaves_out_is_asked_for_by_block() -> None:
+    progress = quick_link(0.3)
+    assert progress.claim_layers(0.0) == list(range(23))
+    progress.left_out(range(10, 23))
+    assert progress.layer_wait_s(0.2, 0.1) == math.inf, "no step waits for what does not come"
+    assert progress.claim(0.1) == [22]
+    progress.came(range(10), 0.1)
+    assert progress.num_leading == 10
+    assert not progress.is_over
+
+
+def test_a_plan_of_both_counts_the_last_step_as_others_do() -> None:
+    """What is compared with a load by layer is then without that step, whichever plan it is."""
+    model, sources = PrefillModel(0.05, 1e-3, 0.0), [SourceProgress(range(40), 0.06)]
+    progress = RestoreProgress(40, BLOCK_TOKENS, CHUNK_TOKENS, model, sources)
+    costs = progress.costs(0, 0.06, 0.0)
+    plan = progress.begin(0, costs)
+    assert plan.method == "both"
+    assert plan.seconds == pytest.approx(
+        0.05 + costs.restore_s(plan.num_compute_blocks * BLOCK_TOKENS, 40 * BLOCK_TOKENS)
+    )

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.worker.store.block_bits import span
 from halfmoon.worker.store.restore_progress import RestoreProgress
 from halfmoon.worker.store.source_progress import SourceProgress
 
@@ -36,7 +37,7 @@ class Schedule:
         self.sources = [SourceProgress(one, rng.choice((0.001, 0.05, 0.5)), rng.choice((0.0, 0.3))) for one in held]
         model = PrefillModel(0.001, rng.choice((0.0001, 0.01, 0.2)), 0.0)
         self.progress = RestoreProgress(self.num, BLOCK_TOKENS, 2 * BLOCK_TOKENS, model, self.sources)
-        load_s, queue_s = self.progress.load_s(range(self.num_here, self.num), 0.0)
+        load_s, queue_s = self.progress.load_s(span(self.num_here, self.num), 0.0)
         self.progress.begin(self.num_here, self.progress.costs(self.num_here * BLOCK_TOKENS, load_s, queue_s))
         self.progress.advance(self.num_here * BLOCK_TOKENS, 0.0)
         self.num_done = self.num_here
@@ -101,8 +102,12 @@ class Schedule:
             if block not in came and block in self.awaited:
                 self.content.pop(block, None)  # unverified bytes
         self.progress.came(came, self.now_s, number)
-        lost = self.progress.failed([block for block in blocks if block not in came], number)
-        self._note(came, lost)
+        missed = [block for block in blocks if block not in came]
+        if came and missed and self.rng.random() < 0.5:  # the holder serves a part at a time
+            self.progress.left_out(missed, number)
+            self._note(came, [])
+        else:
+            self._note(came, self.progress.failed(missed, number))
 
     def _drop(self, number: int) -> None:
         if not self.sources[number].is_gone:

@@ -92,6 +92,34 @@ async def test_decode_gets_what_was_loaded_and_goes_on_as_if_it_was_computed(
         await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)
 
 
+@pytest.mark.parametrize("codec", ["raw", "zstd", "int8"])
+async def test_kv_in_int8_comes_back_from_the_store_as_it_was(
+    start_worker: Start, tiny: Checkpoint, codec: str
+) -> None:
+    async with served(dram_codec=codec) as (_, address):
+        first = await start_worker("prefill", store=address, kv_dtype="int8")
+        again = await start_worker("prefill", store=address, kv_dtype="int8")
+        believe(again, SLOW)
+        tokens = []
+        for prefill in (first, again):
+            decode = await start_worker("decode", kv_dtype="int8")
+            async with listening(decode) as steps:
+                request = prefill_pb2.PrefillRequest(
+                    generation=generation(tiny, PROMPT, 12), decode_address=decode.peer.address
+                )
+                event, done = await prefilled(prefill, request)
+                tokens.append([event.first_token.token.token_id, *await tokens_of(steps)])
+            assert done.handed_over.kv_bytes == len(PROMPT) * decode.engine.layout.token_bytes
+            await first.state.chains.settled()
+        assert tokens[0] == tokens[1]
+        assert counted(again, "restored_tokens", source="store") == 80
+        assert counted(again, "store_loaded_bytes", tier="dram") == 10 * again.engine.layout.block_bytes
+        other = await start_worker("prefill", store=address)  # whose KV has numbers, and keys of its own
+        believe(other, SLOW)
+        (event,) = await prefilled(other, single(tiny, PROMPT, "other"))
+        assert event.first_token.num_loaded_tokens == 0
+
+
 async def test_what_the_own_cache_has_is_not_asked_for(start_worker: Start, tiny: Checkpoint) -> None:
     async with served() as (_, address):
         await stored(start_worker, tiny, address)
@@ -129,14 +157,14 @@ async def test_a_block_that_vanished_is_computed(
         worker = await start_worker("prefill", store=address)
         believe(worker, SLOW)
         key = keys_of(worker, PROMPT)[lost]
-        find = KVStoreClient.find
+        look_up = KVStoreClient.look_up
 
         async def then_lose(self: KVStoreClient, keys: Any, *, deadline_s: float) -> Any:
-            found = await find(self, keys, deadline_s=deadline_s)
+            found = await look_up(self, keys, deadline_s=deadline_s)
             store.pool.catalog.lose(block_id(key), Tier.DRAM)
             return found
 
-        monkeypatch.setattr(KVStoreClient, "find", then_lose)
+        monkeypatch.setattr(KVStoreClient, "look_up", then_lose)
         (first,) = await prefilled(worker, single(tiny, PROMPT))
         assert [first.first_token.token.token_id] == expected
         assert missed(worker) >= 1

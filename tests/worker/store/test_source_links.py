@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from halfmoon.errors import Unavailable
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2, gateway_pb2_grpc
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
@@ -17,6 +18,7 @@ from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.worker.membership.block_feed import CachedBlocks
 from halfmoon.worker.membership.decode_peers import DecodePeers
 from halfmoon.worker.membership.registration import Registration
+from halfmoon.worker.store.holder import Holders, NamedHolder
 from halfmoon.worker.store.source_links import HolderKind, SourceLinks
 
 
@@ -131,3 +133,33 @@ async def test_what_a_gateway_says_on_the_registration_stream_counts() -> None:
         running.cancel()
         await asyncio.wait({running})
     assert links.stores == ("a:1",)
+
+
+async def test_prompts_that_forget_holders_at_once_leave_each_other_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfmoon.worker.store.holder._MAX_HOLDERS", 2)
+    links = SourceLinks(None, SlowlyClosed)
+    holders = Holders(links, KVLayout(1, 1, 8, "float32", 4))
+    names = [NamedHolder(f"w:{number}", "worker") for number in range(6)]
+    for name in names[:4]:
+        holders._get(name)
+        links.to(*name[:2])
+
+    async def use(*used: NamedHolder) -> list[bool]:
+        async with holders.of(used) as given:
+            clients = [links.to(one.address, one.kind).client for one in given]
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert all(holders._get(name) is one for name, one in zip(used, given, strict=True))
+            return [client.is_closed for client in clients if isinstance(client, Client)]
+
+    closed = await asyncio.gather(use(names[4]), use(names[1]), use(names[5], names[2]))
+    assert not any(any(one) for one in closed)
+    async with holders.of([]):
+        assert len(holders._holders) == 2
+
+
+class SlowlyClosed(Client):
+    async def close(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.is_closed = True

@@ -8,15 +8,16 @@
 
 typedef struct {
   const T *q;
-  const T *keys, *values; /* [num_kv_heads, num_slots, head_dim] */
+  const uint8_t *keys, *values; /* [num_kv_heads, num_slots] rows */
   T *out;
   const segment_t *segments;
   const run_t *runs;
   const task_t *tasks;
   float *partials;   /* [num_parts, group, head_dim + 2] */
   atomic_long *done; /* [num_parts], zero; those at each first_part count its finished parts */
-  int64_t q_stride, out_stride, kv_head_stride, head_dim, group;
+  int64_t q_stride, out_stride, kv_head_bytes, head_dim, group;
   float scale;
+  NAME(kv_format) format; /* of keys and values */
 } NAME(attend_args);
 
 typedef struct {
@@ -29,48 +30,17 @@ typedef struct {
   float merged_most[MAX_ROWS], merged_sums[MAX_ROWS]; /* of the parts before */
   float merged_out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
   int64_t slots[KEYS];
+  float key_scales[KEYS] __attribute__((aligned(64))), value_scales[KEYS] __attribute__((aligned(64))); /* of int8 */
 } NAME(tile);
 
-/* rows [num_slots, head_dim], of which `slots` names num_keys -> items [depth, KEYS], zero beyond num_keys. */
-static void NAME(pack_keys)(const T *rows, const int64_t *slots, int64_t num_keys, int64_t head_dim, uint32_t *packed) {
-  const int64_t depth = head_dim / PACKED;
-  uint32_t items[LANES * MAX_HEAD_DIM] __attribute__((aligned(64)));
-  for (int64_t key = 0; key < KEYS; key += LANES) {
-    if (key >= num_keys) {
-      for (int64_t k = 0; k < depth; k++) memset(packed + k * KEYS + key, 0, LANES * 4);
-      continue;
-    }
-    const int64_t valid = num_keys - key < LANES ? num_keys - key : LANES;
-    for (int64_t i = 0; i < valid; i++) ITEMS(items + i * depth, rows + slots[key + i] * head_dim, head_dim);
-    for (int64_t i = valid; i < LANES; i++) memset(items + i * depth, 0, depth * 4);
-    int64_t k = 0;
-    for (; k + LANES <= depth; k += LANES)
-      transpose(items + k, depth, packed + k * KEYS + key, KEYS);
-    for (; k < depth; k++)
-      for (int64_t i = 0; i < LANES; i++) packed[k * KEYS + key + i] = items[i * depth + k];
-  }
-}
-
-/* rows [num_slots, head_dim], of which `slots` names num_keys -> items [KEYS / PACKED, head_dim], zero beyond. */
-static void NAME(pack_values)(const T *rows, const int64_t *slots, int64_t num_keys, int64_t head_dim,
-                              uint32_t *packed) {
-  const int64_t whole = num_keys / PACKED;
-  for (int64_t i = 0; i < whole; i++)
-    PAIR(packed + i * head_dim, rows + slots[i * PACKED] * head_dim, rows + slots[i * PACKED + PACKED - 1] * head_dim,
-         head_dim);
-  for (int64_t i = whole * PACKED; i < num_keys; i++) /* a key without a partner */
-    for (int64_t d = 0; d < head_dim; d++) packed[whole * head_dim + d] = LOW_ITEM(rows[slots[i] * head_dim + d]);
-  const int64_t used = (num_keys + PACKED - 1) / PACKED;
-  if (used < KEYS / PACKED) memset(packed + used * head_dim, 0, (KEYS / PACKED - used) * head_dim * 4);
-}
-
 /* One row's scores -> probabilities over its first `visible` keys; earlier sums are rescaled to the new maximum. */
-INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t head_dim, float scale) {
+INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t head_dim, float scale, int is_int8) {
   const i32v lanes = EACH_LANE;
   float *scores = tile->scores + row * KEYS;
   f32v s[KEYS / LANES], most = splat(-INFINITY);
   for (int j = 0; j < KEYS / LANES; j++) {
     s[j] = load_f32(scores + j * LANES) * scale;
+    if (is_int8) s[j] *= load_f32(tile->key_scales + j * LANES);
     if (visible < KEYS) s[j] = choose(lanes + j * LANES < (int32_t)visible, s[j], splat(-INFINITY));
     most = max_f32(most, s[j]);
   }
@@ -86,7 +56,7 @@ INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t
     f32v p = exp_f32(s[j] - tile->most[row]);
     if (visible < KEYS) p = choose(lanes + j * LANES < (int32_t)visible, p, splat(0));
     tile->sums[row] += p;
-    STORE_ITEMS(scores, j, p);
+    STORE_ITEMS(scores, j, is_int8 ? p * load_f32(tile->value_scales + j * LANES) : p);
   }
 }
 
@@ -94,15 +64,21 @@ INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t
 static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, const task_t *task, int64_t first_key,
                               int64_t num_keys) {
   const int64_t depth = a->head_dim / PACKED, num_tokens = task->row_end - task->row_start;
-  const int64_t at = task->kv_head * a->kv_head_stride;
-  NAME(pack_keys)(a->keys + at, tile->slots, num_keys, a->head_dim, tile->packed);
+  const uint8_t *keys = a->keys + task->kv_head * a->kv_head_bytes;
+  const uint8_t *values = a->values + task->kv_head * a->kv_head_bytes;
+  const int is_int8 = a->format.is_int8;
+  if (is_int8) {
+    NAME(row_scales)(&a->format, keys, tile->slots, num_keys, tile->key_scales);
+    NAME(row_scales)(&a->format, values, tile->slots, num_keys, tile->value_scales);
+  }
+  NAME(pack_keys)(&a->format, keys, tile->slots, num_keys, tile->packed);
   NAME(product)(num_tokens * a->group, KEYS, tile->q, depth, tile->packed, KEYS, tile->scores, KEYS, depth, 0);
   for (int64_t i = 0; i < num_tokens; i++) {
     int64_t visible = task->first_row_keys + i - first_key;
     visible = visible < 0 ? 0 : visible > num_keys ? num_keys : visible;
-    for (int64_t g = 0; g < a->group; g++) NAME(soften)(tile, i * a->group + g, visible, a->head_dim, a->scale);
+    for (int64_t g = 0; g < a->group; g++) NAME(soften)(tile, i * a->group + g, visible, a->head_dim, a->scale, is_int8);
   }
-  NAME(pack_values)(a->values + at, tile->slots, num_keys, a->head_dim, tile->packed);
+  NAME(pack_values)(&a->format, values, tile->slots, num_keys, tile->packed);
   NAME(product)(num_tokens * a->group, a->head_dim, (const uint32_t *)tile->scores, KEYS, tile->packed, a->head_dim,
                 tile->out, a->head_dim, KEYS / PACKED, 1);
 }
@@ -191,22 +167,22 @@ static void NAME(attend_task)(void *data, long index) {
                     is_merged ? tile.merged_sums[r] : sum_of(tile.sums[r]), a->head_dim);
 }
 
-/* Stores k and v [num_tokens, num_kv_heads, head_dim] (rows k_stride and v_stride apart) in their slots, then
- * out [num_tokens, num_kv_heads * group, head_dim] = softmax(q k^T * scale) v over each row's own sequence.
+/* Stores k and v [num_tokens, num_kv_heads, head_dim] (rows k_stride and v_stride apart) in their slots, as rows of T or
+ * of int8, then out [num_tokens, num_kv_heads * group, head_dim] = softmax(q k^T * scale) v over each row's own sequence.
  */
-void NAME(attend)(const T *q, const T *k, const T *v, T *keys, T *values, T *out, const int64_t *slots,
+void NAME(attend)(const T *q, const T *k, const T *v, uint8_t *keys, uint8_t *values, T *out, const int64_t *slots,
                   const segment_t *segments, const run_t *runs, const task_t *tasks, float *partials,
                   atomic_long *done, int64_t num_tokens, int64_t num_tasks, int64_t q_stride, int64_t k_stride,
-                  int64_t v_stride, int64_t kv_head_stride, int64_t num_kv_heads, int64_t group, int64_t head_dim, float scale,
-                  int num_threads) {
+                  int64_t v_stride, int64_t kv_head_bytes, int64_t row_bytes, int64_t num_kv_heads, int64_t group,
+                  int64_t head_dim, float scale, int is_int8, int num_threads) {
+  NAME(attend_args) args = {q,        keys,     values,   out,  segments, runs, tasks, partials,
+                            done,     q_stride, num_kv_heads * group * head_dim, kv_head_bytes,
+                            head_dim, group,    scale, {is_int8, row_bytes, head_dim}};
   for (int64_t row = 0; row < num_tokens; row++)
     for (int64_t h = 0; h < num_kv_heads; h++) {
-      const int64_t at = h * kv_head_stride + slots[row] * head_dim;
-      memcpy(keys + at, k + row * k_stride + h * head_dim, head_dim * sizeof(T));
-      memcpy(values + at, v + row * v_stride + h * head_dim, head_dim * sizeof(T));
+      const int64_t at = h * kv_head_bytes + slots[row] * row_bytes;
+      NAME(store_row)(&args.format, k + row * k_stride + h * head_dim, keys + at);
+      NAME(store_row)(&args.format, v + row * v_stride + h * head_dim, values + at);
     }
-  NAME(attend_args) args = {q,        keys,     values,   out,  segments, runs, tasks, partials,
-                            done,     q_stride, num_kv_heads * group * head_dim, kv_head_stride,
-                            head_dim, group,    scale};
   run_tasks(NAME(attend_task), &args, num_tasks, num_threads);
 }

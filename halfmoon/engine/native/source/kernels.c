@@ -6,6 +6,10 @@
 
 #include "attention_plan.h"
 
+#include "quantised.h"
+
+#include "quantised_pack.h"
+
 /* rows.h: a task is so many rows. */
 #define ROWS_PER_TASK 32
 
@@ -29,14 +33,16 @@ static int64_t end_row(long task, int64_t num_rows) {
 #define FROM_FLOAT(x) (x)
 #define PACKED 1
 #define ITEMS(items, row, size) memcpy(items, row, (size) * 4)
-#define PAIR(items, row, same_row, size) ITEMS(items, row, size)
-#define LOW_ITEM(x) 0 /* never needed: every key has an item of its own */
+#define PAIR(items, low_row, high_row, size) /* every row has items of its own */
 #define STORE_ITEMS(row, j, x) store_f32((row) + (j) * LANES, x)
 #define DOT(sum, item, row) ((sum) + (f32v)((u32v){} + (item)) * (f32v)(row))
+#define LINEAR_PRODUCT NAME(product)
 #include "rows.h"
 #include "product.h"
+#include "kv_rows.h"
 #include "attention.h"
 #include "linear.h"
+#include "quantised_linear.h"
 #undef T
 #undef NAME
 #undef LOAD
@@ -55,18 +61,16 @@ static int64_t end_row(long task, int64_t num_rows) {
 #ifdef HAS_BF16_DOT
 #undef PACKED
 #undef PAIR
-#undef LOW_ITEM
 #undef STORE_ITEMS
 #undef DOT
 #define PACKED 2
 #define ITEMS(items, row, size) memcpy(items, row, (size) * 2)
 #define PAIR pair_bf16
-#define LOW_ITEM(x) (x)
 #define STORE_ITEMS(row, j, x) store_bf16((uint16_t *)(row) + (j) * LANES, x)
 #define DOT(sum, item, row) \
   ((f32v)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)_mm512_set1_epi32((int)(item)), (__m512bh)(row)))
 
-/* Two rows -> pairs of their items. */
+/* Two rows -> pairs of their numbers. */
 static void pair_bf16(uint32_t *items, const uint16_t *low_row, const uint16_t *high_row, int64_t size) {
   for (int64_t d = 0; d < size; d += LANES) {
     u16v low, high;
@@ -79,21 +83,29 @@ static void pair_bf16(uint32_t *items, const uint16_t *low_row, const uint16_t *
 #else
 #define ITEMS(items, row, size) widen_bf16((float *)(items), row, size)
 
-static void widen_bf16(float *items, const uint16_t *row, int64_t size) {
+static void widen_bf16(float *items, const void *numbers, int64_t size) {
+  const uint16_t *row = numbers;
   for (int64_t d = 0; d < size; d += LANES) store_f32(items + d, load_bf16(row + d));
 }
 #endif
 #include "rows.h"
 #include "product.h"
+#include "kv_rows.h"
 #include "attention.h"
+#ifndef HAS_BF16_DOT
+#include "widened.h"
+#undef LINEAR_PRODUCT
+#define LINEAR_PRODUCT product_widened
+#endif
 #include "linear.h"
+#include "quantised_linear.h"
 
-/* Whether `linear` matches oneDNN: over bfloat16 with dot products, and without the tiles that oneDNN uses. */
+/* Whether `linear` is what to multiply with: oneDNN has tiles for bfloat16, where the processor has them. */
 int has_fast_linear_f32(void) { return 1; }
 int has_fast_linear_bf16(void) {
-#if defined(HAS_BF16_DOT) && !defined(__AMX_BF16__)
-  return 1;
-#else
+#ifdef __AMX_BF16__
   return 0;
+#else
+  return 1;
 #endif
 }

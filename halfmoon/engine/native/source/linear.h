@@ -16,8 +16,8 @@ static void NAME(linear_task)(void *data, long task) {
   const uint32_t *x = (const uint32_t *)(a->x) + row * a->depth, *panel = a->packed + column * a->depth;
   float sums[LINEAR_ROWS * PANEL] __attribute__((aligned(64)));
   for (int64_t k = 0; k < a->depth; k += LINEAR_DEPTH)
-    NAME(product)(num_rows, PANEL, x + k, a->depth, panel + k * PANEL, PANEL, sums, PANEL,
-                  a->depth - k < LINEAR_DEPTH ? a->depth - k : LINEAR_DEPTH, k > 0);
+    LINEAR_PRODUCT(num_rows, PANEL, x + k, a->depth, panel + k * PANEL, PANEL, sums, PANEL,
+                   a->depth - k < LINEAR_DEPTH ? a->depth - k : LINEAR_DEPTH, k > 0);
   const int64_t num_columns = a->num_columns - column < PANEL ? a->num_columns - column : PANEL;
   for (int64_t i = 0; i < num_rows; i++) {
     T *out = a->out + (row + i) * a->num_columns + column;

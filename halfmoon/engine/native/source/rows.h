@@ -7,34 +7,36 @@ typedef struct {
   float eps;
 } NAME(norm_args);
 
+/* out [size] = norm(x + residual) * weight; residual, if there is one, is overwritten with the sum. */
+static void NAME(norm_row)(const T *x, T *residual, const T *weight, T *out, int64_t size, float eps) {
+  f32v squares = splat(0);
+  float tail = 0;
+  int64_t i = 0;
+  if (residual) {
+    for (; i + LANES <= size; i += LANES) {
+      STORE(residual + i, LOAD(x + i) + LOAD(residual + i));
+      f32v rounded = LOAD(residual + i);
+      squares += rounded * rounded;
+    }
+    for (; i < size; i++) {
+      residual[i] = FROM_FLOAT(TO_FLOAT(x[i]) + TO_FLOAT(residual[i]));
+      tail += TO_FLOAT(residual[i]) * TO_FLOAT(residual[i]);
+    }
+    x = residual;
+  } else {
+    for (; i + LANES <= size; i += LANES) squares += LOAD(x + i) * LOAD(x + i);
+    for (; i < size; i++) tail += TO_FLOAT(x[i]) * TO_FLOAT(x[i]);
+  }
+  const float scale = 1.0f / sqrtf((sum_of(squares) + tail) / (float)size + eps);
+  for (i = 0; i + LANES <= size; i += LANES) STORE(out + i, LOAD(x + i) * scale * LOAD(weight + i));
+  for (; i < size; i++) out[i] = FROM_FLOAT(TO_FLOAT(x[i]) * scale * TO_FLOAT(weight[i]));
+}
+
 static void NAME(norm_task)(void *data, long task) {
   const NAME(norm_args) *a = data;
-  for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++) {
-    const T *x = a->x + row * a->x_stride;
-    T *out = a->out + row * a->size;
-    f32v squares = splat(0);
-    float tail = 0;
-    int64_t i = 0;
-    if (a->residual) {
-      T *total = a->residual + row * a->size;
-      for (; i + LANES <= a->size; i += LANES) {
-        STORE(total + i, LOAD(x + i) + LOAD(total + i));
-        f32v rounded = LOAD(total + i);
-        squares += rounded * rounded;
-      }
-      for (; i < a->size; i++) {
-        total[i] = FROM_FLOAT(TO_FLOAT(x[i]) + TO_FLOAT(total[i]));
-        tail += TO_FLOAT(total[i]) * TO_FLOAT(total[i]);
-      }
-      x = total;
-    } else {
-      for (; i + LANES <= a->size; i += LANES) squares += LOAD(x + i) * LOAD(x + i);
-      for (; i < a->size; i++) tail += TO_FLOAT(x[i]) * TO_FLOAT(x[i]);
-    }
-    const float scale = 1.0f / sqrtf((sum_of(squares) + tail) / (float)a->size + a->eps);
-    for (i = 0; i + LANES <= a->size; i += LANES) STORE(out + i, LOAD(x + i) * scale * LOAD(a->weight + i));
-    for (; i < a->size; i++) out[i] = FROM_FLOAT(TO_FLOAT(x[i]) * scale * TO_FLOAT(a->weight[i]));
-  }
+  for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++)
+    NAME(norm_row)(a->x + row * a->x_stride, a->residual ? a->residual + row * a->size : 0, a->weight,
+                   a->out + row * a->size, a->size, a->eps);
 }
 
 /* out [num_rows, size] = norm(x + residual) * weight; x may have a row stride. */
@@ -50,21 +52,24 @@ typedef struct {
   int64_t num_rows, size;
 } NAME(silu_args);
 
+/* out [size] = silu(gate) * up; gate_up: [2 * size]. */
+static void NAME(silu_row)(const T *gate, T *out, int64_t size) {
+  const T *up = gate + size;
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) {
+    f32v g = LOAD(gate + i);
+    STORE(out + i, g / (1.0f + exp_f32(-g)) * LOAD(up + i));
+  }
+  for (; i < size; i++) {
+    float g = TO_FLOAT(gate[i]);
+    out[i] = FROM_FLOAT(g / (1.0f + expf(-g)) * TO_FLOAT(up[i]));
+  }
+}
+
 static void NAME(silu_task)(void *data, long task) {
   const NAME(silu_args) *a = data;
-  for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++) {
-    const T *gate = a->gate_up + row * 2 * a->size, *up = gate + a->size;
-    T *out = a->out + row * a->size;
-    int64_t i = 0;
-    for (; i + LANES <= a->size; i += LANES) {
-      f32v g = LOAD(gate + i);
-      STORE(out + i, g / (1.0f + exp_f32(-g)) * LOAD(up + i));
-    }
-    for (; i < a->size; i++) {
-      float g = TO_FLOAT(gate[i]);
-      out[i] = FROM_FLOAT(g / (1.0f + expf(-g)) * TO_FLOAT(up[i]));
-    }
-  }
+  for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++)
+    NAME(silu_row)(a->gate_up + row * 2 * a->size, a->out + row * a->size, a->size);
 }
 
 /* out [num_rows, size] = silu(gate) * up; gate_up: [num_rows, 2 * size]. */

@@ -18,7 +18,7 @@ from services.gateway.openai.tooling.tools import NamedTool, choice_of, constrai
 from services.gateway.replies.call_parts import NewToolParser
 from services.gateway.replies.tagged_calls import CallList
 from services.gateway.replies.tool_parsers import (
-    MARKED,
+    MARKS,
     PARSERS,
     FirstCall,
     NamedCall,
@@ -56,7 +56,7 @@ def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
         new_parser = PARSERS[tool_format or "hermes"]
         parallel = body.parallel_tool_calls is not False
         return told._replace(
-            new_parser=new_parser if parallel else lambda: FirstCall(new_parser()), needs_marks=tool_format in MARKED
+            new_parser=new_parser if parallel else lambda: FirstCall(new_parser()), needs_marks=tool_format in MARKS
         )
     forced = RequestedConstraint(constraint, "tools")
     if isinstance(choice, NamedTool):

@@ -10,11 +10,12 @@ import pytest
 
 from halfmoon.errors import DataLoss
 from halfmoon.pb.gateway_pb2 import WorkerLoad
+from halfmoon.pb.types_pb2 import KVLayout
 from halfmoon.policy.models.latency import PrefillSample
 from services.gateway.cluster.cluster import running_cluster
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.token_router import GatewayStopping
-from tests.services.gateway.fakes import FINGERPRINT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
+from tests.services.gateway.fakes import FINGERPRINT, LAYOUT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
 
 
 async def says_hello(fleet: Fleet) -> bool:
@@ -51,6 +52,19 @@ async def test_a_cancellation_is_told_until_it_is_heard(tmp_path: Path) -> None:
         fleet.cluster.ends.cancel(fleet.cluster.worker("b0"), "r.1")
         await soon(worker.calls.cancel_came.wait())
         assert worker.calls.cancelled == ["r.1"]
+
+
+async def test_a_worker_of_another_dtype_is_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = KVLayout()
+    other.CopyFrom(LAYOUT)
+    other.dtype = "bfloat16"
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.add("b0", "both")
+        await fleet.add("b1", "both", layout=other)
+        await fleet.add("b2", "both")
+    said = [vars(record) for record in caplog.records if record.message == "worker.other_dtype"]
+    assert [(one["worker_id"], one["dtypes"]) for one in said] == [("b1", ["float32", "bfloat16"])]
+    assert "share no cached blocks" in said[0]["reason"]
 
 
 async def test_what_comes_after_the_end_does_no_harm(tmp_path: Path) -> None:

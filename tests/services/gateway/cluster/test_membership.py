@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from halfmoon.errors import AlreadyHere, Incompatible, InvalidRequest
@@ -55,6 +56,16 @@ def test_a_worker_that_comes_again_replaces_itself() -> None:
     new = membership.join(identity(layout=other), 1.0)
     assert not membership.leave(old, 2.0)
     assert membership.members() == [new]
+
+
+def test_a_worker_started_again_at_its_address_stays_a_source_once_the_old_one_is_dead() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    old, new = membership.join(identity("old"), 0.0), membership.join(identity("new"), 1.0)
+    assert membership.leave(old, 3.0)
+    (source,) = membership.worker_sources([new.holder], np.full(new.holder + 1, 7))
+    assert (source.address, source.num_blocks) == ("h:1", 7)
+    assert membership.leave(new, 4.0)
+    assert membership.worker_sources([new.holder], np.full(new.holder + 1, 7)) == []
 
 
 def test_a_worker_id_belongs_to_the_process_that_came_first() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
-from halfmoon.errors import NoCapacity
+from halfmoon.background import cancelled
+from halfmoon.errors import NoCapacity, Unavailable
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.gateway_pb2 import BlockEvents
@@ -24,9 +25,12 @@ from halfmoon.pb.kvstore_pb2 import (
     WatchResponse,
 )
 from halfmoon.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
-from halfmoon.pb.prefill_pb2 import KVSource, PrefillRequest
+from halfmoon.pb.prefill_pb2 import KVSource, PrefillEvent, PrefillRequest
+from halfmoon.pb.prefill_pb2_grpc import PrefillServicer, add_PrefillServicer_to_server
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
+from services.gateway.cluster.membership import Membership
+from services.gateway.cluster.prefix_replication import PrefixCopies, _WorkerCopy
 from tests.services.gateway.fakes import FINGERPRINT, LAYOUT, running_fleet
 from tests.services.gateway.test_gateway_admission import PROMPT, complete, measured
 
@@ -171,3 +175,62 @@ async def test_no_worker_copies_what_is_rarely_asked_for_or_where_copies_are_off
     assert (await spread(tmp_path / "rare", times=4))[0] == []
     assert (await spread(tmp_path / "off", times=7, replica_mbps=0.0))[0] == []
     assert (await spread(tmp_path / "aware", times=7, placement="cache-aware"))[0] == []
+
+
+class FakeWorker(PrefillServicer):
+    """Copies nothing before as many are asked for as it waits for, and nothing from some holders."""
+
+    def __init__(self, num_at_once: int = 1, broken: Sequence[str] = ()) -> None:
+        self.asked: list[PrefillRequest] = []
+        self._num_at_once = num_at_once
+        self._broken = broken
+        self._may_end = asyncio.Event()
+
+    async def Prefill(self, request: PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[PrefillEvent]:
+        self.asked.append(request)
+        if len(self.asked) >= self._num_at_once:
+            self._may_end.set()
+        await self._may_end.wait()
+        if any(source.address in self._broken for source in request.sources):
+            raise Unavailable("all holders have failed")
+        yield PrefillEvent()
+
+
+@asynccontextmanager
+async def copies_to(worker: FakeWorker) -> AsyncIterator[tuple[PrefixCopies, str]]:
+    services = [lambda server: add_PrefillServicer_to_server(worker, server)]
+    copies = PrefixCopies(Membership(FINGERPRINT, 1.0), 1e6)
+    async with running_server("127.0.0.1:0", services, RpcMetrics(CollectorRegistry()), grace_s=0) as server:
+        asking = asyncio.create_task(copies.ask_all())
+        yield copies, f"127.0.0.1:{server.port}"
+        await cancelled(asking)
+
+
+def copy_from(*holders: str) -> PrefillRequest:
+    return PrefillRequest(sources=[KVSource(address=holder) for holder in holders], is_copy=True)
+
+
+async def settled(copies: PrefixCopies) -> None:
+    async with asyncio.timeout(20):
+        while not copies.is_idle:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_copies_do_not_wait_for_each_other() -> None:
+    worker = FakeWorker(num_at_once=3)
+    async with copies_to(worker) as (copies, target):
+        for number in range(3):
+            copies._request(_WorkerCopy(target, [copy_from(f"h{number}:1")]))
+        await settled(copies)
+    assert copies.num_copies == {"asked": 3}
+
+
+async def test_a_copy_whose_holders_fail_is_asked_of_the_next_ones() -> None:
+    worker = FakeWorker(broken=["h0:1", "h2:1"])
+    async with copies_to(worker) as (copies, target):
+        copies._request(_WorkerCopy(target, [copy_from("h0:1"), copy_from("h1:1")]))
+        await settled(copies)
+        assert [request.sources[0].address for request in worker.asked] == ["h0:1", "h1:1"]
+        copies._request(_WorkerCopy(target, [copy_from("h0:1"), copy_from("h2:1")]))
+        await settled(copies)
+    assert copies.num_copies == {"asked": 1, "failed": 1}

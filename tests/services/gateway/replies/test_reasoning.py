@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.replies.call_parts import CallPart, ReasoningPart
+from services.gateway.replies.chat_format import ToolTurn
 from services.gateway.replies.reasoning import ReasoningSplitter, is_begun_by, is_ended_by, reasons
 from services.gateway.replies.tagged_calls import HERMES, TaggedCalls
+from services.gateway.replies.text_stream import TextPiece
+from services.gateway.replies.tool_parsers import NamedCall
 from tests.services.gateway import fakes
 from tests.services.gateway.fakes import MODEL, Script, running_fleet, served_model
 from tests.services.gateway.test_messages import BODY, post
@@ -132,3 +135,13 @@ async def test_a_response_and_a_message(tmp_path: Path) -> None:
     starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
     assert starts == ["thinking", "text"]
     assert "".join(event.get("delta", {}).get("thinking", "") for event in events) == "hm < a?\n"
+
+
+def test_a_named_call_behind_reasoning_ends_like_one_without() -> None:
+    def new_parser() -> ReasoningSplitter:
+        return ReasoningSplitter(NamedCall("f"), is_begun=True, is_shown=True)
+
+    turn = ToolTurn(new_parser())
+    parts = turn.parts(TextPiece("hm</think>{}", (), (), "stop"))
+    assert [type(part) for part in parts] == [ReasoningPart, CallPart]
+    assert (turn.has_calls, turn.ends_in_calls) == (True, False)

@@ -50,6 +50,35 @@ async def test_each_output_is_counted_with_its_tokens_times_and_end(tmp_path: Pa
     assert figures["prompt_tokens_cached_total", ""] == 6
 
 
+PANELS = {
+    "E2E request latency": "e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum "
+    "e2e_request_latency_seconds_count",
+    "token throughput": "prompt_tokens_total generation_tokens_total",
+    "inter token latency": "inter_token_latency_seconds_bucket time_per_output_token_seconds_bucket "
+    "time_per_output_token_seconds_sum request_time_per_output_token_seconds_bucket",
+    "scheduler state": "num_requests_running num_requests_waiting",
+    "TTFT": "time_to_first_token_seconds_bucket time_to_first_token_seconds_sum",
+    "cache utilization": "kv_cache_usage_perc gpu_cache_usage_perc",
+    "prompt length": "request_prompt_tokens_bucket",
+    "generation length": "request_generation_tokens_bucket",
+    "finish reason": "request_success_total",
+    "queue time": "request_queue_time_seconds_sum",
+    "prefill and decode time": "request_prefill_time_seconds_sum request_decode_time_seconds_sum",
+    "max generation tokens": "request_max_num_generation_tokens_sum",
+    "prefix cache": "prefix_cache_queries_total prefix_cache_hits_total",
+    "configuration": "cache_config_info",
+}
+"""Metrics that the panels of vLLM's own Grafana dashboards ask for, `vllm:` left out."""
+
+
+async def test_no_panel_of_vllms_dashboard_is_empty(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair()
+        await fleet.client.completions.create(model=MODEL, prompt="abc")
+        names = {name for name, _ in await scraped(fleet)}
+    assert {panel: set(asked.split()) - names for panel, asked in PANELS.items() if set(asked.split()) - names} == {}
+
+
 async def test_a_refused_request_is_no_output(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession() as session:
         async with session.post(f"{fleet.http}/v1/completions", json={"prompt": "a", "n": 0}) as response:

@@ -18,6 +18,7 @@ from halfmoon.pb.types_pb2 import Constraint
 from services.gateway.openai.messages import Message
 from services.gateway.openai.tooling.described_tools import with_described_tools
 from services.gateway.replies.call_parts import CallPart, ToolParser
+from services.gateway.replies.stop_strings import StopStrings
 from services.gateway.replies.tagged_calls import CallList
 from services.gateway.replies.tool_parsers import PARSERS, FirstCall, NamedCall, ToolFormat, format_of_template
 from tests.services.gateway import fakes
@@ -338,6 +339,16 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "",
         [("f", '{"a": 1, "b": [-2.5, "x, ]\\"\'"]}'), ("g.h", '{"c": {"d": null}, "e": true}')],
     ),
+    ("pythonic", "[I don't know] it", "[I don't know] it", []),
+    ("pythonic", "[f(**{'a': [1]}, b=2)]", "", [("f", '{"a": [1], "b": 2}')]),
+    ("pythonic", "[f(**{1: 2})]", "[f(**{1: 2})]", []),
+    ("pythonic", "[f(**g)]", "[f(**g)]", []),
+    ("pythonic", "[f().g(a=1)]", "[f().g(a=1)]", []),
+    ("pythonic", """[f(a='''it's\\'\n"''', b='')]""", "", [("f", '{"a": "it\'s\'\\n\\"", "b": ""}')]),
+    ("pythonic", "[f(a=1), g(b='one\nline')]", " g(b='one\nline')]", [("f", '{"a": 1}')]),
+    ("mistral", '[TOOL_CALLS]f{"a": 1} and so on', "and so on", [("f", '{"a": 1}')]),
+    ("mistral", '[TOOL_CALLS]two words {"a": 1} here', 'two words {"a": 1} here', []),
+    ("required", '[{"name": "f"}, {"no": "call"}] so', '{"no": "call"}] so', [("f", "{}")]),
     (
         "deepseek",
         "so <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
@@ -355,6 +366,53 @@ def test_pieces_do_not_matter(case: tuple[str, str, str, list[tuple[str, str]]],
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parsed(MAKERS[kind](), pieces) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("pythonic", "[I don't"), ("pythonic", f"[f({65 * '['}"), ("pythonic", f"[{300 * 'x'}")],
+)
+def test_what_can_be_no_call_is_not_held(kind: ToolFormat, text: str) -> None:
+    assert "".join(map(str, PARSERS[kind]().push(text))) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("hermes", f"<tool_call>{'}' * 3_000}"),
+        ("hermes", "<tool_call></tool_call>" * 3_000),
+        ("deepseek", "<｜tool▁call▁begin｜>" * 3_000),
+        ("mistral", f'[TOOL_CALLS]f[ARGS]{{"a": "{"}" * 3_000}'),
+        ("mistral", "[TOOL_CALLS]" + "f{}" * 3_000),
+        ("required", "{" + '"": {}, ' * 3_000),
+        ("llama3_json", '{"name": "f"}' * 3_000),
+    ],
+)
+def test_the_work_is_in_proportion_to_the_text(kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is cut: as many characters are given to searches and to the JSON decoder."""
+    work = 0
+    decode, push = json.JSONDecoder.raw_decode, StopStrings.push
+
+    def counted_decode(self: json.JSONDecoder, text: str, idx: int = 0) -> Any:
+        nonlocal work
+        try:
+            value, end = decode(self, text, idx)
+        except ValueError:
+            work += len(text) - idx
+            raise
+        work += end - idx
+        return value, end
+
+    def counted_push(self: StopStrings, text: str) -> str:
+        nonlocal work
+        work += len(text)
+        return push(self, text)
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counted_decode)
+    monkeypatch.setattr(StopStrings, "push", counted_push)
+    parsed(MAKERS[kind](), [text])
+    parsed(MAKERS[kind](), list(text))
+    assert work <= 150 * len(text)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""`halfmoon status`: which services of a running system are on which host, and whether it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Annotated
+
+import aiohttp
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from halfmoon.cli.profile_store import DEFAULT_STATE_DIR
+from halfmoon.up.state_lock import is_locked
+from halfmoon.up.written_state import ServiceList, read_services
+
+_HEALTH_S = 3.0
+
+
+def status(
+    state_dir: Annotated[
+        Path, typer.Option(help="State directory of `halfmoon up` or `halfmoon join`.")
+    ] = DEFAULT_STATE_DIR,
+) -> None:
+    """Shows which services run, on which hosts and since when. The exit status is 1 unless they serve, or only join."""
+    terminal = Console()
+    listed = read_services(state_dir) if is_locked(state_dir) else None
+    if listed is None:
+        terminal.print(f"no `halfmoon up` runs with the state directory {state_dir}: name its own by --state-dir")
+        raise typer.Exit(1)
+    terminal.print(services_table(listed, time.time()))
+    if listed.joins:
+        terminal.print(f"workers for the gateways at {listed.joins}", highlight=False)
+        return
+    answer = asyncio.run(health(listed.url)) if listed.url else "the gateways have not started yet"
+    terminal.print(f"{listed.url} {answer or 'serves'}".strip(), highlight=False)
+    raise typer.Exit(1 if answer else 0)
+
+
+def services_table(listed: ServiceList, now_s: float) -> Table:
+    """Returns the table of what runs at `now_s`, seconds since the epoch."""
+    table = Table("service", "host", "process", "runs for", box=None)
+    for service in sorted(listed.services, key=lambda one: (one.host, one.name)):
+        table.add_row(service.name, service.host, str(service.pid), _duration(now_s - service.since_s))
+    return table
+
+
+async def health(url: str) -> str | None:
+    """Returns why the gateways cannot serve, or None if they can."""
+    connector = aiohttp.TCPConnector(ssl=False)  # it is known from the state directory, maybe under another name
+    try:
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_HEALTH_S)) as session,
+            session.get(f"{url}/health") as response,
+        ):
+            return None if response.status == 200 else f"cannot place a request: {(await response.text()).strip()}"
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return f"does not answer: {error}"
+
+
+def _duration(seconds: float) -> str:
+    whole = int(max(seconds, 0))
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if whole >= 2 * size:
+            return f"{whole // size} {unit}"
+    return f"{whole} s"

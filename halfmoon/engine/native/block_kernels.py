@@ -1,0 +1,115 @@
+"""Products with weights that stay in blocks, by the compiled kernels; x is rounded to eight bits for each 32 inputs.
+
+A row's result does not depend on the other rows, on how many there are, or on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfmoon.engine.models.blocks import BLOCK_SIZES, Blocks
+
+_FORMATS = tuple(BLOCK_SIZES)  # in the order of quantised.h
+_X_BLOCK_BYTES = 44  # quantised.h: x_block_t
+
+_PACK = (*[c_void_p] * 2, c_int, *[c_int64] * 2, c_int)
+_LINEAR = (*[c_void_p] * 5, c_int, *[c_int64] * 3, *[c_void_p] * 2, c_float, *[c_int] * 2)
+_LOOKUP = (*[c_void_p] * 3, c_int, *[c_int64] * 2)
+
+
+class BlockKernels:
+    """The functions of a loaded library, for one dtype of x."""
+
+    def __init__(self, library: ctypes.CDLL, suffix: str, dtype: torch.dtype, num_threads: Callable[[], int]) -> None:
+        self.dtype = dtype
+        self.num_threads = num_threads
+        self.packed_bytes = _function(library.packed_bytes, (c_int, *[c_int64] * 2), c_int64)
+        self.pack = _function(library.pack_blocks, _PACK)
+        self.linear = _function(library[f"quantised_linear_{suffix}"], _LINEAR)
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self.lookup = _function(library[f"quantised_lookup_{suffix}"], _LOOKUP)
+
+    def room(self, num_bytes: int) -> int:
+        """The address of memory for x in eight bits, until the next call. Engines compute in one thread."""
+        if self._room.nbytes < num_bytes:
+            self._room = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._room.data_ptr()
+
+
+class PackedBlocks:
+    """Owns a weight [out_features, in_features] in the kernels' order, as large as its blocks."""
+
+    def __init__(self, kernels: BlockKernels, blocks: Blocks) -> None:
+        self._kernels = kernels
+        self._format = _FORMATS.index(blocks.format)
+        self._shape = num_columns, num_inputs = blocks.shape
+        self._strips = torch.empty(kernels.packed_bytes(self._format, num_columns, num_inputs), dtype=torch.uint8)
+        data = blocks.data.contiguous()
+        kernels.pack(data.data_ptr(), self._strips.data_ptr(), self._format, *self._shape, kernels.num_threads())
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory."""
+        return self._strips.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [num_tokens, in_features] -> [num_tokens, out_features] (`Multiply`)."""
+        return self._run(x.contiguous(), bias)
+
+    def normed(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None) -> Tensor:
+        """See `FusedRows.normed`."""
+        return self._run(x, bias, weight.data_ptr(), residual.data_ptr(), eps)
+
+    def gated(self, gate_up: Tensor, bias: Tensor | None) -> Tensor:
+        """See `FusedRows.gated`."""
+        return self._run(gate_up, bias, is_gated=True)
+
+    def _run(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        norm: int = 0,
+        residual: int = 0,
+        eps: float = 0.0,
+        is_gated: bool = False,
+    ) -> Tensor:
+        num_rows, (num_columns, num_inputs) = x.shape[0], self._shape
+        out = torch.empty(num_rows, num_columns, dtype=self._kernels.dtype)
+        self._kernels.linear(
+            x.data_ptr(),
+            self._strips.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            self._kernels.room(num_rows * num_inputs // 32 * _X_BLOCK_BYTES),
+            self._format,
+            num_rows,
+            num_inputs,
+            num_columns,
+            norm,
+            residual,
+            eps,
+            is_gated,
+            self._kernels.num_threads(),
+        )
+        return out
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The weights [num_indices, in_features] of some outputs [num_indices], as an embedding looks them up."""
+        num_rows, num_inputs = indices.shape[0], self._shape[1]
+        out = torch.empty(num_rows, num_inputs, dtype=self._kernels.dtype)
+        indices = indices.contiguous()
+        self._kernels.lookup(
+            self._strips.data_ptr(), indices.data_ptr(), out.data_ptr(), self._format, num_rows, num_inputs
+        )
+        return out
+
+
+def _function(function: Any, arguments: tuple[Any, ...], result: Any = None) -> Any:
+    function.argtypes, function.restype = arguments, result
+    return function

@@ -1,0 +1,107 @@
+/* Rows of K and V in memory, for one type T: head_dim numbers of T, or codes of int8 and their scale (kv/codec/int8.py).
+ *
+ * The codes of a row are what the products read. Its scale is one number of a key, and so multiplies scores and
+ * probabilities instead of every code.
+ */
+
+#define LARGEST_BITS 0x7e800000 /* float32: 2^126; a row with larger numbers is scaled for this one */
+
+typedef struct {
+  int is_int8;
+  int64_t row_bytes, head_dim;
+} NAME(kv_format);
+
+/* Numbers [head_dim] -> codes and a bfloat16 scale, bit for bit those of the codec. A NaN counts as 0. */
+static void NAME(round_row)(const T *row, uint8_t *out, int64_t head_dim) {
+  i32v largest = {};
+  for (int64_t d = 0; d < head_dim; d += LANES) largest = max_i32(largest, (i32v)LOAD(row + d) & 0x7fffffff);
+  int32_t bits = max_of_i32(largest);
+  const int is_wild = bits > LARGEST_BITS;
+  if (is_wild) bits = LARGEST_BITS;
+  float most;
+  memcpy(&most, &bits, sizeof most);
+  most /= 127.0f;
+  if (most < 0x1p-126f) most = 0x1p-126f;
+  memcpy(&bits, &most, sizeof bits);
+  const uint16_t scale = (uint16_t)((uint32_t)(bits + 0xffff) >> 16); /* rounded up */
+  const float inverse = 1.0f / bf16_to_f32(scale);
+  for (int64_t d = 0; d < head_dim; d += LANES) {
+    f32v x = LOAD(row + d);
+    if (is_wild) x = min_f32(max_f32(choose(x == x, x, splat(0)), splat(-0x1p126f)), splat(0x1p126f));
+    const i8v codes = narrow_i32(round_i32(x * inverse));
+    memcpy(out + d, &codes, sizeof codes);
+  }
+  memcpy(out + head_dim, &scale, sizeof scale);
+}
+
+static void NAME(store_row)(const NAME(kv_format) *format, const T *row, uint8_t *out) {
+  if (format->is_int8)
+    NAME(round_row)(row, out, format->head_dim);
+  else
+    memcpy(out, row, format->head_dim * sizeof(T));
+}
+
+/* A row's numbers, or codes, as items. */
+INLINE void NAME(row_items)(const NAME(kv_format) *format, const uint8_t *row, uint32_t *items) {
+  if (format->is_int8)
+    for (int64_t j = 0; j < format->head_dim / LANES; j++) STORE_ITEMS((float *)items, j, load_i8(row + j * LANES));
+  else
+    ITEMS(items, row, format->head_dim);
+}
+
+/* The scales of num_keys rows, 0 beyond; none are needed for numbers. */
+static void NAME(row_scales)(const NAME(kv_format) *format, const uint8_t *rows, const int64_t *slots, int64_t num_keys,
+                             float *scales) {
+  for (int64_t i = 0; i < KEYS; i++) {
+    uint16_t scale = 0;
+    if (i < num_keys) memcpy(&scale, rows + slots[i] * format->row_bytes + format->head_dim, sizeof scale);
+    scales[i] = bf16_to_f32(scale);
+  }
+}
+
+/* Rows, of which `slots` names num_keys -> items [depth, KEYS], zero beyond num_keys. */
+static void NAME(pack_keys)(const NAME(kv_format) *format, const uint8_t *rows, const int64_t *slots, int64_t num_keys,
+                            uint32_t *packed) {
+  const int64_t depth = format->head_dim / PACKED;
+  uint32_t items[LANES * MAX_HEAD_DIM] __attribute__((aligned(64)));
+  for (int64_t key = 0; key < KEYS; key += LANES) {
+    if (key >= num_keys) {
+      for (int64_t k = 0; k < depth; k++) memset(packed + k * KEYS + key, 0, LANES * 4);
+      continue;
+    }
+    const int64_t valid = num_keys - key < LANES ? num_keys - key : LANES;
+    for (int64_t i = 0; i < valid; i++)
+      NAME(row_items)(format, rows + slots[key + i] * format->row_bytes, items + i * depth);
+    for (int64_t i = valid; i < LANES; i++) memset(items + i * depth, 0, depth * 4);
+    int64_t k = 0;
+    for (; k + LANES <= depth; k += LANES)
+      transpose(items + k, depth, packed + k * KEYS + key, KEYS);
+    for (; k < depth; k++)
+      for (int64_t i = 0; i < LANES; i++) packed[k * KEYS + key + i] = items[i * depth + k];
+  }
+}
+
+/* Rows, of which `slots` names num_keys -> items [KEYS / PACKED, head_dim], zero beyond. */
+static void NAME(pack_values)(const NAME(kv_format) *format, const uint8_t *rows, const int64_t *slots,
+                              int64_t num_keys, uint32_t *packed) {
+  const int64_t head_dim = format->head_dim, used = (num_keys + PACKED - 1) / PACKED;
+  for (int64_t i = 0; i < used; i++) {
+    if (PACKED == 1) {
+      NAME(row_items)(format, rows + slots[i] * format->row_bytes, packed + i * head_dim);
+      continue;
+    }
+    uint32_t items[2][MAX_HEAD_DIM] __attribute__((aligned(64)));
+    const void *pair[2] = {items[0], items[1]};
+    for (int64_t j = 0; j < 2; j++) {
+      const uint8_t *row = rows + slots[i * 2 + j < num_keys ? i * 2 + j : 0] * format->row_bytes;
+      if (i * 2 + j >= num_keys)
+        memset(items[j], 0, head_dim * sizeof(T)); /* a key without a partner */
+      else if (format->is_int8)
+        NAME(row_items)(format, row, items[j]);
+      else
+        pair[j] = row;
+    }
+    PAIR(packed + i * head_dim, pair[0], pair[1], head_dim);
+  }
+  if (used < KEYS / PACKED) memset(packed + used * head_dim, 0, (KEYS / PACKED - used) * head_dim * 4);
+}

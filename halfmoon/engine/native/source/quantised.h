@@ -1,0 +1,269 @@
+/* Products over weights that stay in GGUF's blocks, with rows of x in eight bits.
+ *
+ * A weight is so much a block: scale * (code - zero) + low. Blocks are of 32 inputs; Q4_K and Q6_K have whole-numbered
+ * scales for 32 and for 16 of them, multiplied by those of 256. A strip holds LANES columns, block after block:
+ *   for each 32 or 256 inputs: scales, lows (both float16 [LANES])
+ *   for each 32 inputs: their own scales, lows (int8 [LANES]), codes: four bytes of four inputs for each column in turn
+ * Two codes of four bits share a byte, the second 16 inputs behind the first. Six bits are four and two.
+ *
+ * Sums of products are whole numbers within a block, and blocks are added in order: a row's result depends on neither
+ * the other rows nor the processor, if that multiplies and adds in one rounding.
+ */
+#pragma once
+
+#if defined(__AVX2__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+enum { Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, NUM_FORMATS }; /* library.py has the same order */
+
+#define BLOCK 32
+#define IS_NESTED(format) ((format) >= Q4_K)
+#define HAS_LOW(format) ((format) == Q4_1 || (format) == Q4_K)
+#define PARTS(format) ((format) == Q6_K ? 2 : 1) /* of a block, with a scale each */
+#define CODE_BITS(format) ((format) == Q8_0 ? 8 : (format) == Q6_K ? 6 : 4)
+#define ZERO(format) ((format) == Q8_0 ? 128 : (format) == Q6_K ? 32 : (format) == Q4_0 ? 8 : 0)
+#define TILE_ROWS 8 /* most rows of x that a strip is multiplied with at once */
+#define OUTER(format) (IS_NESTED(format) ? 256 : BLOCK) /* inputs that share a float16 scale */
+
+typedef union {
+  int32_t whole;
+  float real;
+} offset_t;
+
+/* A block of a row of x: codes * scale. offset: -zero * sum of a part's codes, or sum of x, for weights with a low. */
+typedef struct {
+  int32_t codes[BLOCK / 4];
+  float scale;
+  offset_t offset[2];
+} x_block_t;
+
+typedef int8_t i8v __attribute__((vector_size(LANES)));
+
+/* GCC 12 converts between bytes and words lane by lane. */
+INLINE f32v load_i8(const uint8_t *p) {
+  i8v x;
+  memcpy(&x, p, sizeof x);
+#if defined(__AVX512F__)
+  return (f32v)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
+#elif defined(__AVX2__)
+  return (f32v)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(x, i32v), f32v);
+#endif
+}
+
+/* sum + a * b, in one rounding where the processor can. */
+INLINE f32v fused(f32v sum, f32v a, f32v b) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+  return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  return sum + a * b;
+#endif
+}
+
+/* To the nearest whole number, ties to even. Said by name: an addition of 1.5 * 2^23 might be fused with what is before. */
+INLINE i32v round_i32(f32v x) {
+#if defined(__AVX512F__)
+  return (i32v)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (i32v)_mm256_cvtps_epi32((__m256)x);
+#else
+  i32v whole;
+  for (int i = 0; i < LANES; i++) whole[i] = (int32_t)lrintf(x[i]);
+  return whole;
+#endif
+}
+
+/* Numbers that fit. */
+INLINE i8v narrow_i32(i32v x) {
+#if defined(__AVX512F__)
+  return (i8v)_mm512_cvtepi32_epi8((__m512i)x);
+#elif defined(__AVX2__)
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  const __m128i bytes = _mm_packs_epi16(words, words);
+  i8v out;
+  memcpy(&out, &bytes, sizeof out);
+  return out;
+#else
+  return __builtin_convertvector(x, i8v);
+#endif
+}
+
+INLINE f32v load_f16(const uint8_t *p) {
+#if defined(__AVX512F__)
+  __m256i x;
+  memcpy(&x, p, sizeof x);
+  return (f32v)_mm512_cvtph_ps(x);
+#elif defined(__F16C__)
+  __m128i x;
+  memcpy(&x, p, sizeof x);
+  return (f32v)_mm256_cvtph_ps(x);
+#else
+  u16v x;
+  memcpy(&x, p, sizeof x);
+  u32v bits = __builtin_convertvector(x, u32v);
+  f32v size = (f32v)((bits & 0x7fff) << 13) * 0x1p112f; /* finite ones, also the smallest */
+  return (f32v)((u32v)size | (bits & 0x8000) << 16);
+#endif
+}
+
+/* sum + four bytes of each lane of `codes`, unsigned, times those of x, signed. */
+INLINE i32v dot_bytes(i32v sum, u32v codes, int32_t x) {
+#if defined(__AVX512VNNI__) && LANES == 16
+  return (i32v)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
+#elif defined(__AVX512BW__) && LANES == 16
+  const __m512i both = _mm512_set1_epi32(x), even = _mm512_srai_epi16(_mm512_slli_epi16(both, 8), 8);
+  return sum + (i32v)_mm512_madd_epi16((__m512i)(codes & 0x00ff00ff), even) +
+         (i32v)_mm512_madd_epi16((__m512i)(codes >> 8 & 0x00ff00ff), _mm512_srai_epi16(both, 8));
+#elif defined(__AVXVNNI__) && LANES == 8
+  return (i32v)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
+#elif defined(__AVX2__) && LANES == 8
+  const __m256i both = _mm256_set1_epi32(x), even = _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8);
+  return sum + (i32v)_mm256_madd_epi16((__m256i)(codes & 0x00ff00ff), even) +
+         (i32v)_mm256_madd_epi16((__m256i)(codes >> 8 & 0x00ff00ff), _mm256_srai_epi16(both, 8));
+#else
+  for (int byte = 0; byte < 4; byte++) sum += (i32v)(codes >> 8 * byte & 0xff) * (int8_t)(x >> 8 * byte);
+  return sum;
+#endif
+}
+
+/* Inputs 4 * j to 4 * j + 3 of a block. */
+INLINE u32v load_codes(const int format, const uint8_t *codes, int j) {
+  if (format == Q8_0) return load_u32(codes + j * 4 * LANES);
+  u32v four = load_u32(codes + j % 4 * 4 * LANES);
+  four = (j < 4 ? four : four >> 4) & 0x0f0f0f0f;
+  if (format != Q6_K) return four;
+  return four | (load_u32(codes + (4 + j / 4) * 4 * LANES) >> 2 * (j % 4) & 0x03030303) << 4;
+}
+
+INLINE int64_t strip_bytes(const int format, int64_t num_inputs) {
+  const int lows = HAS_LOW(format) ? 2 : 1;
+  const int inner = IS_NESTED(format) ? (HAS_LOW(format) ? 2 : PARTS(format)) : 0;
+  return num_inputs / OUTER(format) * 2 * lows * LANES + num_inputs / BLOCK * (inner + 4 * CODE_BITS(format)) * LANES;
+}
+
+/* out [num_rows, LANES] = x * strip; x: [blocks, num_rows]. */
+INLINE void quantised_tile(const int format, const int num_rows, const x_block_t *x, const uint8_t *strip, float *out,
+                           int64_t num_inputs) {
+  f32v sums[TILE_ROWS];
+#pragma GCC unroll 8
+  for (int i = 0; i < num_rows; i++) sums[i] = splat(0);
+  for (int64_t k = 0; k < num_inputs; k += OUTER(format)) {
+    const f32v outer = load_f16(strip), outer_low = HAS_LOW(format) ? load_f16(strip + 2 * LANES) : splat(0);
+    strip += (HAS_LOW(format) ? 4 : 2) * LANES;
+    for (int block = 0; block < OUTER(format) / BLOCK; block++) {
+      f32v scale[2] = {outer, outer}, low = outer_low;
+      if (IS_NESTED(format)) {
+        for (int part = 0; part < PARTS(format); part++, strip += LANES) scale[part] = outer * load_i8(strip);
+        if (HAS_LOW(format)) low = outer_low * load_i8(strip), strip += LANES;
+      }
+#pragma GCC unroll 2
+      for (int part = 0; part < PARTS(format); part++) {
+        i32v dots[TILE_ROWS];
+#pragma GCC unroll 8
+        for (int i = 0; i < num_rows; i++) dots[i] = (i32v){} + (HAS_LOW(format) ? 0 : x[i].offset[part].whole);
+#pragma GCC unroll 8
+        for (int j = part * 8 / PARTS(format); j < (part + 1) * 8 / PARTS(format); j++) {
+          const u32v codes = load_codes(format, strip, j);
+#pragma GCC unroll 8
+          for (int i = 0; i < num_rows; i++) dots[i] = dot_bytes(dots[i], codes, x[i].codes[j]);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < num_rows; i++) {
+          const f32v both = scale[part] * x[i].scale;
+          sums[i] = fused(sums[i], __builtin_convertvector(dots[i], f32v), both);
+          if (HAS_LOW(format)) sums[i] = fused(sums[i], low, splat(x[i].offset[0].real));
+        }
+      }
+      strip += 4 * CODE_BITS(format) * LANES;
+      x += num_rows;
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < num_rows; i++) store_f32(out + i * LANES, sums[i]);
+}
+
+/* Rows of the tile that begins at a row: tiles of 8, then 4, 2 and 1. */
+INLINE int tile_rows(int64_t row, int64_t num_rows) {
+  const int64_t left = num_rows - row;
+  return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
+
+INLINE void quantised_rows(const int format, int num_rows, const x_block_t *x, const uint8_t *strip, float *out,
+                           int64_t num_inputs) {
+  switch (num_rows) {
+    case 8: quantised_tile(format, 8, x, strip, out, num_inputs); break;
+    case 4: quantised_tile(format, 4, x, strip, out, num_inputs); break;
+    case 2: quantised_tile(format, 2, x, strip, out, num_inputs); break;
+    default: quantised_tile(format, 1, x, strip, out, num_inputs);
+  }
+}
+
+static void quantised_product(int format, int num_rows, const x_block_t *x, const uint8_t *strip, float *out,
+                              int64_t num_inputs) {
+  switch (format) {
+    case Q4_0: quantised_rows(Q4_0, num_rows, x, strip, out, num_inputs); break;
+    case Q4_1: quantised_rows(Q4_1, num_rows, x, strip, out, num_inputs); break;
+    case Q8_0: quantised_rows(Q8_0, num_rows, x, strip, out, num_inputs); break;
+    case Q4_K: quantised_rows(Q4_K, num_rows, x, strip, out, num_inputs); break;
+    default: quantised_rows(Q6_K, num_rows, x, strip, out, num_inputs);
+  }
+}
+
+INLINE i32v add_i32(i32v a, i32v b) { return a + b; }
+INLINE i32v max_i32(i32v a, i32v b) { return (a & (a > b)) | (b & ~(a > b)); }
+INLINE int32_t sum_of_i32(i32v x) { FOLD(add_i32, x) return x[0] + (LANES == 16 ? x[LANES - 1] : 0); }
+INLINE int32_t max_of_i32(i32v x) { FOLD(max_i32, x) return x[0] > x[LANES - 1] ? x[0] : x[LANES - 1]; }
+
+/* A row of x [BLOCK] in eight bits, for weights with this zero and these parts. The largest is found by its bits, of
+ * which those of a NaN are the largest: it or an infinity makes the scale, and so the row's results, not finite. */
+INLINE void quantise_block(const f32v *x, x_block_t *out, int zero, int has_low, int num_parts) {
+  i32v largest = {};
+  for (int v = 0; v < BLOCK / LANES; v++) largest = max_i32(largest, (i32v)x[v] & 0x7fffffff);
+  const int32_t bits = max_of_i32(largest);
+  float most;
+  memcpy(&most, &bits, sizeof most);
+  const float inverse = most > 0 ? 127.0f / most : 0;
+  const f32v magic = splat(12582912.0f); /* as in exp_f32 */
+  i32v totals[2] = {};
+  for (int v = 0; v < BLOCK / LANES; v++) {
+    const i32v whole = (i32v)(x[v] * inverse + magic) - (i32v)magic;
+    const i8v narrow = narrow_i32(whole);
+    memcpy((int8_t *)out->codes + v * LANES, &narrow, sizeof narrow);
+    totals[v * LANES * num_parts / BLOCK] += whole;
+  }
+  out->scale = most / 127.0f;
+  for (int part = 0; part < num_parts; part++) {
+    const int32_t total = sum_of_i32(totals[part]);
+    if (has_low)
+      out->offset[part].real = out->scale * (float)total;
+    else
+      out->offset[part].whole = -zero * total;
+  }
+}
+
+/* Columns of a strip as numbers: out [num_inputs] = the weights of one column. */
+static void quantised_column(int format, const uint8_t *strip, int column, float *out, int64_t num_inputs) {
+  const int num_inner = IS_NESTED(format) ? PARTS(format) : 0;
+  f32v outer, outer_low = splat(0);
+  for (int64_t k = 0; k < num_inputs; k += BLOCK) {
+    if (k % OUTER(format) == 0) {
+      outer = load_f16(strip);
+      if (HAS_LOW(format)) outer_low = load_f16(strip + 2 * LANES);
+      strip += (HAS_LOW(format) ? 4 : 2) * LANES;
+    }
+    float scale[2] = {outer[column], outer[column]}, low = outer_low[column];
+    for (int part = 0; part < num_inner; part++, strip += LANES) scale[part] *= (float)(int8_t)strip[column];
+    if (num_inner && HAS_LOW(format)) low *= (float)(int8_t)strip[column], strip += LANES;
+    for (int j = 0; j < BLOCK / 4; j++) {
+      const uint32_t codes = load_codes(format, strip, j)[column];
+      for (int byte = 0; byte < 4; byte++)
+        out[k + 4 * j + byte] =
+            scale[j * PARTS(format) / 8] * (float)((int)(codes >> 8 * byte & 0xff) - ZERO(format)) + low;
+    }
+    strip += 4 * CODE_BITS(format) * LANES;
+  }
+}

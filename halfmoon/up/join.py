@@ -1,0 +1,93 @@
+"""Runs `halfmoon join`: workers of this host for the gateways of another one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.credentials.issue import CREDENTIAL_FILE
+from halfmoon.rpc.credentials.sources import FILE_VARIABLE, SECRET_VARIABLE
+from halfmoon.rpc.tls.identity_files import TLS_VARIABLES, paths_in
+from halfmoon.up.run import prepared_model
+from halfmoon.up.service_specs import WorkerSpec, traced, worker_specs
+from halfmoon.up.supervision.announcements import UnreachedGateways
+from halfmoon.up.until_stopped import UpContext, until_stopped
+from halfmoon.up.up_options import UpOptions, engines
+
+_VARIABLES = (SECRET_VARIABLE, FILE_VARIABLE, *TLS_VARIABLES)
+
+
+async def join(options: UpOptions, stores: Sequence[str], secrets: Path | None, terminal: Console) -> bool:
+    """Starts the workers and keeps them running, as `halfmoon up` does its own. Returns and raises as `up` does.
+
+    `secrets`: a directory with a worker's credential and maybe its certificate; None: what the environment names.
+    """
+    assert options.joins is not None
+    environment = _identity(secrets, os.environ)
+    options = replace(options, host_address=options.host_address or _address_towards(options.joins))
+    run = partial(_run, stores=stores, environment=environment)
+    return await until_stopped(options, terminal, run, UnreachedGateways(terminal).on_event)
+
+
+async def _run(context: UpContext, *, stores: Sequence[str], environment: Mapping[str, str]) -> None:
+    options, supervisor, hosts, written, terminal, bars = context
+    assert options.joins is not None
+    model = await prepared_model(options.model, terminal, for_any_engine="vllm" in engines(options))
+    model = replace(model, name=options.model_name or model.name)
+    specs = [
+        _trusted(traced(spec, options), environment)
+        for spec in worker_specs(options, model, options.joins, stores, hosts)
+    ]
+    async with asyncio.TaskGroup() as group:
+        children = [await supervisor.start(spec) for spec in specs]
+        group.create_task(supervisor.until_one_ends())
+        for child in children:
+            await child.joined
+        bars.stop()
+        written.write(supervisor.children)
+        terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
+        terminal.print(f"{len(children)} workers have joined {options.joins}", highlight=False, style="bold")
+
+
+def _trusted(spec: WorkerSpec, environment: Mapping[str, str]) -> WorkerSpec:
+    return replace(spec, environment={**spec.environment, **environment})
+
+
+def _identity(secrets: Path | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that name a worker's credential and certificate. Raises InvalidRequest."""
+    if secrets is None:
+        return {name: environment[name] for name in _VARIABLES if name in environment}
+    secrets = secrets.absolute()
+    credential, paths = secrets / CREDENTIAL_FILE, paths_in(secrets)
+    if not credential.is_file():
+        raise InvalidRequest(
+            f"--secrets {secrets}: there is no file `{CREDENTIAL_FILE}`: copy the directory `worker` that `halfmoon "
+            "secret issue-all` made on the gateway's host",
+            param="secrets",
+        )
+    tls = dict(zip(TLS_VARIABLES, map(str, paths), strict=True)) if paths.cert.is_file() else {}
+    return {FILE_VARIABLE: str(credential), **tls}
+
+
+def _address_towards(gateways: str) -> str:
+    """Returns the address of this host from which it reaches the first gateway. Raises InvalidRequest."""
+    host, _, port = gateways.split(",")[0].rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as towards:
+            towards.connect(address)  # sends nothing
+            found: str = towards.getsockname()[0]
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"{gateways}: give the gateway's HOST:PORT that its `halfmoon up --host-address` printed: {error}",
+            param="gateway",
+        ) from error
+    return f"[{found}]" if ":" in found else found

@@ -1,0 +1,54 @@
+"""Resources that services reserve on other hosts, and how a service's arguments follow the host it got. No Ray."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from halfmoon.up.supervision.child import Room, ServiceSpec
+
+Spec = TypeVar("Spec", bound=ServiceSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The host of a service. `node` is Ray's name of it."""
+
+    node: str
+    address: str  # an IP address of the host
+    host: str  # its name
+    python: str  # its interpreter
+
+
+def resources(room: Room) -> dict[str, float]:
+    """Returns a placement group's bundle for one service."""
+    return {"CPU": room.num_cpus, **({"GPU": float(room.num_gpus)} if room.num_gpus else {})}
+
+
+def on_host(spec: Spec, place: Place, metrics_port: int, stores: Mapping[str, str]) -> Spec:
+    """Returns the spec with the arguments and interpreter of its host.
+
+    Workers listen at the host's address, on a port of their own choice. `stores` has the address of each host's store,
+    by node: a worker uses that of its host, where there is one.
+    """
+    changed = {}
+    if "--listen" in spec.arguments and spec.room is not None and not spec.room.node:
+        changed["--listen"] = f"{place.address}:0"
+    if "--kv-store" in spec.arguments and place.node in stores:
+        changed["--kv-store"] = stores[place.node]
+    if "--metrics-port" in spec.arguments:
+        changed["--metrics-port"] = str(metrics_port)
+    python = place.python if spec.python == sys.executable else spec.python
+    return replace(
+        spec,
+        arguments=_with_options(spec.arguments, changed),
+        python=python,
+        metrics_port=metrics_port if "--metrics-port" in changed else None,
+    )
+
+
+def _with_options(arguments: tuple[str, ...], changed: Mapping[str, str]) -> tuple[str, ...]:
+    before = ("", *arguments)
+    return tuple(changed.get(option, value) for option, value in zip(before, arguments, strict=False))

@@ -1,0 +1,106 @@
+"""Calibration of an engine that steps by itself, such as vLLM: before it serves anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import halfmoon
+from halfmoon.config.worker import Calibrate
+from halfmoon.engine.engine_facts import EngineFacts
+from halfmoon.engine.request import EngineRequest
+from halfmoon.engine.step_result import StepResult
+from halfmoon.worker.membership.calibration import (
+    WARM_UP,
+    Profile,
+    TrialRoom,
+    device_name,
+    keep_profile,
+    load_profile,
+    log_profile,
+    note_step,
+    profile_file,
+    trial_requests,
+    trials,
+)
+from halfmoon.worker.serving_engine import ServingEngine
+
+
+class StepTap:
+    """Passes an engine's steps on, but for those of trials, which it returns. Event-loop thread only."""
+
+    def __init__(self, on_step: Callable[[StepResult], None]) -> None:
+        self._on_step = on_step
+        self._trial: list[StepResult] | None = None
+        self._changed = asyncio.Event()
+
+    def __call__(self, result: StepResult) -> None:
+        """Takes a step."""
+        if self._trial is None:
+            self._on_step(result)
+        else:
+            self._trial.append(result)
+            self._changed.set()
+
+    async def steps(
+        self, engine: ServingEngine, requests: Sequence[EngineRequest], give_up_s: float
+    ) -> list[StepResult]:
+        """Steps of an engine that has nothing else to do, until these requests have ended, or it is too late."""
+        results = self._trial = []
+        try:
+            for request in requests:
+                await engine.add(request)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(give_up_s - time.monotonic()):
+                    while _num_ended(results) < len(requests):
+                        self._changed.clear()
+                        await self._changed.wait()
+            for request in requests:
+                await engine.cancel(request.request_id)
+            return results
+        finally:
+            self._trial = None
+
+
+async def calibrated_serving(
+    engine: ServingEngine,
+    tap: StepTap,
+    facts: EngineFacts,
+    role: str,
+    how: Calibrate,
+    seconds: float,
+    state_dir: Path,
+    options: str = "",
+) -> Profile | None:
+    """Like `calibrated`, of an engine that steps by itself and serves nobody yet. options: on which speed depends."""
+    if how == "never":
+        return None
+    layout, device = facts.layout, device_name(facts.device)
+    ranks = {"tensor_parallel": facts.tensor_parallel, "pipeline_parallel": facts.pipeline_parallel}
+    limits = f"steps of {facts.step_tokens}, batches of {facts.max_running}"
+    parts = (role, facts.fingerprint, device, layout.dtype, *(f"{name} {num}" for name, num in ranks.items()))
+    kind = ", ".join((*parts, limits, options, f"halfmoon {halfmoon.__version__}"))
+    file = profile_file(state_dir, kind)
+    profile = load_profile(file, kind) if how == "auto" else None
+    if profile is None:
+        profile = Profile(kind)
+        room = TrialRoom(
+            facts.step_tokens, facts.context_tokens, layout.block_tokens, facts.num_blocks, facts.max_running
+        )
+        give_up_s = time.monotonic() + seconds
+        for number, trial in enumerate((WARM_UP, *trials(room, role))):
+            for result in await tap.steps(engine, trial_requests(trial, str(number)), give_up_s):
+                if number:
+                    note_step(profile, trial, result, role)
+            if time.monotonic() > give_up_s:
+                break
+        keep_profile(file, profile, {"model": facts.model, "device": device, **ranks}, layout, facts.num_blocks)
+    log_profile(profile)
+    return profile
+
+
+def _num_ended(results: Sequence[StepResult]) -> int:
+    return sum(output.finish_reason is not None for result in results for output in result.outputs)

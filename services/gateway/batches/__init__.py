@@ -1,0 +1,1 @@
+"""Files and batches: requests from a file, run when nobody else needs the workers."""

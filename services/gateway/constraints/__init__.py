@@ -1,1 +1,0 @@
-"""Checks of structured outputs, in processes that may die alone."""

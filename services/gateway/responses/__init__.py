@@ -1,0 +1,1 @@
+"""Responses that are kept, conversations made of them, and responses in the background."""

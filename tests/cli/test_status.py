@@ -1,0 +1,89 @@
+"""What `halfmoon status` shows."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+from typer.testing import CliRunner
+
+from halfmoon.cli.app import app
+from halfmoon.cli.status import health, services_table
+from halfmoon.up.state_lock import locked_state_dir
+from halfmoon.up.until_stopped import UpContext, until_stopped
+from halfmoon.up.up_options import UpOptions
+from halfmoon.up.written_state import ListedService, ServiceList, WrittenState, read_services
+
+
+def shown(listed: ServiceList, now_s: float) -> list[list[str]]:
+    out = StringIO()
+    Console(file=out, width=100).print(services_table(listed, now_s))
+    return [line.split() for line in out.getvalue().splitlines()]
+
+
+def test_services_are_listed_by_host_with_how_long_they_run() -> None:
+    services = (ListedService("prefill-0", "beta", 7, 1_000.0), ListedService("gateway", "alpha", 5, 900.0))
+    assert shown(ServiceList("http://x", services), 1_090.0)[1:] == [
+        ["gateway", "alpha", "5", "3", "min"],
+        ["prefill-0", "beta", "7", "90", "s"],
+    ]
+
+
+def test_without_a_running_system_it_says_so(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "no `halfmoon up` runs" in result.output
+
+
+def test_a_list_of_a_system_that_ended_is_not_believed(tmp_path: Path) -> None:
+    (tmp_path / "services.json").write_text('{"url": "http://127.0.0.1:1", "services": []}')
+    with locked_state_dir(tmp_path):
+        running = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path)])
+    ended = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path)])
+    assert "http://127.0.0.1:1 does not answer" in running.output
+    assert "no `halfmoon up` runs" in ended.output
+
+
+async def test_what_an_earlier_run_left_is_gone_while_the_next_one_starts(tmp_path: Path) -> None:
+    (tmp_path / "services.json").write_text('{"url": "http://127.0.0.1:1", "services": []}')
+    seen: list[ServiceList | None] = []
+
+    async def starting(context: UpContext) -> None:
+        seen.append(read_services(tmp_path))
+
+    await until_stopped(UpOptions(state_dir=tmp_path), Console(file=StringIO()), starting)
+    assert seen == [ServiceList("", ())]
+
+
+def test_workers_alone_name_the_gateways_that_they_join(tmp_path: Path) -> None:
+    WrittenState(tmp_path, print, joins="10.0.0.1:7000").write(())
+    with locked_state_dir(tmp_path):
+        result = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "gateways at 10.0.0.1:7000" in result.output
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"url": "x"}', '{"url": "x", "services": [{"name": "a"}]}'])
+def test_a_damaged_list_counts_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "services.json").write_text(text)
+    assert read_services(tmp_path) is None
+
+
+async def test_a_gateway_that_cannot_place_a_request_says_why() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=503, text="no prefill worker")
+
+    application = web.Application()
+    application.router.add_get("/health", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        assert await health(url) == "cannot place a request: no prefill worker"
+    finally:
+        await runner.cleanup()

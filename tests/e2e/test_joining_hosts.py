@@ -1,0 +1,110 @@
+"""Workers of another host join a running system. Hosts are addresses of loopback, each with services of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from halfmoon.rpc.credentials.issue import issue_all
+from tests.e2e.small_model import small_model
+from tests.e2e.system import ROOT, System, running_system
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+FIRST, SECOND = "127.0.0.2", "127.0.0.3"
+PATIENCE_S = 120.0
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as bound:
+        bound.bind((host, 0))
+        return int(bound.getsockname()[1])
+
+
+@asynccontextmanager
+async def joined(gateway: str, state_dir: Path, *options: str) -> AsyncIterator[list[str]]:
+    """`halfmoon join` until its workers have joined. Yields what it printed; ends with its interrupt."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "halfmoon.cli.app", "join", gateway, "--state-dir", str(state_dir), *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=ROOT,
+        env={**os.environ, "TERM": "dumb", "COLUMNS": "200"},
+    )
+    assert process.stdout is not None
+    printed: list[str] = []
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            async for line in process.stdout:
+                printed.append(line.decode())
+                if "joined" in printed[-1]:  # or has not, and why
+                    break
+        yield printed
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(PATIENCE_S):
+            printed.append((await process.stdout.read()).decode())
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def answer(system: System, session: aiohttp.ClientSession, prompt: str) -> str:
+    body = {"model": "small", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    async with session.post(f"{system.url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        return str((await response.json())["choices"][0]["text"])
+
+
+async def test_a_second_host_joins_serves_and_leaves_without_a_lost_request(tmp_path: Path) -> None:
+    model, cluster = small_model(tmp_path / "small"), tmp_path / "cluster"
+    (cluster / "worker").mkdir(parents=True)
+    issue_all(cluster)
+    port = free_port(FIRST)
+    options = ("--model", str(model), "--dtype", "float32", "--host-address", FIRST, "--cluster-port", str(port))
+    trust = ("--cluster-secret-file", str(cluster / "root" / "cluster_secret"), "--tls-dir", str(cluster / "root"))
+    never = ("--set", "workers.all.calibrate=never")
+    async with (
+        running_system(tmp_path / "first", *options, *trust, *never) as system,
+        aiohttp.ClientSession() as session,
+    ):
+        assert any(f"halfmoon join {FIRST}:{port}" in line for line in system.printed)
+        prompts = [f"The {number} moons of " * 40 for number in range(8)]
+        alone = [await answer(system, session, prompt) for prompt in prompts]
+        second = ("--role", "decode", "--count", "2", "--model", str(model), "--host-address", SECOND)
+        mine = ("--secrets", str(cluster / "worker"), "--set", "workers.all.dtype=float32", *never)
+        async with joined(f"{FIRST}:{port}", tmp_path / "second", *second, *mine) as printed:
+            assert f"2 workers have joined {FIRST}:{port}" in printed[-1], "".join(printed)
+            workers = await system.cluster(session)
+            assert sorted(worker["address"].partition(":")[0] for worker in workers) == [FIRST, FIRST, SECOND, SECOND]
+            together = await asyncio.gather(*(answer(system, session, prompt) for prompt in prompts))
+            assert together == alone
+            leaving = [asyncio.create_task(answer(system, session, prompt)) for prompt in prompts]
+            await asyncio.sleep(0)
+        assert [await task for task in leaving] == alone
+
+
+async def test_a_stranger_is_refused_with_a_reason(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "small")
+    stranger = tmp_path / "stranger"
+    (stranger / "worker").mkdir(parents=True)
+    issue_all(stranger)
+    port = free_port(FIRST)
+    options = ("--engine", "sim", "--host-address", FIRST, "--cluster-port", str(port))
+    async with running_system(tmp_path / "first", *options):
+        mine = ("--role", "decode", "--model", str(model), "--secrets", str(stranger / "worker"))
+        never = ("--set", "workers.all.calibrate=never")
+        async with joined(f"{FIRST}:{port}", tmp_path / "second", *mine, *never) as printed:
+            assert f"decode-0 has not joined {FIRST}:{port}" in printed[-1]
+            assert "handshake" in printed[-1].lower() or "secret" in printed[-1]

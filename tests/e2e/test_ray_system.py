@@ -1,0 +1,61 @@
+"""`halfmoon up --on ray`: a node is lost while answers run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from halfmoon.up.written_state import read_services
+from tests.e2e.small_model import small_model
+from tests.e2e.system import System, running_system
+from tests.ray_cluster import RayCluster, ray_cluster
+
+pytest.importorskip("ray")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+START_S = 240
+
+
+@pytest.fixture
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster() as made:
+        yield made
+
+
+async def answer(system: System, session: aiohttp.ClientSession, number: int) -> str:
+    body = {"prompt": f"{number} moons " * 50, "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+    async with session.post(f"{system.url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        return str((await response.json())["choices"][0]["text"])
+
+
+async def test_a_lost_node_loses_no_answer_and_its_worker_comes_back(cluster: RayCluster, tmp_path: Path) -> None:
+    model, state = small_model(tmp_path / "small"), tmp_path / "state"
+    options = ("--on", "ray", "--ray-address", cluster.address, "--model", str(model), "--dtype", "float32")
+    workers = ("--decode", "2", "--set", "workers.all.calibrate=never")
+    async with (
+        running_system(state, *options, *workers, start_timeout_s=START_S) as system,
+        aiohttp.ClientSession() as session,
+    ):
+        listed = read_services(state)
+        assert listed is not None
+        pids = {service.name: service.pid for service in listed.services}
+        assert {"kvstore-0", "kvstore-1", "kvstore-2", "prefill-0", "decode-0", "decode-1"} <= pids.keys()
+        alone = [await answer(system, session, number) for number in range(6)]
+        running = [asyncio.create_task(answer(system, session, number)) for number in range(6)]
+        await asyncio.sleep(0.3)  # some compute, some wait
+        cluster.kill(cluster.node_of(pids["decode-0"]))
+        assert [await task for task in running] == alone
+        cluster.add()
+        async with asyncio.timeout(START_S):
+            while len(await system.cluster(session)) < 3:
+                await asyncio.sleep(0.1)
+        assert await answer(system, session, 0) == alone[0]
