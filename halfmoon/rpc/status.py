@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 
@@ -14,6 +15,7 @@ from halfmoon.errors import HalfmoonError
 _CLASS_KEY = "halfmoon-error"
 _PARAM_KEY = "halfmoon-param"
 _RETRY_KEY = "retry-after-ms"
+_MOST_DIGITS = 9
 
 _BY_STATUS: dict[grpc.StatusCode, type[HalfmoonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
@@ -59,9 +61,18 @@ def error_from(failure: grpc.aio.AioRpcError) -> HalfmoonError:
     # Without our trailer the error is gRPC's own, even with status INTERNAL: a connection broke.
     by_status = _BY_STATUS.get(failure.code(), errors.Unavailable)
     cls = errors.error_classes().get(trailers.get(_CLASS_KEY, ""), by_status)
-    retry = trailers.get(_RETRY_KEY)
     message = failure.details() or failure.code().name
-    return cls(message, param=trailers.get(_PARAM_KEY), retry_after_ms=int(retry) if retry else None)
+    fields: dict[str, Any] = {"param": trailers.get(_PARAM_KEY), "retry_after_ms": _milliseconds(trailers)}
+    try:
+        return cls(message, **fields)
+    except TypeError:  # a class that only this service raises, and makes in another way
+        return by_status(message, **fields)
+
+
+def _milliseconds(trailers: Mapping[str, str]) -> int | None:
+    """When to come back, as far as the peer says so in a way that can be read."""
+    given = trailers.get(_RETRY_KEY, "")
+    return int(given) if given.isascii() and given.isdigit() and len(given) <= _MOST_DIGITS else None
 
 
 @contextmanager

@@ -181,3 +181,18 @@ def test_an_internal_error_of_grpc_itself_is_a_broken_connection() -> None:
         grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core"
     )
     assert type(error_from(failure)) is Unavailable
+
+
+class OnlyHere(NoCapacity):
+    """An error that is made in its own way, and that no service sends."""
+
+    def __init__(self) -> None:
+        super().__init__("made here", retry_after_ms=1)
+
+
+@pytest.mark.parametrize("name", ["NoCapacity", "OnlyHere", "Nonsense"])
+@pytest.mark.parametrize(("given", "read"), [("70", 70), ("1.5", None), ("-1", None), ("²", None), ("9" * 5000, None)])
+def test_no_trailer_of_a_peer_breaks_the_error(name: str, given: str, read: int | None) -> None:
+    trailers = grpc.aio.Metadata(("halfmoon-error", name), ("retry-after-ms", given))
+    error = error_from(grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailers, "full"))
+    assert (type(error), error.message, error.retry_after_ms) == (NoCapacity, "full", read)
