@@ -6,7 +6,7 @@ Knows nothing of HTTP requests and connections.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from halfmoon.kv.keys import adapter_salt
@@ -166,7 +166,8 @@ class Generation:
 
         waits = isinstance(body, ChatBody) and body.chat_template is not None
         if num_bytes > _SLOW_PROMPT_BYTES or waits:
-            return await self._threads.run(tokenize, self._model, num_bytes, waits=waits)
+            model = replace(self._model, tenant=request.tenant.name)
+            return await self._threads.run(tokenize, model, num_bytes, waits=waits)
         return tokenize(self._model)
 
     def _reject_early(self, request: GatewayRequest, body: AnyBody, num_bytes: int) -> None:

@@ -44,7 +44,7 @@ def text_of_chat(
         if model.render_template is None:
             why = "chat_template: this server uses the model's own; it can be started to take those of requests"
             raise InvalidRequest(why, param="chat_template")
-        options["render"] = partial(model.render_template, body.chat_template)
+        options["render"] = partial(model.render_template, model.tenant, body.chat_template)
     elif body.documents and not model.takes_documents:
         why = "documents: the model's chat template leaves them out; put them into the messages"
         raise InvalidRequest(why, param="documents")

@@ -70,8 +70,8 @@ class Encodes(Protocol):
 SpecialTokens = Literal["hidden", "marks", "shown"]
 """Which special tokens have a text in the output: none, those that mark calls of tools, or all."""
 
-RenderTemplate = Callable[[str, Mapping[str, Any]], str]
-"""Renders a template with variables."""
+RenderTemplate = Callable[[str, str, Mapping[str, Any]], str]
+"""Renders a tenant's template with variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class ServedModel:
     reasoning_tags: tuple[int, int] | None = None  # as tokens; None: they are no tokens of their own
     takes_documents: bool = False  # its chat template has a place for them
     render_template: RenderTemplate | None = None  # of a request, off the event loop; None: they are refused
+    tenant: str = ""  # whose request it reads
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)  # JSON values
     tool_format: ToolFormat | None = None  # None: its chat template has no tool format that we can parse
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -96,17 +97,18 @@ class TokenizerEndpoints:
     ) -> web.Response:
         self._limits.take_request(tenant_of(request))
         raw = await receive_body(request)
+        model = replace(self._model, tenant=tenant_of(request).name)
 
         def parse(model: ServedModel) -> Body:
             return parse_request(schema, raw, max_values(self._context_tokens)).body
 
         is_long, threads = len(raw) > _SLOW_BODY_BYTES, self._threads
-        body = await threads.run(parse, self._model, len(raw)) if is_long else parse(self._model)
+        body = await threads.run(parse, model, len(raw)) if is_long else parse(model)
         self._check_name(body.model)
         waits = isinstance(body, TokenizeBody) and body.chat_template is not None
         if is_long or waits:
-            return web.json_response(await threads.run(partial(handle, body), self._model, len(raw), waits=waits))
-        return web.json_response(handle(body, self._model))
+            return web.json_response(await threads.run(partial(handle, body), model, len(raw), waits=waits))
+        return web.json_response(handle(body, model))
 
     def _tokenized(self, body: TokenizeBody, model: ServedModel, *, salt: bytes) -> dict[str, Any]:
         if (body.prompt is None) == (body.messages is None):

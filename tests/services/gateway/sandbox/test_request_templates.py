@@ -18,7 +18,9 @@ async def rendered(*sources: str, **variables: Any) -> str:
     """The last one's text."""
     async with Sandbox() as sandbox:
         templates = RequestTemplates(sandbox, asyncio.get_running_loop())
-        texts = [await asyncio.to_thread(templates.render, source, {**MESSAGES, **variables}) for source in sources]
+        texts = [
+            await asyncio.to_thread(templates.render, "me", source, {**MESSAGES, **variables}) for source in sources
+        ]
         return texts[-1]
 
 
@@ -56,5 +58,26 @@ async def test_one_template_leaves_the_next_alone() -> None:
     async with Sandbox() as sandbox:
         templates = RequestTemplates(sandbox, asyncio.get_running_loop())
         with pytest.raises(InvalidRequest):
-            await asyncio.to_thread(templates.render, "{{ 'x' * 9999999999 }}", {})
-        assert await asyncio.to_thread(templates.render, "{{ x }}", {"x": 1}) == "1"
+            await asyncio.to_thread(templates.render, "me", "{{ 'x' * 9999999999 }}", {})
+        assert await asyncio.to_thread(templates.render, "me", "{{ x }}", {"x": 1}) == "1"
+
+
+async def test_tenants_take_turns() -> None:
+    """Whoever sends many delays its own."""
+    ended: list[str] = []
+
+    async def render(templates: RequestTemplates, tenant: str) -> None:
+        await asyncio.to_thread(templates.render, tenant, "{% for a in range(99999) %}{% endfor %}", {})
+        ended.append(tenant)
+
+    async with Sandbox() as sandbox, asyncio.TaskGroup() as tasks:
+        templates = RequestTemplates(sandbox, asyncio.get_running_loop())
+        async with templates._turns.turn("someone", 60):
+            for _ in range(4):
+                tasks.create_task(render(templates, "many"))
+            while len(templates._turns._waiting.get("many", ())) < 4:  # noqa: ASYNC110 (it has no event)
+                await asyncio.sleep(0)
+            tasks.create_task(render(templates, "one"))
+            while "one" not in templates._turns._waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    assert ended.index("one") <= 1
