@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import NotFound
 from halfmoon.ledger.database import Database
 from halfmoon.ledger.leases import Leases
 from halfmoon.ledger.models import BatchResultRow, BatchRow, FileRow
+from halfmoon.ledger.pages import Page, read_page
 from halfmoon.ledger.retention import forever
 from halfmoon.ledger.transaction import quietly
 
@@ -21,6 +22,7 @@ BatchStatus = Literal[
 ]
 
 UNFINISHED: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+_ENDING: tuple[BatchStatus, ...] = ("finalizing", "cancelling")
 _CANCELLABLE: tuple[BatchStatus, ...] = ("validating", "in_progress")
 _LEASE_S = 20.0
 
@@ -59,7 +61,8 @@ class Batches:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.leases = Leases(database, BatchRow, UNFINISHED, _LEASE_S)
+        self.leases = Leases(database, BatchRow, lambda _: BatchRow.status.in_(UNFINISHED), _LEASE_S)
+        self.leases_to_end = Leases(database, BatchRow, _has_to_end, _LEASE_S)  # for gateways that run no lines
 
     async def create(self, new: Batch, now: datetime) -> None:
         """Adds a batch of a file of the same tenant. Raises NotFound if that is not there."""
@@ -86,12 +89,11 @@ class Batches:
 
         return await self._database.run(work)
 
-    async def all(self, tenant: str) -> Sequence[Batch]:
-        """A tenant's batches, oldest first."""
-        rows = select(BatchRow).where(BatchRow.tenant == tenant).order_by(BatchRow.created_at, BatchRow.id)
+    async def page(self, tenant: str, page: Page) -> Sequence[Batch]:
+        """A tenant's batches: what `read_page` returns."""
 
         async def work(session: AsyncSession) -> list[Batch]:
-            return [_batch(row) for row in await session.scalars(rows)]
+            return [_batch(row) for row in await read_page(session, BatchRow, [BatchRow.tenant == tenant], page)]
 
         return await self._database.run(work)
 
@@ -180,7 +182,7 @@ class Batches:
         return await self._database.run(work)
 
     async def forget_results(self, batch_id: str) -> None:
-        """Removes the results of a batch, which are files by now."""
+        """Removes the results of a batch, which are files by now. Those that are left `keep` finds."""
 
         async def work(session: AsyncSession) -> None:
             await session.execute(quietly(delete(BatchResultRow).where(BatchResultRow.batch_id == batch_id)))
@@ -188,20 +190,27 @@ class Batches:
         await self._database.run(work)
 
     async def keep(self, days: float) -> None:
-        """Runs forever, removing finished batches that are older than `days`."""
+        """Runs forever, removing finished batches that are older than `days`, and results that are files by now."""
 
         async def forget() -> int:
             old = BatchRow.created_at < datetime.now(UTC) - timedelta(days=days)
             gone = delete(BatchRow).where(old, BatchRow.status.not_in(UNFINISHED)).returning(BatchRow.id)
+            unfinished = select(BatchRow.id).where(BatchRow.status.in_(UNFINISHED))
+            left = delete(BatchResultRow).where(BatchResultRow.batch_id.not_in(unfinished))
 
             async def work(session: AsyncSession) -> int:
                 ids = (await session.execute(quietly(gone))).scalars().all()
-                await session.execute(quietly(delete(BatchResultRow).where(BatchResultRow.batch_id.in_(ids))))
+                await session.execute(quietly(left))
                 return len(ids)
 
             return await self._database.run(work)
 
         await forever(forget, "batches")
+
+
+def _has_to_end(now: datetime) -> ColumnElement[bool]:
+    is_late = and_(BatchRow.status.in_(UNFINISHED), BatchRow.expires_at <= now)
+    return or_(BatchRow.status.in_(_ENDING), is_late)
 
 
 def _absent(batch_id: str) -> NotFound:

@@ -203,8 +203,8 @@ class _Leased:
     """What one gateway at a time works on. A lease that is not renewed ends, and another gateway goes on."""
 
     holder: Mapped[str | None] = mapped_column(String(64))  # the gateway; None: nobody
-    leased_until: Mapped[datetime | None] = mapped_column(UtcDateTime)  # by the clock of the holder
-    num_claims: Mapped[int]  # how often a gateway began or went on with it
+    leased_until: Mapped[datetime | None] = mapped_column(UtcDateTime)  # or given back; by the clock of the holder
+    num_claims: Mapped[int]  # how often a gateway took it and did not give it back
 
 
 class StoredResponseRow(_Leased, Base):

@@ -13,6 +13,7 @@ from halfmoon.errors import InvalidRequest, NotFound
 from halfmoon.ledger.batches import UNFINISHED
 from halfmoon.ledger.database import Database
 from halfmoon.ledger.models import BatchRow, FileChunkRow, FileRow
+from halfmoon.ledger.pages import Page, read_page
 from halfmoon.ledger.retention import forever
 from halfmoon.ledger.transaction import quietly
 
@@ -88,14 +89,12 @@ class StoredFiles:
 
         return await self._database.run(work)
 
-    async def all(self, tenant: str, now: datetime, purpose: str | None = None) -> Sequence[StoredFile]:
-        """A tenant's files, oldest first."""
-        rows = select(FileRow).where(*_own(tenant, now)).order_by(FileRow.created_at, FileRow.id)
-        if purpose is not None:
-            rows = rows.where(FileRow.purpose == purpose)
+    async def page(self, tenant: str, now: datetime, page: Page, purpose: str | None = None) -> Sequence[StoredFile]:
+        """A tenant's files, all or those with a purpose: what `read_page` returns."""
+        mine = [*_own(tenant, now), *([] if purpose is None else [FileRow.purpose == purpose])]
 
         async def work(session: AsyncSession) -> list[StoredFile]:
-            return [_file(row, "") for row in await session.scalars(rows)]
+            return [_file(row, "") for row in await read_page(session, FileRow, mine, page)]
 
         return await self._database.run(work)
 

@@ -160,17 +160,28 @@ def _outermost(access: Access) -> Middleware:
                 access.browsers.check_write(request)
                 (access.operators if access.operators.governs(request) else access.keys).check(request)
                 return await handler(request)
-            except HalfmoonError as error:
-                return error_response(error, request)
-            except web.HTTPException as error:
-                return http_error_response(error, request)
             except ClientGone:
                 return web.Response(status=499)  # never read
+            except HalfmoonError as error:
+                return _ended(request, error_response(error, request))
+            except web.HTTPException as error:
+                return _ended(request, http_error_response(error, request))
             except Exception:
                 log.exception("http.failed", extra={"path": request.path})
-                return error_response(HalfmoonError("internal error: see the gateway's log"), request)
+                unknown = HalfmoonError("internal error: see the gateway's log")
+                return _ended(request, error_response(unknown, request))
 
     return outermost
+
+
+def _ended(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """The response to a request that failed. One that has begun is cut off: nothing may follow a part of it."""
+    if not request.writer.output_size:
+        return response
+    log.warning("http.cut", extra={"path": request.path, "status": response.status})
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=499)  # never read
 
 
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:

@@ -16,7 +16,7 @@ from halfmoon.rpc.telemetry.spans import span_scope
 from services.gateway.cluster.token_router import GatewayStopping, TakenOver
 from services.gateway.generation import Generation, ReadBody
 from services.gateway.http.drain_gate import DrainGate
-from services.gateway.http.error_responses import error_response, kind_of
+from services.gateway.http.error_responses import kind_of
 from services.gateway.http.ignored_parameters import note_ignored
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
@@ -92,9 +92,9 @@ class GenerationEndpoints:
         except HalfmoonError as error:
             if _is_left(request, error):
                 recorder.leave(request)
-                return _given_up(http_request, error)
-            recorder.fail(request, error)
-            return error_response(error, http_request)
+            else:
+                recorder.fail(request, error)
+            raise
         except (asyncio.CancelledError, ClientGone):
             recorder.end(request, "cancelled", _CLIENT_CLOSED, "the client went away")
             raise
@@ -207,14 +207,6 @@ def _is_left(request: GatewayRequest, error: HalfmoonError) -> bool:
     """Whether the answer goes on without this connection. It is recorded where it ends."""
     has_stopped = isinstance(error, GatewayStopping) and request.repeat is not None and request.ttft_s is not None
     return has_stopped or isinstance(error, TakenOver)
-
-
-def _given_up(http_request: web.Request, error: HalfmoonError) -> web.StreamResponse:
-    """The response to a request that is left to a repeat. Cuts a stream that has begun: nothing may follow it."""
-    if http_request.writer.output_size and http_request.transport is not None:
-        http_request.transport.abort()
-        raise ClientGone
-    return error_response(error, http_request)
 
 
 def _client_error(failure: Exception) -> HalfmoonError:

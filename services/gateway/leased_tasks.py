@@ -58,11 +58,10 @@ class LeasedTasks:
                     async with asyncio.timeout(POLL_S):
                         await self._wake.wait()
         finally:
-            running = dict(self._tasks)
-            for task in running.values():
+            for task in list(self._tasks.values()):
                 await cancelled(task)
             with suppress(HalfmoonError):
-                await self._leases.release(running.keys(), self._holder)
+                await self._leases.release(self._holder, datetime.now(UTC))
 
     async def _look(self) -> None:
         now = datetime.now(UTC)
@@ -76,7 +75,7 @@ class LeasedTasks:
     async def _work(self, row_id: str) -> None:
         try:
             await self._run(row_id)
-            await self._leases.release([row_id], self._holder)  # no-op for one that is done
+            await self._leases.release(self._holder, datetime.now(UTC), row_id)
         except Exception:  # the lease ends, and somebody tries again
             log.exception("leases.failed", extra={"row_id": row_id})
         finally:

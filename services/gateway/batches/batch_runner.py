@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -26,9 +27,21 @@ log = logging.getLogger(__name__)
 
 MOST_LINES = 50_000
 _MOST_BATCHES = 4  # at once, which share the lines
+_TURN = timedelta(minutes=1)  # after which a batch makes room for those that wait
 _MOST_TRIES = 3  # of a line that fails by no fault of its own
 _LONGEST_PAUSE_S = 5.0
 _QUICK_BYTES = 1 << 18  # of a line that is read on the event loop
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A batch that runs here."""
+
+    batch: Batch
+    is_begun: bool  # lines of it have run before
+    ends_at: datetime  # if other batches wait
+    is_cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    is_ending: bool = False  # no more lines begin
 
 
 class BatchRunner:
@@ -58,27 +71,29 @@ class BatchRunner:
         self._max_line_bytes = max_line_bytes
         self._keep = timedelta(days=keep_days)
         self._clock = clock
-        self._cancelled: dict[str, asyncio.Event] = {}  # by batch that runs here
-        self.tasks = LeasedTasks(batches.leases, gateway_id, _MOST_BATCHES if most else 0, self._run)
+        self._turns: dict[str, _Turn] = {}  # by batch that runs here
+        leases = batches.leases if most else batches.leases_to_end
+        self.tasks = LeasedTasks(leases, gateway_id, _MOST_BATCHES, self._run)
 
     def note_cancelled(self, batch_id: str) -> None:
         """Ends the lines of a batch at once, if it runs here; elsewhere that takes a few seconds."""
-        if batch_id in self._cancelled:
-            self._cancelled[batch_id].set()
+        if batch_id in self._turns:
+            self._turns[batch_id].is_cancelled.set()
         self.tasks.wake()
 
     async def _run(self, batch_id: str) -> None:
         batch = await self._batches.claimed(batch_id, self._gateway_id)
         if batch is None:
             return
-        if batch.status == "validating":
+        is_begun = batch.status != "validating"
+        if not is_begun:
             batch = await self._validate(batch)
         if batch is not None and batch.status == "in_progress":
-            self._cancelled[batch_id] = asyncio.Event()
+            turn = self._turns[batch_id] = _Turn(batch, is_begun, self._clock() + _TURN)
             try:
-                await self._run_lines(batch)
+                await self._run_lines(turn)
             finally:
-                del self._cancelled[batch_id]
+                del self._turns[batch_id]
         batch = await self._batches.claimed(batch_id, self._gateway_id)
         if batch is not None:
             await self._finalize(batch)
@@ -97,13 +112,13 @@ class BatchRunner:
         await self._changed(batch, "failed", errors=[error])
         return None
 
-    async def _run_lines(self, batch: Batch) -> None:
-        """Runs all lines without a result, until the batch is cancelled or its window ends."""
-        async with ResultWriter(self._batches, batch.id, self._gateway_id) as writer:
-            lines = asyncio.create_task(self._feed(batch, writer))
+    async def _run_lines(self, turn: _Turn) -> None:
+        """Runs lines without a result, until all have one, the batch is cancelled, or its turn or window ends."""
+        async with ResultWriter(self._batches, turn.batch.id, self._gateway_id) as writer:
+            lines = asyncio.create_task(self._feed(turn, writer))
             try:
-                while not lines.done() and not await self._is_over(batch):
-                    told = asyncio.ensure_future(self._cancelled[batch.id].wait())
+                while not lines.done() and not await self._is_over(turn):
+                    told = asyncio.ensure_future(turn.is_cancelled.wait())
                     await asyncio.wait({lines, told}, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
                     told.cancel()
             finally:
@@ -112,16 +127,20 @@ class BatchRunner:
             if not lines.cancelled():
                 lines.result()
 
-    async def _is_over(self, batch: Batch) -> bool:
-        if self._cancelled[batch.id].is_set() or self._clock() >= batch.expires_at:
+    async def _is_over(self, turn: _Turn) -> bool:
+        """Whether running lines have to end. Notes when no more may begin, because other batches wait."""
+        now, batch = self._clock(), turn.batch
+        if turn.is_cancelled.is_set() or now >= batch.expires_at:
             return True
         try:
-            now = await self._batches.claimed(batch.id, self._gateway_id)
+            current = await self._batches.claimed(batch.id, self._gateway_id)
+            turn.is_ending = now >= turn.ends_at and await self._batches.leases.is_any_free(now)
         except Unavailable:
             return False
-        return now is None or now.status != "in_progress"
+        return current is None or current.status != "in_progress"
 
-    async def _feed(self, batch: Batch, writer: ResultWriter) -> None:
+    async def _feed(self, turn: _Turn, writer: ResultWriter) -> None:
+        batch = turn.batch
         done = await self._batches.done(batch.id)
         async with asyncio.TaskGroup() as tasks:
             async for request in self._requests(batch):
@@ -131,11 +150,15 @@ class BatchRunner:
                     await writer.put(_bad_result(batch, request))
                     continue
                 await self._room.acquire()
-                tasks.create_task(self._run_line(batch, request, writer)).add_done_callback(
+                if turn.is_ending:
+                    self._room.release()
+                    return
+                tasks.create_task(self._run_line(turn, request, writer)).add_done_callback(
                     lambda _: self._room.release()
                 )
 
-    async def _run_line(self, batch: Batch, line: LineRequest, writer: ResultWriter) -> None:
+    async def _run_line(self, turn: _Turn, line: LineRequest, writer: ResultWriter) -> None:
+        batch = turn.batch
         detached = DetachedRequest(
             request_id=f"{batch.id}-{line.number}",
             endpoint=ENDPOINTS[batch.endpoint],
@@ -143,7 +166,7 @@ class BatchRunner:
             tenant=self._tenant_named(batch.tenant),
             qos=self._batch_class(),
             created_at=int(self._clock().timestamp()),
-            may_be_held=batch.num_claims > 1,
+            may_be_held=turn.is_begun,
             is_metered=False,
         )
         num_tries = 0
@@ -177,7 +200,7 @@ class BatchRunner:
             status = str(batch.times.get("ends_as", "completed"))
         elif batch.num_completed + batch.num_failed < batch.num_total:
             if self._clock() < batch.expires_at:
-                return  # this gateway stops, or the lines failed: somebody goes on
+                return  # its turn is over, this gateway stops, or the lines failed: somebody goes on
             await self._expire_rest(batch)
             status = "expired"
         current = batch

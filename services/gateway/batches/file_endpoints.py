@@ -13,10 +13,11 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from halfmoon.errors import HalfmoonError, InvalidRequest
-from halfmoon.ledger.stored_files import CHUNK_BYTES, StoredFile, StoredFiles
+from halfmoon.ledger.stored_files import CHUNK_BYTES, StoredFile, StoredFiles, absent_file
 from services.gateway.http.api_keys import tenant_of
-from services.gateway.http.pages import page_of
+from services.gateway.http.pages import asked_page, shown_page
 from services.gateway.http.rate_limits import RateLimits
+from services.gateway.replies.sse_body import ClientGone
 
 _CHUNK_WAIT_S = 60.0  # for the next bytes of an upload
 _BROKEN = (ValueError, AssertionError, EOFError, HttpProcessingError, web.RequestPayloadError, ConnectionError)
@@ -75,22 +76,30 @@ class FileEndpoints:
     async def list(self, request: web.Request) -> web.Response:
         """GET /v1/files, with `purpose`, `limit`, `order` and `after`."""
         tenant, purpose = tenant_of(request).name, request.query.get("purpose")
-        rows = [_shown(stored) for stored in await self._files.all(tenant, datetime.now(UTC), purpose)]
-        return web.json_response(page_of(rows, request, "desc", _MOST_LISTED, _MOST_LISTED))
+        page = asked_page(request, _MOST_LISTED, _MOST_LISTED)
+        rows = await self._files.page(tenant, datetime.now(UTC), page, purpose)
+        return web.json_response(shown_page([_shown(stored) for stored in rows], page))
 
     async def get(self, request: web.Request) -> web.Response:
         """GET /v1/files/{id}."""
         return web.json_response(_shown(await self._stored(request)))
 
     async def content(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/files/{id}/content: its bytes."""
+        """GET /v1/files/{id}/content: its bytes. Raises NotFound, also if it is deleted meanwhile, and ClientGone."""
         stored = await self._stored(request)
+        num_left = stored.num_bytes
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         response.content_length = stored.num_bytes
-        await response.prepare(request)
-        async for data in self._files.chunks(stored.id):
-            await response.write(data)
-        await response.write_eof()
+        try:
+            await response.prepare(request)
+            async for data in self._files.chunks(stored.id):
+                await response.write(data)
+                num_left -= len(data)
+            if num_left:
+                raise absent_file(stored.id)
+            await response.write_eof()
+        except ConnectionError as error:
+            raise ClientGone from error
         return response
 
     async def delete(self, request: web.Request) -> web.Response:

@@ -8,39 +8,40 @@ from typing import Any
 from aiohttp import web
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.ledger.pages import Page
 from services.gateway.http.received_request import query_number
 
 _MOST = 100
 _USUAL = 20
 
 
-def page_of(
-    rows: Sequence[Mapping[str, Any]],
-    request: web.Request,
-    usual_order: str,
-    most: int = _MOST,
-    usual: int = _USUAL,
-) -> dict[str, Any]:
-    """One page of rows that are given oldest first, by the query's `limit`, `order` and `after`.
-
-    Raises InvalidRequest.
-    """
-    order = request.query.get("order", usual_order)
+def asked_page(request: web.Request, most: int = _MOST, usual: int = _USUAL) -> Page:
+    """The page of the query's `limit`, `order` and `after`. Raises InvalidRequest."""
+    order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")
     limit = query_number(request, "limit", usual, most)
-    ordered = list(rows if order == "asc" else reversed(rows))
-    after = request.query.get("after")
-    if after:
-        place = next((number for number, row in enumerate(ordered) if row["id"] == after), None)
-        if place is None:
-            raise InvalidRequest("after: there is no such item in this list", param="after")
-        ordered = ordered[place + 1 :]
-    page = ordered[:limit]
+    return Page(limit, order == "desc", request.query.get("after") or None)
+
+
+def page_of(rows: Sequence[Mapping[str, Any]], page: Page) -> Sequence[Mapping[str, Any]]:
+    """What `shown_page` is to show of all rows, which are given oldest first. Raises InvalidRequest."""
+    ordered = list(reversed(rows) if page.is_newest_first else rows)
+    if page.after is None:
+        return ordered
+    place = next((number for number, row in enumerate(ordered) if row["id"] == page.after), None)
+    if place is None:
+        raise InvalidRequest("after: there is no such item in this list", param="after")
+    return ordered[place + 1 :]
+
+
+def shown_page(rows: Sequence[Mapping[str, Any]], page: Page) -> dict[str, Any]:
+    """The body of a page. `rows` are in its order and begin with it; if there are more, more rows follow."""
+    shown = rows[: page.most]
     return {
         "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(ordered) > limit,
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(rows) > page.most,
     }

@@ -24,7 +24,7 @@ from services.gateway.responses.conversations import Conversations, Turn
 
 log = logging.getLogger(__name__)
 
-_MOST_CLAIMS = 5  # gateways may end while they run a response, but not for ever
+_MOST_CLAIMS = 5  # gateways may die while they run a response, but not for ever
 _MOST_UNFINISHED = 1_000  # of a tenant
 _MOST_UNFINISHED_BYTES = 64 << 20  # of a tenant: they are never removed for want of room
 _LONGEST_WAIT = timedelta(hours=1)  # for capacity
@@ -133,7 +133,7 @@ class BackgroundResponses:
     async def _answer(self, stored: StoredResponse, log_of: _EventLog | None) -> dict[str, Any]:
         """The finished response; waits for capacity. Raises HalfmoonError."""
         if stored.num_claims > _MOST_CLAIMS:
-            raise HalfmoonError(f"{_MOST_CLAIMS} gateways ended while they ran this response; send it again")
+            raise HalfmoonError(f"{_MOST_CLAIMS} gateways died while they ran this response; send it again")
         begun = {**stored.response, "status": "in_progress"}
         await self._responses.change(stored.id, "in_progress", begun, holder=self._gateway_id)
         job: Mapping[str, Any] = stored.job or {}
@@ -144,7 +144,7 @@ class BackgroundResponses:
             tenant=self._tenant_named(stored.tenant),
             qos=self._class_named(job["class"]),
             created_at=int(stored.created_at.timestamp()),
-            may_be_held=stored.num_claims > 1,
+            may_be_held=stored.status != "queued",
             response_id=stored.id,
         )
         while True:

@@ -14,6 +14,7 @@ from halfmoon.background import running
 from halfmoon.errors import NoCapacity
 from halfmoon.ledger.batches import Batch, LineResult
 from halfmoon.ledger.ledger import Ledger, open_ledger
+from halfmoon.ledger.pages import Page
 from halfmoon.policy.admission.qos_classes import NO_PROMISES
 from halfmoon.policy.admission.tenants import Tenant
 from services.gateway.batches.batch_runner import BatchRunner
@@ -23,14 +24,17 @@ from services.gateway.detached_request import DetachedRequest, OnEvents
 URL = "/v1/completions"
 
 
-async def stored_batch(ledger: Ledger, num_lines: int, now: datetime) -> Batch:
+async def stored_batch(
+    ledger: Ledger, num_lines: int, now: datetime, batch_id: str = "batch_1", tenant: str = ""
+) -> Batch:
     lines = [{"custom_id": f"c{one}", "method": "POST", "url": URL, "body": {}} for one in range(num_lines)]
-    file = new_file("", "in", "batch", now + timedelta(days=30))
+    file = new_file(tenant, "in", "batch", now + timedelta(days=30))
     await ledger.files.begin(file)
     await ledger.files.append(file.id, 0, "\n".join(map(json.dumps, lines)).encode())
     await ledger.files.finish(file.id, "in.jsonl", file.expires_at)
     expires_at = now + timedelta(hours=24)
-    batch = Batch("batch_1", "", "validating", URL, file.id, None, None, now, expires_at, {}, {}, [], 0, 0, 0)
+    times = (now, expires_at)
+    batch = Batch(batch_id, tenant, "validating", URL, file.id, None, None, *times, {}, {}, [], 0, 0, 0)
     await ledger.batches.create(batch, now)
     return batch
 
@@ -126,4 +130,33 @@ async def test_a_gateway_that_ended_while_it_made_the_files_is_replaced(tmp_path
                 pass
         content = b"".join([chunk async for chunk in ledger.files.chunks(str(batch.output_file_id))])
         assert (content, batch.error_file_id) == (b"0\n1\n2\n", None)
-        assert len(await ledger.files.all("", now)) == 2  # the half one is not seen
+        assert len(await ledger.files.page("", now, Page(9))) == 2  # the half one is not seen
+
+
+async def test_a_batch_that_had_its_turn_makes_room(tmp_path: Path) -> None:
+    """Four large ones are all that a gateway works on at once."""
+    now, line = [datetime.now(UTC)], asyncio.Semaphore(0)
+
+    async def run(detached: DetachedRequest, on_events: OnEvents | None = None) -> dict[str, Any]:
+        if detached.tenant.name == "large":
+            num_begun[0] += 1
+            await line.acquire()
+        return {"done": True}
+
+    num_begun = [0]
+    async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger, asyncio.timeout(50):
+        for number in range(4):
+            await stored_batch(ledger, 500, now[0], f"batch_{number}", "large")
+        arguments = (ledger.batches, ledger.files, run, lambda: NO_PROMISES, Tenant, "gateway-1", 8, 1_000, 30)
+        async with running(BatchRunner(*arguments, clock=lambda: now[0]).tasks.follow()):
+            while num_begun[0] < 8:  # noqa: ASYNC110 (the ledger has no event)
+                await asyncio.sleep(0)
+            await stored_batch(ledger, 3, now[0], "batch_5", "small")
+            now[0] += timedelta(minutes=5)
+            while (small := await ledger.batches.get("batch_5", "small")).status != "completed":
+                large = [await ledger.batches.get(f"batch_{number}", "large") for number in range(4)]
+                if line.locked() and sum(batch.num_completed for batch in large) < 1_000:
+                    line.release()
+        assert small.num_completed == 3
+        assert {batch.status for batch in large} == {"in_progress"}
+        assert max(batch.num_claims for batch in large) == 1

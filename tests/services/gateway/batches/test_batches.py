@@ -14,7 +14,8 @@ import aiohttp
 import openai
 import pytest
 
-from halfmoon.errors import HalfmoonError, NoCapacity
+from halfmoon.errors import HalfmoonError, NoCapacity, Unavailable
+from halfmoon.ledger.stored_files import CHUNK_BYTES, StoredFiles
 from tests.services.gateway.fakes import MODEL, Script, running_fleet, soon
 
 CHAT: Any = "/v1/chat/completions"
@@ -320,3 +321,33 @@ async def test_a_gateway_without_batches_says_so(tmp_path: Path) -> None:
     async with running_fleet(tmp_path, batch_concurrency=0) as fleet:
         with pytest.raises(openai.BadRequestError, match="batch_concurrency"):
             await begun(fleet.client, b"{}")
+
+
+async def test_a_batch_is_cancelled_where_none_is_run(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as one, running_fleet(tmp_path, batch_concurrency=0) as other:
+        made = await begun(one.client, jsonl(map(chat, range(3))))  # there is no worker
+        await one.stop()
+        await other.client.batches.cancel(made.id)
+        assert (await ended(other.client, made.id)).status == "cancelled"
+
+
+@pytest.mark.parametrize("what", ["deleted", "away"])
+async def test_a_download_that_cannot_go_on_is_cut_off(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client neither waits for the rest nor takes something else for it."""
+    read = StoredFiles._chunk
+
+    async def chunk(files: StoredFiles, file_id: str, number: int) -> bytes | None:
+        if number == 1 and what == "away":
+            raise Unavailable("the ledger is away")
+        if number == 1:
+            await files.discard(file_id)
+        return await read(files, file_id, number)
+
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        file_id = await uploaded(fleet.client, b"x" * (2 * CHUNK_BYTES))
+        monkeypatch.setattr(StoredFiles, "_chunk", chunk)
+        async with session.get(f"/v1/files/{file_id}/content") as response:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await soon(response.read())

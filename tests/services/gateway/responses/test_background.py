@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,20 @@ async def test_a_response_that_ends_every_gateway_fails_at_last(tmp_path: Path) 
     async with running_fleet(tmp_path) as fleet:
         await fleet.pair(Script("ok"))
         assert (await ended(fleet, "resp_p")).status == "failed"
+
+
+async def test_gateways_that_stop_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_MOST_CLAIMS", 1)
+    async with running_fleet(tmp_path) as fleet:
+        queued = await fleet.client.responses.create(model=MODEL, input="a", background=True)  # there is no worker
+    for _ in range(3):
+        async with running_fleet(tmp_path):
+            with closing(sqlite3.connect(tmp_path / "ledger.db")) as ledger:
+                while ledger.execute("SELECT holder FROM stored_responses").fetchone() == (None,):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script("ok"))
+        assert (await ended(fleet, queued.id)).output_text == "ok"
 
 
 async def test_events_of_a_flush_that_is_broken_off_are_written_at_the_end() -> None:
