@@ -1,4 +1,4 @@
-"""`halfmoon join`: workers of this host for the gateways of another one."""
+"""`halfmoon join`: workers of this host for the gateways of another one, or ranks for one of its workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfmoon.cli.config import configured
 from halfmoon.cli.up_flags import config_of
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.policy.view.worker_view import ROLES, Role
-from halfmoon.up.join import join
+from halfmoon.up.join import join, join_ranks
 from halfmoon.up.terminal import unfailing_console
 from halfmoon.up.until_stopped import exit_status
 from halfmoon.up.up_options import UpOptions
@@ -23,9 +23,20 @@ _WORKERS, _TRUST = "Workers", "Security"
 
 
 def join_command(
-    gateway: Annotated[str, typer.Argument(help="HOST:PORT of a gateway's cluster service; several by commas.")],
-    role: Annotated[Role, typer.Option(help="What the workers do.", rich_help_panel=_WORKERS)],
+    address: Annotated[
+        str,
+        typer.Argument(
+            help="HOST:PORT of a gateway's cluster service, several by commas; with --ranks, a worker's rank_listen."
+        ),
+    ],
+    role: Annotated[Role | None, typer.Option(help="What the workers do.", rich_help_panel=_WORKERS)] = None,
     count: Annotated[int, typer.Option(min=1, help="Number of workers.", rich_help_panel=_WORKERS)] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Join one worker of another host with this many ranks, instead.", rich_help_panel=_WORKERS
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Model, the same as the gateway's.", rich_help_panel=_WORKERS)
     ] = None,
@@ -50,12 +61,17 @@ def join_command(
         list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Sets any field of the configuration.")
     ] = None,
 ) -> None:
-    """Starts workers on this host that join the gateways of another one; Ctrl-C stops them."""
+    """Starts workers on this host that join the gateways of another one, or ranks of such a worker; Ctrl-C stops."""
     given = {"config": config, "model": model, "set": set_, "state_dir": state_dir, "host_address": host_address}
     try:
-        options = joining_options(given, gateway, role, count)
+        if (role is None) == (ranks is None):
+            raise InvalidRequest("say what joins: workers by --role, or ranks of a worker by --ranks")
+        options = joining_options(given, address, role or "both", count)
         terminal = unfailing_console(sys.stdout)
-        joining = join(options, tuple(kv_store or ()), secrets, terminal)
+        if ranks is None:
+            joining = join(options, tuple(kv_store or ()), secrets, terminal)
+        else:
+            joining = join_ranks(options, ranks, secrets, terminal)
     except HalfmoonError as error:
         raise typer.BadParameter(error.message) from error
     raise typer.Exit(exit_status(joining, terminal))

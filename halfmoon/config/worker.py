@@ -84,6 +84,13 @@ class WorkerConfig(Section):
     num_threads: int | None = Field(None, ge=1, description="CPU threads of each rank of the engine")
     tensor_parallel: int = Field(1, ge=1, description="devices that share every layer of the model")
     pipeline_parallel: int = Field(1, ge=1, description="stages that the layers are divided into")
+    remote_ranks: int = Field(
+        0,
+        ge=0,
+        description="how many of the tensor_parallel x pipeline_parallel ranks are on other hosts, the last stages "
+        "first: `halfmoon join RANK_LISTEN --ranks N` there. Not with vLLM",
+    )
+    rank_listen: str | None = Field(None, description="HOST:PORT of this host where remote_ranks join")
     lease_s: float = Field(10.0, ge=5, description="a KV reservation ends after its sender has been silent this long")
     kv_transports: str = Field(
         "shm,grpc",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
@@ -26,6 +26,22 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedRanks:
+    """The last ranks of a worker, which run on other hosts and join it (`parallel/joined_ranks.py`)."""
+
+    count: int
+    listen: str  # HOST:PORT of this host
+    key: bytes = field(repr=False)  # whoever knows it is one of us
+
+    def __post_init__(self) -> None:
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            raise Incompatible(
+                f"engine: ranks join at HOST:PORT of this host, not at {self.listen!r}", param="rank_listen"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How one worker computes. `dtype` "auto" is bfloat16 where the CPU multiplies it natively, else float32."""
 
@@ -33,7 +49,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_dtype: Literal["auto", "int8"] = "auto"  # of KV in memory; auto: `dtype`
     block_tokens: int = 64
-    kv_memory_bytes: int | None = None  # per rank; on a CPU, of all ranks together; None: by `kv_memory/kv_budget.py`
+    kv_memory_bytes: int | None = None  # per rank; on a CPU, of all ranks of a host; None: `kv_memory/kv_budget.py`
     gpu_memory_utilization: float = 0.9  # the share of a GPU for weights, KV and steps, if kv_memory_bytes is None
     num_blocks: int | None = None  # overrides kv_memory_bytes
     max_batch_tokens: int | None = None  # per step; None: 512 on a CPU, which that keeps busy, else 2048
@@ -50,6 +66,7 @@ class EngineConfig:
     cuda_graphs: bool = True  # decode steps are captured at start when triton computes on a CUDA device
     tensor_parallel: int = 1  # ranks that share every layer; with more than one rank, num_threads is per rank
     pipeline_parallel: int = 1  # stages that divide the layers
+    joined: JoinedRanks | None = None  # None: all ranks are on this host
     offload: OffloadConfig | None = None  # None: all KV is on the device
 
     def __post_init__(self) -> None:
@@ -74,6 +91,12 @@ class EngineConfig:
                 f"engine: KV on the host needs a worker of one rank, this one has {self.num_ranks}: leave out "
                 "--offload-kv, or --tensor-parallel and --pipeline-parallel",
                 param="offload",
+            )
+        if self.joined is not None and not 0 < self.joined.count < self.num_ranks:
+            raise Incompatible(
+                f"engine: of {self.num_ranks} ranks (tensor_parallel x pipeline_parallel), {self.joined.count} cannot "
+                "be on other hosts: one at least is here",
+                param="remote_ranks",
             )
         if self.offload is not None and self.kv_dtype != "auto":
             raise Incompatible(
@@ -110,6 +133,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Number of processes that compute."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_ranks_here(self) -> int:
+        """Number of these processes on this host."""
+        return self.num_ranks - (0 if self.joined is None else self.joined.count)
 
     @property
     def attention_backend(self) -> Literal["sdpa", "native", "triton"]:

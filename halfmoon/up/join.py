@@ -1,4 +1,4 @@
-"""Runs `halfmoon join`: workers of this host for the gateways of another one."""
+"""Runs `halfmoon join`: workers of this host for the gateways of another one, or ranks for one of its workers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from rich.console import Console
 
@@ -17,8 +18,9 @@ from halfmoon.rpc.credentials.issue import CREDENTIAL_FILE
 from halfmoon.rpc.credentials.sources import FILE_VARIABLE, SECRET_VARIABLE
 from halfmoon.rpc.tls.identity_files import TLS_VARIABLES, paths_in
 from halfmoon.up.run import prepared_model
-from halfmoon.up.service_specs import WorkerSpec, traced, worker_specs
+from halfmoon.up.service_specs import Spec, rank_spec, traced, worker_specs
 from halfmoon.up.supervision.announcements import UnreachedGateways
+from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.until_stopped import UpContext, until_stopped
 from halfmoon.up.up_options import UpOptions, engines
 
@@ -37,15 +39,34 @@ async def join(options: UpOptions, stores: Sequence[str], secrets: Path | None, 
     return await until_stopped(options, terminal, run, UnreachedGateways(terminal).on_event)
 
 
+async def join_ranks(options: UpOptions, num_ranks: int, secrets: Path | None, terminal: Console) -> bool:
+    """Starts ranks for the worker that awaits them at `options.joins`, as `join` does workers."""
+    assert options.joins is not None
+    _address_towards(options.joins)  # it is one
+    run = partial(_run_ranks, num_ranks=num_ranks, environment=_identity(secrets, os.environ))
+    return await until_stopped(options, terminal, run, UnreachedGateways(terminal).on_event)
+
+
 async def _run(context: UpContext, *, stores: Sequence[str], environment: Mapping[str, str]) -> None:
-    options, supervisor, hosts, written, terminal, bars = context
+    options, hosts, terminal = context.options, context.hosts, context.terminal
     assert options.joins is not None
     model = await prepared_model(options.model, terminal, for_any_engine="vllm" in engines(options))
     model = replace(model, name=options.model_name or model.name)
-    specs = [
-        _trusted(traced(spec, options), environment)
-        for spec in worker_specs(options, model, options.joins, stores, hosts)
-    ]
+    specs = worker_specs(options, model, options.joins, stores, hosts)
+    await _serve(context, [_trusted(traced(spec, options), environment) for spec in specs], "workers")
+
+
+async def _run_ranks(context: UpContext, *, num_ranks: int, environment: Mapping[str, str]) -> None:
+    options = context.options
+    assert options.joins is not None
+    model = await prepared_model(options.model, context.terminal, for_any_engine=False)
+    here = uuid4().hex
+    specs = [rank_spec(f"rank-{index}", options.joins, model.path, here, index) for index in range(num_ranks)]
+    await _serve(context, [_trusted(spec, environment) for spec in specs], "ranks")
+
+
+async def _serve(context: UpContext, specs: Sequence[ServiceSpec], what: str) -> None:
+    options, supervisor, _, written, terminal, bars = context
     async with asyncio.TaskGroup() as group:
         children = [await supervisor.start(spec) for spec in specs]
         group.create_task(supervisor.until_one_ends())
@@ -54,10 +75,10 @@ async def _run(context: UpContext, *, stores: Sequence[str], environment: Mappin
         bars.stop()
         written.write(supervisor.children)
         terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
-        terminal.print(f"{len(children)} workers have joined {options.joins}", highlight=False, style="bold")
+        terminal.print(f"{len(children)} {what} have joined {options.joins}", highlight=False, style="bold")
 
 
-def _trusted(spec: WorkerSpec, environment: Mapping[str, str]) -> WorkerSpec:
+def _trusted(spec: Spec, environment: Mapping[str, str]) -> Spec:
     return replace(spec, environment={**spec.environment, **environment})
 
 

@@ -7,28 +7,16 @@ import logging
 import multiprocessing
 import os
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Protocol
-
-import torch
+from contextlib import aclosing
 
 import halfmoon
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.engine.checkpoint.adapters import read_adapters
-from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
-from halfmoon.engine.config import EngineConfig, OffloadConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.engine_facts import EngineFacts
 from halfmoon.engine.kv_memory.cuda_memory import CudaMemory
-from halfmoon.engine.step_result import StepResult
-from halfmoon.engine.warm_up_steps import warm_up_steps
-from halfmoon.errors import InvalidRequest
 from halfmoon.kv import frame
 from halfmoon.pb import gateway_pb2
-from halfmoon.policy.forecast.restore_plan import LAYER_PASSES
 from halfmoon.rpc.credentials.access import CallAccess
-from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.credentials.listeners import check_listener
 from halfmoon.rpc.credentials.sources import own_credential
@@ -40,14 +28,13 @@ from halfmoon.rpc.telemetry.spans import Tracer
 from halfmoon.rpc.telemetry.tracing import tracing
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
-from halfmoon.vllm_engine.frontend.engine_arguments import VllmOptions
 from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.engine_host import loaded_host
 from halfmoon.worker.kept_answers import KeptAnswers
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.link_codecs import LinkCodecs
-from halfmoon.worker.loading_progress import loading_progress
-from halfmoon.worker.membership.calibration import Profile, calibrated
+from halfmoon.worker.membership.calibration import Profile
 from halfmoon.worker.membership.decode_peers import DecodePeers
 from halfmoon.worker.membership.serving_calibration import StepTap, calibrated_serving
 from halfmoon.worker.metrics import WorkerMetrics
@@ -64,18 +51,6 @@ from halfmoon.worker.store.store_writer import StoreWriter
 log = logging.getLogger(__name__)
 
 
-def load_shared(settings: WorkerSettings) -> Engine | None:
-    """Loads an engine whose weights forked workers share; None where a fork is not possible once it has loaded."""
-    if settings.engine == "vllm":
-        return None  # it has processes of its own
-    may_be_cuda = settings.device != "cpu" and torch.version.cuda is not None  # asking for devices would begin CUDA
-    is_plain = settings.tensor_parallel == settings.pipeline_parallel == 1 and settings.offload_kv == "none"
-    if may_be_cuda or not is_plain:
-        return None
-    keep_freed_memory()
-    return _load_engine(settings, load_threads=1)
-
-
 async def serve(settings: WorkerSettings, loaded: Engine | None) -> None:
     """Runs one worker until told to stop."""
     with tracing(settings.role, settings.otlp_endpoint) as tracer:
@@ -87,7 +62,7 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
     check_listener(settings.listen, credential)  # before the weights are loaded
     keep_freed_memory()
     stopping, retiring = asyncio.create_task(until_told_to_stop()), asyncio.create_task(until_told_to_drain())
-    loading = asyncio.create_task(asyncio.to_thread(_loaded_host, settings, loaded))
+    loading = asyncio.create_task(asyncio.to_thread(loaded_host, settings, loaded))
     await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         for process in multiprocessing.active_children():  # of a vLLM that starts
@@ -182,148 +157,6 @@ def store_writer(
     return StoreWriter(engine, sources, state.chains, metrics.store, lambda: state.compute_rate.model)
 
 
-class EngineHost(Protocol):
-    """An engine that is ready to serve."""
-
-    @property
-    def facts(self) -> EngineFacts:
-        """What others are told of it."""
-        ...
-
-    @property
-    def profile(self) -> Profile | None:
-        """What was measured of it, now or at an earlier start."""
-        ...
-
-    def first_steps(self) -> Sequence[StepResult]:
-        """Measures a few steps."""
-        ...
-
-    def running(
-        self, on_step: Callable[[StepResult], None], on_death: Callable[[BaseException], None]
-    ) -> AbstractAsyncContextManager[PoolingEngine]:
-        """Serves requests while inside. `on_death` is called, at most once, when it computes nothing any more."""
-        ...
-
-
-class OwnHost:
-    """Our own engine."""
-
-    def __init__(self, engine: Engine, profile: Profile | None) -> None:
-        config = engine.config
-        self._engine = engine
-        self.profile = profile
-        self.facts = EngineFacts(
-            model=engine.checkpoint.name,
-            fingerprint=engine.checkpoint.fingerprint,
-            layout=engine.layout,
-            layer_passes=min(LAYER_PASSES, engine.layout.num_layers) if engine.loads_by_layer else 0,
-            context_tokens=engine.context_tokens,
-            num_blocks=engine.stats().num_blocks,
-            num_readable_blocks=engine.stats().num_blocks,
-            step_tokens=config.step_tokens,
-            chunk_tokens=config.prefill_chunk_tokens,
-            max_running=config.max_running,
-            device=config.device,
-            tensor_parallel=config.tensor_parallel,
-            pipeline_parallel=config.pipeline_parallel,
-        )
-
-    def first_steps(self) -> Sequence[StepResult]:
-        """See `EngineHost.first_steps`."""
-        return warm_up_steps(self._engine)
-
-    def running(self, on_step: Callable[[StepResult], None], on_death: Callable[[BaseException], None]) -> AsyncEngine:
-        """See `EngineHost.running`."""
-        return AsyncEngine(self._engine, on_step, on_death)
-
-
-def _loaded_host(settings: WorkerSettings, loaded: Engine | None) -> EngineHost:
-    if settings.engine == "vllm":
-        return _start_vllm(settings)
-    engine = loaded or _load_engine(settings)
-    profile = calibrated(engine, settings.role, settings.calibrate, settings.calibrate_s, settings.state_dir)
-    return OwnHost(engine, profile)
-
-
-def _start_vllm(settings: WorkerSettings) -> EngineHost:
-    """Starts vLLM, whose processes get none of this one's secrets."""
-    from halfmoon.vllm_engine.host import VllmHost
-
-    if settings.quantization in ("int8", "int4"):
-        raise InvalidRequest(
-            f"--quantization {settings.quantization} is of our own engine; give vLLM its own, such as "
-            "--engine-args '--quantization fp8'",
-            param="quantization",
-        )
-    if settings.kv_dtype != "auto":
-        raise InvalidRequest(
-            f"--kv-dtype {settings.kv_dtype} is of our own engine: KV that vLLM rounds cannot be handed over; leave it "
-            "out, or let the worker have --engine halfmoon",
-            param="kv_dtype",
-        )
-    if settings.speculation != "off":
-        raise InvalidRequest(
-            "--speculation is of our own engine; give vLLM its own by --engine-args", param="speculation"
-        )
-    for name in os.environ.keys() - child_environment(os.environ, "vllm").keys():
-        del os.environ[name]
-    checkpoint = prepare_checkpoint(settings.model, for_any_engine=True)
-    options = VllmOptions(
-        model=str(checkpoint.path),
-        dtype=settings.dtype,
-        block_tokens=settings.block_tokens,
-        max_context_tokens=settings.max_context_tokens,
-        max_running=settings.max_running,
-        max_batch_tokens=settings.max_batch_tokens,
-        tensor_parallel=settings.tensor_parallel,
-        pipeline_parallel=settings.pipeline_parallel,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        kv_memory_bytes=None if settings.kv_memory is None else int(settings.kv_memory),
-        has_dummy_weights=settings.weights == "dummy",
-        engine_args=settings.engine_args,
-        adapters=read_adapters(settings.lora),
-    )
-    return VllmHost(checkpoint, options, int(settings.staging_memory))
-
-
-def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> Engine:
-    if settings.lora:
-        raise InvalidRequest(
-            "lora: our own engine computes no adapters; start its worker with --engine vllm", param="lora"
-        )
-    checkpoint = prepare_checkpoint(settings.model, quantization=settings.quantization)
-    config = EngineConfig(
-        device=_device(settings.device),
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_dtype,
-        speculation=settings.speculation,
-        weights=settings.weights,
-        block_tokens=settings.block_tokens,
-        kv_memory_bytes=None if settings.kv_memory is None else int(settings.kv_memory),
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_batch_tokens=settings.max_batch_tokens,
-        chunk_tokens=settings.chunk_tokens,
-        max_running=settings.max_running,
-        max_context_tokens=settings.max_context_tokens,
-        attention=settings.attention,
-        offload=_offload(settings),
-        cuda_graphs=settings.cuda_graphs,
-        num_threads=settings.num_threads,
-        load_threads=load_threads,
-        tensor_parallel=settings.tensor_parallel,
-        pipeline_parallel=settings.pipeline_parallel,
-    )
-    with loading_progress(f"{settings.role}: weights") as on_progress:
-        return Engine(checkpoint, config, on_progress)
-
-
-def _offload(settings: WorkerSettings) -> OffloadConfig | None:
-    if settings.offload_kv == "none":
-        return None
-    return OffloadConfig(host_bytes=int(settings.offload_bytes), schedule=settings.offload_schedule)
-
-
 def link_settings(settings: WorkerSettings) -> LinkSettings:
     """Transport settings of KV links. Raises InvalidRequest for an unknown transport or too small a window."""
     return LinkSettings(
@@ -333,14 +166,6 @@ def link_settings(settings: WorkerSettings) -> LinkSettings:
         bytes_per_s=None if settings.kv_link_mbps is None else settings.kv_link_mbps * 1e6,
         delay_s=settings.kv_link_delay_ms / 1e3,
     )
-
-
-def _device(requested: str) -> str:
-    """Resolves `auto` to a GPU if there is one. Raises InvalidRequest if a GPU is requested and none is found."""
-    has_cuda = torch.cuda.is_available()
-    if requested == "cuda" and not has_cuda:
-        raise InvalidRequest("--device cuda: PyTorch sees no CUDA device here; use --device cpu", param="device")
-    return "cuda" if has_cuda and requested != "cpu" else "cpu"
 
 
 def _device_memory(engine: Engine) -> CudaMemory | None:

@@ -1,7 +1,8 @@
 """`python -m services.prefill`: a worker whose default role is prefill."""
 
 from halfmoon.rpc.service import service_main
-from halfmoon.worker.main import load_shared, serve
+from halfmoon.worker.engine_host import load_shared
+from halfmoon.worker.main import serve
 from services.prefill.settings import PrefillSettings
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from halfmoon.up.config.settings_table import settings_table
 from halfmoon.up.service_specs import PreparedModel, gateway_spec, other_specs
 from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.up_options import UpOptions
-from halfmoon.worker.main import _loaded_host, load_shared
+from halfmoon.worker.engine_host import load_shared, loaded_host
 from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
@@ -243,9 +243,9 @@ def test_rounded_weights_are_the_gateways_and_all_workers() -> None:
 def test_a_worker_with_vllm_refuses_rounded_weights() -> None:
     settings = DecodeSettings(gateway="x:1", engine="vllm", quantization="int4")
     with pytest.raises(InvalidRequest, match="--quantization int4 is of our own engine"):
-        _loaded_host(settings, None)
+        loaded_host(settings, None)
 
 
 def test_a_worker_with_vllm_refuses_rounded_kv() -> None:
     with pytest.raises(InvalidRequest, match="--kv-dtype int8 is of our own engine"):
-        _loaded_host(DecodeSettings(gateway="x:1", engine="vllm", kv_dtype="int8"), None)
+        loaded_host(DecodeSettings(gateway="x:1", engine="vllm", kv_dtype="int8"), None)

@@ -32,7 +32,9 @@ def kv_budget_bytes(
     when the weights leave no room.
     """
     if config.device == "cpu":
-        return (config.kv_memory_bytes or min(_free_host_bytes() // _HOST_SHARE, _MAX_HOST_BYTES)) // config.num_ranks
+        return (
+            config.kv_memory_bytes or min(_free_host_bytes() // _HOST_SHARE, _MAX_HOST_BYTES)
+        ) // config.num_ranks_here
     if config.kv_memory_bytes is not None:
         return config.kv_memory_bytes
     total = (device_bytes or _smallest_device_bytes)()

@@ -1,4 +1,7 @@
-"""Rank 0's side of its followers: starts, watches, messages and ends their processes."""
+"""Rank 0's side of its followers: starts, watches, messages and ends their processes.
+
+Those of other hosts have joined, and are ended by closing their connections.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Protocol
 
+from halfmoon.engine.parallel.joined_ranks import JoinedRank
 from halfmoon.engine.parallel.messages import Connect, CopyKV, Failed, Setup, Step, WriteKV
 from halfmoon.errors import HalfmoonError, ServiceFailed, error_classes
 
@@ -25,11 +29,56 @@ _CAUSE_PATIENCE_S = 10.0  # from a broken exchange to the report of which proces
 OnFailure = Callable[[], None]
 
 
-class Follower:
-    """Owns one follower's process and pipes."""
+class Follower(Protocol):
+    """Owns the pipes to one follower, and maybe its process."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
+    @property
+    def steps(self) -> Any:
+        """A connection; see `messages.py`."""
+        ...
+
+    @property
+    def copies(self) -> Any:
+        """A connection; see `messages.py`."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        ...
+
+    def end(self, patience_s: float) -> None:
+        """Closes the pipes, after which the process ends; one of this host is gone then. Idempotent."""
+        ...
+
+    def last_state(self) -> str:
+        """What became of the process, whose pipe has ended."""
+        ...
+
+
+class JoinedFollower:
+    """A follower on another host."""
+
+    def __init__(self, rank: JoinedRank) -> None:
+        self._rank = rank
+        self.steps, self.copies = rank.steps, rank.copies
+
+    def kill(self) -> None:
+        """See `Follower.kill`. Its host may be gone, too."""
+        self._rank.life.close()
+
+    def end(self, patience_s: float) -> None:
+        """See `Follower.end`."""
+        self._rank.close()
+
+    def last_state(self) -> str:
+        """See `Follower.last_state`."""
+        return f"on {self._rank.address_there} was lost"
+
+
+class LocalFollower:
+    """A follower that is a child of this process."""
+
+    def __init__(self) -> None:
         self.steps, far_steps = Pipe()
         self.copies, far_copies = Pipe()
         numbers = (far_steps.fileno(), far_copies.fileno())
@@ -41,18 +90,18 @@ class Follower:
         )
         far_steps.close()
         far_copies.close()
-        with suppress(OSError):  # it is already dead: its watcher will report it
-            self.steps.send(setup)
 
-    def last_word(self) -> Any:
-        """The next message, or None at the pipe's end."""
-        try:
-            return self.steps.recv()
-        except (EOFError, OSError):
-            return None
+    def kill(self) -> None:
+        """See `Follower.kill`."""
+        self.process.kill()
+
+    def last_state(self) -> str:
+        """See `Follower.last_state`."""
+        code = self.process.wait()
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
 
     def end(self, patience_s: float) -> None:
-        """Closes the pipes and reaps the process, with SIGKILL after `patience_s`. Idempotent."""
+        """See `Follower.end`. SIGKILL follows after `patience_s`."""
         for pipe in (self.steps, self.copies, self.process.stdin):
             assert pipe is not None
             pipe.close()
@@ -69,7 +118,8 @@ class Followers:
     `broadcast` belongs to the engine's thread, `ask` to any; all raise ServiceFailed once a follower has ended.
     """
 
-    def __init__(self, setups: Sequence[Setup]) -> None:
+    def __init__(self, setups: Sequence[Setup], joined: Sequence[JoinedRank] = ()) -> None:
+        """`joined`: the processes of the last setups; the others are started here."""
         self._on_failure: list[OnFailure] = []
         self._error: HalfmoonError | None = None
         self._failed = threading.Event()
@@ -77,7 +127,14 @@ class Followers:
         self._copying = threading.Lock()  # one request and its answer at a time
         self._news: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._wake, self._wake_far = Pipe()
-        self.by_rank = {setup.rank: Follower(setup) for setup in setups}
+        num_here = len(setups) - len(joined)
+        processes: list[Follower] = [LocalFollower() for _ in range(num_here)]
+        processes += map(JoinedFollower, joined)
+        self.by_rank: dict[int, Follower] = {}
+        for setup, follower in zip(setups, processes, strict=True):
+            self.by_rank[setup.rank] = follower
+            with suppress(OSError):  # it is already dead: its watcher will report it
+                follower.steps.send(setup)
         self._watcher = threading.Thread(target=self._watch, name="followers", daemon=True)
         self._watcher.start()
 
@@ -127,7 +184,7 @@ class Followers:
             self._error = error
             on_failure = tuple(self._on_failure)
         for follower in self.by_rank.values():
-            follower.process.kill()  # whatever waits for it in an exchange wakes with an error
+            follower.kill()  # whatever waits for it in an exchange wakes with an error
         self._failed.set()
         self._news.put(error)
         for call in on_failure:
@@ -172,25 +229,32 @@ class Followers:
                 raise self._error
 
     def _watch(self) -> None:
-        by_pipe = {follower.steps: follower for follower in self.by_rank.values()}
+        by_pipe = {follower.steps: rank for rank, follower in self.by_rank.items()}
         while True:
             for ready in wait([*by_pipe, self._wake]):
-                follower = by_pipe.get(ready)  # type: ignore[call-overload]
-                if follower is None:
+                rank = by_pipe.get(ready)
+                if rank is None:
                     return
-                word = follower.last_word()
+                word = _next_word(self.by_rank[rank])
                 if word is None or isinstance(word, Failed):
-                    self.fail(_reason(follower, word))
+                    self.fail(_reason(rank, self.by_rank[rank], word))
                     return
                 self._news.put(word)
 
 
-def _reason(follower: Follower, word: Failed | None) -> HalfmoonError:
-    who = f"follower rank {follower.setup.rank}"
+def _next_word(follower: Follower) -> Any:
+    """The next message, or None at the pipe's end."""
+    try:
+        return follower.steps.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def _reason(rank: int, follower: Follower, word: Failed | None) -> HalfmoonError:
+    who = f"follower rank {rank}"
     if word is not None:
         error_class = error_classes().get(word.error_class)
         if error_class is not None:
             return error_class(f"{who}: {word.message}")
         return ServiceFailed(f"{who} failed: {word.message}")
-    code = follower.process.wait()
-    return ServiceFailed(f"{who} was killed by signal {-code}" if code < 0 else f"{who} ended with exit status {code}")
+    return ServiceFailed(f"{who} {follower.last_state()}")

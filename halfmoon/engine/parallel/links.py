@@ -1,7 +1,8 @@
 """Exchanges between ranks during a step: sums within a stage, hidden states to the next one, logits to rank 0.
 
 Owns one rank's process groups, made without torch.distributed's global default group, so that one process may host
-several engines. The CPU's groups are gloo and listen on 127.0.0.1 only. **The NCCL groups (CUDA) have not been run.**
+several engines. The CPU's groups are gloo and listen on 127.0.0.1, or where ranks of other hosts reach this one.
+**The NCCL groups (CUDA) have not been run.**
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from halfmoon.engine.parallel.grid import Grid
 Store = Any  # torch.distributed's classes have no public types
 _dist: Any = torch.distributed
 
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 _STEP_TIMEOUT = timedelta(minutes=10)  # between the first and the last rank's arrival at one exchange
 _LOGITS_TAG, _HIDDEN_TAG = 1, 2  # for gloo; NCCL matches by order
 
 
-def serve_rendezvous() -> tuple[Store, int]:
-    """The store where ranks find each other, and its ephemeral port on 127.0.0.1. Rank 0 keeps it."""
-    listener = socket.create_server((_HOST, 0))
+def serve_rendezvous(host: str) -> tuple[Store, int]:
+    """The store where ranks find each other, and its ephemeral port on `host`. Rank 0 keeps it."""
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port: int = listener.getsockname()[1]
     store = _dist.TCPStore(
-        _HOST,
+        host,
         port,
         is_master=True,
         wait_for_workers=False,
@@ -41,9 +42,9 @@ def serve_rendezvous() -> tuple[Store, int]:
     return store, port
 
 
-def join_rendezvous(port: int) -> Store:
+def join_rendezvous(host: str, port: int) -> Store:
     """Rank 0's store, from another rank."""
-    return _dist.TCPStore(_HOST, port, is_master=False, timeout=_CONNECT_TIMEOUT)
+    return _dist.TCPStore(host, port, is_master=False, timeout=_CONNECT_TIMEOUT)
 
 
 class PeerGone(Exception):
@@ -56,17 +57,20 @@ class Links:
     All ranks must make their `Links` at the same time. Methods raise PeerGone.
     """
 
-    def __init__(self, store: Store, grid: Grid, rank: int, device: str) -> None:
+    def __init__(self, store: Store, grid: Grid, rank: int, device: str, address: str = LOOPBACK) -> None:
+        """`address`: an IP address of this host, at which other ranks reach this one."""
         self._stage = stage = grid.stage(rank)
         self._grid = grid
         tensor_rank = grid.tensor_rank(rank)
         self._tensor: Any = None
         self._pipeline: Any = None
         if grid.tensor_size > 1:
-            self._tensor = _group(_dist.PrefixStore(f"tensor-{stage}", store), tensor_rank, grid.tensor_size, device)
+            self._tensor = _group(
+                _dist.PrefixStore(f"tensor-{stage}", store), tensor_rank, grid.tensor_size, device, address
+            )
         if grid.pipeline_size > 1:
             name = f"pipeline-{tensor_rank}"
-            self._pipeline = _group(_dist.PrefixStore(name, store), stage, grid.pipeline_size, device)
+            self._pipeline = _group(_dist.PrefixStore(name, store), stage, grid.pipeline_size, device, address)
         self._sent: deque[tuple[Any, Tensor]] = deque()  # not received yet
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -129,13 +133,15 @@ def _nccl() -> tuple[Any, ...]:
     return () if group is None else (group,)
 
 
-def _group(store: Store, rank: int, size: int, device: str) -> Any:
+def _group(store: Store, rank: int, size: int, device: str, address: str) -> Any:
     if torch.device(device).type == "cuda":
         return _nccl_group(store, rank, size)
     options = _dist.ProcessGroupGloo._Options()
-    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=_HOST)]
-    options._timeout = _STEP_TIMEOUT
-    return _dist.ProcessGroupGloo(store, rank, size, options)
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = _CONNECT_TIMEOUT
+    group = _dist.ProcessGroupGloo(store, rank, size, options)
+    group._set_default_timeout(_STEP_TIMEOUT)
+    return group
 
 
 def _nccl_group(store: Store, rank: int, size: int) -> Any:

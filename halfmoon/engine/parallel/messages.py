@@ -16,19 +16,21 @@ from halfmoon.engine.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Configuration of a new follower. `config` has dtype, num_blocks and num_threads resolved."""
+    """Configuration of a new follower. `config` has dtype and num_blocks resolved."""
 
     rank: int
-    model_path: str
+    rank_here: int  # among those of its host
+    num_ranks_here: int
+    model_path: str  # on rank 0's host
     fingerprint: str
     quantization: Quantization
     config: EngineConfig
-    rendezvous_port: int
+    rendezvous: tuple[str, int]  # host and port
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The process runs and waits for the others."""
+    """The process runs, has found its model, and waits for the others."""
 
 
 @dataclass(frozen=True, slots=True)

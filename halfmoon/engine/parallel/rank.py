@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -38,7 +39,7 @@ class Rank:
         links: Links,
         on_progress: Progress | None = None,
     ) -> None:
-        """Loads the weights. `config` has dtype and num_blocks resolved. Raises Incompatible."""
+        """Loads the weights. `config` has device, dtype and num_blocks resolved. Raises Incompatible."""
         assert config.dtype != "auto"
         assert config.num_blocks is not None
         whole = checkpoint.model_config
@@ -46,12 +47,12 @@ class Rank:
         self._is_first_rank, self._is_sender = rank == 0, grid.tensor_rank(rank) == 0
         self._links = links
         self._whole = whole
-        self._device = rank_device(config.device, rank)
+        self._device = config.device
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         reduce = links.all_reduce if grid.tensor_size > 1 else None
         self._part = ModelPart(whole, shard, grid.tensor_rank(rank), grid.tensor_size, reduce)
         context_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
-        path = choose_path(replace(config, device=self._device), self._part.config, self._dtype, context_tokens)
+        path = choose_path(config, self._part.config, self._dtype, context_tokens)
         model = build_model(whole, self._dtype, self._device, path.layer_ops, self._part)
         if config.weights == "dummy":
             fill_dummy_part(model, self._part)
@@ -108,9 +109,16 @@ class Rank:
         return torch.empty(num_rows, width, dtype=self._dtype, device=self._device)
 
 
-def rank_device(device: str, rank: int) -> str:
-    """The rank's device: `cuda` means one device per rank (not run yet: there was no host with two)."""
-    return f"cuda:{rank}" if device == "cuda" else device
+def config_here(config: EngineConfig, rank_here: int, num_ranks_here: int) -> EngineConfig:
+    """The configuration of one of a host's ranks, with its device and threads.
+
+    `cuda` means one device per rank (not run yet: there was no host with two). A CPU's cores are divided among the
+    ranks of its host: more threads than cores would wait for each other.
+    """
+    if config.device == "cuda":
+        return replace(config, device=f"cuda:{rank_here}")
+    threads = max((os.cpu_count() or 1) // num_ranks_here, 1) if config.device == "cpu" else None
+    return replace(config, num_threads=config.num_threads or threads)
 
 
 def shard_layout(whole: KVLayout, shard: Shard) -> KVLayout:

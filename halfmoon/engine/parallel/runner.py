@@ -6,7 +6,6 @@ awaited: `run` then returns while later stages compute, and the next chunk of th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -21,9 +20,10 @@ from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.parallel.followers import Followers, OnFailure
 from halfmoon.engine.parallel.grid import Grid
-from halfmoon.engine.parallel.links import Links, PeerGone, Store, serve_rendezvous
+from halfmoon.engine.parallel.joined_ranks import awaited_ranks, hosts_of
+from halfmoon.engine.parallel.links import LOOPBACK, Links, PeerGone, Store, serve_rendezvous
 from halfmoon.engine.parallel.messages import CopyKV, Setup, Step, WriteKV
-from halfmoon.engine.parallel.rank import Rank, rank_device, shard_layout
+from halfmoon.engine.parallel.rank import Rank, config_here, shard_layout
 from halfmoon.engine.parallel.sharded_kv import ShardedKV
 from halfmoon.engine.request import SampledToken
 from halfmoon.engine.scheduling.scheduler import ScheduledSequence
@@ -42,36 +42,37 @@ class ParallelRunner:
         self, checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, on_progress: Progress | None = None
     ) -> None:
         """Starts the followers and loads the weights, all ranks at once. Raises Incompatible, ServiceFailed."""
-        grid, model_config = Grid(config.tensor_parallel, config.pipeline_parallel), checkpoint.model_config
+        given, model_config = config, checkpoint.model_config
+        grid = Grid(config.tensor_parallel, config.pipeline_parallel)
         grid.check(model_config)
         self._grid = grid
         shards = [grid.shard(model_config, rank) for rank in grid.ranks]
         readable = [grid.is_first_holder(model_config, rank) for rank in grid.ranks]
         self.num_blocks = config.num_blocks or _num_blocks(config, model_config, shards, layout)
-        config = replace(
-            config,
-            num_blocks=self.num_blocks,
-            num_threads=config.num_threads or _num_threads(config, grid),
-        )
+        config = replace(config, num_blocks=self.num_blocks, joined=None)
         self._num_steps = 0  # steps that `run` has finished; later stages may still compute the last of them
         self._kv = ShardedKV(layout, shards, readable, self._copy_all, lambda: self._num_steps)
-        store, port = serve_rendezvous()
+        joined = [] if given.joined is None else awaited_ranks(given.joined)
+        address = joined[0].address_here if joined else LOOPBACK
+        store, port = serve_rendezvous(address)
+        places = [(rank, given.num_ranks_here) for rank in range(given.num_ranks_here)] + hosts_of(joined)
         setups = [
             Setup(
                 rank,
+                *places[rank],
                 str(checkpoint.path.resolve()),
                 checkpoint.fingerprint,
                 checkpoint.quantization,
                 config,
-                port,
+                (address, port),
             )
             for rank in grid.ranks
             if rank > 0
         ]
-        self._followers = Followers(setups)
+        self._followers = Followers(setups, joined)
         try:
             self._followers.connect()
-            self._rank = _rank_0(checkpoint, config, grid, store, on_progress)
+            self._rank = _rank_0(checkpoint, config_here(config, *places[0]), grid, store, address, on_progress)
             self._followers.wait_until_ready()
             self._followers.call_on_failure(self._rank.abort)
         except BaseException:
@@ -161,11 +162,11 @@ class ParallelRunner:
 
 
 def _rank_0(
-    checkpoint: Checkpoint, config: EngineConfig, grid: Grid, store: Store, on_progress: Progress | None
+    checkpoint: Checkpoint, config: EngineConfig, grid: Grid, store: Store, address: str, on_progress: Progress | None
 ) -> Rank:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    return Rank(checkpoint, config, grid, 0, Links(store, grid, 0, rank_device(config.device, 0)), on_progress)
+    return Rank(checkpoint, config, grid, 0, Links(store, grid, 0, config.device, address), on_progress)
 
 
 def _num_blocks(config: EngineConfig, model: ModelConfig, shards: Sequence[Shard], layout: KVLayout) -> int:
@@ -175,8 +176,3 @@ def _num_blocks(config: EngineConfig, model: ModelConfig, shards: Sequence[Shard
     if budget < block_bytes:
         raise Incompatible(f"the KV memory of a rank does not hold one block of {block_bytes} bytes")
     return budget // block_bytes
-
-
-def _num_threads(config: EngineConfig, grid: Grid) -> int | None:
-    """Divides a CPU's cores among its ranks: more threads than cores would wait for each other."""
-    return max((os.cpu_count() or 1) // grid.size, 1) if config.device == "cpu" else None

@@ -54,6 +54,11 @@ class Credential:
                 role = name
         return role
 
+    def rank_key(self) -> bytes:
+        """What the ranks of one worker on several hosts know each other by; empty without a secret."""
+        own = self.tokens.get("worker", "")
+        return _hmac(own, "ranks") if own else b""
+
     def text(self) -> str:
         """The credential as the setting takes it. `credential_from` reads it."""
         body = {

@@ -118,7 +118,8 @@ def _starts(config: SystemConfig, role: Role) -> list[WorkerStart]:
 
 def _start(config: SystemConfig, group: WorkerGroup) -> WorkerStart:
     chosen = config.workers.all.model_dump(exclude_unset=True) | group.model_dump(exclude_unset=True)
-    num_gpus = chosen.get("tensor_parallel", 1) * chosen.get("pipeline_parallel", 1)
+    num_ranks = chosen.get("tensor_parallel", 1) * chosen.get("pipeline_parallel", 1)
+    num_gpus = max(num_ranks - chosen.get("remote_ranks", 0), 1)
     return WorkerStart(_arguments(texts(group, frozenset({"count"}))), num_gpus, chosen.get("device") == "cpu")
 
 

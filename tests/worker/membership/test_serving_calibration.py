@@ -12,7 +12,7 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
-from halfmoon.worker.main import OwnHost
+from halfmoon.worker.engine_host import OwnHost
 from halfmoon.worker.membership.serving_calibration import StepTap, calibrated_serving
 
 

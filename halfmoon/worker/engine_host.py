@@ -1,0 +1,209 @@
+"""The engine that computes in a worker: loaded, measured, and ready to serve."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import torch
+
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.checkpoint.adapters import read_adapters
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
+from halfmoon.engine.config import EngineConfig, JoinedRanks, OffloadConfig
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.engine_facts import EngineFacts
+from halfmoon.engine.step_result import StepResult
+from halfmoon.engine.warm_up_steps import warm_up_steps
+from halfmoon.errors import InvalidRequest
+from halfmoon.policy.forecast.restore_plan import LAYER_PASSES
+from halfmoon.rpc.credentials.child_environment import child_environment
+from halfmoon.rpc.credentials.listeners import check_listener
+from halfmoon.rpc.credentials.sources import own_credential
+from halfmoon.rpc.transport.freed_memory import keep_freed_memory
+from halfmoon.vllm_engine.frontend.engine_arguments import VllmOptions
+from halfmoon.worker.loading_progress import loading_progress
+from halfmoon.worker.membership.calibration import Profile, calibrated
+from halfmoon.worker.serving_engine import PoolingEngine
+from halfmoon.worker.settings import WorkerSettings
+
+
+class EngineHost(Protocol):
+    """An engine that is ready to serve."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What others are told of it."""
+        ...
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was measured of it, now or at an earlier start."""
+        ...
+
+    def first_steps(self) -> Sequence[StepResult]:
+        """Measures a few steps."""
+        ...
+
+    def running(
+        self, on_step: Callable[[StepResult], None], on_death: Callable[[BaseException], None]
+    ) -> AbstractAsyncContextManager[PoolingEngine]:
+        """Serves requests while inside. `on_death` is called, at most once, when it computes nothing any more."""
+        ...
+
+
+def load_shared(settings: WorkerSettings) -> Engine | None:
+    """Loads an engine whose weights forked workers share; None where a fork is not possible once it has loaded."""
+    if settings.engine == "vllm":
+        return None  # it has processes of its own
+    may_be_cuda = settings.device != "cpu" and torch.version.cuda is not None  # asking for devices would begin CUDA
+    is_plain = settings.tensor_parallel == settings.pipeline_parallel == 1 and settings.offload_kv == "none"
+    if may_be_cuda or not is_plain:
+        return None
+    keep_freed_memory()
+    return _load_engine(settings, load_threads=1)
+
+
+def loaded_host(settings: WorkerSettings, loaded: Engine | None) -> EngineHost:
+    if settings.engine == "vllm":
+        return _start_vllm(settings)
+    engine = loaded or _load_engine(settings)
+    profile = calibrated(engine, settings.role, settings.calibrate, settings.calibrate_s, settings.state_dir)
+    return OwnHost(engine, profile)
+
+
+class OwnHost:
+    """Our own engine."""
+
+    def __init__(self, engine: Engine, profile: Profile | None) -> None:
+        config = engine.config
+        self._engine = engine
+        self.profile = profile
+        self.facts = EngineFacts(
+            model=engine.checkpoint.name,
+            fingerprint=engine.checkpoint.fingerprint,
+            layout=engine.layout,
+            layer_passes=min(LAYER_PASSES, engine.layout.num_layers) if engine.loads_by_layer else 0,
+            context_tokens=engine.context_tokens,
+            num_blocks=engine.stats().num_blocks,
+            num_readable_blocks=engine.stats().num_blocks,
+            step_tokens=config.step_tokens,
+            chunk_tokens=config.prefill_chunk_tokens,
+            max_running=config.max_running,
+            device=config.device,
+            tensor_parallel=config.tensor_parallel,
+            pipeline_parallel=config.pipeline_parallel,
+        )
+
+    def first_steps(self) -> Sequence[StepResult]:
+        """See `EngineHost.first_steps`."""
+        return warm_up_steps(self._engine)
+
+    def running(self, on_step: Callable[[StepResult], None], on_death: Callable[[BaseException], None]) -> AsyncEngine:
+        """See `EngineHost.running`."""
+        return AsyncEngine(self._engine, on_step, on_death)
+
+
+def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> Engine:
+    if settings.lora:
+        raise InvalidRequest(
+            "lora: our own engine computes no adapters; start its worker with --engine vllm", param="lora"
+        )
+    checkpoint = prepare_checkpoint(settings.model, quantization=settings.quantization)
+    config = EngineConfig(
+        device=_device(settings.device),
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        speculation=settings.speculation,
+        weights=settings.weights,
+        block_tokens=settings.block_tokens,
+        kv_memory_bytes=None if settings.kv_memory is None else int(settings.kv_memory),
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_batch_tokens=settings.max_batch_tokens,
+        chunk_tokens=settings.chunk_tokens,
+        max_running=settings.max_running,
+        max_context_tokens=settings.max_context_tokens,
+        attention=settings.attention,
+        offload=_offload(settings),
+        cuda_graphs=settings.cuda_graphs,
+        num_threads=settings.num_threads,
+        load_threads=load_threads,
+        tensor_parallel=settings.tensor_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
+        joined=_joined_ranks(settings),
+    )
+    with loading_progress(f"{settings.role}: weights") as on_progress:
+        return Engine(checkpoint, config, on_progress)
+
+
+def _joined_ranks(settings: WorkerSettings) -> JoinedRanks | None:
+    """Raises InvalidRequest where strangers could join."""
+    if not settings.remote_ranks:
+        return None
+    if settings.rank_listen is None:
+        raise InvalidRequest("remote_ranks join at HOST:PORT of this host: give --rank-listen", param="rank_listen")
+    credential = own_credential("worker")
+    key = b"" if credential is None else credential.rank_key()
+    check_listener(settings.rank_listen, credential if key else None)
+    return JoinedRanks(settings.remote_ranks, settings.rank_listen, key)
+
+
+def _offload(settings: WorkerSettings) -> OffloadConfig | None:
+    if settings.offload_kv == "none":
+        return None
+    return OffloadConfig(host_bytes=int(settings.offload_bytes), schedule=settings.offload_schedule)
+
+
+def _device(requested: str) -> str:
+    """Resolves `auto` to a GPU if there is one. Raises InvalidRequest if a GPU is requested and none is found."""
+    has_cuda = torch.cuda.is_available()
+    if requested == "cuda" and not has_cuda:
+        raise InvalidRequest("--device cuda: PyTorch sees no CUDA device here; use --device cpu", param="device")
+    return "cuda" if has_cuda and requested != "cpu" else "cpu"
+
+
+def _start_vllm(settings: WorkerSettings) -> EngineHost:
+    """Starts vLLM, whose processes get none of this one's secrets."""
+    from halfmoon.vllm_engine.host import VllmHost
+
+    if settings.quantization in ("int8", "int4"):
+        raise InvalidRequest(
+            f"--quantization {settings.quantization} is of our own engine; give vLLM its own, such as "
+            "--engine-args '--quantization fp8'",
+            param="quantization",
+        )
+    if settings.kv_dtype != "auto":
+        raise InvalidRequest(
+            f"--kv-dtype {settings.kv_dtype} is of our own engine: KV that vLLM rounds cannot be handed over; leave it "
+            "out, or let the worker have --engine halfmoon",
+            param="kv_dtype",
+        )
+    if settings.remote_ranks:
+        raise InvalidRequest(
+            "--remote-ranks is of our own engine: vLLM places its ranks itself, by Ray", param="remote_ranks"
+        )
+    if settings.speculation != "off":
+        raise InvalidRequest(
+            "--speculation is of our own engine; give vLLM its own by --engine-args", param="speculation"
+        )
+    for name in os.environ.keys() - child_environment(os.environ, "vllm").keys():
+        del os.environ[name]
+    checkpoint = prepare_checkpoint(settings.model, for_any_engine=True)
+    options = VllmOptions(
+        model=str(checkpoint.path),
+        dtype=settings.dtype,
+        block_tokens=settings.block_tokens,
+        max_context_tokens=settings.max_context_tokens,
+        max_running=settings.max_running,
+        max_batch_tokens=settings.max_batch_tokens,
+        tensor_parallel=settings.tensor_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        kv_memory_bytes=None if settings.kv_memory is None else int(settings.kv_memory),
+        has_dummy_weights=settings.weights == "dummy",
+        engine_args=settings.engine_args,
+        adapters=read_adapters(settings.lora),
+    )
+    return VllmHost(checkpoint, options, int(settings.staging_memory))
