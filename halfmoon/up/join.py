@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from rich.console import Console
@@ -19,7 +20,7 @@ from halfmoon.rpc.credentials.sources import FILE_VARIABLE, SECRET_VARIABLE
 from halfmoon.rpc.tls.identity_files import TLS_VARIABLES, paths_in
 from halfmoon.up.run import prepared_model
 from halfmoon.up.service_specs import Spec, rank_spec, traced, worker_specs
-from halfmoon.up.supervision.announcements import UnreachedGateways
+from halfmoon.up.supervision.announcements import UnreachedGateways, print_awaited
 from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.until_stopped import UpContext, until_stopped
 from halfmoon.up.up_options import UpOptions, engines
@@ -36,7 +37,13 @@ async def join(options: UpOptions, stores: Sequence[str], secrets: Path | None, 
     environment = _identity(secrets, os.environ)
     options = replace(options, host_address=options.host_address or _address_towards(options.joins))
     run = partial(_run, stores=stores, environment=environment)
-    return await until_stopped(options, terminal, run, UnreachedGateways(terminal).on_event)
+    unreached = UnreachedGateways(terminal)
+
+    def on_event(service: str, event: dict[str, Any]) -> None:
+        unreached.on_event(service, event)
+        print_awaited(terminal, service, event)
+
+    return await until_stopped(options, terminal, run, on_event)
 
 
 async def join_ranks(options: UpOptions, num_ranks: int, secrets: Path | None, terminal: Console) -> bool:

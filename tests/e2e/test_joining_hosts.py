@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -31,8 +32,10 @@ def free_port(host: str) -> int:
 
 
 @asynccontextmanager
-async def joined(gateway: str, state_dir: Path, *options: str) -> AsyncIterator[list[str]]:
-    """`halfmoon join` until its workers have joined. Yields what it printed; ends with its interrupt."""
+async def joined(gateway: str, state_dir: Path, *options: str, is_awaited: bool = True) -> AsyncIterator[list[str]]:
+    """`halfmoon join`, until its workers have joined if that `is_awaited`. Yields what it printed; ends with its
+    interrupt.
+    """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "halfmoon.cli.app", "join", gateway, "--state-dir", str(state_dir), *options),
         stdout=asyncio.subprocess.PIPE,
@@ -44,7 +47,7 @@ async def joined(gateway: str, state_dir: Path, *options: str) -> AsyncIterator[
     printed: list[str] = []
     try:
         async with asyncio.timeout(PATIENCE_S):
-            async for line in process.stdout:
+            while is_awaited and (line := await process.stdout.readline()):
                 printed.append(line.decode())
                 if "joined" in printed[-1]:  # or has not, and why
                     break
@@ -93,6 +96,34 @@ async def test_a_second_host_joins_serves_and_leaves_without_a_lost_request(tmp_
             leaving = [asyncio.create_task(answer(system, session, prompt)) for prompt in prompts]
             await asyncio.sleep(0)
         assert [await task for task in leaving] == alone
+
+
+async def test_ranks_of_one_worker_on_two_hosts_answer_as_one_process(tmp_path: Path) -> None:
+    model, cluster = small_model(tmp_path / "small"), tmp_path / "cluster"
+    (cluster / "worker").mkdir(parents=True)
+    issue_all(cluster)
+    own = ("--model", str(model), "--dtype", "float32", "--set", "workers.all.calibrate=never")
+    prompts = [f"The {number} moons of " * 40 for number in range(4)]
+    async with running_system(tmp_path / "alone", *own) as system, aiohttp.ClientSession() as session:
+        alone = [await answer(system, session, prompt) for prompt in prompts]
+
+    meeting = f"{FIRST}:{free_port(FIRST)}"
+    settings = {"tensor_parallel": 2, "pipeline_parallel": 2, "remote_ranks": 2, "rank_listen": meeting}
+    cut = [part for name, value in settings.items() for part in ("--set", f"workers.decode.{name}={value}")]
+    trust = ("--host-address", FIRST, "--cluster-secret-file", str(cluster / "root" / "cluster_secret"))
+    mine = ("--ranks", "2", "--model", str(model), "--secrets", str(cluster / "worker"))
+    async with (
+        joined(meeting, tmp_path / "second", *mine, is_awaited=False) as ranks,
+        running_system(tmp_path / "first", *own, *trust, "--tls-dir", str(cluster / "root"), *cut) as system,
+        aiohttp.ClientSession() as session,
+    ):
+        assert [await answer(system, session, prompt) for prompt in prompts] == alone
+        asking = [asyncio.create_task(answer(system, session, prompt)) for prompt in prompts]
+        services = json.loads((tmp_path / "second" / "services.json").read_text())["services"]
+        os.kill(services[0]["pid"], signal.SIGKILL)  # of one rank: the worker begins anew, on both hosts
+        assert await asyncio.gather(*asking) == alone
+        assert any(f"decode-0 awaits 2 ranks: halfmoon join {meeting} --ranks 2" in line for line in system.printed)
+    assert "2 ranks have joined" in "".join(ranks)
 
 
 async def test_a_stranger_is_refused_with_a_reason(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch.distributed
 from torch import Tensor
 
 from halfmoon.engine.parallel.grid import Grid
+from halfmoon.engine.parallel.joined_ranks import end_silent_connections
 
 Store = Any  # torch.distributed's classes have no public types
 _dist: Any = torch.distributed
@@ -71,6 +72,8 @@ class Links:
         if grid.pipeline_size > 1:
             name = f"pipeline-{tensor_rank}"
             self._pipeline = _group(_dist.PrefixStore(name, store), stage, grid.pipeline_size, device, address)
+        if address != LOOPBACK:
+            end_silent_connections()
         self._sent: deque[tuple[Any, Tensor]] = deque()  # not received yet
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -92,6 +92,14 @@ def progress_bars(terminal: Console) -> Progress:
     return Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
 
 
+def print_awaited(terminal: Console, service: str, event: dict[str, Any]) -> None:
+    """Prints what a child's log event says of ranks that it waits for."""
+    if event.get("event") == "ranks.awaited":
+        num, address = event["missing"], event["address"]
+        text = f"{service} awaits {num} ranks: halfmoon join {address} --ranks {num} --secrets DIR, on another host"
+        print_trouble(terminal, text)
+
+
 class UnreachedGateways:
     """Prints why workers cannot join their gateways, each reason once until it changes."""
 
