@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
 from halfmoon.engine.reference_depth import check_reference_depth
-from halfmoon.engine.request import Constraint
+from halfmoon.engine.request import JSON_STYLE, Constraint
 from halfmoon.engine.text.tokenizer import load_fast_tokenizer
 from halfmoon.errors import ConstraintFailed, InvalidRequest
 
@@ -27,7 +27,6 @@ _MOST_OUTPUTS = 1_024  # outputs whose automata are kept; the least recently use
 _MOST_GRAMMARS = 64
 _LEXER_FUEL, _STEP_FUEL = 200_000, 100_000  # to begin an automaton and per mask: hostile ones stop within 0.1 s
 _VIOLATIONS = "doesn't satisfy the grammar", "parser stopped"  # of the library: a token is not allowed
-_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def check_constraint(constraint: Constraint) -> None:
@@ -55,12 +54,12 @@ def _limits() -> LLParserLimits:
 
 
 def _grammar(constraint: Constraint) -> str:
-    """The grammar in llguidance's own form. JSON is written on one line: a model could add white space forever."""
+    """The grammar in llguidance's own form."""
     try:
         check_reference_depth(constraint)
         match constraint.kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(constraint.source, overrides=_JSON_STYLE)
+                return LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_STYLE)
             case "choice":
                 choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(constraint.source))
                 if not choices:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from halfmoon.kv.owner import SHARED, KVOwner
 FinishReason = Literal["stop", "length", "cancelled", "error", "constraint"]
 Pooling = Literal["last", "mean"]
 ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
+
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How llguidance writes JSON: on one line, since a model could add white space forever."""
 
 ERROR_TOKEN_ID = -1  # of a row, or of a whole step, that failed
 CONSTRAINT_TOKEN_ID = -2  # of a row whose constraint allows no token, or exceeds its limits

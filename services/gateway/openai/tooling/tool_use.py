@@ -12,9 +12,9 @@ from halfmoon.errors import InvalidRequest
 from services.gateway.openai.messages import Message, RenderedChat
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.served_model import ServedModel
-from services.gateway.openai.structured_output import RequestedConstraint
+from services.gateway.openai.structured_output import RequestedConstraint, constraint_of
 from services.gateway.openai.tooling.described_tools import with_described_tools
-from services.gateway.openai.tooling.tools import NamedTool, choice_of, constraint_of_choice
+from services.gateway.openai.tooling.tools import NamedTool, answer_or_calls, choice_of, constraint_of_choice
 from services.gateway.replies.call_parts import NewToolParser
 from services.gateway.replies.tagged_calls import CallList
 from services.gateway.replies.tool_parsers import (
@@ -34,7 +34,7 @@ class ToolUse(NamedTuple):
 
     messages: Sequence[Message]  # for the chat template
     rendered: list[dict[str, Any]] | None = None  # for the chat template, if it has a place for them
-    forced: RequestedConstraint | None = None  # the required call
+    forced: RequestedConstraint | None = None  # the required call, or an answer of some form instead of calls
     new_parser: NewToolParser | None = None  # None: all text is content
     needs_marks: bool = False  # calls are found by special tokens
 
@@ -47,21 +47,29 @@ def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
     told = told_of_tools(body.messages, rendered, tool_format)
     if choice == "none":
         return told
-    for name in ("response_format", "structured_outputs"):
-        form = getattr(body, name)
-        if form is not None and getattr(form, "type", None) != "text":
-            raise InvalidRequest(f"{name} leaves no room for calls; set tool_choice to 'none'", param=name)
-    constraint = constraint_of_choice(choice, tools, parallel=body.parallel_tool_calls is not False)
+    parallel = body.parallel_tool_calls is not False
+    answer = constraint_of(body.response_format, body.structured_outputs)
+    if answer is not None and answer.param == "structured_outputs":
+        raise _no_room(answer.param)
+    constraint = constraint_of_choice(choice, tools, parallel=parallel)
     if constraint is None:
+        if answer is not None and tool_format not in (None, "hermes"):
+            raise _no_room(answer.param)
+        bound = answer and answer._replace(constraint=answer_or_calls(answer.constraint, tools, parallel=parallel))
         new_parser = PARSERS[tool_format or "hermes"]
-        parallel = body.parallel_tool_calls is not False
         return told._replace(
-            new_parser=new_parser if parallel else lambda: FirstCall(new_parser()), needs_marks=tool_format in MARKS
+            forced=bound,
+            new_parser=new_parser if parallel else lambda: FirstCall(new_parser()),
+            needs_marks=tool_format in MARKS,
         )
     forced = RequestedConstraint(constraint, "tools")
     if isinstance(choice, NamedTool):
         return told._replace(forced=forced, new_parser=partial(NamedCall, choice.function.name))
     return told._replace(forced=forced, new_parser=CallList)
+
+
+def _no_room(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} leaves no room for calls; set tool_choice to 'none'", param=param)
 
 
 def tool_format_of(body: RenderedChat, model: ServedModel) -> ToolFormat | None:

@@ -13,10 +13,18 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
 from halfmoon.pb.types_pb2 import Constraint
 from services.gateway.openai.messages import Message
 from services.gateway.openai.tooling.described_tools import with_described_tools
+from services.gateway.openai.tooling.tools import (
+    FunctionDefinition,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    constraint_of_choice,
+)
 from services.gateway.replies.call_parts import CallPart, ToolParser
 from services.gateway.replies.stop_strings import StopStrings
 from services.gateway.replies.tagged_calls import CallList
@@ -93,7 +101,10 @@ async def test_a_named_tool_is_forced_and_its_arguments_stream(tmp_path: Path) -
         answer = await fleet.client.chat.completions.create(**asked)
         chunks = [chunk.choices[0] async for chunk in await fleet.client.chat.completions.create(**asked, stream=True)]
         constraint = prefill.calls.prefills[0].generation.sampling.constraint
-    assert (constraint.kind, json.loads(constraint.source)) == (Constraint.JSON_SCHEMA, PARAMETERS)
+    assert (constraint.kind, json.loads(constraint.source)) == (
+        Constraint.JSON_SCHEMA,
+        {**PARAMETERS, "additionalProperties": False},
+    )
     assert calls_of(answer.choices[0].message) == [("weather", {"city": "Rom"})]
     assert answer.choices[0].finish_reason == "stop"
     deltas = [call.function for chunk in chunks for call in chunk.delta.tool_calls or () if call.function]
@@ -176,7 +187,6 @@ async def test_llama3_calls(tmp_path: Path) -> None:
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": [TOOLS[1]]}}},
@@ -200,6 +210,78 @@ async def test_what_cannot_be_is_refused_by_name(tmp_path: Path, extra: dict[str
         async with session.post("/v1/chat/completions", json=body) as response:
             error = (await response.json())["error"]
             assert (response.status, error["param"]) == (400, param), error
+
+
+async def test_llama3_calls_have_no_other_form_beside(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        await fleet.pair()
+        body = {"model": MODEL, "messages": HI, "tools": TOOLS, "response_format": {"type": "json_object"}}
+        async with session.post("/v1/chat/completions", json=body) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, "response_format"), error
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether a text is a whole output by a Lark grammar."""
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_an_answer_of_some_form_or_calls(tmp_path: Path, parallel: bool) -> None:
+    """As agents ask for: tools, and at the end an answer by a schema."""
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script(ONE))
+        answer = await fleet.client.chat.completions.create(
+            model=MODEL, messages=HI, tools=TOOLS, response_format=form, parallel_tool_calls=parallel
+        )
+        constraint = prefill.calls.prefills[0].generation.sampling.constraint
+    assert calls_of(answer.choices[0].message) == [("weather", {"city": "Rom"})]
+    assert constraint.kind == Constraint.GRAMMAR
+    for text, is_allowed in (
+        ('{"x": 1}', True),
+        ('{ "x": 1}', False),
+        (ONE, True),
+        (f"{ONE}\n{TWO}", parallel),
+        ("so", False),
+        ('{"x": 1}' + ONE, False),
+        (ONE.replace("Rom", 'Rom", "country": "it'), False),
+        (ONE.replace("weather", "other"), False),
+    ):
+        assert accepts(constraint.source, text) == is_allowed, text
+
+
+async def test_a_forced_call_leaves_no_answer_to_bind(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script('[{"name": "time", "parameters": {}}]'))
+        answer = await fleet.client.chat.completions.create(
+            model=MODEL, messages=HI, tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}
+        )
+        schema = json.loads(prefill.calls.prefills[0].generation.sampling.constraint.source)
+    assert calls_of(answer.choices[0].message) == [("time", {})]
+    assert schema["type"] == "array"
+
+
+def test_arguments_are_those_that_a_schema_names() -> None:
+    named = {"type": "object", "properties": {"a": {"type": "string"}}}
+    other = {**named, "additionalProperties": {"type": "integer"}}
+    parts = {"type": "object", "properties": {"a": True}, "allOf": [{"properties": {"b": True}}]}
+    properties = {"named": named, "list": {"type": "array", "items": named}, "other": other, "parts": parts}
+    parameters = {"type": "object", "properties": properties, "$defs": {"named": named}, "required": []}
+    function = FunctionDefinition(name="f", parameters=parameters)
+    choice = NamedTool(type="function", function=NamedFunction(name="f"))
+    constraint = constraint_of_choice(choice, [Tool(type="function", function=function)], parallel=True)
+    assert constraint is not None
+    closed = json.loads(constraint.source)
+    assert closed["additionalProperties"] is False
+    assert closed["$defs"]["named"] == closed["properties"]["named"] == {**named, "additionalProperties": False}
+    assert closed["properties"]["list"]["items"]["additionalProperties"] is False
+    assert (closed["properties"]["other"], closed["properties"]["parts"]) == (other, parts)
+    assert parameters["$defs"] == {"named": named}
 
 
 HISTORY: list[Any] = [
