@@ -16,7 +16,21 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SERVICES = ("gateway", "prefill", "decode", "kvstore", "planner", "simulation")
 ROOMS = (
-    *("errors", "background", "pb", "kv", "config", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker"),
+    *(
+        "errors",
+        "host_limits",
+        "background",
+        "pb",
+        "kv",
+        "config",
+        "engine",
+        "policy",
+        "sim",
+        "plan",
+        "rpc",
+        "ledger",
+        "worker",
+    ),
     *("profiling", "catalog"),
 )
 
@@ -24,21 +38,27 @@ ROOMS = (
 ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon": frozenset(),
     "halfmoon.errors": frozenset(),
+    "halfmoon.host_limits": frozenset(),
     "halfmoon.background": frozenset(),
     "halfmoon.pb": frozenset(),
     "halfmoon.kv": frozenset({"halfmoon.errors"}),
-    "halfmoon.config": frozenset(f"halfmoon.{room}" for room in ("errors", "kv", "policy", "rpc", "sim")),
+    "halfmoon.config": frozenset(
+        f"halfmoon.{room}" for room in ("errors", "host_limits", "kv", "policy", "rpc", "sim")
+    ),
     "halfmoon.policy": frozenset({"halfmoon.errors"}),
     "halfmoon.catalog": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.ledger": frozenset({"halfmoon.errors"}),
-    "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
+    "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.host_limits", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.vllm_engine": frozenset({"halfmoon.errors", "halfmoon.background", "halfmoon.engine", "halfmoon.kv"}),
     "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.pb"}),
     "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy", "halfmoon.catalog"}),
-    "halfmoon.plan": frozenset({"halfmoon.errors", "halfmoon.policy", "halfmoon.sim"}),
+    "halfmoon.plan": frozenset({"halfmoon.errors", "halfmoon.host_limits", "halfmoon.policy", "halfmoon.sim"}),
     "halfmoon.worker": frozenset(
         f"halfmoon.{room}"
-        for room in ("config", "engine", "vllm_engine", "kv", "rpc", "pb", "policy", "sim", "background", "errors")
+        for room in (
+            *("config", "engine", "vllm_engine", "kv", "rpc", "pb", "policy", "sim"),
+            *("background", "errors", "host_limits"),
+        )
     ),
     "halfmoon.profiling": frozenset(
         f"halfmoon.{room}" for room in ("kv", "rpc", "pb", "policy", "sim", "background", "errors")
@@ -60,6 +80,7 @@ TORCH_FREE_PACKAGES = (
 )
 TORCH_FREE_FILES = (
     "halfmoon/errors.py",
+    "halfmoon/host_limits.py",
     "halfmoon/background.py",
     *(
         f"halfmoon/engine/{name}.py"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 from pydantic import Field
 
 from halfmoon.config.section import Section
+from halfmoon.host_limits import num_cores
 
 
 class PlannerConfig(Section):
@@ -16,5 +15,5 @@ class PlannerConfig(Section):
     max_waiting: int = Field(4, ge=0, description="searches that wait for their turn; more are refused")
     deadline_s: float = Field(900.0, gt=0, description="total time of one search")
     processes: int = Field(
-        default_factory=lambda: os.cpu_count() or 1, ge=1, description="processes of one search; default: one per core"
+        default_factory=num_cores, ge=1, description="processes of one search; default: one per core"
     )

@@ -81,7 +81,12 @@ class WorkerConfig(Section):
         description="'ngram': a decode step also computes tokens that followed the last three before, and keeps those "
         "that are drawn; the text stays as it is. Stops by itself where it does not pay. Our own engine, on a CPU",
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of each rank of the engine")
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of each rank of the engine; default: `OMP_NUM_THREADS`, which `halfmoon up` sets to a "
+        "share of the cores",
+    )
     tensor_parallel: int = Field(1, ge=1, description="devices that share every layer of the model")
     pipeline_parallel: int = Field(1, ge=1, description="stages that the layers are divided into")
     remote_ranks: int = Field(

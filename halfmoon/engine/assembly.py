@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from halfmoon import host_limits
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig
@@ -48,18 +49,16 @@ def assemble(
 ) -> Assembled:
     """Loads the weights, reporting to `on_progress`. Raises Incompatible and ServiceFailed."""
     config = replace(config, dtype=_resolve_dtype(config))
-    num_threads = config.num_threads or torch.get_num_threads()
+    num_threads = config.num_threads or min(torch.get_num_threads(), host_limits.num_threads())
     torch.set_num_threads(config.load_threads or num_threads)
     if config.num_ranks == 1:
-        assembled = _on_one_device(checkpoint, config, layout, on_progress)
-        torch.set_num_threads(num_threads)
-        return assembled
+        return _on_one_device(checkpoint, config, layout, num_threads, on_progress)
     parallel = ParallelRunner(checkpoint, config, layout, on_progress)
     return Assembled(parallel, parallel)
 
 
 def _on_one_device(
-    checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, on_progress: Progress | None
+    checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, num_threads: int, on_progress: Progress | None
 ) -> Assembled:
     assert config.dtype != "auto"
     dtype, model_config = TORCH_DTYPES[config.dtype], checkpoint.model_config
@@ -80,6 +79,7 @@ def _on_one_device(
     pack(model, path, checkpoint.quantization)
     arena = KVArena(layout, num_blocks, config.device, path.kernels)
     recorded = capture_decode(config, model, arena, path.attention)
+    path.use_threads(num_threads)
     masks = TokenMasks(checkpoint.path, model_config.vocab_size, checkpoint.eos_token_ids)
     runner = ModelRunner(model, arena, path.attention, checkpoint.eos_token_ids, recorded, masks)
     return Assembled(runner, arena) if offload is None else Assembled(*offload.around(runner, path.attention, arena))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ class DevicePath:
     layer_ops: LayerOps
     pack_weight: PackWeight
     attention: AttentionBackend
+    use_threads: Callable[[int], None] = torch.set_num_threads  # how many, from now on, where they compute on a CPU
 
 
 def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:
@@ -95,9 +97,15 @@ def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -
 
     if config.device != "cpu":
         raise Incompatible(f"the native kernels compute on a CPU, not on {config.device}")
-    library = NativeLibrary(compiled(default_cache_dir()), dtype)
+    library = NativeLibrary(compiled(default_cache_dir()), dtype, torch.get_num_threads())
+
+    def use_threads(num_threads: int) -> None:
+        """Leaves nothing to OpenMP, whose threads would wait for those of other threads of the process (team.h)."""
+        library.num_threads = num_threads
+        torch.set_num_threads(1 if library.has_fast_linear else num_threads)
+
     attention = NativeBackend(library, config.block_tokens, model.num_heads, model.num_kv_heads, model.head_dim)
-    return DevicePath("native", native_ops(library), library.pack_weight, attention)
+    return DevicePath("native", native_ops(library), library.pack_weight, attention, use_threads)
 
 
 def _triton_path(config: EngineConfig, model: ModelConfig, context_tokens: int) -> DevicePath:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.host_limits import num_cores
 from halfmoon.plan.curves import Curve, curves
 from halfmoon.plan.node_pools import Fleet, read_fleet
 from halfmoon.plan.plan_file import plan_text
@@ -65,7 +65,7 @@ def make_plan(
     NoLayout, a kind of InvalidRequest, which says which target cannot be met and what could be.
     """
     problem, notes = problem_from(request)
-    with simulating_processes(num_processes or os.cpu_count() or 1) as pool:
+    with simulating_processes(num_processes or num_cores()) as pool:
         plan = search(problem, pool, on_progress)
         drawn = curves(problem, plan.models, _compared(plan), pool, on_progress) if with_curves else []
         what_if = _what_if(problem, plan, pool, on_progress)

@@ -184,13 +184,16 @@ def worker_spec(
     served = ("--model", model.path if options.on == "this-host" else options.model, "--model-name", model.name)
     store = ("--kv-store", stores[index % len(stores)]) if stores else ()
     state = ("--state-dir", str(options.state_dir), *store)
-    settings = variables(module.removeprefix("services."), options.settings)
+    service = module.removeprefix("services.")
+    settings = variables(service, options.settings)
+    threads = options.settings.get(service, {}).get("num_threads")
+    configured = chosen if threads is None else {"--num-threads": threads, **chosen}
     return WorkerSpec(
         f"{role}-{index}",
         ("-m", module, "--role", role, *common, *served, *state, *_options(chosen)),
         {
             **settings,
-            **thread_environment(options, role, index, chosen),
+            **thread_environment(options, role, index, configured),
             "TOKENIZERS_PARALLELISM": "false",
             **visible,
             **_import_path(python),

@@ -34,16 +34,6 @@ def test_one_process_a_worker() -> None:
     assert names(options) == ["kvstore", "planner", "prefill-0", "prefill-1", "decode-0", "both-0"]
 
 
-@pytest.mark.parametrize(("num_both", "variable"), [(1, "GOMP_SPINCOUNT"), (2, "OMP_WAIT_POLICY")])
-def test_threads_spin_only_where_a_worker_is_alone(num_both: int, variable: str) -> None:
-    options = UpOptions(num_prefill=0, num_decode=0, num_both=num_both, console=False)
-    workers = [
-        spec for spec in other_specs(options, MODEL, "x:1", ["127.0.0.1:7003"], "x:4") if spec.name.startswith("both")
-    ]
-    assert len(workers) == num_both
-    assert all(variable in spec.environment for spec in workers)
-
-
 def test_the_codec_of_hand_overs_is_the_gateways_setting() -> None:
     arguments = gateway_spec(UpOptions(handover_codec="int8"), MODEL).arguments
     assert arguments[arguments.index("--handover-codec") + 1] == "int8"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -12,8 +10,8 @@ from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.models import build_model
 from halfmoon.errors import Incompatible
+from halfmoon.host_limits import free_memory_bytes
 
-_MEMINFO = Path("/proc/meminfo")  # on Linux
 _MAX_HOST_BYTES = 2 << 30
 _HOST_SHARE = 8  # divisor of the free memory; two workers and the weights must fit on a laptop
 _STEP_BYTES = 1 << 30  # set aside on a GPU for activations, captured graphs and staging buffers
@@ -33,7 +31,7 @@ def kv_budget_bytes(
     """
     if config.device == "cpu":
         return (
-            config.kv_memory_bytes or min(_free_host_bytes() // _HOST_SHARE, _MAX_HOST_BYTES)
+            config.kv_memory_bytes or min(free_memory_bytes() // _HOST_SHARE, _MAX_HOST_BYTES)
         ) // config.num_ranks_here
     if config.kv_memory_bytes is not None:
         return config.kv_memory_bytes
@@ -56,16 +54,3 @@ def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
 
 def _smallest_device_bytes() -> int:
     return min(torch.cuda.mem_get_info(index)[1] for index in range(torch.cuda.device_count()))
-
-
-def _free_host_bytes() -> int:
-    """Memory for new allocations, the page cache included where the system reports it (sysconf counts it as used)."""
-    if _MEMINFO.is_file():
-        for line in _MEMINFO.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) << 10
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # these names do not exist on this system
-        return 4 << 30

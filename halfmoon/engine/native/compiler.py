@@ -16,7 +16,7 @@ from pathlib import Path
 from halfmoon.errors import Incompatible
 
 _SOURCES = Path(__file__).parent / "source"
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-w", "-Wno-psabi")
+_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-w", "-Wno-psabi")
 _TIMEOUT_S = 300
 
 

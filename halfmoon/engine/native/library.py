@@ -6,7 +6,6 @@ Tensors are float32 or bfloat16 on the CPU; the functions trust their shapes, wh
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -33,26 +32,31 @@ _PLAN = (c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_void_p, POINTER(c_int64)
 
 
 class NativeLibrary:
-    """Owns the loaded library, for one dtype. Runs on torch's threads."""
+    """Owns the loaded library, for one dtype. Runs on a team of threads of its own (team.h)."""
 
-    def __init__(self, file: Path, dtype: torch.dtype, num_threads: Callable[[], int] = torch.get_num_threads) -> None:
+    def __init__(self, file: Path, dtype: torch.dtype, num_threads: int) -> None:
         """Raises Incompatible for another dtype, or for a file that cannot be loaded."""
         if dtype not in _SUFFIXES:
             raise Incompatible(f"the CPU kernels compute in float32 or bfloat16, not {dtype}")
         library = _loaded(file)
-        library.use_openmp(_gomp_parallel())
         self.suffix = suffix = _SUFFIXES[dtype]  # suffix of the function names
-        self._num_threads = num_threads
+        self.num_threads = num_threads  # of each call, the caller included
         self._rms_norm = _function(library, f"rms_norm_{suffix}", _NORM)
         self._silu_mul = _function(library, f"silu_mul_{suffix}", _SILU)
         self._rotate = _function(library, f"rotate_{suffix}", _ROTATE)
         self._attend = _function(library, f"attend_{suffix}", _ATTEND)
         self._dtype, self._item_size = dtype, 4 // dtype.itemsize  # product.h: numbers per item
-        self._has_fast_linear = bool(_function(library, f"has_fast_linear_{suffix}", (), c_int)())
+        self.has_fast_linear = bool(_function(library, f"has_fast_linear_{suffix}", (), c_int)())
         self._linear = _function(library, f"linear_{suffix}", _LINEAR)
         self._pack_linear = _function(library, f"pack_linear_{suffix}", _PACK_LINEAR)
-        self._blocks = BlockKernels(library, suffix, dtype, num_threads)
+        self._blocks = BlockKernels(library, suffix, dtype, lambda: self.num_threads)
         self._plan = _function(library, "plan_attention", _PLAN, c_int64)
+        self._num_team_threads = _function(library, "num_team_threads", (), c_int)
+
+    @property
+    def num_team_threads(self) -> int:
+        """The threads that this process has for kernels, besides those that call them."""
+        return int(self._num_team_threads())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """The norm of x [..., size] over its last dimension, or of x + residual, which then overwrites `residual`.
@@ -69,7 +73,7 @@ class NativeLibrary:
             *rows.shape,
             rows.stride(0),
             eps,
-            self._num_threads(),
+            self.num_threads,
         )
         return out
 
@@ -77,7 +81,7 @@ class NativeLibrary:
         """silu(gate) * up, [num_tokens, size]; gate_up: [num_tokens, 2 * size], contiguous."""
         num_rows, width = gate_up.shape
         out = torch.empty(num_rows, width // 2, dtype=gate_up.dtype)
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), num_rows, width // 2, self._num_threads())
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), num_rows, width // 2, self.num_threads)
         return out
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
@@ -90,7 +94,7 @@ class NativeLibrary:
             *x.shape,
             x.stride(0),
             cos.stride(0),
-            self._num_threads(),
+            self.num_threads,
         )
 
     def pack_weight(self, weight: Tensor | Blocks) -> Multiply | None:
@@ -102,7 +106,7 @@ class NativeLibrary:
         if isinstance(weight, Blocks):
             return PackedBlocks(self._blocks, weight)
         num_columns, num_inputs = weight.shape
-        if not self._has_fast_linear or num_inputs % self._item_size or weight.device.type != "cpu":
+        if not self.has_fast_linear or num_inputs % self._item_size or weight.device.type != "cpu":
             return pack_onednn(weight)
         weight, depth = weight.contiguous(), num_inputs // self._item_size
         packed = torch.empty(-(-num_columns // _PANEL), depth, _PANEL, dtype=torch.int32)
@@ -119,7 +123,7 @@ class NativeLibrary:
                 num_rows,
                 depth,
                 num_columns,
-                self._num_threads(),
+                self.num_threads,
             )
             return out
 
@@ -131,7 +135,7 @@ class NativeLibrary:
         segments: [num_segments, 4], runs: [num_runs, 2], as attention_plan.h defines them.
         """
         num_parts = c_int64()
-        shape = (segments.data_ptr(), len(segments), runs.data_ptr(), num_kv_heads, group, self._num_threads())
+        shape = (segments.data_ptr(), len(segments), runs.data_ptr(), num_kv_heads, group, self.num_threads)
         num_tasks = self._plan(*shape, 0, num_parts)
         tasks = torch.empty(num_tasks, _TASK_FIELDS, dtype=torch.int64)
         self._plan(*shape, tasks.data_ptr(), num_parts)
@@ -180,7 +184,7 @@ class NativeLibrary:
             head_dim,
             scale,
             layer_kv.dtype == torch.int8,
-            self._num_threads(),
+            self.num_threads,
         )
         return out
 
@@ -201,10 +205,3 @@ def _loaded(file: Path) -> ctypes.CDLL:
             f"the CPU kernels could not be loaded: {error}; delete {file} to have it compiled again, or let "
             "HALFMOON_CACHE_DIR be a directory whose files may be executed"
         ) from error
-
-
-def _gomp_parallel() -> c_void_p:
-    """The address of GOMP_parallel in the OpenMP runtime that torch uses; null (one thread) without one."""
-    torch_and_its_libraries = ctypes.CDLL(torch._C.__file__)
-    function = getattr(torch_and_its_libraries, "GOMP_parallel", None)
-    return c_void_p() if function is None else ctypes.cast(function, c_void_p)

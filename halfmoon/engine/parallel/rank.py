@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +23,7 @@ from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.links import Links
 from halfmoon.engine.parallel.weights import fill_dummy_part, load_part
+from halfmoon.host_limits import num_threads
 from halfmoon.kv.kv_layout import KVLayout, Shard
 
 
@@ -59,6 +59,7 @@ class Rank:
         else:
             load_part(model, self._part, checkpoint.weight_files, on_progress, block_file(checkpoint, path))
         pack(model, path, checkpoint.quantization)
+        path.use_threads(torch.get_num_threads())
         kv_dtype = config.layout_dtype(config.dtype)
         whole_layout = KVLayout(whole.num_layers, whole.num_kv_heads, whole.head_dim, kv_dtype, config.block_tokens)
         layout = shard_layout(whole_layout, shard)
@@ -117,7 +118,7 @@ def config_here(config: EngineConfig, rank_here: int, num_ranks_here: int) -> En
     """
     if config.device == "cuda":
         return replace(config, device=f"cuda:{rank_here}")
-    threads = max((os.cpu_count() or 1) // num_ranks_here, 1) if config.device == "cpu" else None
+    threads = max(num_threads() // num_ranks_here, 1) if config.device == "cpu" else None
     return replace(config, num_threads=config.num_threads or threads)
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from halfmoon.rpc.credentials.operator_token import token_file
+from halfmoon.up.cores import threads_text
 from halfmoon.up.fleet.fleet_diff import WorkerChange
 from halfmoon.up.service_specs import http_url
 from halfmoon.up.simulated import ignored_settings
@@ -20,7 +21,10 @@ from halfmoon.up.up_options import UpOptions, simulated_workers
 def print_ready(
     options: UpOptions, terminal: Console, url: str, name: str, others: list[Child], *, is_told: bool
 ) -> None:
-    """Prints where the system answers, and where the operator token is if it `is_told`."""
+    """Prints the workers' threads, where the system answers, and where the operator token is if it `is_told`."""
+    threads = threads_text({child.spec.name: child.spec.environment for child in others})
+    if threads:
+        terminal.print(threads, highlight=False, markup=False, soft_wrap=True)
     if any(child.spec.name == "console" for child in others):
         terminal.print(f"console: {http_url(options, options.console_port)}", highlight=False)
     if is_told:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from halfmoon.config.worker import Calibrate
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
+from halfmoon.host_limits import num_cores, num_threads
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.models.latency import (
     PrefillModel,
@@ -116,7 +116,7 @@ def kind_of(engine: Engine, role: str) -> str:
         f"weights {engine.checkpoint.quantization}",
         config.attention_backend,
         f"TP{config.tensor_parallel} PP{config.pipeline_parallel}",
-        f"{config.num_threads or 'all'} threads",
+        f"{config.num_threads or num_threads()} threads",
         f"steps of {config.step_tokens}",
         f"halfmoon {halfmoon.__version__}",
     )
@@ -127,7 +127,7 @@ def device_name(device: str) -> str:
     """The device and its processor."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    return f"{device} {platform.processor() or platform.machine()} x{os.cpu_count()}"
+    return f"{device} {platform.processor() or platform.machine()} x{num_cores()}"
 
 
 def measure(engine: Engine, role: str, kind: str, seconds: float) -> Profile:

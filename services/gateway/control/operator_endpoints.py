@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
 import sys
 from typing import Any
@@ -12,6 +11,7 @@ from aiohttp import web
 
 from halfmoon import __version__
 from halfmoon.errors import HalfmoonError, InvalidRequest
+from halfmoon.host_limits import num_cores
 from halfmoon.pb.decode_pb2 import EmptyCacheRequest
 from services.gateway.cluster.cluster import Cluster
 from services.gateway.control.store_view import StoreView
@@ -65,7 +65,7 @@ class OperatorEndpoints:
                 "system_env": {
                     "python": sys.version.split()[0],
                     "platform": platform.platform(),
-                    "cpus": os.cpu_count(),
+                    "cpus": num_cores(),
                 },
             }
         )

@@ -29,7 +29,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def library(dtype: torch.dtype, num_threads: int = 2) -> NativeLibrary:
-    return NativeLibrary(compiled(default_cache_dir()), dtype, lambda: num_threads)
+    return NativeLibrary(compiled(default_cache_dir()), dtype, num_threads)
 
 
 def blocks_of(block_format: BlockFormat, num_columns: int, num_inputs: int) -> Blocks:
@@ -103,7 +103,7 @@ def test_other_processors_compute_the_same(without: str, monkeypatch: pytest.Mon
     if "avx512_vnni" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor's own path is one of those")
     monkeypatch.setenv("CC", f"cc {without}")
-    other = NativeLibrary(compiled(default_cache_dir()), torch.float32)
+    other = NativeLibrary(compiled(default_cache_dir()), torch.float32, 2)
     monkeypatch.delenv("CC")
     for block_format in FORMATS:
         blocks, x = blocks_of(block_format, 83, 768), random_x(21, 768, torch.float32)

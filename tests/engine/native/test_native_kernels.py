@@ -16,7 +16,7 @@ from halfmoon.engine.kv_memory.int8_rows import round_rows
 from halfmoon.engine.models.rotary import rotate
 from halfmoon.engine.native.attention import NativeBackend
 from halfmoon.engine.native.compiler import compiled
-from halfmoon.engine.native.library import NativeLibrary, _gomp_parallel
+from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.errors import Incompatible
 
 BLOCK_TOKENS = 16
@@ -28,7 +28,7 @@ HEADS = [(9, 3, 64), (4, 4, 16), (8, 2, 80), (8, 1, 128), (2, 2, 256), (96, 1, 3
 
 @pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    return NativeLibrary(compiled(default_cache_dir()), request.param)
+    return NativeLibrary(compiled(default_cache_dir()), request.param, 2)
 
 
 def dtype_of(library: NativeLibrary) -> torch.dtype:
@@ -68,7 +68,7 @@ def test_attention_equals_the_reference(
     seed: int,
     num_threads: int,
 ) -> None:
-    library = NativeLibrary(compiled(default_cache_dir()), dtype, lambda: num_threads)
+    library = NativeLibrary(compiled(default_cache_dir()), dtype, num_threads)
     num_tokens = sum(end - start for _, start, end in drawn)
     heads = random(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=seed)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)  # with a stride, as a model has them
@@ -113,7 +113,7 @@ def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
 
     def attended(threads: int, chunks: list[tuple[int, int]], blocks: list[int], neighbours: int) -> Tensor:
-        library = NativeLibrary(compiled(default_cache_dir()), dtype, lambda: threads)
+        library = NativeLibrary(compiled(default_cache_dir()), dtype, threads)
         backend = NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
         memory = torch.zeros(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, head_dim, dtype=dtype)
         memory[:, :, : 8 * BLOCK_TOKENS] = 1  # what the neighbours attend to
@@ -238,16 +238,11 @@ def test_a_packed_weight_multiplies(
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 20), (1, 1, 272), (97, 1, 64)])
 def test_heads_that_do_not_fit_are_refused_by_name(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    library = NativeLibrary(compiled(default_cache_dir()), torch.float32)
+    library = NativeLibrary(compiled(default_cache_dir()), torch.float32, 2)
     with pytest.raises(Incompatible, match="head size"):
         NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
 
 
 def test_a_dtype_without_kernels_is_refused() -> None:
     with pytest.raises(Incompatible, match="float16"):
-        NativeLibrary(compiled(default_cache_dir()), torch.float16)
-
-
-def test_the_openmp_runtime_is_found() -> None:
-    """Wherever torch lies: a path may hold spaces, and other packages bring runtimes of their own."""
-    assert bool(_gomp_parallel()) == torch.backends.openmp.is_available()  # type: ignore[no-untyped-call]
+        NativeLibrary(compiled(default_cache_dir()), torch.float16, 2)

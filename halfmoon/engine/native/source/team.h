@@ -1,40 +1,158 @@
-/* Work for several threads, on the pool of torch's own OpenMP runtime.
+/* Work for several threads: a team of this library's own, whose threads nobody waits for unless they have work.
  *
- * A second pool would take cores from torch's, so nothing here is compiled with OpenMP: the library is given the
- * address of torch's GOMP_parallel, which both GNU's and LLVM's runtimes have.
+ * The caller and the team's threads claim tasks one by one, so a thread that has no core costs nothing: the others claim
+ * what it would have done. (OpenMP waits for every thread at the end of every region, and stops spinning as soon as a
+ * second thread of the process has used it.) Between calls threads spin for a bounded time, giving their core to
+ * whoever wants it, and then sleep.
  */
 #pragma once
 
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <time.h>
+#include <unistd.h>
 
-typedef void (*parallel_t)(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
-
-static parallel_t parallel = 0;
-
-void use_openmp(parallel_t gomp_parallel) { parallel = gomp_parallel; }
+#define MAX_THREADS 256
+#define SPIN_NS 200000          /* a step's gaps between two calls are shorter */
+#define SPINS_BEFORE_YIELD 100
+#define LAST_SPINS 10000        /* of the caller, while the others end their last tasks */
+#define STACK_BYTES (4 << 20)   /* attention's tiles lie there */
+#define CLOSED 0xffffffffu      /* a claim that no thread can make */
 
 typedef struct {
-  void (*task)(void *args, long index);
+  /* Half the number of a job, and the next of its tasks. Whoever counts it up runs that task. */
+  _Alignas(64) atomic_ullong claim;
+  _Alignas(64) atomic_long num_done;
+  _Alignas(64) void (*task)(void *args, long index); /* of the job; these change while the claim is CLOSED */
   void *args;
   long num_tasks;
-  atomic_long next;
+  int num_members; /* threads of the job, the caller's included */
+  _Alignas(64) atomic_int num_asleep;
+  atomic_flag is_busy;
+  pthread_mutex_t sleep;
+  pthread_cond_t wake;
+  int num_started; /* threads, besides callers */
+  pid_t process;
 } team_t;
 
-static void work(void *data) {
-  team_t *team = data;
+static team_t team = {.is_busy = ATOMIC_FLAG_INIT, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+
+static void pause_briefly(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+static int64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Runs tasks of the job that is open until none is left unclaimed. */
+static void run_open_tasks(int member) {
   for (;;) {
-    long index = atomic_fetch_add(&team->next, 1);
-    if (index >= team->num_tasks) return;
-    team->task(team->args, index);
+    unsigned long long claim = atomic_load(&team.claim);
+    const uint32_t index = (uint32_t)claim;
+    if (index == CLOSED || index >= team.num_tasks || member >= team.num_members) return;
+    void (*task)(void *, long) = team.task;
+    void *args = team.args;
+    /* The job has not changed in between, or this fails. */
+    if (!atomic_compare_exchange_weak(&team.claim, &claim, claim + 1)) continue;
+    task(args, index);
+    atomic_fetch_add(&team.num_done, 1);
   }
 }
 
-/* Runs task(args, 0 .. num_tasks - 1), each once, the first ones first. */
+static uint32_t job_now(void) { return (uint32_t)(atomic_load(&team.claim) >> 32); }
+
+/* Waits for another job than `job`: spinning first, then asleep. */
+static void await_job(uint32_t job) {
+  const int64_t until_ns = now_ns() + SPIN_NS;
+  for (int spins = 0; job_now() == job; spins++) {
+    if (spins < SPINS_BEFORE_YIELD) {
+      pause_briefly();
+    } else if (now_ns() < until_ns) {
+      sched_yield();
+    } else {
+      pthread_mutex_lock(&team.sleep);
+      atomic_fetch_add(&team.num_asleep, 1);
+      while (job_now() == job) pthread_cond_wait(&team.wake, &team.sleep);
+      atomic_fetch_sub(&team.num_asleep, 1);
+      pthread_mutex_unlock(&team.sleep);
+    }
+  }
+}
+
+static void *serve_team(void *data) {
+  const int member = (int)(intptr_t)data;
+  for (uint32_t job = job_now();;) {
+    run_open_tasks(member);
+    await_job(job);
+    job = job_now();
+  }
+  return 0;
+}
+
+/* Starts threads until there are `num_threads` with the caller. Returns how many there are. */
+static int started(int num_threads) {
+  if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
+  if (team.process != getpid()) { /* the parent's threads did not survive a fork */
+    team.process = getpid();
+    team.num_started = 0;
+    atomic_store(&team.num_asleep, 0);
+    pthread_mutex_init(&team.sleep, 0);
+    pthread_cond_init(&team.wake, 0);
+  }
+  sigset_t all, before;
+  pthread_attr_t attributes;
+  while (team.num_started < num_threads - 1) {
+    pthread_t thread;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of Python */
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    const int failed = pthread_create(&thread, &attributes, serve_team, (void *)(intptr_t)(team.num_started + 1));
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+    if (failed) break;
+    team.num_started++;
+  }
+  return team.num_started + 1 < num_threads ? team.num_started + 1 : num_threads;
+}
+
+/* How many threads the team of this process has, besides callers. */
+int num_team_threads(void) { return team.process == getpid() ? team.num_started : 0; }
+
+/* Runs task(args, 0 .. num_tasks - 1), each once, the first ones first. A second caller at the same time runs alone. */
 static void run_tasks(void (*task)(void *, long), void *args, long num_tasks, int num_threads) {
-  team_t team = {task, args, num_tasks, 0};
   if (num_tasks < num_threads) num_threads = (int)num_tasks;
-  if (num_threads <= 1 || !parallel)
-    work(&team);
-  else
-    parallel(work, &team, (unsigned)num_threads, 0);
+  if (num_threads <= 1 || num_tasks >= CLOSED || atomic_flag_test_and_set(&team.is_busy)) {
+    for (long index = 0; index < num_tasks; index++) task(args, index);
+    return;
+  }
+  const unsigned long long job = (unsigned long long)(job_now() + 1) << 32;
+  atomic_store(&team.claim, (job - (1ull << 32)) | CLOSED);
+  team.num_members = started(num_threads);
+  team.task = task, team.args = args, team.num_tasks = num_tasks;
+  atomic_store(&team.num_done, 0);
+  atomic_store(&team.claim, job);
+  if (atomic_load(&team.num_asleep)) {
+    pthread_mutex_lock(&team.sleep);
+    pthread_cond_broadcast(&team.wake);
+    pthread_mutex_unlock(&team.sleep);
+  }
+  run_open_tasks(0);
+  for (int spins = 0; atomic_load(&team.num_done) < num_tasks; spins++) {
+    if (spins < LAST_SPINS)
+      pause_briefly();
+    else
+      sched_yield();
+  }
+  atomic_flag_clear(&team.is_busy);
 }

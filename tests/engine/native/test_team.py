@@ -1,0 +1,101 @@
+"""The kernels' threads: one team for a process, whoever calls, and none of torch's OpenMP pools."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
+from halfmoon.engine.native.compiler import compiled
+from halfmoon.engine.native.library import NativeLibrary
+
+NUM_CALLS = 200
+
+
+def library(num_threads: int) -> NativeLibrary:
+    return NativeLibrary(compiled(default_cache_dir()), torch.float32, num_threads)
+
+
+def norms(kernels: NativeLibrary, x: torch.Tensor) -> bool:
+    expected = torch.nn.functional.rms_norm(x, x.shape[1:], torch.ones(x.shape[1]), 1e-6)
+    results = [kernels.rms_norm(x, torch.ones(x.shape[1]), 1e-6) for _ in range(NUM_CALLS)]
+    return all(torch.allclose(result, expected, atol=1e-5) for result in results)
+
+
+def test_each_task_runs_once_with_more_threads_than_cores() -> None:
+    assert norms(library(5), torch.randn(700, 48))
+
+
+def test_callers_at_once_all_get_their_own_results() -> None:
+    inputs = [torch.randn(300 + index, 32) for index in range(4)]
+    right: list[bool] = []
+    threads = [threading.Thread(target=lambda x=x: right.append(norms(library(3), x))) for x in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * len(inputs)
+
+
+def test_a_child_process_has_a_team_of_its_own() -> None:
+    kernels = library(3)
+    assert norms(kernels, torch.randn(300, 32))
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)  # OpenMP's threads are the parent's
+        is_right = kernels.num_team_threads == 0 and norms(kernels, torch.randn(300, 32))
+        os._exit(0 if is_right and kernels.num_team_threads >= 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+WORKER = """
+import json, os, sys, threading
+
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.warm_up_steps import warm_up_steps
+
+def in_thread(call):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+def compute():
+    drawn = SamplingParams(max_tokens=9, temperature=1.0, seed=1, ignore_eos=True)
+    engine.add(EngineRequest("a", tuple(range(3, 120)), drawn))
+    while engine.has_work():
+        engine.step()
+    return num_threads() - 1  # without the thread that asks, which ends
+
+config = EngineConfig(num_blocks=64, block_tokens=8, num_threads=3, load_threads=1, weights="dummy")
+before = num_threads()
+engine = in_thread(lambda: Engine(prepare_checkpoint(sys.argv[1]), config))
+in_thread(lambda: warm_up_steps(engine))
+print(json.dumps([in_thread(compute) - before for _ in range(3)]))
+"""
+
+
+def test_a_worker_computes_with_one_team_and_without_openmp(tmp_path: Path) -> None:
+    """Loading, first steps and computing are different threads', as in a worker; each OpenMP pool would add two."""
+    many_logits = 70_000  # torch divides a row of these among threads
+    config = LlamaConfig(vocab_size=many_logits, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config.save_pretrained(tmp_path)
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "3"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout) == [2, 2, 2]
