@@ -18,8 +18,9 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.issue import CREDENTIAL_FILE
 from halfmoon.rpc.credentials.sources import FILE_VARIABLE, SECRET_VARIABLE
 from halfmoon.rpc.tls.identity_files import TLS_VARIABLES, paths_in
+from halfmoon.up.ranks import rank_spec
 from halfmoon.up.run import prepared_model
-from halfmoon.up.service_specs import Spec, rank_spec, traced, worker_specs
+from halfmoon.up.service_specs import Spec, traced, worker_specs
 from halfmoon.up.supervision.announcements import UnreachedGateways, print_awaited
 from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.until_stopped import UpContext, until_stopped

@@ -59,3 +59,27 @@ async def test_a_lost_node_loses_no_answer_and_its_worker_comes_back(cluster: Ra
             while len(await system.cluster(session)) < 3:
                 await asyncio.sleep(0.1)
         assert await answer(system, session, 0) == alone[0]
+
+
+async def test_a_worker_that_no_node_has_room_for_is_divided(cluster: RayCluster, tmp_path: Path) -> None:
+    """Two by two ranks over nodes of two processors; the one with the last stage is lost while it computes."""
+    model, state = small_model(tmp_path / "small"), tmp_path / "state"
+    own = ("--model", str(model), "--dtype", "float32", "--set", "workers.all.calibrate=never")
+    async with running_system(tmp_path / "alone", *own) as system, aiohttp.ClientSession() as session:
+        alone = [await answer(system, session, number) for number in range(3)]
+    cut = ["workers.both={count: 1, tensor_parallel: 2, pipeline_parallel: 2}"]
+    on_ray = ("--on", "ray", "--ray-address", cluster.address, "--set", *cut)
+    async with (
+        running_system(state, *own, *on_ray, start_timeout_s=START_S) as system,
+        aiohttp.ClientSession() as session,
+    ):
+        assert [await answer(system, session, number) for number in range(3)] == alone
+        listed = read_services(state)
+        assert listed is not None
+        pids = {service.name: service.pid for service in listed.services}
+        here = cluster.node_of(pids["both-0"])
+        cluster.add()
+        running = [asyncio.create_task(answer(system, session, number)) for number in range(3)]
+        await asyncio.sleep(0.3)
+        cluster.kill(next(node for node in list(cluster.nodes)[:2] if node != here))
+        assert [await task for task in running] == alone

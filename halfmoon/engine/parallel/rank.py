@@ -117,7 +117,8 @@ def config_here(config: EngineConfig, rank_here: int, num_ranks_here: int) -> En
     ranks of its host: more threads than cores would wait for each other.
     """
     if config.device == "cuda":
-        return replace(config, device=f"cuda:{rank_here}")
+        # a cluster engine may show each process its own device only
+        return replace(config, device=f"cuda:{rank_here % max(torch.cuda.device_count(), 1)}")
     threads = max(num_threads() // num_ranks_here, 1) if config.device == "cpu" else None
     return replace(config, num_threads=config.num_threads or threads)
 

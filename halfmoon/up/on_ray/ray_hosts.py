@@ -21,13 +21,14 @@ from halfmoon.errors import Incompatible, Unavailable
 from halfmoon.rpc.tls.identity_files import TLS_VARIABLES
 from halfmoon.up.on_ray.process_actor import ProcessActor
 from halfmoon.up.on_ray.remote_process import Actor, RemoteProcess
-from halfmoon.up.on_ray.rooms import Place, on_host, resources
+from halfmoon.up.on_ray.remote_ranks import RemoteRanks, ranks_in
+from halfmoon.up.on_ray.rooms import Place, on_host, resources, worker_room
 from halfmoon.up.reserved_ports import LOOPBACK, ReservedPorts
 from halfmoon.up.supervision.child import Room, ServiceSpec
-from halfmoon.up.supervision.log_files import OnTrouble
+from halfmoon.up.supervision.log_files import LogFiles, LogLimits, OnTrouble
 from halfmoon.up.supervision.service_process import ServiceProcess
 from halfmoon.up.supervision.supervisor import launch_here
-from halfmoon.up.up_options import UpOptions, WorkerStart
+from halfmoon.up.up_options import UpOptions, WorkerStart, option_values
 
 _CONNECT_S = 5.0
 _TELL_S = 15.0  # after which it is said that a service waits for a host
@@ -49,6 +50,7 @@ class _Unit:
     """Services that share a host, and the room of them all while any of them runs."""
 
     rooms: list[Room]
+    strategy: str  # Ray's, of its placement group
     group: PlacementGroup | None = None
 
 
@@ -58,13 +60,17 @@ class RayHosts:
     def __init__(
         self,
         address: str,
-        has_gpus: bool,
+        most: Mapping[str, float],
         directory: Path,
         on_trouble: OnTrouble,
     ) -> None:
-        """`address`: that of this host. `directory`: where services keep files, the same on every host."""
+        """`address`: that of this host. `most`: what the largest host has, by Ray's name of the resource.
+
+        `directory`: where services keep files, the same on every host.
+        """
         self.address = address
-        self._has_gpus = has_gpus
+        self._most = most
+        self._logs = LogFiles(directory / "logs", LogLimits(), on_trouble)
         self._directory = str(directory)
         self._on_trouble = on_trouble
         self._stores: dict[str, str] = {}  # addresses by node
@@ -86,8 +92,10 @@ class RayHosts:
 
     def worker_room(self, start: WorkerStart, device: str) -> Room:
         """See `Hosts.worker_room`. A processor for each rank, or a GPU."""
-        on_gpus = self._has_gpus and device != "cpu" and not start.on_cpu
-        return Room(1.0 if on_gpus else float(start.num_gpus), start.num_gpus if on_gpus else 0, start.unit)
+        on_gpus = self._most.get("GPU", 0) > 0 and device != "cpu" and not start.on_cpu
+        tensor = int(option_values(start.arguments).get("--tensor-parallel", 1))
+        most = int(self._most.get("GPU" if on_gpus else "CPU", 0))
+        return worker_room(start.num_gpus, tensor, on_gpus, most, start.unit)
 
     async def stores(self, names: Sequence[str], ports: ReservedPorts) -> dict[str, tuple[str, Room | None]]:
         """See `Hosts.stores`. Each host has one in turn, and a store stays on its host."""
@@ -107,8 +115,10 @@ class RayHosts:
         units: dict[str, _Unit] = {}
         for spec in specs:
             if spec.room is not None and spec.room.unit:
-                unit = self._units[spec.name] = units.setdefault(spec.room.unit, _Unit([]))
+                unit = self._units[spec.name] = units.setdefault(spec.room.unit, _Unit([], "STRICT_PACK"))
                 unit.rooms.append(spec.room)
+            elif spec.room is not None and spec.room.rest:
+                self._units[spec.name] = _Unit([spec.room, *spec.room.rest], "PACK")
 
     async def launch(self, spec: ServiceSpec) -> ServiceProcess:
         """Starts a service where its room is, or on this host if it has none. Waits until there is room.
@@ -121,12 +131,29 @@ class RayHosts:
             running = self._reserved.pop(spec.name, None) or await self._placed(spec)
             port = await running.actor.port.remote() if "--metrics-port" in spec.arguments else 0
             here = on_host(spec, running.place, port, self._stores)
+            ranks = None
+            if spec.room.rest:
+                here, ranks = await self._with_ranks(here, running)
             start = replace(here.process_start, environment=dict(here.environment))
             pid = await running.actor.start.remote(start, self._directory, _files(spec.environment))
         except RayError as error:
             raise OSError(f"its host was lost, or cannot run Halfmoon: {_reason(error)}") from error
         self._running[spec.name] = running._replace(spec=here)
-        return RemoteProcess(running.actor, running.place.host, pid, partial(self._on_ended, spec.name))
+        return RemoteProcess(running.actor, running.place.host, pid, partial(self._on_ended, spec.name, ranks))
+
+    async def _with_ranks(self, spec: ServiceSpec, running: _Running) -> tuple[ServiceSpec, RemoteRanks]:
+        """Starts the ranks of other hosts, which wait for the worker. Returns its spec with where they join it."""
+        group = self._units[spec.name].group
+        assert group is not None
+        ranks = RemoteRanks(spec, group, _remote(), self._logs)
+        address = f"{running.place.address}:{await running.actor.port.remote()}"
+        try:
+            await ranks.start(address, self._directory, _files(spec.environment))
+        except (OSError, RayError):
+            ranks.end()
+            raise
+        joining = ("--remote-ranks", str(sum(map(ranks_in, _room(spec).rest))), "--rank-listen", address)
+        return replace(spec, arguments=(*spec.arguments, *joining)), ranks
 
     async def write_certificates(self) -> None:
         """Sends certificates that were renewed to all hosts."""
@@ -162,12 +189,15 @@ class RayHosts:
             further = {f"node:{self._addresses[spec.name]}": 0.001}
         elif unit is not None:
             if unit.group is None:
-                unit.group = placement_group([resources(room) for room in unit.rooms], strategy="STRICT_PACK")
-            strategy = PlacementGroupSchedulingStrategy(unit.group)
+                unit.group = placement_group([resources(room) for room in unit.rooms], strategy=unit.strategy)
+            bundle = 0 if room.rest else -1
+            strategy = PlacementGroupSchedulingStrategy(unit.group, placement_group_bundle_index=bundle)
         amounts = {"num_cpus": room.num_cpus, "num_gpus": room.num_gpus, "resources": further}
         return {**amounts, "scheduling_strategy": strategy}
 
-    def _on_ended(self, name: str) -> None:
+    def _on_ended(self, name: str, ranks: RemoteRanks | None) -> None:
+        if ranks is not None:
+            ranks.end()
         del self._running[name]
         unit = self._units.get(name)
         if unit is None or unit.group is None:
@@ -198,9 +228,9 @@ def connected(options: UpOptions, on_trouble: OnTrouble) -> RayHosts:
             "and `ray start --address=HOST:PORT` adds another"
         ) from error
     address = options.host_address or _own_address()
-    cluster: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    has_gpus = cluster.get("GPU", 0) > 0
-    return RayHosts(address, has_gpus, options.state_dir, on_trouble)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    most = {name: max(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+    return RayHosts(address, most, options.state_dir, on_trouble)
 
 
 def _reason(error: RayError) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from halfmoon.errors import Incompatible
 from halfmoon.up.supervision.child import Room, ServiceSpec
 
 Spec = TypeVar("Spec", bound=ServiceSpec)
@@ -25,6 +26,26 @@ class Place:
 def resources(room: Room) -> dict[str, float]:
     """Returns a placement group's bundle for one service."""
     return {"CPU": room.num_cpus, **({"GPU": float(room.num_gpus)} if room.num_gpus else {})}
+
+
+def worker_room(num_ranks: int, tensor_parallel: int, on_gpus: bool, most: int, unit: str) -> Room:
+    """Returns the room of a worker: a GPU for each rank, or a processor.
+
+    `most`: what the largest host has of them. A worker that needs more is divided: as many stages as fit on a host.
+    Raises Incompatible if not one does.
+    """
+    kind = "GPUs" if on_gpus else "processors"
+    here = num_ranks if num_ranks <= most else most // tensor_parallel * tensor_parallel
+    if here == 0:
+        raise Incompatible(
+            f"no host of the Ray cluster has the {tensor_parallel} {kind} of one pipeline stage: {most} is the most. "
+            "Use less tensor_parallel, and more pipeline_parallel"
+        )
+    rooms = []
+    for before in range(0, num_ranks, here):
+        num = min(here, num_ranks - before)
+        rooms.append(Room(1.0, num) if on_gpus else Room(float(num)))
+    return replace(rooms[0], rest=tuple(rooms[1:]), unit="" if rooms[1:] else unit)
 
 
 def on_host(spec: Spec, place: Place, metrics_port: int, stores: Mapping[str, str]) -> Spec:

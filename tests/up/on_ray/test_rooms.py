@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from halfmoon.up.on_ray.rooms import Place, on_host, resources
+import pytest
+
+from halfmoon.errors import Incompatible
+from halfmoon.up.on_ray.rooms import Place, on_host, resources, worker_room
 from halfmoon.up.supervision.child import Room, ServiceSpec
 
 PLACE = Place("node-b", "10.0.0.2", "beta", "/opt/python")
@@ -44,3 +47,11 @@ def test_an_interpreter_that_was_named_stays() -> None:
 def test_a_room_without_gpus_asks_for_none() -> None:
     assert resources(Room(num_cpus=2.0)) == {"CPU": 2.0}
     assert resources(Room(num_cpus=1.0, num_gpus=4)) == {"CPU": 1.0, "GPU": 4.0}
+
+
+def test_a_worker_that_no_host_has_room_for_is_divided_by_stages() -> None:
+    assert worker_room(4, 2, False, 4, "u") == Room(4.0, unit="u")
+    assert worker_room(4, 2, False, 3, "u") == Room(2.0, rest=(Room(2.0),))
+    assert worker_room(6, 2, True, 4, "") == Room(1.0, 4, rest=(Room(1.0, 2),))
+    with pytest.raises(Incompatible, match="no host of the Ray cluster has the 4 GPUs of one pipeline stage: 3 is"):
+        worker_room(8, 4, True, 3, "")
