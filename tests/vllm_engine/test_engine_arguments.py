@@ -36,7 +36,17 @@ def test_further_options_are_read_as_on_a_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["--max-model-len 9", "--enable-lora", "--kv-transfer-config {}", "--model x", "--kv-cache-dtype fp8"]
+    "text",
+    [
+        "--max-model-len 9",
+        "--enable-lora",
+        "--kv-transfer-config {}",
+        "--model x",
+        "--kv-cache-dtype fp8",
+        "--spec-method ngram",
+        "--decode-context-parallel-size 2",
+        "--kv-offloading-size 1",
+    ],
 )
 def test_options_of_ours_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match=text.split()[0]):
