@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 
+from halfmoon.errors import Incompatible
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.vllm_engine.connector.paged_layer import PagedLayer, WriteTokens
 from halfmoon.vllm_engine.connector.scheduling_half import Copy, StepOrders
@@ -42,8 +43,11 @@ class ComputingHalf:
         num_heads = max(1, layout.num_kv_heads // tensor_parallel)
         first = get_tensor_model_parallel_rank() * layout.num_kv_heads // tensor_parallel
         self._heads = slice(first, first + num_heads)
+        names = sorted(kv_caches, key=extract_layer_index)
+        if [extract_layer_index(name) for name in names] != list(range(layout.num_layers)):
+            raise Incompatible(f"vLLM keeps KV of {names}, not once for each of the model's {layout.num_layers} layers")
         modules = self._config.compilation_config.static_forward_context
-        for name in sorted(kv_caches, key=extract_layer_index):
+        for name in names:
             module = modules[name]
             write = _latent_write(module) if self._config.model_config.use_mla else _write(module)
             layer = PagedLayer.probed(kv_caches[name], num_heads, layout.block_tokens, layout.head_dim, write)

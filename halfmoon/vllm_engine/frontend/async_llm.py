@@ -142,6 +142,8 @@ def kv_layout(config: VllmConfig) -> KVLayout:
     Raises Incompatible for KV of another kind.
     """
     model, parallel = config.model_config, config.parallel_config
+    if model.runner_type != "generate" or model.is_encoder_decoder:
+        raise Incompatible("the model does not go on with its prompt: encoders are not served")
     if model.is_hybrid or model.is_attention_free:
         raise Incompatible(
             "the model has state-space layers: their state is not KV of tokens, and cannot be handed over"
