@@ -164,8 +164,19 @@ async def test_a_prompt_that_waits_for_memory_can_be_cancelled(worker: Worker) -
 
 
 async def test_vllms_cache_is_emptied_and_its_own_events_say_so(worker: Worker) -> None:
-    assert await worker.engine.forget_prefixes() == CacheChanges()
-    assert worker.vllm.num_emptied == 1
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY, prefill_only=True), lambda _: None)
+    order = (await worker.vllm.prompt("a")).order
+    save(worker, order, written_values())
+    worker.engine.handle(Ended("a", order.use))
+    worker.vllm.draw("a", 50)
+    await worker.until_outputs(1)
+    await worker.engine.cancel("a")
+    keys = block_keys(root(b""), PROMPT, LAYOUT.block_tokens)
+    for num_known in (2, 0):
+        async with worker.engine.cached(keys) as blocks:
+            assert len(blocks) == num_known
+        assert await worker.engine.forget_prefixes() == CacheChanges()
+    assert worker.vllm.num_emptied == 2
 
 
 async def test_received_kv_is_loaded_and_decoding_goes_on(worker: Worker) -> None:

@@ -89,6 +89,10 @@ class SharedBlocks:
         sequence.num_computed = num_tokens
         return self._cache.insert(sequence)
 
+    def forget_idle(self) -> None:
+        """Makes blocks that nobody uses unfindable."""
+        self._cache.forget_idle()
+
     def num_cached(self, sequence: Sequence, num_blocks: int) -> int:
         """How many of a sequence's leading blocks are findable."""
         held = self._cache.match(sequence, num_blocks * self._block_tokens)

@@ -138,8 +138,9 @@ class VllmEngine(StagedKV):
         entry.task = asyncio.create_task(self._generation.generate(entry, sampling, order))
 
     async def forget_prefixes(self) -> CacheChanges:
-        """See `AsyncEngine.forget_prefixes`; vLLM's own events report what is gone."""
+        """See `AsyncEngine.forget_prefixes`; vLLM's own events report what is gone. Shared blocks go, too."""
         await self._source.empty_cache()
+        self._blocks.forget_idle()
         return CacheChanges()
 
     async def cancel(self, request_id: str) -> bool:
