@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import halfmoon
@@ -30,16 +31,23 @@ from halfmoon.worker.serving_engine import ServingEngine
 
 
 class StepTap:
-    """Passes an engine's steps on, but for those of trials, which it returns. Event-loop thread only."""
+    """Passes an engine's steps on, but for those of trials, which it returns. Event-loop thread only.
+
+    Blocks of trials stay out of the stores, also those that are reported behind the last step of a trial.
+    """
 
     def __init__(self, on_step: Callable[[StepResult], None]) -> None:
         self._on_step = on_step
         self._trial: list[StepResult] | None = None
         self._changed = asyncio.Event()
+        self._trial_ids: set[str] = set()
 
     def __call__(self, result: StepResult) -> None:
         """Takes a step."""
         if self._trial is None:
+            if result.chains:
+                chains = tuple(chain for chain in result.chains if chain.request_id not in self._trial_ids)
+                result = replace(result, chains=chains)
             self._on_step(result)
         else:
             self._trial.append(result)
@@ -50,6 +58,7 @@ class StepTap:
     ) -> list[StepResult]:
         """Steps of an engine that has nothing else to do, until these requests have ended, or it is too late."""
         results = self._trial = []
+        self._trial_ids |= {request.request_id for request in requests}
         try:
             for request in requests:
                 await engine.add(request)

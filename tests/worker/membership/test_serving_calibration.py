@@ -11,7 +11,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
-from halfmoon.engine.step_result import StepResult
+from halfmoon.engine.step_result import BlockChain, StepResult
 from halfmoon.worker.engine_host import OwnHost
 from halfmoon.worker.membership.serving_calibration import StepTap, calibrated_serving
 
@@ -32,6 +32,9 @@ async def test_trials_are_measured_and_steps_of_requests_are_passed_on(engine: E
         assert any(profile.prefill_model)
         assert any(profile.step_model)
         assert steps == []
+        late, own = BlockChain("calibration-1-0", (b"k",)), BlockChain("r", (b"k",))
+        tap(StepResult(chains=(late, own)))
+        assert [step.chains for step in steps] == [(own,)]
         assert serving.stats_now().num_running == 0
         again = await calibrated_serving(serving, tap, facts, "both", "auto", 0.0, tmp_path)
         assert again is not None
