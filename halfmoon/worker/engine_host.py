@@ -186,7 +186,7 @@ def _start_vllm(settings: WorkerSettings) -> EngineHost:
         )
     if settings.speculation != "off":
         raise InvalidRequest(
-            "--speculation is of our own engine; give vLLM its own by --engine-args", param="speculation"
+            "--speculation is of our own engine; a worker with vLLM guesses no tokens", param="speculation"
         )
     for name in os.environ.keys() - child_environment(os.environ, "vllm").keys():
         del os.environ[name]
