@@ -16,6 +16,7 @@ _NO_TOOLS = "send tools, tool_choice and messages with tool_calls instead"
 _TEXT = "only text is served"
 _RENDER = "there are no render endpoints"
 _ENGINE = "the engine does not do this"
+_SET_AT_START = "it is set when the workers start"
 
 IGNORED: dict[str, str] = {
     "guided_decoding_backend": "there is one library for structured output",
@@ -24,6 +25,11 @@ IGNORED: dict[str, str] = {
     "kv_transfer_params": "the gateway places requests itself",
     "media_io_kwargs": _TEXT,
     "mm_processor_kwargs": _TEXT,
+    "num_batch": _SET_AT_START,
+    "num_ctx": "the context is as long as the model's",
+    "num_gpu": _SET_AT_START,
+    "num_keep": "a prompt is never cut to go on",
+    "num_thread": _SET_AT_START,
     "prediction": "speculative decoding is not supported",
     "prompt_cache_retention": "the stores' own settings say how long KV is kept",
     "request_id": "send it as the header X-Request-Id",
@@ -34,6 +40,8 @@ IGNORED: dict[str, str] = {
     "spaces_between_special_tokens": "special tokens have no text",
     "store": "only responses are kept",
     "stream_interval": "every token is sent at once",
+    "use_mlock": _SET_AT_START,
+    "use_mmap": _SET_AT_START,
     "verbosity": "the model decides",
     "vllm_xargs": "there are no extensions",
 }
