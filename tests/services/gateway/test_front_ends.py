@@ -16,7 +16,7 @@ CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "auto"}}
-SEARCH = {
+SEARCH: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "search_web",
