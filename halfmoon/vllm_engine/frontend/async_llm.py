@@ -37,6 +37,7 @@ _DTYPES: dict[str, KVDtype] = {
 
 
 _REFUSALS = (VLLMClientError, ValueError, TypeError)  # of requests
+_STATES = {"linear_attention", "mamba", "conv", "hybrid"}  # layers of models that vLLM computes by transformers' code
 _ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: as the name of the setting below says
 
 
@@ -144,7 +145,11 @@ def kv_layout(config: VllmConfig) -> KVLayout:
     model, parallel = config.model_config, config.parallel_config
     if model.runner_type != "generate" or model.is_encoder_decoder:
         raise Incompatible("the model does not go on with its prompt: encoders are not served")
-    if model.is_hybrid or model.is_attention_free:
+    if (
+        model.is_hybrid
+        or model.is_attention_free
+        or _STATES & set(getattr(model.hf_text_config, "layer_types", None) or ())
+    ):
         raise Incompatible(
             "the model has state-space layers: their state is not KV of tokens, and cannot be handed over"
         )
