@@ -44,6 +44,15 @@ class System:
             return found
 
 
+async def stored(session: aiohttp.ClientSession, num_blocks: int) -> None:
+    """Waits until the stores have been given this many blocks."""
+    found = 0
+    while found < num_blocks:
+        async with session.get("/halfmoon/v1/stores") as response:
+            found = sum(store["num_stored_total"] for store in await response.json())
+        await asyncio.sleep(0.1)
+
+
 async def start_up(state_dir: Path, *options: str) -> asyncio.subprocess.Process:
     """`halfmoon up` on a free port, without waiting for anything."""
     return await asyncio.create_subprocess_exec(

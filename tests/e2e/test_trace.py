@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed: pip install -e '.[tracing]'")
 
-from tests.e2e.system import System, running_system
+from tests.e2e.system import System, running_system, stored
 from tests.rpc.otlp_receiver import Received, Receiver, detached, running_receiver
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -77,7 +77,7 @@ async def test_a_request_is_one_trace(tmp_path: Path, monkeypatch: pytest.Monkey
             assert response.status == 200
             await response.read()
         an_undisturbed_one(await whole(receiver, 1, 1))
-        await stored(http)
+        await stored(http, 10)
         await one_whose_workers_die(system, http)
         one_that_was_moved(await whole(receiver, 2, 2, frozenset({RESTORED})))
 
@@ -98,15 +98,6 @@ def an_undisturbed_one(spans: list[Received]) -> None:
     (decode,) = [one for one in spans if one.name == "decode"]
     assert decode.service == "halfmoon-decode"
     assert decode.attributes["halfmoon.output_tokens"] == 8
-
-
-async def stored(http: aiohttp.ClientSession) -> None:
-    """The prompt's blocks are in the store."""
-    num_blocks = 0
-    while num_blocks < 10:
-        async with http.get("/halfmoon/v1/stores") as response:
-            num_blocks = sum(store["num_stored_total"] for store in await response.json())
-        await asyncio.sleep(0.1)
 
 
 async def one_whose_workers_die(system: System, http: aiohttp.ClientSession) -> None:

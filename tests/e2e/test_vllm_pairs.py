@@ -6,6 +6,7 @@ Skipped without HALFMOON_VLLM_PYTHON, an interpreter with vLLM and our base depe
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,9 +21,10 @@ import yaml
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.text.tokenizer import Tokenizer
+from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.rpc.credentials.child_environment import child_environment
 from tests.e2e.conftest import Reference
-from tests.e2e.system import System, running_system
+from tests.e2e.system import System, running_system, stored
 from tests.e2e.test_golden import MAX_TOKENS, PROMPTS, check, completion
 
 PYTHON = os.environ.get("HALFMOON_VLLM_PYTHON", "")
@@ -34,6 +36,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="HALFMOON_VLLM_PYTHON names no interpreter that has vLLM"),
 ]
 
+_BLOCK_TOKENS = 64
 _START_S = 600.0  # vLLM imports and compiles for minutes on busy cores
 _ENGINES: Mapping[str, Mapping[str, Any]] = {
     "halfmoon": {},
@@ -49,7 +52,11 @@ _ENGINES: Mapping[str, Mapping[str, Any]] = {
 
 @asynccontextmanager
 async def started(
-    directory: Path, prefill: Sequence[str], decode: Sequence[str], **settings: Any
+    directory: Path,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    placement: PlacementMode = "kvcache-centric",
+    **settings: Any,
 ) -> AsyncIterator[System]:
     """Workers with these engines and further settings, float32, and a hand-over for each request."""
     file = directory / "halfmoon.yaml"
@@ -57,7 +64,8 @@ async def started(
     everywhere: dict[str, Any] = {"dtype": "float32", **settings}
     workers = {"all": everywhere, **groups}
     model = {"quantization": "none"}
-    config = {"model": model, "workers": workers, "gateway": {"conditional_disaggregation": "off"}}
+    gateway = {"conditional_disaggregation": "off", "placement": placement}
+    config = {"model": model, "workers": workers, "gateway": gateway}
     file.write_text(yaml.safe_dump(config))
     options = ("--config", str(file))
     async with running_system(directory / "state", *options, start_timeout_s=_START_S) as system:
@@ -87,7 +95,7 @@ async def test_answers_go_on_at_our_engine_when_vllm_is_killed(
     state: str, prompts: Sequence[str], settings: Mapping[str, Any], reference: Reference, tmp_path: Path
 ) -> None:
     async with (
-        started(tmp_path, ["halfmoon"], ["vllm", "halfmoon"], **settings) as system,
+        started(tmp_path, ["halfmoon"], ["vllm", "halfmoon"], "least-loaded", **settings) as system,
         aiohttp.ClientSession(system.url) as http,
         asyncio.TaskGroup() as group,
     ):
@@ -119,27 +127,65 @@ async def test_a_second_turn_finds_the_answer_in_the_pool(
     async with started(tmp_path, ["vllm"], ["vllm"]) as system, aiohttp.ClientSession(system.url) as http:
         first = await completion(http, prompt, max_tokens=160, ignore_eos=True)
         assert first["choices"][0]["token_ids"][:MAX_TOKENS] == reference(prompt, MAX_TOKENS)
-        await asyncio.sleep(5)  # blocks go to the store behind the answer
+        await stored(http, (num_tokens + 160 - 1) // _BLOCK_TOKENS)
         follow_up = prompt + first["choices"][0]["text"] + " Then the wind turned, and all of them went home."
         second = await completion(http, follow_up)
         assert second["choices"][0]["token_ids"] == reference(follow_up, MAX_TOKENS)
-        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > num_tokens + 64
+    ((_, plan),) = restores(tmp_path)
+    num_found = plan["load_blocks"] + plan["compute_blocks"]  # it may be quicker to compute them
+    assert num_found == (num_tokens + 160 - 1) // _BLOCK_TOKENS - num_tokens // _BLOCK_TOKENS
 
 
-async def test_a_new_vllm_loads_a_known_prompt_from_the_store(reference: Reference, tmp_path: Path) -> None:
-    prompt = PROMPTS[-1]
-    async with started(tmp_path, ["vllm"], ["halfmoon"]) as system, aiohttp.ClientSession(system.url) as http:
+async def test_a_new_vllm_loads_a_known_prompt_and_is_killed_meanwhile(reference: Reference, tmp_path: Path) -> None:
+    """Whichever of two computed the prompt is killed, then whichever of the other and the new one loads it."""
+    prompt, slow = PROMPTS[-1], {"max_batch_tokens": 72, "kv_store_mbps": 100}  # loading takes 0.6 s, computing longer
+    async with (
+        started(tmp_path, ["vllm", "vllm"], ["halfmoon"], **slow) as system,
+        aiohttp.ClientSession(system.url) as http,
+    ):
+
+        async def prefills() -> list[dict[str, Any]]:
+            return [one for one in await system.cluster(http) if one["role"] == "prefill"]
+
         first = await completion(http, prompt)
-        (before,) = [one for one in await system.cluster(http) if one["role"] == "prefill"]
-        await asyncio.sleep(5)  # blocks go to the store behind the answer
-        os.kill(before["pid"], signal.SIGKILL)
-        while True:
-            found = [one for one in await system.cluster(http) if one["role"] == "prefill"]
-            if found and found[0]["pid"] != before["pid"]:
-                break
+        await stored(http, first["usage"]["prompt_tokens"] // _BLOCK_TOKENS)
+        (placement,) = await placements(http)
+        (known,) = [one for one in await prefills() if one["worker_id"] == placement["prefill_worker"]]
+        os.kill(known["pid"], signal.SIGKILL)
+        while len(new := [one for one in await prefills() if one["pid"] != known["pid"]]) < 2:
             await asyncio.sleep(0.5)
-        again = await completion(http, prompt)
-        for answer in (first, again):
-            assert answer["choices"][0]["token_ids"] == reference(prompt, MAX_TOKENS)
-        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 900
+        task = asyncio.create_task(completion(http, prompt))
+        while not (loading := [worker_id for worker_id, plan in restores(tmp_path) if plan["load_blocks"]]):
+            assert not task.done(), await task
+            await asyncio.sleep(0.02)
+        os.kill(*(one["pid"] for one in new if one["worker_id"] == loading[0]), signal.SIGKILL)
+        again = await task
+        (placement, _) = await placements(http)
+    workers = [placement["prefill_worker"], *(move["prefill_worker"] for move in placement["moves"])]
+    assert sorted(workers) == sorted(one["worker_id"] for one in new)
+    assert workers[0] == loading[0]
+    for answer in (first, again):
+        assert answer["choices"][0]["token_ids"] == reference(prompt, MAX_TOKENS)
+    assert (
+        first["usage"]["prompt_tokens_details"]["cached_tokens"]
+        == 0
+        < again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    )
+
+
+def restores(directory: Path) -> list[tuple[str, dict[str, Any]]]:
+    """By worker id, how prefill workers planned to load known prefixes, as their logs say."""
+    found = []
+    for log in (directory / "state" / "logs").glob("prefill-*"):
+        lines = log.read_text().splitlines(keepends=True)
+        events = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")]
+        ready = [str(event["worker_id"]) for event in events if event["event"] == "service.ready"]
+        found += [(ready[-1], event) for event in events if event["event"] == "restore.planned"]
+    return found
+
+
+async def placements(http: aiohttp.ClientSession) -> list[dict[str, Any]]:
+    """The newest first."""
+    async with http.get("/halfmoon/v1/placements") as response:
+        found: list[dict[str, Any]] = await response.json()
+        return found
