@@ -138,7 +138,8 @@ async def test_a_second_turn_finds_the_answer_in_the_pool(
 
 async def test_a_new_vllm_loads_a_known_prompt_and_is_killed_meanwhile(reference: Reference, tmp_path: Path) -> None:
     """Whichever of two computed the prompt is killed, then whichever of the other and the new one loads it."""
-    prompt, slow = PROMPTS[-1], {"max_batch_tokens": 72, "kv_store_mbps": 100}  # loading takes 0.6 s, computing longer
+    slow: dict[str, Any] = {"max_batch_tokens": 72, "kv_store_mbps": 100}
+    prompt = PROMPTS[-1]  # loading takes 0.6 s, computing longer
     async with (
         started(tmp_path, ["vllm", "vllm"], ["halfmoon"], **slow) as system,
         aiohttp.ClientSession(system.url) as http,
@@ -158,7 +159,8 @@ async def test_a_new_vllm_loads_a_known_prompt_and_is_killed_meanwhile(reference
         while not (loading := [worker_id for worker_id, plan in restores(tmp_path) if plan["load_blocks"]]):
             assert not task.done(), await task
             await asyncio.sleep(0.02)
-        os.kill(*(one["pid"] for one in new if one["worker_id"] == loading[0]), signal.SIGKILL)
+        (process,) = (one["pid"] for one in new if one["worker_id"] == loading[0])
+        os.kill(process, signal.SIGKILL)
         again = await task
         (placement, _) = await placements(http)
     workers = [placement["prefill_worker"], *(move["prefill_worker"] for move in placement["moves"])]
