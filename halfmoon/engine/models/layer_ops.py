@@ -5,17 +5,43 @@ A model is built with one table and calls it; nothing is chosen while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from halfmoon.engine.attention.attention_backend import StepAttention
+from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.engine.models.linear import Linear
 from halfmoon.engine.models.rotary import Rotary, rotate
 
 Rotation = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+class LayerWeights(NamedTuple):
+    """One packed layer."""
+
+    input_norm: Tensor  # [hidden_size], like mlp_norm
+    mlp_norm: Tensor
+    q_norm: Tensor | None  # [head_dim], like k_norm; None: heads have no norm
+    k_norm: Tensor | None
+    matrices: tuple[Linear, Linear, Linear, Linear]  # qkv, output, gate and up, down
+
+
+class RunLayers(Protocol):
+    """Computes all layers of a model at once, with the results of the functions of `LayerOps`."""
+
+    def takes(self, attention: StepAttention) -> bool:
+        """Whether the step needs nothing between two layers."""
+        ...
+
+    def run(self, hidden: Tensor, positions: Tensor, attention: StepAttention, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns hidden states [num_tokens, hidden_size] without the last layer's contribution, and that."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +57,8 @@ class LayerOps:
     # (rotary, positions [num_tokens]) -> (qk [num_tokens, num_heads + num_kv_heads, head_dim], num_heads) -> q, k;
     # called once per forward pass
     rotation: Callable[[Rotary, Tensor], Rotation]
+    # packed layers -> how to compute all of them at once, None if that is not possible
+    join: Callable[[Sequence[LayerWeights], ModelConfig, Rotary], RunLayers | None] = lambda *of: None
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -81,6 +81,11 @@ class Linear:
             self.weight = self.weight.new_empty(0)
 
     @property
+    def packed(self) -> Multiply | None:
+        """The packed weight, if it is one."""
+        return self._multiply
+
+    @property
     def row_source(self) -> RowSource | None:
         """What looks up rows of the packed weight, if it can."""
         return self._multiply if isinstance(self._multiply, RowSource) else None

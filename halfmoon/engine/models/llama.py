@@ -15,7 +15,7 @@ from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.models.blocks import Blocks
 from halfmoon.engine.models.embedding import Embedding
 from halfmoon.engine.models.forward_batch import ForwardBatch
-from halfmoon.engine.models.layer_ops import LayerOps, Rotation
+from halfmoon.engine.models.layer_ops import LayerOps, LayerWeights, Rotation, RunLayers
 from halfmoon.engine.models.linear import Linear, PackWeight, put_rows, split_rows
 from halfmoon.engine.models.model_part import ModelPart, whole_model
 from halfmoon.engine.models.rotary import Rotary
@@ -42,6 +42,7 @@ class LlamaModel:
             else self._embedding.weight.new_empty(len(rows), config.hidden_size)
         )
         self._rotary = Rotary(config, dtype, device)
+        self._all_layers: RunLayers | None = None  # once packed
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Views of the weights under their checkpoint names."""
@@ -83,16 +84,14 @@ class LlamaModel:
             self._embedding.pack(pack_weight, self._head.row_source if has_all else None)
         for layer in self._layers:
             layer.pack(pack_weight)
+        if self._part.all_reduce is None and self._layers:
+            self._all_layers = self._ops.join([layer.weights() for layer in self._layers], self._config, self._rotary)
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """See `Model.forward`."""
         if hidden is None:
             hidden = self._embedding(batch.token_ids)  # [num_tokens, hidden_size]
-        rotation = self._ops.rotation(self._rotary, batch.positions)
-        delta = None  # the last layer's contribution to `hidden`; its addition is fused with the next norm
-        for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
-            hidden, delta = layer.forward(hidden, delta, rotation, layer_kv, batch.attention)
-        assert delta is not None, "a model without layers"
+        hidden, delta = self._through_layers(hidden, batch, kv)
         if not self._part.is_last:
             return hidden + delta
         rows = batch.logit_rows
@@ -100,6 +99,17 @@ class LlamaModel:
         if batch.on_outputs is not None:
             batch.on_outputs(normed)
         return self._head(normed)
+
+    def _through_layers(self, hidden: Tensor, batch: ForwardBatch, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the last layer's contribution apart: its addition is fused with the next norm."""
+        if self._all_layers is not None and self._all_layers.takes(batch.attention):
+            return self._all_layers.run(hidden, batch.positions, batch.attention, kv)
+        rotation = self._ops.rotation(self._rotary, batch.positions)
+        delta = None
+        for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
+            hidden, delta = layer.forward(hidden, delta, rotation, layer_kv, batch.attention)
+        assert delta is not None, "a model without layers"
+        return hidden, delta
 
 
 class _Layer:
@@ -144,6 +154,11 @@ class _Layer:
     def pack(self, pack_weight: PackWeight) -> None:
         for linear, _ in self._matrices():
             linear.pack(pack_weight)
+
+    def weights(self) -> LayerWeights:
+        q_norm, k_norm = (self._q_norm, self._k_norm) if self._config.qk_norm else (None, None)
+        matrices = (self._qkv, self._output, self._gate_up, self._down)
+        return LayerWeights(self._input_norm, self._mlp_norm, q_norm, k_norm, matrices)
 
     def forward(
         self, hidden: Tensor, delta: Tensor | None, rotation: Rotation, layer_kv: Tensor, batch: StepAttention

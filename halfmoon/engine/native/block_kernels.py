@@ -47,11 +47,16 @@ class PackedBlocks:
 
     def __init__(self, kernels: BlockKernels, blocks: Blocks) -> None:
         self._kernels = kernels
-        self._format = _FORMATS.index(blocks.format)
-        self._shape = num_columns, num_inputs = blocks.shape
-        self._strips = torch.empty(kernels.packed_bytes(self._format, num_columns, num_inputs), dtype=torch.uint8)
+        self.format_number = _FORMATS.index(blocks.format)
+        self.shape = num_columns, num_inputs = blocks.shape
+        self._strips = torch.empty(kernels.packed_bytes(self.format_number, num_columns, num_inputs), dtype=torch.uint8)
         data = blocks.data.contiguous()
-        kernels.pack(data.data_ptr(), self._strips.data_ptr(), self._format, *self._shape, kernels.num_threads())
+        kernels.pack(data.data_ptr(), self._strips.data_ptr(), self.format_number, *self.shape, kernels.num_threads())
+
+    @property
+    def address(self) -> int:
+        """Of the packed weight."""
+        return self._strips.data_ptr()
 
     @property
     def num_bytes(self) -> int:
@@ -79,15 +84,15 @@ class PackedBlocks:
         eps: float = 0.0,
         is_gated: bool = False,
     ) -> Tensor:
-        num_rows, (num_columns, num_inputs) = x.shape[0], self._shape
+        num_rows, (num_columns, num_inputs) = x.shape[0], self.shape
         out = torch.empty(num_rows, num_columns, dtype=self._kernels.dtype)
         self._kernels.linear(
             x.data_ptr(),
             self._strips.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            self._kernels.room(num_rows * num_inputs // 32 * _X_BLOCK_BYTES),
-            self._format,
+            self._kernels.room(x_room_bytes(num_rows, num_inputs)),
+            self.format_number,
             num_rows,
             num_inputs,
             num_columns,
@@ -101,13 +106,18 @@ class PackedBlocks:
 
     def rows(self, indices: Tensor) -> Tensor:
         """The weights [num_indices, in_features] of some outputs [num_indices], as an embedding looks them up."""
-        num_rows, num_inputs = indices.shape[0], self._shape[1]
+        num_rows, num_inputs = indices.shape[0], self.shape[1]
         out = torch.empty(num_rows, num_inputs, dtype=self._kernels.dtype)
         indices = indices.contiguous()
         self._kernels.lookup(
-            self._strips.data_ptr(), indices.data_ptr(), out.data_ptr(), self._format, num_rows, num_inputs
+            self._strips.data_ptr(), indices.data_ptr(), out.data_ptr(), self.format_number, num_rows, num_inputs
         )
         return out
+
+
+def x_room_bytes(num_rows: int, num_inputs: int) -> int:
+    """The size of x in eight bits."""
+    return num_rows * num_inputs // 32 * _X_BLOCK_BYTES
 
 
 def _function(function: Any, arguments: tuple[Any, ...], result: Any = None) -> Any:

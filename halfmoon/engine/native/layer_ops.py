@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
 
-from halfmoon.engine.models.layer_ops import LayerOps, Rotation
+from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.engine.models.layer_ops import LayerOps, LayerWeights, Rotation, RunLayers
 from halfmoon.engine.models.rotary import Rotary
+from halfmoon.engine.native.layers import NativeLayers, can_join
 from halfmoon.engine.native.library import NativeLibrary
 
 
@@ -25,4 +28,9 @@ def native_ops(library: NativeLibrary) -> LayerOps:
         library.rotate(qk, cos, sin, positions)
         return qk[:, :num_heads], qk[:, num_heads:]
 
-    return LayerOps(rms_norm=library.rms_norm, add_rms_norm=add_rms_norm, silu_mul=library.silu_mul, rotation=rotation)
+    def join(layers: Sequence[LayerWeights], config: ModelConfig, rotary: Rotary) -> RunLayers | None:
+        return NativeLayers(library, layers, config, rotary) if can_join(layers) else None
+
+    return LayerOps(
+        rms_norm=library.rms_norm, add_rms_norm=add_rms_norm, silu_mul=library.silu_mul, rotation=rotation, join=join
+    )

@@ -45,11 +45,12 @@ class NativeLibrary:
         self._silu_mul = _function(library, f"silu_mul_{suffix}", _SILU)
         self._rotate = _function(library, f"rotate_{suffix}", _ROTATE)
         self._attend = _function(library, f"attend_{suffix}", _ATTEND)
-        self._dtype, self._item_size = dtype, 4 // dtype.itemsize  # product.h: numbers per item
+        self.dtype, self.item_size = dtype, 4 // dtype.itemsize  # product.h: numbers per item
         self.has_fast_linear = bool(_function(library, f"has_fast_linear_{suffix}", (), c_int)())
-        self._linear = _function(library, f"linear_{suffix}", _LINEAR)
-        self._pack_linear = _function(library, f"pack_linear_{suffix}", _PACK_LINEAR)
-        self._blocks = BlockKernels(library, suffix, dtype, lambda: self.num_threads)
+        self.linear = _function(library, f"linear_{suffix}", _LINEAR)
+        self.pack_linear = _function(library, f"pack_linear_{suffix}", _PACK_LINEAR)
+        self.block_kernels = BlockKernels(library, suffix, dtype, lambda: self.num_threads)
+        self.run_layers = _function(library, f"run_layers_{suffix}", (c_void_p, c_void_p))
         self._plan = _function(library, "plan_attention", _PLAN, c_int64)
         self._num_team_threads = _function(library, "num_team_threads", (), c_int)
 
@@ -104,30 +105,11 @@ class NativeLibrary:
         row's result does not depend on the others, as oneDNN's does in float32.
         """
         if isinstance(weight, Blocks):
-            return PackedBlocks(self._blocks, weight)
-        num_columns, num_inputs = weight.shape
-        if not self.has_fast_linear or num_inputs % self._item_size or weight.device.type != "cpu":
+            return PackedBlocks(self.block_kernels, weight)
+        num_inputs = weight.shape[1]
+        if not self.has_fast_linear or num_inputs % self.item_size or weight.device.type != "cpu":
             return pack_onednn(weight)
-        weight, depth = weight.contiguous(), num_inputs // self._item_size
-        packed = torch.empty(-(-num_columns // _PANEL), depth, _PANEL, dtype=torch.int32)
-        self._pack_linear(weight.data_ptr(), packed.data_ptr(), num_columns, depth)
-
-        def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
-            num_rows = x.shape[0]
-            x, out = x.contiguous(), torch.empty(num_rows, num_columns, dtype=self._dtype)
-            self._linear(
-                x.data_ptr(),
-                packed.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-                num_rows,
-                depth,
-                num_columns,
-                self.num_threads,
-            )
-            return out
-
-        return multiply
+        return PackedNumbers(self, weight)
 
     def plan(self, segments: Tensor, runs: Tensor, num_kv_heads: int, group: int) -> tuple[Tensor, int]:
         """Tasks [num_tasks, …] for `attend`, and the number of partial results that they share.
@@ -185,6 +167,40 @@ class NativeLibrary:
             scale,
             layer_kv.dtype == torch.int8,
             self.num_threads,
+        )
+        return out
+
+
+class PackedNumbers:
+    """Owns a weight [out_features, in_features] in the kernels' order (linear.h), as numbers."""
+
+    format_number = -1  # of none of quantised.h
+
+    def __init__(self, library: NativeLibrary, weight: Tensor) -> None:
+        self._library = library
+        self.shape = num_columns, num_inputs = weight.shape[0], weight.shape[1]
+        weight, self._depth = weight.contiguous(), num_inputs // library.item_size
+        self._packed = torch.empty(-(-num_columns // _PANEL), self._depth, _PANEL, dtype=torch.int32)
+        library.pack_linear(weight.data_ptr(), self._packed.data_ptr(), num_columns, self._depth)
+
+    @property
+    def address(self) -> int:
+        """Of the packed weight."""
+        return self._packed.data_ptr()
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [num_tokens, in_features] -> [num_tokens, out_features] (`Multiply`)."""
+        library, num_rows, num_columns = self._library, x.shape[0], self.shape[0]
+        x, out = x.contiguous(), torch.empty(num_rows, num_columns, dtype=library.dtype)
+        library.linear(
+            x.data_ptr(),
+            self._packed.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            self._depth,
+            num_columns,
+            library.num_threads,
         )
         return out
 

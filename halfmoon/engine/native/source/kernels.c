@@ -43,6 +43,7 @@ static int64_t end_row(long task, int64_t num_rows) {
 #include "attention.h"
 #include "linear.h"
 #include "quantised_linear.h"
+#include "layers.h"
 #undef T
 #undef NAME
 #undef LOAD
@@ -99,6 +100,7 @@ static void widen_bf16(float *items, const void *numbers, int64_t size) {
 #endif
 #include "linear.h"
 #include "quantised_linear.h"
+#include "layers.h"
 
 /* Whether `linear` is what to multiply with: oneDNN has tiles for bfloat16, where the processor has them. */
 int has_fast_linear_f32(void) { return 1; }

@@ -1,0 +1,104 @@
+"""All layers of a Llama in one call to the compiled kernels (layers.h): one call a step instead of nine a layer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from halfmoon.engine.attention.attention_backend import StepAttention
+from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.engine.models.layer_ops import LayerWeights
+from halfmoon.engine.models.rotary import Rotary
+from halfmoon.engine.native.attention import NativeBatch
+from halfmoon.engine.native.block_kernels import PackedBlocks, x_room_bytes
+from halfmoon.engine.native.library import NativeLibrary, PackedNumbers
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("packed", "bias")),
+        *((name, c_int64) for name in ("num_inputs", "num_columns", "format")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("hidden", "delta", "normed", "heads", "attended", "gate_up", "gated")),
+        *((name, c_void_p) for name in ("blocks", "cos", "sin", "positions", "slots")),
+        *((name, c_void_p) for name in ("segments", "runs", "tasks", "partials", "done", "kv")),
+        *((name, c_int64) for name in ("kv_layer_bytes", "kv_values_bytes", "kv_head_bytes", "kv_row_bytes")),
+        *((name, c_int64) for name in ("num_layers", "num_tokens", "num_tasks", "num_heads", "num_kv_heads")),
+        *((name, c_int64) for name in ("head_dim", "hidden_size", "table_stride")),
+        *((name, c_float) for name in ("eps", "scale")),
+        *((name, c_int) for name in ("is_int8", "num_threads")),
+    )
+
+
+class NativeLayers:
+    """Owns the table of a model's layers; the weights are the model's (`RunLayers`)."""
+
+    def __init__(
+        self, library: NativeLibrary, layers: Sequence[LayerWeights], config: ModelConfig, rotary: Rotary
+    ) -> None:
+        """Every matrix is a `PackedNumbers` or a `PackedBlocks` (`can_join`)."""
+        self._library = library
+        self._weights = layers  # so that what the table points to stays
+        self._table = (_Layer * len(layers))(*map(_row, layers))
+        self._config = config
+        self._cos, self._sin = rotary.halves()
+
+    def takes(self, attention: StepAttention) -> bool:
+        """Whether the step needs nothing between two layers."""
+        return isinstance(attention, NativeBatch)
+
+    def run(self, hidden: Tensor, positions: Tensor, attention: StepAttention, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns hidden states [num_tokens, hidden_size] without the last layer's contribution, and that."""
+        batch, config, library = cast(NativeBatch, attention), self._config, self._library
+        num_tokens, inner = len(hidden), config.intermediate_size
+        num_heads = config.num_heads + 2 * config.num_kv_heads
+        widths = (config.hidden_size, config.hidden_size, num_heads * config.head_dim, config.q_size, 2 * inner, inner)
+        rooms = [torch.empty(num_tokens, width, dtype=hidden.dtype) for width in widths]
+        delta, normed, heads, attended, gate_up, gated = rooms
+        segments, runs, tasks = batch.plan
+        partials, done = batch.partials
+        hidden, item_bytes = hidden.contiguous(), kv.element_size()
+        step = _Step(
+            *(room.data_ptr() for room in (hidden, delta, normed, heads, attended, gate_up, gated)),
+            library.block_kernels.room(x_room_bytes(num_tokens, max(config.hidden_size, config.q_size, inner))),
+            *(table.data_ptr() for table in (self._cos, self._sin, positions, batch.slots)),
+            *(part.data_ptr() for part in (segments, runs, tasks, partials, done, kv)),
+            *(kv.stride(dimension) * item_bytes for dimension in range(4)),
+            *(len(self._weights), num_tokens, len(tasks), config.num_heads, config.num_kv_heads),
+            *(config.head_dim, config.hidden_size, self._cos.stride(0)),
+            *(config.norm_eps, config.head_dim**-0.5, kv.dtype == torch.int8, library.num_threads),
+        )
+        library.run_layers(self._table, ctypes.byref(step))
+        return hidden, delta
+
+
+def can_join(layers: Sequence[LayerWeights]) -> bool:
+    """Whether the kernels multiply with all matrices, each of which is in one format."""
+    return all(isinstance(matrix.packed, PackedNumbers | PackedBlocks) for one in layers for matrix in one.matrices)
+
+
+def _row(layer: LayerWeights) -> _Layer:
+    norms = (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
+    matrices = []
+    for matrix in layer.matrices:
+        packed = cast(PackedNumbers | PackedBlocks, matrix.packed)
+        num_columns, num_inputs = packed.shape
+        bias = 0 if matrix.bias is None else matrix.bias.data_ptr()
+        matrices.append(_Matrix(packed.address, bias, num_inputs, num_columns, packed.format_number))
+    return _Layer(*(0 if norm is None else norm.data_ptr() for norm in norms), *matrices)

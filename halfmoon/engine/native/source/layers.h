@@ -1,0 +1,105 @@
+/* All layers of a Llama in one call, for one type T: what rows.h, linear.h and attention.h compute, in the order of
+ * ../../models/llama.py, with the same results.
+ */
+
+#ifndef LAYER_TYPES
+#define LAYER_TYPES
+
+typedef struct {
+  const void *packed, *bias; /* bias: [num_columns] or 0 */
+  int64_t num_inputs, num_columns;
+  int64_t format; /* of quantised.h; below 0: numbers, as linear.h packs them */
+} matrix_t;
+
+typedef struct {
+  const void *input_norm, *mlp_norm;
+  const void *q_norm, *k_norm; /* of each head, or 0 */
+  matrix_t qkv, output, gate_up, down;
+} layer_t;
+
+typedef struct {
+  void *hidden, *delta;             /* [num_tokens, hidden_size]; the last layer's delta is not yet added */
+  void *normed, *heads, *attended;  /* room: [num_tokens, hidden_size; q, k and v heads; q heads] */
+  void *gate_up, *gated;            /* room: [num_tokens, 2 * inner; inner] */
+  x_block_t *blocks;                /* room for the widest x in eight bits */
+  const void *cos, *sin;
+  const int64_t *positions, *slots;
+  const segment_t *segments;
+  const run_t *runs;
+  const task_t *tasks;
+  float *partials;
+  atomic_long *done;
+  uint8_t *kv;
+  int64_t kv_layer_bytes, kv_values_bytes, kv_head_bytes, kv_row_bytes;
+  int64_t num_layers, num_tokens, num_tasks, num_heads, num_kv_heads, head_dim, hidden_size, table_stride;
+  float eps, scale;
+  int is_int8, num_threads;
+} layers_step_t;
+#endif
+
+typedef struct {
+  T *heads;
+  const T *q_norm, *k_norm;
+  int64_t num_rows, num_heads, num_kv_heads, head_dim, stride;
+  float eps;
+} NAME(head_norm_args);
+
+static void NAME(head_norm_task)(void *data, long task) {
+  const NAME(head_norm_args) *a = data;
+  for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++)
+    for (int64_t head = 0; head < a->num_heads + a->num_kv_heads; head++) {
+      T *x = a->heads + row * a->stride + head * a->head_dim;
+      NAME(norm_row)(x, 0, head < a->num_heads ? a->q_norm : a->k_norm, x, a->head_dim, a->eps);
+    }
+}
+
+/* out = x W^T + b; with `norm`, of the norm of x + residual, and if `is_gated`, of silu(gate) * up; room: for either. */
+static void NAME(multiply)(const layers_step_t *s, const matrix_t *m, const T *x, T *out, const T *norm, T *residual,
+                           int is_gated, T *room) {
+  if (m->format >= 0) {
+    NAME(quantised_linear)(x, m->packed, m->bias, out, s->blocks, (int)m->format, s->num_tokens, m->num_inputs,
+                           m->num_columns, norm, residual, s->eps, is_gated, s->num_threads);
+    return;
+  }
+  if (norm) {
+    NAME(rms_norm)(x, residual, norm, room, s->num_tokens, m->num_inputs, m->num_inputs, s->eps, s->num_threads);
+    x = room;
+  }
+  if (is_gated) {
+    NAME(silu_mul)(x, room, s->num_tokens, m->num_inputs, s->num_threads);
+    x = room;
+  }
+  NAME(linear)(x, m->packed, m->bias, out, s->num_tokens, m->num_inputs * (int64_t)sizeof(T) / 4, m->num_columns,
+               s->num_threads);
+}
+
+void NAME(run_layers)(const layer_t *layers, const layers_step_t *s) {
+  T *hidden = s->hidden, *delta = s->delta, *heads = s->heads;
+  const int64_t stride = (s->num_heads + 2 * s->num_kv_heads) * s->head_dim;
+  T *k = heads + s->num_heads * s->head_dim, *v = k + s->num_kv_heads * s->head_dim;
+  for (int64_t i = 0; i < s->num_layers; i++) {
+    const layer_t *layer = layers + i;
+    if (i == 0) {
+      NAME(rms_norm)(hidden, 0, layer->input_norm, s->normed, s->num_tokens, s->hidden_size, s->hidden_size, s->eps,
+                     s->num_threads);
+      NAME(multiply)(s, &layer->qkv, s->normed, heads, 0, 0, 0, 0);
+    } else {
+      NAME(multiply)(s, &layer->qkv, delta, heads, layer->input_norm, hidden, 0, s->normed);
+    }
+    if (layer->q_norm) {
+      NAME(head_norm_args) args = {heads, layer->q_norm, layer->k_norm, s->num_tokens, s->num_heads, s->num_kv_heads,
+                                   s->head_dim, stride, s->eps};
+      run_tasks(NAME(head_norm_task), &args, num_row_tasks(s->num_tokens), s->num_threads);
+    }
+    NAME(rotate)(heads, s->cos, s->sin, s->positions, s->num_tokens, s->num_heads + s->num_kv_heads, s->head_dim, stride,
+                 s->table_stride, s->num_threads);
+    uint8_t *kv = s->kv + i * s->kv_layer_bytes;
+    NAME(attend)(heads, k, v, kv, kv + s->kv_values_bytes, s->attended, s->slots, s->segments, s->runs, s->tasks,
+                 s->partials, s->done, s->num_tokens, s->num_tasks, stride, stride, stride, s->kv_head_bytes,
+                 s->kv_row_bytes, s->num_kv_heads, s->num_heads / s->num_kv_heads, s->head_dim, s->scale, s->is_int8,
+                 s->num_threads);
+    NAME(multiply)(s, &layer->output, s->attended, delta, 0, 0, 0, 0);
+    NAME(multiply)(s, &layer->gate_up, delta, s->gate_up, layer->mlp_norm, hidden, 0, s->normed);
+    NAME(multiply)(s, &layer->down, s->gate_up, delta, 0, 0, 1, s->gated);
+  }
+}
