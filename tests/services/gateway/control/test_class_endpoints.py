@@ -188,7 +188,7 @@ async def test_classes_stay_in_force_while_the_ledger_is_away(tmp_path: Path) ->
         await call(fleet, "PUT", "/gold", **GOLD)
         prefill, _ = await fleet.pair()
         measured(fleet, prefill, 1.0)
-        ledger = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+        ledger = sqlite3.connect(tmp_path / "ledger.db", timeout=60, isolation_level=None)
         ledger.execute("alter table class_revision rename to away")
         assert (await complete(fleet, "gold"))[0] == 429
         assert (await complete(fleet))[0] == 200
