@@ -20,7 +20,7 @@ from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.forecast.restore_plan import LAYER_PASSES
 from halfmoon.rpc.credentials.child_environment import child_environment
-from halfmoon.rpc.credentials.listeners import check_listener
+from halfmoon.rpc.credentials.credential import rank_key
 from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.vllm_engine.frontend.engine_arguments import VllmOptions
@@ -144,10 +144,7 @@ def _joined_ranks(settings: WorkerSettings) -> JoinedRanks | None:
         return None
     if settings.rank_listen is None:
         raise InvalidRequest("remote_ranks join at HOST:PORT of this host: give --rank-listen", param="rank_listen")
-    credential = own_credential("worker")
-    key = b"" if credential is None else credential.rank_key()
-    check_listener(settings.rank_listen, credential if key else None)
-    return JoinedRanks(settings.remote_ranks, settings.rank_listen, key)
+    return JoinedRanks(settings.remote_ranks, settings.rank_listen, rank_key(own_credential("worker")))
 
 
 def _offload(settings: WorkerSettings) -> OffloadConfig | None:

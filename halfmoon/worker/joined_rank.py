@@ -18,6 +18,7 @@ from halfmoon.config.observability import ObservedConfig
 from halfmoon.engine.parallel.follower import follow_to_the_end
 from halfmoon.engine.parallel.joined_ranks import JoinedRank, join
 from halfmoon.errors import HalfmoonError
+from halfmoon.rpc.credentials.credential import rank_key
 from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_config, service_main
@@ -40,10 +41,10 @@ class RankSettings(ObservedConfig, BaseSettings):
 
 async def serve(settings: RankSettings) -> None:
     """Joins the worker and computes until that ends or this is told to stop."""
-    credential = own_credential("worker")
+    key = rank_key(own_credential("worker"))
     log.info("service.ready", extra={"worker": settings.worker})
     stopping = asyncio.create_task(until_told_to_stop())
-    joining = asyncio.create_task(_joined(settings, b"" if credential is None else credential.rank_key()))
+    joining = asyncio.create_task(_joined(settings, key))
     await asyncio.wait({stopping, joining}, return_when=asyncio.FIRST_COMPLETED)
     if joining.done():
         rank = await joining

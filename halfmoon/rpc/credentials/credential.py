@@ -54,11 +54,6 @@ class Credential:
                 role = name
         return role
 
-    def rank_key(self) -> bytes:
-        """What the ranks of one worker on several hosts know each other by; empty without a secret."""
-        own = self.tokens.get("worker", "")
-        return _hmac(own, "ranks") if own else b""
-
     def text(self) -> str:
         """The credential as the setting takes it. `credential_from` reads it."""
         body = {
@@ -74,6 +69,20 @@ def credential_of_certificate(tls: IdentityFiles) -> Credential:
     """The credential of a process that is known by its certificate alone, in the certificate's role."""
     role: Any = tls.current.role
     return Credential(role, {}, {}, b"", tls)
+
+
+def rank_key(credential: Credential | None) -> bytes:
+    """What the ranks of one worker on several hosts know each other by.
+
+    Raises InvalidRequest without a secret: ranks run what they send each other.
+    """
+    own = "" if credential is None else credential.tokens.get("worker", "")
+    if not own:
+        raise InvalidRequest(
+            "ranks of other hosts need the cluster secret: set HALFMOON_CLUSTER_SECRET or HALFMOON_CLUSTER_SECRET_FILE "
+            "on each (`halfmoon secret new` makes one), or give `halfmoon join` the directory by --secrets"
+        )
+    return _hmac(own, "ranks")
 
 
 def new_secret() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import subprocess
@@ -19,11 +20,13 @@ from halfmoon.engine.config import EngineConfig, JoinedRanks
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.parallel import joined_ranks
 from halfmoon.engine.parallel.joined_ranks import JoinedRank, awaited_ranks, hosts_of, join
-from halfmoon.errors import Incompatible, ServiceFailed, Unavailable
+from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed, Unavailable
+from halfmoon.rpc.credentials.credential import credential_from, rank_key
 from tests.engine.parallel.test_parallel_engine import finish, generate, hand_over, request, requests
 
 PATIENCE_S = 60.0  # for what a machine under load must do at last
-KEY = b"the cluster's"
+SECRET = "a-secret-of-forty-three-characters-at-least"
+KEY = rank_key(credential_from(SECRET, "worker"))
 
 StartEngine = Callable[..., Engine]
 Host = Callable[..., list[subprocess.Popen[bytes]]]
@@ -43,7 +46,11 @@ def host(address: str, tiny_checkpoint: Callable[[str], Checkpoint]) -> Iterator
     def start(name: str, num_ranks: int, model: str = "llama") -> list[subprocess.Popen[bytes]]:
         program = (sys.executable, "-m", "halfmoon.worker.joined_rank", "--worker", address, "--host", name)
         of_model = ("--model", str(tiny_checkpoint(model).path))
-        started = [subprocess.Popen([*program, *of_model, "--index", str(index)]) for index in range(num_ranks)]
+        environment = {**os.environ, "HALFMOON_CLUSTER_SECRET": SECRET}
+        started = [
+            subprocess.Popen([*program, *of_model, "--index", str(index)], env=environment)
+            for index in range(num_ranks)
+        ]
         processes.extend(started)
         return started
 
@@ -54,7 +61,7 @@ def host(address: str, tiny_checkpoint: Callable[[str], Checkpoint]) -> Iterator
 
 
 def spanning(address: str, num_joined: int = 2) -> dict[str, Any]:
-    return {"joined": JoinedRanks(num_joined, address, b"")}
+    return {"joined": JoinedRanks(num_joined, address, KEY)}
 
 
 def test_the_tokens_are_those_of_one_process(address: str, host: Host, start_engine: StartEngine) -> None:
@@ -161,3 +168,8 @@ def test_an_address_that_is_taken_is_named(address: str) -> None:
         pytest.raises(Unavailable, match=rf"cannot join at {address}: Address already in use"),
     ):
         awaited_ranks(JoinedRanks(1, address, KEY))
+
+
+def test_ranks_without_a_secret_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="ranks of other hosts need the cluster secret"):
+        rank_key(None)
