@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from halfmoon.catalog.block_identity import BlockMeta
 from halfmoon.catalog.entry import Change, Entry, Holding, Tier
 from halfmoon.catalog.fair_queue import FairQueue
+from halfmoon.catalog.fragments import Fragments
 from halfmoon.catalog.known_costs import KnownCosts
 from halfmoon.catalog.tenant_accounts import TenantAccounts
 from halfmoon.policy.eviction import EvictionPolicy, Usage
@@ -26,7 +27,7 @@ _RETRY_S = 1.0  # delay until an expired block that others need is checked again
 
 
 class Catalog:
-    """Owns every entry and the order of eviction in each tier. Reports changes to `on_change`."""
+    """Owns what each entry holds and the order of eviction in each tier. Reports changes to `on_change`."""
 
     def __init__(
         self, policies: Mapping[Tier, EvictionPolicy], on_change: Callable[[Change], None] = lambda change: None
@@ -34,8 +35,7 @@ class Catalog:
         self._policies = policies
         self._queues = {tier: FairQueue() for tier in policies}
         self.tenants = TenantAccounts()
-        self._entries: dict[bytes, Entry] = {}
-        self._orphans: dict[bytes, set[bytes]] = {}  # by a block that is not here: those that follow it
+        self.fragments = Fragments(policies)
         self._latest_s = -math.inf  # the time, as callers last told it
         self._used_bytes = dict.fromkeys(policies, 0)
         self._num_held = dict.fromkeys(policies, 0)
@@ -45,14 +45,14 @@ class Catalog:
         self._on_change = on_change
 
     def __contains__(self, block: bytes | None) -> bool:
-        return block in self._entries
+        return block in self.fragments
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(list(self._entries.values()))
+        return iter(list(self.fragments))
 
     def get(self, block: bytes) -> Entry | None:
         """The block's entry, expired or not."""
-        return self._entries.get(block)
+        return self.fragments.get(block)
 
     def used_bytes(self, tier: Tier) -> int:
         """Bytes of all blocks in the tier."""
@@ -62,20 +62,15 @@ class Catalog:
         """Number of blocks in the tier."""
         return self._num_held.get(tier, 0)
 
-    @property
-    def num_begun_elsewhere(self) -> int:
-        """Number of fragments that are no prompt's beginning."""
-        return sum(map(len, self._orphans.values()))
-
     def is_in(self, block: bytes, tier: Tier) -> bool:
         """Whether the tier holds the block."""
-        entry = self._entries.get(block)
+        entry = self.fragments.get(block)
         return entry is not None and tier in entry.tiers
 
     def live(self, block: bytes, now_s: float) -> Entry | None:
         """The block's entry, unless it has expired."""
         self._latest_s = now_s
-        entry = self._entries.get(block)
+        entry = self.fragments.get(block)
         return None if entry is None or (entry.meta.expires_at_s <= now_s and not entry.pinned) else entry
 
     def match(self, blocks: Sequence[bytes], now_s: float) -> list[Entry]:
@@ -98,34 +93,19 @@ class Catalog:
             self._touch(entry)
         return found
 
-    def goes_on(self, block: bytes, num_blocks: int) -> bool:
-        """Whether some prompt has at least `num_blocks` known blocks after this one."""
-        entry = self._entries.get(block)
-        if entry is None or num_blocks == 0:
-            return entry is not None
-        return any(self.goes_on(child, num_blocks - 1) for child in entry.children)
-
-    def before(self, block: bytes, num_blocks: int) -> bytes | None:
-        """The block `num_blocks` before this one in its prompt; None if there is none."""
-        ancestor: bytes | None = block
-        for _ in range(num_blocks):
-            entry = self._entries.get(ancestor) if ancestor is not None else None
-            ancestor = None if entry is None else entry.meta.parent
-        return ancestor
-
     def can_add(self, parent: bytes | None, tier: Tier) -> bool:
         """Whether the law allows a block that follows `parent`, which may be elsewhere, in the tier."""
-        entry = None if parent is None else self._entries.get(parent)
+        entry = self.fragments.get(parent)
         return entry is None or max(entry.tiers) >= tier
 
     def add(self, meta: BlockMeta, tier: Tier, num_bytes: int) -> None:
         """Adds a block to the tier as used now, replacing an earlier copy there. Requires `can_add`."""
         assert self.can_add(meta.parent, tier), "a block would outlive its predecessor"
-        entry = self._entries.get(meta.id)
+        entry = self.fragments.get(meta.id)
         first = entry is None
         if entry is None:
-            entry = self._entries[meta.id] = Entry(meta, Usage(0, 0, meta.depth, meta.num_tokens, meta.recompute_s))
-            self._link(entry)
+            entry = Entry(meta, Usage(0, 0, meta.depth, meta.num_tokens, meta.recompute_s))
+            self.fragments.add(entry)
         self._learn(entry, meta, first)
         if tier in entry.tiers:
             self._charge(entry, tier, -entry.tiers[tier].num_bytes)
@@ -141,13 +121,13 @@ class Catalog:
 
     def reject(self, meta: BlockMeta, tier: Tier) -> None:
         """Reports a copy that the tier has but does not admit: dropped, or it would outlive the one before."""
-        tiers = tuple(self._entries[meta.id].tiers) if meta.id in self._entries else ()
+        tiers = tuple(self.fragments[meta.id].tiers) if meta.id in self.fragments else ()
         if tier not in tiers:
             self._on_change(Change(meta, tier, False, tiers, rejected=True))
 
     def touch(self, block: bytes) -> None:
         """Counts a use of the block if it is here."""
-        entry = self._entries.get(block)
+        entry = self.fragments.get(block)
         if entry is not None:
             self._touch(entry)
 
@@ -159,7 +139,7 @@ class Catalog:
         queue = self._queues[tier]
         block = queue.pop(*self._judges(tier))
         if block is not None:
-            entry = self._entries[block]
+            entry = self.fragments[block]
             self._policies[tier].evicted(entry.tiers[tier].rank)
             self._leave(entry, tier, evicted=True)
         queue.prune(lambda candidate: self.is_in(candidate, tier), self._num_held[tier])
@@ -170,27 +150,27 @@ class Catalog:
         if self.used_bytes(tier) < _FULL * budget_bytes:
             return math.inf
         block = self._queues[tier].lowest(*self._judges(tier))
-        return 0.0 if block is None else max(0.0, now_s - self._entries[block].used_s)
+        return 0.0 if block is None else max(0.0, now_s - self.fragments[block].used_s)
 
     def evict_of_tenant(self, tenant: str) -> bool:
         """Drops the tenant's longest unused block that no other follows, from every tier; False if there is none."""
         block = self.tenants.pop_oldest(tenant, lambda candidate: self._evaluate_own(candidate, tenant))
         if block is not None:
-            entry = self._entries[block]
+            entry = self.fragments[block]
             for tier in sorted(entry.tiers):
                 self._leave(entry, tier, evicted=True)
-        self.tenants.prune(tenant, lambda candidate: candidate in self._entries)
+        self.tenants.prune(tenant, lambda candidate: candidate in self.fragments)
         return block is not None
 
     def lose(self, block: bytes, tier: Tier) -> None:
         """Removes the tier's copy, which is damaged or missing. What follows the block stays: somebody may bring it."""
-        entry = self._entries.get(block)
+        entry = self.fragments.get(block)
         if entry is not None and tier in entry.tiers:
             self._leave(entry, tier)
 
     def drop(self, block: bytes) -> int:
         """Removes a block and all that follow it from every tier, even pinned and held ones; returns how many."""
-        chain = self._descendants(block)
+        chain = self.fragments.descendants(block)
         for entry in reversed(chain):
             for tier in sorted(entry.tiers):
                 self._leave(entry, tier)
@@ -202,10 +182,10 @@ class Catalog:
         num_dropped = 0
         while self._expiries and self._expiries[0][0] <= now_s:
             _, block = heapq.heappop(self._expiries)
-            entry = self._entries.get(block)
+            entry = self.fragments.get(block)
             if entry is None or entry.meta.expires_at_s > now_s:
                 continue
-            if any(follower.pinned or follower.num_holds for follower in self._descendants(block)):
+            if any(follower.pinned or follower.num_holds for follower in self.fragments.descendants(block)):
                 heapq.heappush(self._expiries, (now_s + _RETRY_S, block))
                 continue
             num_dropped += self.drop(block)
@@ -213,7 +193,7 @@ class Catalog:
 
     def pin(self, block: bytes, pinned: bool) -> bool:
         """Pins or unpins a block. A pinned block and all before it stay and do not expire. False if not here."""
-        entry = self._entries.get(block)
+        entry = self.fragments.get(block)
         if entry is None:
             return False
         entry.pinned = pinned
@@ -223,11 +203,11 @@ class Catalog:
 
     def hold(self, block: bytes) -> None:
         """Pins the block while some work needs it. Holds are counted, and forgotten with the block."""
-        self._entries[block].num_holds += 1
+        self.fragments[block].num_holds += 1
 
     def release(self, block: bytes) -> None:
         """Ends one hold."""
-        entry = self._entries.get(block)
+        entry = self.fragments.get(block)
         if entry is not None and entry.num_holds:
             entry.num_holds -= 1
 
@@ -282,29 +262,23 @@ class Catalog:
         """How `FairQueue` finds the tier's next victim."""
         return (
             lambda tenant, candidate: self._evaluate(candidate, tier, tenant),
-            lambda candidate: self._num_uses - self._entries[candidate].usage.last_used,
+            lambda candidate: self._num_uses - self.fragments[candidate].usage.last_used,
             self.tenants.is_over,
         )
 
     def _evaluate_own(self, block: bytes, tenant: str) -> Evaluation:
-        entry = self._entries.get(block)
+        entry = self.fragments.get(block)
         if entry is None or entry.meta.tenant != tenant or entry.children or entry.pinned:
             return "kept"
         return "blocked" if entry.num_holds else (entry.usage.last_used,)
 
     def _evaluate(self, block: bytes, tier: Tier, tenant: str) -> Evaluation:
-        entry = self._entries.get(block)
+        entry = self.fragments.get(block)
         if entry is None or tier not in entry.tiers or entry.num_children_in[tier] or entry.pinned:
             return "kept"
         if entry.meta.tenant != tenant:
             return "kept"
-        return "blocked" if entry.num_holds or self._supports_alone(entry, tier) else entry.tiers[tier].rank
-
-    def _supports_alone(self, entry: Entry, tier: Tier) -> bool:
-        """Whether blocks in faster tiers depend on this copy alone."""
-        others = [other for other in entry.tiers if other != tier]
-        slowest = max(others, default=-1)
-        return any(num and slowest < child for child, num in entry.num_children_in.items() if child <= tier)
+        return "blocked" if entry.num_holds or entry.is_needed_in(tier) else entry.tiers[tier].rank
 
     def _leave(self, entry: Entry, tier: Tier, evicted: bool = False) -> None:
         holding = entry.tiers.pop(tier)
@@ -313,79 +287,33 @@ class Catalog:
         self._num_held[tier] -= 1
         self._count_child(entry, tier, -1)
         if not entry.tiers:
-            del self._entries[entry.meta.id]
-            self._unlink(entry)
+            self.fragments.remove(entry)
+            parent = self.fragments.parent(entry)
+            if parent is not None:
+                self.tenants.offer(parent)
         self._on_change(Change(entry.meta, tier, False, tuple(entry.tiers), evicted=evicted))
 
-    def _link(self, entry: Entry) -> None:
-        """Joins a new entry to the block before it, if that is here, and to those here that follow it."""
-        block, parent = entry.meta.id, entry.meta.parent
-        entry.children = self._orphans.pop(block, set())
-        for tier in self._policies:
-            entry.num_children_in[tier] = _count(self._entries, entry.children, tier)
-        if parent in self._entries:
-            self._entries[parent].children.add(block)
-        elif parent is not None:
-            self._orphans.setdefault(parent, set()).add(block)
-
-    def _unlink(self, entry: Entry) -> None:
-        """Undoes `_link`. Blocks that follow are fragments of their own from now on."""
-        block, parent = entry.meta.id, entry.meta.parent
-        if entry.children:
-            self._orphans[block] = entry.children
-        if parent in self._entries:
-            self._entries[parent].children.discard(block)
-            self.tenants.offer(self._entries[parent])
-        elif parent is not None:
-            self._orphans[parent].discard(block)
-            if not self._orphans[parent]:
-                del self._orphans[parent]
-
     def _count_child(self, entry: Entry, tier: Tier, by: int) -> None:
-        parent = self._entries.get(entry.meta.parent or b"")
+        parent = self.fragments.parent(entry)
         if parent is not None:
             parent.num_children_in[tier] += by
             if tier in parent.tiers:
                 self._offer(parent, tier)
 
-    def _descendants(self, block: bytes) -> list[Entry]:
-        """Entries of the block and all that follow it, each after its parent."""
-        entries: list[Entry] = []
-        todo: list[bytes] = [block] if block in self._entries else []
-        while todo:
-            entry = self._entries[todo.pop()]
-            entries.append(entry)
-            todo.extend(entry.children)
-        return entries
-
     def check_integrity(self) -> None:
         """Asserts the law and the counts. For tests; walks over everything."""
         for tier in self._policies:
-            held = [entry for entry in self._entries.values() if tier in entry.tiers]
+            held = [entry for entry in self.fragments if tier in entry.tiers]
             assert self._num_held[tier] == len(held)
             assert self._used_bytes[tier] == sum(entry.tiers[tier].num_bytes for entry in held)
             for tenant in {entry.meta.tenant for entry in held}:
                 own = [entry.tiers[tier].num_bytes for entry in held if entry.meta.tenant == tenant]
                 assert self._queues[tier].used_bytes(tenant) == sum(own)
         for account in self.tenants:
-            own = [_largest(entry) for entry in self._entries.values() if entry.meta.tenant == account.tenant]
+            own = [_largest(entry) for entry in self.fragments if entry.meta.tenant == account.tenant]
             assert (account.num_blocks, account.used_bytes) == (len(own), sum(own))
-        for block, entry in self._entries.items():
-            assert entry.tiers
-            assert all(self._entries[child].meta.parent == block for child in entry.children)
-            for tier in Tier:
-                assert entry.num_children_in[tier] == _count(self._entries, entry.children, tier)
-            if entry.meta.parent in self._entries:
-                assert block in self._entries[entry.meta.parent].children
-            elif entry.meta.parent is not None:
-                assert block in self._orphans[entry.meta.parent]
-        assert not self._orphans.keys() & self._entries.keys()
-        assert all(block in self._entries for blocks in self._orphans.values() for block in blocks)
-        assert all(self._orphans.values())
-
-
-def _count(entries: Mapping[bytes, Entry], children: Iterable[bytes], tier: Tier) -> int:
-    return sum(tier in entries[child].tiers for child in children)
+        assert all(entry.tiers for entry in self.fragments)
+        self.fragments.check_integrity()
 
 
 def _largest(entry: Entry) -> int:

@@ -67,3 +67,9 @@ class Entry:
     def fastest(self) -> Tier:
         """The fastest tier that holds it."""
         return min(self.tiers)
+
+    def is_needed_in(self, tier: Tier) -> bool:
+        """Whether blocks in faster tiers that follow it depend on this tier's copy alone."""
+        others = [other for other in self.tiers if other != tier]
+        slowest = max(others, default=-1)
+        return any(num and slowest < child for child, num in self.num_children_in.items() if child <= tier)

@@ -1,5 +1,5 @@
-"""The `halfmoon` command: one file per subcommand, and the tables and progress bars that they print.
+"""The `halfmoon` command: one file per subcommand.
 
-Read in this order: app, up_flags, flags, config, secret, certs, plan, simulate, replay, bench,
-profile, kv, keys, top.
+Read in this order: app, up/up_flags, up/flags, up/config, credentials/secret, credentials/certs, plan, simulate,
+replay, bench, profile, kv, credentials/keys, top.
 """

@@ -13,22 +13,22 @@ from rich.console import Console
 
 import halfmoon
 from halfmoon.cli.bench import bench
-from halfmoon.cli.certs import app as certs_app
 from halfmoon.cli.chat import ChatOptions, chat, typed_questions
-from halfmoon.cli.config import app as config_app
-from halfmoon.cli.config import configured
-from halfmoon.cli.join import join_command
-from halfmoon.cli.keys import app as keys_app
+from halfmoon.cli.credentials.certs import app as certs_app
+from halfmoon.cli.credentials.keys import app as keys_app
+from halfmoon.cli.credentials.secret import app as secret_app
 from halfmoon.cli.kv import app as kv_app
 from halfmoon.cli.plan import plan
 from halfmoon.cli.profile import profile, profiles
 from halfmoon.cli.profile_store import DEFAULT_STATE_DIR
 from halfmoon.cli.replay import replay
-from halfmoon.cli.secret import app as secret_app
 from halfmoon.cli.simulate import simulate
 from halfmoon.cli.status import status
 from halfmoon.cli.top import TopOptions, top
-from halfmoon.cli.up_flags import with_up_flags
+from halfmoon.cli.up.config import app as config_app
+from halfmoon.cli.up.config import configured
+from halfmoon.cli.up.join import join_command
+from halfmoon.cli.up.up_flags import with_up_flags
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.rpc.credentials.operator_token import TOKEN_HELP, client_token
 from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 import typer
 from rich.console import Console
 
-from halfmoon.cli.option_groups import with_option_groups
+from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.replay.client import found_server
 from halfmoon.replay.outcome import ReplayTargets

@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from halfmoon.cli.option_groups import with_option_groups
-from halfmoon.cli.plan_tables import print_plan
 from halfmoon.cli.profile_store import LedgerOptions, profile_file
-from halfmoon.cli.progress_bars import stage_bars
 from halfmoon.cli.simulate import Criterion, TbtOf
+from halfmoon.cli.terminal.option_groups import with_option_groups
+from halfmoon.cli.terminal.plan_tables import print_plan
+from halfmoon.cli.terminal.progress_bars import stage_bars
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.compose_file import compose_text
 from halfmoon.plan.plan_file import parse_plan

@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halfmoon.cli.option_groups import with_option_groups
 from halfmoon.cli.profile_store import LedgerOptions, all_profiles, keep_profile
-from halfmoon.cli.progress_bars import stage_bars
+from halfmoon.cli.terminal.option_groups import with_option_groups
+from halfmoon.cli.terminal.progress_bars import stage_bars
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from halfmoon.cli.option_groups import with_option_groups
+from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode

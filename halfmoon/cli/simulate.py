@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from halfmoon.cli.option_groups import with_option_groups
 from halfmoon.cli.profile_store import LedgerOptions, profile_file
+from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.latency_sources.latency_model import LatencySource

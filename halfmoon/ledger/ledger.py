@@ -10,23 +10,23 @@ from typing import Any
 from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.admission import AdmissionEdits
-from halfmoon.ledger.batches import Batches
-from halfmoon.ledger.database import Database, open_database
+from halfmoon.ledger.connection.database import Database, open_database
+from halfmoon.ledger.edits.admission import AdmissionEdits
+from halfmoon.ledger.edits.stored_classes import StoredClasses
+from halfmoon.ledger.edits.stored_tenants import StoredTenants
+from halfmoon.ledger.history.outcomes import Outcomes
+from halfmoon.ledger.history.output_samples import OutputSamples
+from halfmoon.ledger.history.retention import Retention
+from halfmoon.ledger.history.row_queue import RowQueue
+from halfmoon.ledger.history.tenant_usage import TenantUsage
+from halfmoon.ledger.history.traffic import Traffic
+from halfmoon.ledger.kept.batches import Batches
+from halfmoon.ledger.kept.stored_files import StoredFiles
+from halfmoon.ledger.kept.stored_responses import StoredResponses
 from halfmoon.ledger.measured_profiles import MeasuredProfiles
 from halfmoon.ledger.models import RequestRow
-from halfmoon.ledger.outcomes import Outcomes
-from halfmoon.ledger.output_samples import OutputSamples
 from halfmoon.ledger.plans import Plans
 from halfmoon.ledger.profiles import Profiles
-from halfmoon.ledger.retention import Retention
-from halfmoon.ledger.row_queue import RowQueue
-from halfmoon.ledger.stored_classes import StoredClasses
-from halfmoon.ledger.stored_files import StoredFiles
-from halfmoon.ledger.stored_responses import StoredResponses
-from halfmoon.ledger.stored_tenants import StoredTenants
-from halfmoon.ledger.tenant_usage import TenantUsage
-from halfmoon.ledger.traffic import Traffic
 
 _FLUSH_S = 5.0  # at the end, for queued rows
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.database import Database
+from halfmoon.ledger.connection.database import Database
 from halfmoon.ledger.models import MeasuredProfileRow
 
 

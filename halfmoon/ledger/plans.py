@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import NotFound
-from halfmoon.ledger.database import Database
+from halfmoon.ledger.connection.database import Database
 from halfmoon.ledger.models import PlanRow
 
 

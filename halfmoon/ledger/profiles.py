@@ -11,7 +11,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.database import Database
+from halfmoon.ledger.connection.database import Database
 from halfmoon.ledger.models import ProfileRow
 
 

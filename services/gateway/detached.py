@@ -12,7 +12,7 @@ from services.gateway.detached_request import DetachedRequest, OnEvents
 from services.gateway.generation import Generation, ReadBody
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.request_ids import digest
-from services.gateway.openai.responses_body import ResponsesBody
+from services.gateway.openai.bodies.responses_body import ResponsesBody
 from services.gateway.repeatable import RepeatableRequest
 from services.gateway.replies.replies import EventReply
 from services.gateway.request import GatewayRequest

@@ -14,6 +14,8 @@ from halfmoon.policy.admission.tenants import kv_salt
 from services.gateway.cluster.held_answers import HeldAnswers
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.rate_limits import RateLimits
+from services.gateway.openai.bodies.parse_body import Parsed
+from services.gateway.openai.bodies.schemas import ChatBody, CompletionBody
 from services.gateway.openai.endpoint_bodies import (
     AnyBody,
     generation_request_of,
@@ -23,10 +25,8 @@ from services.gateway.openai.endpoint_bodies import (
     seeded,
 )
 from services.gateway.openai.generation_request import GenerationRequest
-from services.gateway.openai.parse_body import Parsed
-from services.gateway.openai.schemas import ChatBody, CompletionBody
+from services.gateway.openai.requested_constraint import CheckConstraint, check_requested
 from services.gateway.openai.served_model import ServedModel
-from services.gateway.openai.structured_output import CheckConstraint, check_requested
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
 from services.gateway.replies.chat_format import ChatFormat
 from services.gateway.replies.completion_format import CompletionFormat

@@ -21,8 +21,8 @@ from services.gateway.http.ignored_parameters import note_ignored
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.http.request_ids import LAST_EVENT_HEADER, is_meant_for_repeats, is_repeatable, repeat_key
+from services.gateway.openai.bodies.responses_body import ResponsesBody
 from services.gateway.openai.endpoint_bodies import AnyBody, body_digest, is_quickly_parsed
-from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.repeatable import RepeatableRequest
 from services.gateway.replies.event_ids import MAX_OUTPUTS, EventIds
 from services.gateway.replies.replies import Keep, StreamReply, WholeReply

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from halfmoon.background import cancelled
 from halfmoon.errors import HalfmoonError, Unavailable
-from halfmoon.ledger.leases import Leases
+from halfmoon.ledger.kept.leases import Leases
 
 log = logging.getLogger(__name__)
 

@@ -195,7 +195,7 @@ def stats_message(pool: Pool) -> kvstore_pb2.StatsResponse:
         num_replicated_total=counts.num_replicated,
         num_unreplicated_total=counts.num_unreplicated,
         num_cooled_total=counts.num_cooled,
-        num_begun_elsewhere=catalog.num_begun_elsewhere,
+        num_begun_elsewhere=catalog.fragments.num_begun_elsewhere,
         num_corrupted_total=counts.total("corrupted"),
         num_expired_total=counts.num_expired,
         sequence=pool.events.sequence,

@@ -245,7 +245,7 @@ def test_a_fragment_is_evicted_from_its_end_whatever_is_missing_before_it() -> N
     for block in (3, 1, 8):  # 0 and 4 are on other stores
         it.add(meta(block), Tier.DRAM, 1)
     it.find([IDS[block] for block in (0, 1, 3, 4, 8)], 0)
-    assert it.num_begun_elsewhere == 2
+    assert it.fragments.num_begun_elsewhere == 2
     assert [it.pop_victim(Tier.DRAM) for _ in range(3)] == [IDS[8], IDS[3], IDS[1]]
 
 

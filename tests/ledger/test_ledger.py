@@ -13,10 +13,10 @@ import pytest
 from sqlalchemy import text
 
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.ledger.database import open_database
+from halfmoon.ledger.connection.database import open_database
+from halfmoon.ledger.history.output_samples import OutputSample
 from halfmoon.ledger.ledger import Ledger, open_ledger
 from halfmoon.ledger.measured_profiles import NamedProfile
-from halfmoon.ledger.output_samples import OutputSample
 from halfmoon.ledger.plans import NewPlan
 from halfmoon.ledger.profiles import StoredProfile
 from tests.ledger.postgresql import PostgresqlServer

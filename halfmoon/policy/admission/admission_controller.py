@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from halfmoon.policy.admission.degradation import (
@@ -16,6 +15,7 @@ from halfmoon.policy.admission.degradation import (
 from halfmoon.policy.admission.fair_shares import FairShares, token_cost
 from halfmoon.policy.admission.feedback import Feedback, TargetKind, Tightening
 from halfmoon.policy.admission.idle_probe import IdleProbe
+from halfmoon.policy.admission.judged_tbt import JudgedTbt
 from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound, latency_lower_bound
 from halfmoon.policy.admission.qos_classes import ClassTable, QosClass
 from halfmoon.policy.admission.refusal import (
@@ -26,16 +26,15 @@ from halfmoon.policy.admission.refusal import (
     over_target,
     overload_targets,
 )
-from halfmoon.policy.admission.reservations import Reservations
+from halfmoon.policy.admission.requests_inside import Inside, RequestsInside
 from halfmoon.policy.admission.shedding import Shedding
 from halfmoon.policy.admission.tenants import ANYONE, Tenant
 from halfmoon.policy.forecast.request_forecast import RequestForecast, RunningRequest
 from halfmoon.policy.models.output_lengths import OutputLengths
 from halfmoon.policy.placement.place import PlacementRules, place
-from halfmoon.policy.values import AdmissionTargets, Placement, PlacementRequest, UnloadedLatency
+from halfmoon.policy.values import AdmissionTargets, Placement, PlacementRequest
 from halfmoon.policy.view.cluster_view import ClusterView
 
-_USUAL_WEIGHT = 0.02  # of the latest request in the usual TTFT
 _MIN_TBT_TOKENS = 20  # in shorter answers the mean gap is mostly the hand-over, which a stricter target cannot shorten
 
 
@@ -45,18 +44,6 @@ class _EarlyJudgement(NamedTuple):
     latency: PredictedLatency  # lower bounds
     targets: AdmissionTargets
     refusal: Refused | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Inside:
-    """What an admitted request occupies, and its work."""
-
-    qos: QosClass
-    work: RunningRequest
-    reserved_tokens: int
-    unloaded: UnloadedLatency
-    handover_s: float  # predicted
-    entered_s: float
 
 
 class AdmissionController:
@@ -77,12 +64,10 @@ class AdmissionController:
         self._rules = rules
         self._rng = rng
         self._forecast = RequestForecast(rules.fetching_threshold)
-        self._reservations = Reservations()
+        self._inside = RequestsInside()
+        self._judged_tbt = JudgedTbt(self._forecast)
         self._feedback = Feedback()
         self._shedding = Shedding()
-        self._usual_ttft_s: float | None = None  # mean prediction for the latest requests
-        self._inside: dict[str, _Inside] = {}
-        self._reserved: set[str] = set()  # requests inside whose turn has not come; no refusal waits for their end
         self._probe = IdleProbe()
 
     def decide(
@@ -101,10 +86,10 @@ class AdmissionController:
             return undegraded
         targets = self._feedback.targets(qos, now_s)
         self._check_not_shed(qos, admitted.latency(admitted.placement.tbt_s), targets, now_s)
-        self._note_ttft(admitted.placement.ttft_s)
+        self._judged_tbt.note_ttft(admitted.placement.ttft_s)
         steps = degraded_requests(request, qos)
         while True:
-            latency = admitted.latency(self._judged_tbt_s(view, request, admitted.placement, now_s))
+            latency = admitted.latency(self._judged_tbt_s(view, request, admitted, now_s))
             enforced = self._enforced_targets(qos, targets, admitted, request.num_prompt_tokens)
             missed = missed_target(latency, enforced)
             if missed is None and self._has_share(view, request, admitted, now_s):
@@ -178,7 +163,7 @@ class AdmissionController:
     def reject(self, refusal: Refused, qos: QosClass, now_s: float) -> None:
         """Raises an early refusal, unless the request is admitted as a probe."""
         if not self.is_probe(now_s):
-            self._note_ttft(refusal.ttft_s)
+            self._judged_tbt.note_ttft(refusal.ttft_s)
             self._shed_below(qos, refusal, now_s)
             raise refusal
 
@@ -248,8 +233,7 @@ class AdmissionController:
         tenant: Tenant = ANYONE,
     ) -> None:
         """Counts an admitted request before its turn comes, so that others of the same client are judged with it."""
-        work = self._let_in(request_id, admitted, num_prompt_tokens, now_s, tenant)
-        self._reserved.add(request_id)
+        work = self._let_in(request_id, admitted, num_prompt_tokens, now_s, tenant, waits=True)
         self._forecast.reserve(request_id, view, work, admitted.placement, now_s)
 
     def activate(self, request_id: str, now_s: float) -> None:
@@ -262,30 +246,24 @@ class AdmissionController:
         self.shares.leave(request_id, 0.0)
 
     def _let_in(
-        self, request_id: str, admitted: Admitted, num_prompt_tokens: int, now_s: float, tenant: Tenant
+        self,
+        request_id: str,
+        admitted: Admitted,
+        num_prompt_tokens: int,
+        now_s: float,
+        tenant: Tenant,
+        *,
+        waits: bool = False,
     ) -> RunningRequest:
         cost = token_cost(num_prompt_tokens, admitted.num_output)
         num_kv_tokens = num_prompt_tokens + round(admitted.num_output)
         self.shares.enter(request_id, admitted.qos.priority, tenant, cost, num_kv_tokens)
-        before = self._inside.get(request_id)
-        self._reserved.discard(request_id)
-        if before is not None:
-            self._reservations.give_back(before.qos.name, before.reserved_tokens)
-        num_tokens = num_prompt_tokens + round(admitted.num_output)
-        self._reservations.take(admitted.qos.name, num_tokens)
-        tbt_s = max(admitted.mean_tbt_s, admitted.placement.tbt_s)
-        target_s = math.inf if admitted.qos.tbt_s is None else admitted.qos.tbt_s
-        work = RunningRequest(num_prompt_tokens, admitted.num_output, tbt_s, admitted.priority, target_s)
         unloaded = self._forecast.unloaded_latency(admitted.placement, num_prompt_tokens, admitted.num_output)
-        handover_s = admitted.placement.handover_s
-        self._inside[request_id] = _Inside(admitted.qos, work, num_tokens, unloaded, handover_s, now_s)
-        return work
+        return self._inside.enter(request_id, admitted, num_prompt_tokens, unloaded, now_s, waits=waits)
 
-    def _let_out(self, request_id: str, now_s: float) -> _Inside:
-        inside = self._inside.pop(request_id)
-        self._reserved.discard(request_id)
+    def _let_out(self, request_id: str, now_s: float) -> Inside:
+        inside = self._inside.leave(request_id)
         self._forecast.leave(request_id, now_s)
-        self._reservations.give_back(inside.qos.name, inside.reserved_tokens)
         return inside
 
     def move(self, request_id: str, view: ClusterView, placement: Placement, now_s: float) -> None:
@@ -324,26 +302,8 @@ class AdmissionController:
         placement, num_output = admitted.placement, admitted.num_output
         return overload_targets(targets, self._forecast.unloaded_latency(placement, num_prompt_tokens, num_output))
 
-    def _judged_tbt_s(self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float) -> float:
-        """The TBT that the mode judges the placement by.
-
-        - load: on a worker with an even share of the present decode load.
-        - predicted: at the end of this prefill. A prefill longer than usual is also judged at the end of a usual one:
-          the forecast contains no future arrivals, so a distant moment always looks idle, and long prompts would take
-          the place of short ones.
-        """
-        num_prompt = request.num_prompt_tokens
-        if self.mode == "load":
-            return self._forecast.tbt_at_mean_load(view, placement, num_prompt, now_s)
-        if self._usual_ttft_s is None or placement.ttft_s <= self._usual_ttft_s:
-            return placement.tbt_s
-        usual_s = self._forecast.tbt_at(view, placement, num_prompt, now_s + self._usual_ttft_s, now_s)
-        return max(placement.tbt_s, usual_s)
-
-    def _note_ttft(self, ttft_s: float) -> None:
-        """Updates the usual TTFT, by every request that asks, admitted or not."""
-        before_s = ttft_s if self._usual_ttft_s is None else self._usual_ttft_s
-        self._usual_ttft_s = before_s + _USUAL_WEIGHT * (ttft_s - before_s)
+    def _judged_tbt_s(self, view: ClusterView, request: PlacementRequest, admitted: Admitted, now_s: float) -> float:
+        return self._judged_tbt.of(view, admitted.placement, request.num_prompt_tokens, self.mode, now_s)
 
     def _over_target(
         self,
@@ -356,7 +316,7 @@ class AdmissionController:
     ) -> Refused:
         assert row is not None
         of_row = None if self.mode == "load" else row
-        ends_in_s = self._forecast.decodes.next_ends(of_row, now_s, self._reserved) - now_s
+        ends_in_s = self._forecast.decodes.next_ends(of_row, now_s, self._inside.waiting) - now_s
         tightening = self._feedback.tightenings(qos).get(missed)
         return over_target(qos, missed, latency, targets, tightening, ends_in_s)
 
@@ -391,4 +351,6 @@ class AdmissionController:
     def _has_share(self, view: ClusterView, request: PlacementRequest, admitted: Admitted, now_s: float) -> bool:
         num_tokens = request.num_prompt_tokens + round(admitted.num_output)
         capacity, in_use = view.decode_tokens, view.decoding_tokens
-        return self._reservations.may_use(admitted.qos, num_tokens, capacity, self.classes.classes, now_s, in_use)
+        return self._inside.reservations.may_use(
+            admitted.qos, num_tokens, capacity, self.classes.classes, now_s, in_use
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import numpy as np
@@ -27,13 +26,12 @@ from halfmoon.policy.values import NOTHING_CACHED, Placement, PlacementRequest
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.key_table import Keys
-from halfmoon.policy.view.reported_prompts import ReportedPrompts
-from halfmoon.policy.view.worker_view import WorkerView
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.store_pool import StorePool
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.colocation import SimulatedColocation
+from halfmoon.sim.routers.members import Members, view_of
 from halfmoon.sim.routers.prefix_keys import NO_KEYS, prefix_keys
 from halfmoon.sim.routers.simulated_links import SimulatedLinks
 from halfmoon.sim.routers.store_directory import StoreDirectory
@@ -42,35 +40,6 @@ from halfmoon.sim.token_times import in_order
 from halfmoon.sim.workloads.workload import Ints, Prefixes
 
 _CLASS = "simulated"
-
-
-class _Member:
-    """The gateway's knowledge of one worker: its last report, and what it was sent since."""
-
-    __slots__ = (
-        "context",
-        "decoding",
-        "evicted",
-        "free_blocks",
-        "prompts",
-        "reported_requests",
-        "row",
-        "sequence",
-        "stored",
-        "view",
-    )
-
-    def __init__(self, view: WorkerView, row: int, now_s: float) -> None:
-        self.view = view  # as it joined
-        self.row = row
-        self.prompts = ReportedPrompts(now_s)
-        self.free_blocks = view.free_blocks
-        self.context = 0
-        self.reported_requests = 0  # running, waiting and reserved
-        self.decoding: set[int] = set()  # placed since the report
-        self.stored: dict[int, None] = {}  # prefix blocks that the index does not have yet
-        self.evicted: dict[int, None] = {}
-        self.sequence = 0  # of its block events
 
 
 class PolicyRouter:
@@ -96,14 +65,13 @@ class PolicyRouter:
         self._by_name = {worker.name: worker for worker in workers}
         self._holders: dict[int, SimWorker] = {}
         self._admitted: set[int] = set()
-        self._unindexed: dict[str, _Member] = {}
         self._prefix_block_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
         self._keys = None if prefixes is None else prefix_keys(prefixes.ids)
         self._offsets = None if prefixes is None else prefixes.offsets
         self.index = BlockIndex()
         self.view = ClusterView()
         self._colocation = SimulatedColocation(spec.contention, workers, self.view)
-        self._members: dict[str, _Member] = {}
+        self._members = Members(self.view, self.index)
         targets = spec.targets
         self._qos = QosClass(_CLASS, ttft_s=targets.ttft_s, tbt_s=targets.tpot_s)
         rules = PlacementRules(spec.placement, spec.balancing_threshold, spec.conditional)
@@ -124,93 +92,27 @@ class PolicyRouter:
 
     def join(self, worker: SimWorker, now_s: float) -> None:
         """Adds a worker, which is empty."""
-        group, kv = worker.group, worker.kv
-        latency = group.latency
-        fetch_s = latency.kv_bytes_per_token * self._spec.network.fetch_s_per_byte(is_node=False)
-        num_prefix_blocks = kv.num_blocks // kv.prefix_block_size
-        colocation = self._colocation.known(worker)
-        view = WorkerView(
-            worker.name,
-            group.role,
-            colocation.address,
-            context_tokens=kv.num_blocks * worker.block_tokens,
-            block_tokens=self._prefix_block_tokens,
-            total_blocks=num_prefix_blocks,
-            free_blocks=num_prefix_blocks,
-            step_tokens=min(group.limits.max_batch_tokens, kv.num_blocks * worker.block_tokens),
-            chunk_tokens=group.limits.chunk_tokens if group.limits.batching == "chunked" else 0,
-            layer_passes=group.layer_passes,
-            max_running=group.limits.max_running,
-            prefill_model=latency.policy_prefill,
-            step_model=latency.policy_step,
-            kv_bytes_per_token=latency.kv_bytes_per_token * self._spec.network.codec_within(is_node=False).ratio,
-            holder=self.index.number(worker.name) if kv.is_cache else -1,
-            store_holder=-1 if self.stores is None else self.stores.holder,
-            fetch_s_per_token=fetch_s if kv.is_cache else math.inf,
-            contention=colocation.prefill,
-            step_contention=colocation.step,
+        holder = -1 if self.stores is None else self.stores.holder
+        view = view_of(
+            worker, self._spec, self._colocation.known(worker), self.index, holder, self._prefix_block_tokens
         )
-        self.view.put(view)
-        row = self.view.row(worker.name)
-        assert row is not None
-        self._members[worker.name] = _Member(view, row, now_s)
+        row = self._members.join(view, now_s)
         self.view.links.report(row, SimulatedLinks(worker, self._spec.network, self._workers, self._colocation))
-        if kv.is_cache:
+        if worker.kv.is_cache:
             self._holders[view.holder] = worker
             self.index.apply(view.holder, BlockEvents(0, is_snapshot=True))
 
     def leave(self, worker: SimWorker) -> None:
         """Removes a worker."""
-        del self._members[worker.name]
-        self._unindexed.pop(worker.name, None)
-        self.view.remove(worker.name)
+        self._members.leave(worker.name)
         self.index.forget(worker.name)
 
     def report(self, worker: SimWorker, now_s: float) -> None:
         """Takes a load report, with the changes in the worker's prefix cache."""
-        member = self._members[worker.name]
-        member.prompts.report(worker.waiting_tokens(), now_s)
-        member.reported_requests = worker.num_requests
-        member.context, blocks = worker.progress(now_s)
-        member.free_blocks = blocks // worker.kv.prefix_block_size
-        member.decoding.clear()
-        if self.stores is not None:
-            self.stores.report_links(worker, member.row)
-        self._note_block_changes(worker, member)
-        self._show(member)
-
-    def _note_block_changes(self, worker: SimWorker, member: _Member) -> None:
-        """Collects changes for the index, which takes them before its next lookup."""
-        stored, evicted = worker.kv.take_changes()
-        for block_ids, here, there in (
-            (stored, member.stored, member.evicted),
-            (evicted, member.evicted, member.stored),
-        ):
-            for block_id in block_ids:
-                if there.pop(block_id, 0) == 0:
-                    here[block_id] = None
-        if member.stored or member.evicted:
-            self._unindexed[worker.name] = member
-
-    def _update_index(self) -> None:
-        for member in self._unindexed.values():
-            stored, evicted = (prefix_keys(np.array(list(ids), np.int64)) for ids in (member.stored, member.evicted))
-            member.stored.clear()
-            member.evicted.clear()
-            member.sequence += 1
-            self.index.apply(member.view.holder, BlockEvents(member.sequence, stored, evicted))
-        self._unindexed.clear()
-
-    def _show(self, member: _Member) -> None:
-        self.view.note_load(
-            member.row,
-            free_blocks=member.free_blocks,
-            num_requests=member.reported_requests + len(member.decoding),
-            waiting_prefill_tokens=member.prompts.num_waiting,
-            context_in_use_tokens=member.context,
-            prefill_free_s=member.prompts.free_s(member.view.prefill_model),
-            others_prefill_s=member.prompts.others_s(member.view.prefill_model),
-        )
+        self._members.report(worker, now_s)
+        row = self.view.row(worker.name)
+        if self.stores is not None and row is not None:
+            self.stores.report_links(worker, row)
 
     # requests
 
@@ -242,7 +144,7 @@ class PolicyRouter:
                 self._admission.note_no_room(name, now_s)
             placement = self._admission.place_again(self.view, request, self._qos, now_s)
             self._admission.move(name, self.view, placement, now_s)
-        self._note_placed(job, placement)
+        self._members.send(job, placement.prefill.worker_id, placement.decode.worker_id)
         if self.stores is not None and self._keys is not None:
             worker = self._by_name[placement.prefill.worker_id]
             self.stores.note_use(job, self._keys_of(job), worker, cached_blocks, placement, now_s)
@@ -270,15 +172,6 @@ class PolicyRouter:
         """Learns the answer length of a request that was never here."""
         if job.outcome == "completed":
             self._admission.lengths.add(_CLASS, job.prompt, job.generated)
-
-    def _note_placed(self, job: Job, placement: Placement) -> None:
-        prefill, decode = placement.prefill, placement.decode
-        sender, receiver = self._members[prefill.worker_id], self._members[decode.worker_id]
-        sender.prompts.send(job.index, job.target)
-        receiver.decoding.add(job.index)
-        self._show(sender)
-        if receiver is not sender:
-            self._show(receiver)
 
     def source(self, holder: int) -> SimWorker:
         """The worker with this number in the block index, from which a prefix is to be fetched."""
@@ -316,9 +209,7 @@ class PolicyRouter:
 
     def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
         """Handles the first token of this attempt."""
-        member = self._members[worker.name]
-        member.prompts.remove(job.index)
-        self._show(member)
+        self._members.prefilled(job, worker.name)
         self._colocation.prefilled(job, worker, now_s)
         self._admission.begin_decode(str(job.index), now_s)
 
@@ -327,11 +218,7 @@ class PolicyRouter:
         workers = [self._workers[number] for number in dict.fromkeys((job.prefill, job.decode)) if number is not None]
         self._colocation.left(job, workers, now_s)
         for worker in workers:
-            member = self._members.get(worker.name)
-            if member is not None:
-                member.prompts.remove(job.index)
-                member.decoding.discard(job.index)
-                self._show(member)
+            self._members.forget(job, worker.name)
 
     def end(self, job: Job, now_s: float) -> None:
         """Ends a request. Does nothing if it was never admitted."""
@@ -357,7 +244,7 @@ class PolicyRouter:
     def _cached_blocks(self, job: Job) -> NDArray[np.int64]:
         if self._keys is None or self._offsets is None or not job.prefix_blocks:
             return NOTHING_CACHED
-        self._update_index()
+        self._members.update_index()
         return self.index.match(self._keys_of(job))
 
     def _keys_of(self, job: Job) -> Keys:

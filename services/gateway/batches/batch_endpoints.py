@@ -9,14 +9,14 @@ from typing import Any
 from aiohttp import web
 
 from halfmoon.errors import InvalidRequest, NoCapacity
-from halfmoon.ledger.batches import Batch, Batches
+from halfmoon.ledger.kept.batches import Batch, Batches
 from services.gateway.batches.batch_runner import BatchRunner
 from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.pages import asked_page, shown_page
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
-from services.gateway.openai.batch_body import BatchBody
-from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.bodies.batch_body import BatchBody
+from services.gateway.openai.bodies.parse_body import parse_body
 
 _WINDOW = timedelta(hours=24)
 _MOST_UNFINISHED = 100  # of a tenant

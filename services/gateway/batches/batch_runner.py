@@ -12,8 +12,8 @@ from typing import Any
 
 from halfmoon.background import cancelled
 from halfmoon.errors import HalfmoonError, NoCapacity, Unavailable
-from halfmoon.ledger.batches import UNFINISHED, Batch, Batches, LineResult
-from halfmoon.ledger.stored_files import CHUNK_BYTES, StoredFiles
+from halfmoon.ledger.kept.batches import UNFINISHED, Batch, Batches, LineResult
+from halfmoon.ledger.kept.stored_files import CHUNK_BYTES, StoredFiles
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.tenants import Tenant
 from services.gateway.batches.file_endpoints import new_file

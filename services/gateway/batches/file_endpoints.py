@@ -13,7 +13,7 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from halfmoon.errors import HalfmoonError, InvalidRequest
-from halfmoon.ledger.stored_files import CHUNK_BYTES, StoredFile, StoredFiles, absent_file
+from halfmoon.ledger.kept.stored_files import CHUNK_BYTES, StoredFile, StoredFiles, absent_file
 from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.pages import asked_page, shown_page
 from services.gateway.http.rate_limits import RateLimits

@@ -9,7 +9,7 @@ from typing import Self
 
 from halfmoon.background import cancelled
 from halfmoon.errors import HalfmoonError, NotFound, Unavailable
-from halfmoon.ledger.batches import Batches, LineResult
+from halfmoon.ledger.kept.batches import Batches, LineResult
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from aiohttp import web
 from pydantic import Field
 
 from halfmoon.errors import Incompatible
-from halfmoon.ledger.admission import AdmissionEdit, AdmissionEdits
+from halfmoon.ledger.edits.admission import AdmissionEdit, AdmissionEdits
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.refusal import AdmissionMode
 from services.gateway.http.received_request import receive_body
-from services.gateway.openai.parse_body import parse_body
-from services.gateway.openai.strict_model import Part
+from services.gateway.openai.bodies.parse_body import parse_body
+from services.gateway.openai.bodies.strict_model import Part
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError
 
 from halfmoon.config.qos_classes import DEFAULT_TARGETS, ClassConfig, check_classes, check_reachable
 from halfmoon.errors import Incompatible
-from halfmoon.ledger.declared_classes import Declaration
-from halfmoon.ledger.stored_classes import ClassesAt, StoredClass, StoredClasses
+from halfmoon.ledger.edits.declared_classes import Declaration
+from halfmoon.ledger.edits.stored_classes import ClassesAt, StoredClass, StoredClasses
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.qos_classes import (
     DEFAULT_CLASS,
@@ -22,7 +22,7 @@ from halfmoon.policy.admission.qos_classes import (
 )
 from halfmoon.policy.values import AdmissionTargets
 from services.gateway.control.known_rows import KnownRows
-from services.gateway.openai.strict_model import Part
+from services.gateway.openai.bodies.strict_model import Part
 from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from halfmoon.config.tenants import TenantConfig, check_tenant_classes, check_tenants
-from halfmoon.ledger.stored_tenants import StoredKey, StoredTenant, StoredTenants
+from halfmoon.ledger.edits.stored_tenants import StoredKey, StoredTenant, StoredTenants
 from halfmoon.policy.admission.fair_shares import FairShares
 from halfmoon.policy.admission.tenants import Tenant
 from halfmoon.rpc.addresses.loopback import is_loopback

@@ -7,10 +7,10 @@ from typing import Any
 from aiohttp import web
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.ledger.stored_classes import StoredClass
+from halfmoon.ledger.edits.stored_classes import StoredClass
 from services.gateway.control.active_classes import ActiveClasses, ClassBody
 from services.gateway.http.received_request import receive_body
-from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.bodies.parse_body import parse_body
 
 _MAX_VALUES = 2_000  # of a class's body
 _MAX_DIGITS = 9

@@ -10,15 +10,15 @@ from typing import Any
 from aiohttp import web
 
 from halfmoon.errors import NotFound
+from halfmoon.ledger.history.outcomes import Outcome
 from halfmoon.ledger.ledger import Ledger
-from halfmoon.ledger.outcomes import Outcome
 from halfmoon.policy.values import AdmissionTargets
 from services.gateway.cluster.cluster import Cluster
 from services.gateway.control.active_classes import ActiveClasses, ClassBody
 from services.gateway.control.store_view import StoreView
 from services.gateway.control.target_preview import PastRequest, preview_targets
 from services.gateway.http.received_request import query_number, receive_body
-from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.bodies.parse_body import parse_body
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.gateway.telemetry.timeline import timeline
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
+from halfmoon.ledger.history.traffic import Arrival
 from halfmoon.ledger.ledger import Ledger
-from halfmoon.ledger.traffic import Arrival
 from services.gateway.http.received_request import query_number
 
 _MAX_MINUTES = 24 * 60

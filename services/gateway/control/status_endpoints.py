@@ -17,8 +17,8 @@ from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.received_request import query_number
-from services.gateway.openai.docs_page import docs_page
-from services.gateway.openai.openapi import openapi_document
+from services.gateway.openai.document.docs_page import docs_page
+from services.gateway.openai.document.openapi import openapi_document
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry

@@ -11,16 +11,16 @@ from pydantic import Field
 
 from halfmoon.config.tenants import TenantConfig, check_tenant_classes, check_tenant_name
 from halfmoon.errors import InvalidRequest
+from halfmoon.ledger.edits.stored_tenants import StoredKey
 from halfmoon.ledger.ledger import Ledger
-from halfmoon.ledger.stored_tenants import StoredKey
 from halfmoon.policy.admission.tenants import Tenant
 from halfmoon.rpc.credentials.api_keys import key_digest, key_id, new_api_key
 from services.gateway.control.active_tenants import ActiveTenants
 from services.gateway.control.class_endpoints import version_of
 from services.gateway.control.store_view import StoreView
 from services.gateway.http.received_request import receive_body
-from services.gateway.openai.parse_body import parse_body
-from services.gateway.openai.strict_model import Part
+from services.gateway.openai.bodies.parse_body import parse_body
+from services.gateway.openai.bodies.strict_model import Part
 
 _MAX_VALUES = 1_000  # of a body
 _USAGE = timedelta(hours=24)

@@ -20,7 +20,7 @@ from halfmoon.errors import (
     Unavailable,
     UnknownModel,
 )
-from halfmoon.ledger.stored_classes import VersionConflict
+from halfmoon.ledger.edits.stored_classes import VersionConflict
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.cluster.token_router import TakenOver

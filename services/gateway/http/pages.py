@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.ledger.pages import Page
+from halfmoon.ledger.kept.pages import Page
 from services.gateway.http.received_request import query_number
 
 _MOST = 100

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from services.gateway.http.request_ids import digest
-from services.gateway.openai.anthropic_body import OWN_NAMES, MessagesBody
-from services.gateway.openai.embeddings_body import EmbeddingsBody, embeddings_request
+from services.gateway.openai.bodies.anthropic_body import OWN_NAMES, MessagesBody
+from services.gateway.openai.bodies.embeddings_body import EmbeddingsBody
+from services.gateway.openai.bodies.parse_body import Parsed, num_separators, parse_request
+from services.gateway.openai.bodies.responses_body import ResponsesBody
+from services.gateway.openai.bodies.schemas import ChatBody, CompletionBody
+from services.gateway.openai.embeddings_request import embeddings_request
 from services.gateway.openai.generation_request import (
     GenerationRequest,
     chat_request,
@@ -16,10 +20,7 @@ from services.gateway.openai.generation_request import (
     equivalent_chat_request,
     max_values,
 )
-from services.gateway.openai.parse_body import Parsed, num_separators, parse_request
-from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.openai.responses_request import responses_request
-from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.served_model import ServedModel
 
 AnyBody: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody | EmbeddingsBody

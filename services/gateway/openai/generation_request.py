@@ -14,11 +14,11 @@ from typing import Any
 from halfmoon.errors import InvalidRequest
 from halfmoon.pb.types_pb2 import SamplingParams
 from halfmoon.policy.placement.place import ContextLengthExceeded
+from services.gateway.openai.bodies.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.openai.prompts import chat_prompt, completion_prompts
+from services.gateway.openai.requested_constraint import RequestedConstraint, constraint_of
 from services.gateway.openai.sampling import sampling_of, stops_of
-from services.gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.openai.served_model import ServedModel, SpecialTokens
-from services.gateway.openai.structured_output import RequestedConstraint, constraint_of
 from services.gateway.openai.tooling.tool_use import tool_use_of
 from services.gateway.replies.call_parts import NewToolParser
 from services.gateway.replies.embeddings_format import EmbeddingOptions

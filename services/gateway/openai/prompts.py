@@ -10,8 +10,8 @@ import numpy as np
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.placement.place import ContextLengthExceeded
-from services.gateway.openai.messages import Message, RenderedChat
-from services.gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from services.gateway.openai.bodies.messages import Message, RenderedChat
+from services.gateway.openai.bodies.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.replies.reasoning import is_begun_by, is_ended_by
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
+from services.gateway.openai.bodies.responses_body import ResponsesBody
 from services.gateway.openai.generation_request import GenerationRequest, equivalent_chat_request
-from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.openai.served_model import ServedModel
 
 _OWN_NAMES = {

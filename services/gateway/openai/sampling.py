@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.pb.types_pb2 import Constraint, SamplingParams, TokenIds
-from services.gateway.openai.schemas import GenerationBody
+from services.gateway.openai.bodies.schemas import GenerationBody
 from services.gateway.openai.served_model import ServedModel
 
 _UINT64 = 2**64 - 1

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
-from pydantic import Field
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.tenants import kv_salt
@@ -17,43 +16,20 @@ from services.gateway.cluster.membership import Membership
 from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
-from services.gateway.openai.anthropic_body import CountedBody
+from services.gateway.openai.bodies.anthropic_body import CountedBody
+from services.gateway.openai.bodies.messages import RenderedChat
+from services.gateway.openai.bodies.parse_body import parse_request
+from services.gateway.openai.bodies.tokenizer_bodies import DetokenizeBody, TokenizeBody
 from services.gateway.openai.generation_request import max_values
-from services.gateway.openai.messages import Message, RenderedChat
-from services.gateway.openai.parse_body import parse_request
 from services.gateway.openai.prompts import chat_prompt, refuse_hopeless, text_of_chat
 from services.gateway.openai.served_model import ServedModel
-from services.gateway.openai.strict_model import Items, Part
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
 from services.gateway.openai.tooling.tool_use import told_of_tools, tool_format_of, tool_use_of
-from services.gateway.openai.tooling.tools import Tools
 
-Body = TypeVar("Body", "TokenizeBody", CountedBody, "DetokenizeBody")
+Body = TypeVar("Body", TokenizeBody, CountedBody, DetokenizeBody)
 
 _SLOW_BODY_BYTES = 4_096  # longer bodies are handled off the event loop
-_MAX_TOKENS = 2_000_000
 _MOST_CONTEXTS = 2  # as long as a text may be
-_MAX_MESSAGES = 10_000
-
-
-class TokenizeBody(RenderedChat):
-    """POST /tokenize: a prompt or messages."""
-
-    model: str | None = Field(None, description="name of the served model; optional")
-    prompt: str | None = Field(None, description="a text; alternatively send messages")
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=_MAX_MESSAGES)] | None = Field(
-        None, description="rendered by the model's chat template"
-    )
-    tools: Tools | None = Field(None, description="with messages: given to the chat template")
-    add_special_tokens: bool | None = Field(None, description="with a prompt: the tokenizer's special tokens around it")
-    return_token_strs: bool | None = Field(None, description="adds the tokens as written in the vocabulary")
-
-
-class DetokenizeBody(Part):
-    """POST /detokenize."""
-
-    model: str | None = Field(None, description="name of the served model; optional")
-    tokens: Annotated[Items[int], Field(max_length=_MAX_TOKENS)] = Field(description="token ids")
 
 
 class TokenizerEndpoints:

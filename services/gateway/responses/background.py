@@ -12,13 +12,13 @@ from typing import Any
 
 from halfmoon.background import cancelled
 from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, Unavailable
-from halfmoon.ledger.stored_responses import ResponseStatus, StoredResponse, StoredResponses
+from halfmoon.ledger.kept.stored_responses import ResponseStatus, StoredResponse, StoredResponses
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.tenants import Tenant
 from services.gateway.detached_request import DetachedRequest, RunDetached
 from services.gateway.http.error_responses import kind_of
 from services.gateway.leased_tasks import POLL_S, LeasedTasks
-from services.gateway.openai.responses_body import ResponsesBody
+from services.gateway.openai.bodies.responses_body import ResponsesBody
 from services.gateway.request import GatewayRequest
 from services.gateway.responses.conversations import Conversations, Turn
 

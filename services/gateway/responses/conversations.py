@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.ledger.stored_responses import StoredResponse, StoredResponses, expiry
+from halfmoon.ledger.kept.stored_responses import StoredResponse, StoredResponses, expiry
 from services.gateway.http.error_responses import PreviousNotFound, shortened
 from services.gateway.http.request_ids import digest
-from services.gateway.openai.responses_body import Item, ResponsesBody
+from services.gateway.openai.bodies.responses_body import Item, ResponsesBody
 from services.gateway.request import GatewayRequest
 from services.gateway.responses.items import input_items, parsed_items, shown_items
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from services.gateway.openai.responses_body import InputMessage, Item, ResponsesBody
+from services.gateway.openai.bodies.responses_body import InputMessage, Item, ResponsesBody
 
 _KINDS = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])

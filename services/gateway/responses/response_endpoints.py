@@ -8,7 +8,7 @@ from typing import NoReturn
 from aiohttp import web
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.ledger.stored_responses import StoredResponse, StoredResponses
+from halfmoon.ledger.kept.stored_responses import StoredResponse, StoredResponses
 from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.pages import asked_page, page_of, shown_page
 from services.gateway.http.received_request import query_number

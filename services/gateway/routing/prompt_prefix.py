@@ -16,12 +16,12 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.values import NOTHING_CACHED
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prompt_keys import PromptKeys
-from services.gateway.openai.anthropic_body import MessagesBody
-from services.gateway.openai.embeddings_body import EmbeddingsBody
+from services.gateway.openai.bodies.anthropic_body import MessagesBody
+from services.gateway.openai.bodies.embeddings_body import EmbeddingsBody
+from services.gateway.openai.bodies.responses_body import ResponsesBody
+from services.gateway.openai.bodies.schemas import ChatBody, CompletionBody
 from services.gateway.openai.endpoint_bodies import AnyBody
 from services.gateway.openai.prompts import each_prompt, text_of_chat
-from services.gateway.openai.responses_body import ResponsesBody
-from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.served_model import PromptPrefix, ServedModel
 from services.gateway.openai.tooling.tool_use import tool_use_of
 

@@ -26,7 +26,8 @@ from services.gateway.request import RequestOutput
 from services.gateway.routing.adoption import Adoption
 from services.gateway.routing.attempt import Attempt, DecodeWorkerLost
 from services.gateway.routing.handover_codec import HandoverCodec
-from services.gateway.routing.request_routing import RequestRouting, reserve_together
+from services.gateway.routing.request_routing import RequestRouting
+from services.gateway.routing.reserve_together import reserve_together
 from services.gateway.routing.routing_context import RoutingContext
 from services.gateway.routing.token_flow import NotifyingSink, TokenSink
 

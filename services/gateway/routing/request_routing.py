@@ -8,21 +8,20 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.errors import HalfmoonError
-from halfmoon.kv.owner import KVOwner
 from halfmoon.pb.prefill_pb2 import KVSource
 from halfmoon.policy.admission.degradation import Admitted
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.forecast.ttft import MAX_SOURCES, best_sources
-from halfmoon.policy.values import NOTHING_CACHED, AdmissionTargets, Placement, PlacementRequest
-from services.gateway.cluster.prefix_replication import PromptBlocks
+from halfmoon.policy.values import NOTHING_CACHED, Placement, PlacementRequest
 from services.gateway.cluster.prompt_keys import PromptKeys
 from services.gateway.request import RequestOutput
 from services.gateway.routing.handover_codec import HandoverCodec
+from services.gateway.routing.prefix_use import note_prefix_use
+from services.gateway.routing.reported_decision import report_decision
 from services.gateway.routing.routing_context import RoutingContext, trace_admission
 from services.gateway.routing.token_flow import NotifyingSink, TokenSink
-from services.gateway.telemetry.decisions import Decision, Move
+from services.gateway.telemetry.decisions import Move
 
 
 class RequestRouting:
@@ -178,8 +177,8 @@ class RequestRouting:
             admitted = self._admission.decide(self._membership.view(), request, applied_qos, now_s, self.output.tenant)
             return replace(admitted, qos=qos)
         except Refused as refusal:
-            self._note_decision(request, now_s, refusal)
-            self._count_prefix(request, now_s)
+            report_decision(self._context, self.output, request, now_s, refusal)
+            note_prefix_use(self._context, self.output, self._keys, request, now_s)
             trace_admission(self._progress.arrived_s, now_s, refusal)
             raise
 
@@ -197,82 +196,13 @@ class RequestRouting:
         progress.predicted_prefill_s = placement.prefill_s
         progress.predicted_transfer_s = placement.transfer_s
         progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
-        self._note_decision(request, now_s, placement)
-        self._count_prefix(request, now_s, placement)
+        report_decision(self._context, self.output, request, now_s, placement)
+        note_prefix_use(self._context, self.output, self._keys, request, now_s, placement)
         self._context.telemetry.note_placed(placement, is_failover=request.is_failover)
         self._admit(admitted)
         view, tenant = self._membership.view(), self.output.tenant
         self._admission.enter(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
         return placement
-
-    def _count_prefix(self, request: PlacementRequest, now_s: float, placement: Placement | None = None) -> None:
-        """Counts the known prefix where it was asked for, and has it copied to where it will be if it is hot."""
-        if self._keys is None or not self._keys.chains:
-            return
-        worker_id = "" if placement is None else placement.prefill.worker_id
-        chain = self._keys.chain(self._membership.layout_of(worker_id)) or self._keys.chains[0]
-        near = self._membership.nearest_store(worker_id)
-        cached_blocks, block_tokens = request.cached_blocks, chain.layout.block_tokens
-        num_uses = self._context.telemetry.prefixes.note(
-            chain.short, cached_blocks, block_tokens, now_s, near, self._membership.pool
-        )
-        if placement is None or (self._membership.stores and not near):
-            return
-        tenant, depth = self.output.tenant, min(int(cached_blocks.max(initial=0)), len(chain.keys))
-        owner = KVOwner(tenant.name, tenant.kv_bytes or 0)
-        tokens = self.output.prompt_token_ids
-        blocks = PromptBlocks(chain.keys[:depth], chain.layout, self.output.tenant_salt, owner, tokens)
-        if near:
-            decision = self._context.copies.consider(near, num_uses, blocks, now_s)
-        else:
-            decision = self._context.copies.spread(request, placement, num_uses, blocks, now_s)
-        if decision is not None:
-            self._context.telemetry.pool_decisions["copy", decision] += 1
-
-    def _note_decision(
-        self,
-        request: PlacementRequest,
-        now_s: float,
-        outcome: Placement | Refused,
-    ) -> None:
-        """Shows the decision with its reasons."""
-        output, telemetry = self.output, self._context.telemetry
-        placement = None if isinstance(outcome, Refused) else outcome
-        decision = Decision(
-            request_id=output.request_id,
-            at_s=now_s,
-            waited_s=now_s - self._progress.arrived_s,
-            qos_class=output.qos.name,
-            num_prompt_tokens=request.num_prompt_tokens,
-            candidates=self._context.candidates(request.num_prompt_tokens, outcome.ranked_by, placement),
-            prefill_worker=placement.prefill.worker_id if placement else None,
-            decode_worker=placement.decode.worker_id if placement else None,
-            ttft_s=outcome.ttft_s,
-            tbt_s=outcome.tbt_s,
-            targets=AdmissionTargets(output.qos.ttft_s, output.qos.tbt_s),
-            applied=self._admission.applied(output.qos),
-            refusal=outcome.reason if isinstance(outcome, Refused) else None,
-            transfer_s=(placement.transfer_s or None) if placement else None,
-            disaggregation=placement.disaggregation if placement else None,
-        )
-        telemetry.decisions.note(decision)
-        if placement is not None:
-            telemetry.pool_decisions["prefix", self._fetch_decision(placement, request)] += 1
-
-    def _fetch_decision(self, placement: Placement, request: PlacementRequest) -> str:
-        """Where the prefix is expected to come from, and else why it is not loaded."""
-        serving = self._membership.view().fetch_links.serving(request.cached_blocks)
-        best = int(serving.max(initial=0)) * placement.prefill.block_tokens
-        if placement.source >= 0:
-            return "store" if placement.source == self._membership.pool else "worker"
-        if not best:
-            return "unknown"
-        if best <= placement.cached_tokens or placement.cached_tokens >= request.num_prompt_tokens - 1:
-            return "local"
-        threshold = self._admission.fetching_threshold
-        if threshold is None or best <= threshold * placement.cached_tokens:
-            return "below_threshold"
-        return "slower"
 
     def _cached_blocks(self) -> NDArray[np.int64]:
         """How many leading blocks each worker has, of the prompt and of the answer so far."""
@@ -282,27 +212,6 @@ class RequestRouting:
         answer = self._progress.output_token_ids
         keys = self._keys.continued([*self.output.prompt_token_ids, *answer]) if answer else self._keys
         return keys.held(self._membership.index)
-
-
-def reserve_together(context: RoutingContext, routings: Sequence[RequestRouting]) -> None:
-    """Reserves all of these, the outputs of one HTTP request, or none. Raises Refused and what placement raises."""
-    try:
-        _reserve_all(routings)
-    except Refused as refusal:
-        is_by_targets = refusal.reason in ("ttft", "tbt")
-        if not is_by_targets or not context.admission.is_probe(context.clock()):
-            raise
-        _reserve_all(routings, is_probe=True)
-
-
-def _reserve_all(routings: Sequence[RequestRouting], *, is_probe: bool = False) -> None:
-    try:
-        for routing in routings:
-            routing.reserve(is_probe=is_probe)
-    except HalfmoonError:
-        for routing in routings:
-            routing.release()
-        raise
 
 
 def _as_admitted(output: RequestOutput, admitted: Admitted) -> RequestOutput:

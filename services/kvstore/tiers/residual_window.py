@@ -15,7 +15,7 @@ from halfmoon.kv.kv_layout import KVLayout
 
 def codec_for(codec: EntryCodec, meta: BlockMeta, catalog: Catalog) -> EntryCodec:
     """Codec in which a tier with `codec` stores this block now."""
-    if not codec.residual_tokens or catalog.goes_on(meta.id, _window_blocks(codec, meta.layout)):
+    if not codec.residual_tokens or catalog.fragments.goes_on(meta.id, _window_blocks(codec, meta.layout)):
         return codec
     return codec.of_residual()
 
@@ -24,7 +24,7 @@ def left_behind(codec: EntryCodec, newest: BlockMeta, catalog: Catalog) -> bytes
     """The block that left the window when `newest` arrived; None if there is none."""
     if not codec.residual_tokens:
         return None
-    return catalog.before(newest.id, _window_blocks(codec, newest.layout))
+    return catalog.fragments.before(newest.id, _window_blocks(codec, newest.layout))
 
 
 def _window_blocks(codec: EntryCodec, layout: KVLayout | None) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.ledger.edits.stored_tenants import StoredKey
 from halfmoon.ledger.ledger import open_ledger
-from halfmoon.ledger.stored_tenants import StoredKey
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.fair_shares import FairShares
 from halfmoon.policy.admission.tenants import Tenant, kv_salt

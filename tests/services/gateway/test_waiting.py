@@ -15,7 +15,7 @@ import pytest
 
 from halfmoon.errors import Unavailable
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
-from services.gateway.openai.parse_body import parse_request
+from services.gateway.openai.bodies.parse_body import parse_request
 from tests.services.gateway.fakes import LAYOUT, MODEL, ByteTokenizer, FakeWorker, Fleet, Script, running_fleet, soon
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

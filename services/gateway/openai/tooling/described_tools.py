@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.openai.messages import CalledTool, Message
+from services.gateway.openai.bodies.messages import CalledTool, Message
 
 _INSTRUCTIONS = """You can call functions. Each line between the tags describes one as JSON:
 <tools>

@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from halfmoon.errors import InvalidRequest
-from services.gateway.openai.messages import Message, RenderedChat
-from services.gateway.openai.schemas import ChatBody
+from services.gateway.openai.bodies.messages import Message, RenderedChat
+from services.gateway.openai.bodies.schemas import ChatBody
+from services.gateway.openai.bodies.tools import NamedTool
+from services.gateway.openai.requested_constraint import RequestedConstraint, constraint_of
 from services.gateway.openai.served_model import ServedModel
-from services.gateway.openai.structured_output import RequestedConstraint, constraint_of
 from services.gateway.openai.tooling.described_tools import with_described_tools
-from services.gateway.openai.tooling.tools import NamedTool, answer_or_calls, choice_of, constraint_of_choice
+from services.gateway.openai.tooling.tool_constraints import answer_or_calls, choice_of, constraint_of_choice
 from services.gateway.replies.call_parts import NewToolParser
 from services.gateway.replies.tagged_calls import CallList
 from services.gateway.replies.tool_parsers import (

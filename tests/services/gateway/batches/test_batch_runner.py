@@ -12,9 +12,9 @@ from typing import Any
 
 from halfmoon.background import running
 from halfmoon.errors import NoCapacity
-from halfmoon.ledger.batches import Batch, LineResult
+from halfmoon.ledger.kept.batches import Batch, LineResult
+from halfmoon.ledger.kept.pages import Page
 from halfmoon.ledger.ledger import Ledger, open_ledger
-from halfmoon.ledger.pages import Page
 from halfmoon.policy.admission.qos_classes import NO_PROMISES
 from halfmoon.policy.admission.tenants import Tenant
 from services.gateway.batches.batch_runner import BatchRunner

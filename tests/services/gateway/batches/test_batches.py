@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from halfmoon.errors import HalfmoonError, NoCapacity, Unavailable
-from halfmoon.ledger.stored_files import CHUNK_BYTES, StoredFiles
+from halfmoon.ledger.kept.stored_files import CHUNK_BYTES, StoredFiles
 from tests.services.gateway.fakes import MODEL, Script, running_fleet, soon
 
 CHAT: Any = "/v1/chat/completions"

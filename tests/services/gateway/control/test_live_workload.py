@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from halfmoon.ledger.traffic import Arrival
+from halfmoon.ledger.history.traffic import Arrival
 from services.gateway.control.live_workload import workload_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -11,7 +11,7 @@ import pytest
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.errors import NoCapacity
-from services.gateway.openai.parameter_table import ENDPOINTS
+from services.gateway.openai.document.parameter_table import ENDPOINTS
 from tests.services.gateway.fakes import running_fleet, served_model
 from tests.services.gateway.test_access import ask
 

@@ -10,8 +10,8 @@ import pytest
 
 from halfmoon.cli.profile_store import ledger_at
 from halfmoon.errors import InvalidRequest
+from halfmoon.ledger.edits.stored_tenants import StoredKey
 from halfmoon.ledger.ledger import open_ledger
-from halfmoon.ledger.stored_tenants import StoredKey
 from halfmoon.rpc.credentials.api_keys import key_digest
 from halfmoon.rpc.credentials.operator_token import client_token, made_token
 from tests.services.gateway.fakes import Fleet, running_fleet

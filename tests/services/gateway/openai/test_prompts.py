@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.errors import InvalidRequest
+from services.gateway.openai.bodies.messages import Message
+from services.gateway.openai.bodies.schemas import ChatBody
 from services.gateway.openai.endpoint_bodies import generation_request_of, read_body
-from services.gateway.openai.messages import Message
 from services.gateway.openai.prompts import text_of_chat
-from services.gateway.openai.schemas import ChatBody
 from services.gateway.routing.prompt_prefix import prompt_prefix_of
 from tests.services.gateway.fakes import CONTEXT_TOKENS, ByteTokenizer, served_model
 

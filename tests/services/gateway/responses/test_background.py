@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from halfmoon.errors import NoCapacity
+from halfmoon.ledger.kept.stored_responses import StoredResponse, expiry
 from halfmoon.ledger.ledger import open_ledger
-from halfmoon.ledger.stored_responses import StoredResponse, expiry
 from services.gateway.responses import background
 from tests.services.gateway.fakes import MODEL, Fleet, Script, running_fleet, soon
 

@@ -16,15 +16,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from halfmoon.pb.types_pb2 import Constraint
-from services.gateway.openai.messages import Message
+from services.gateway.openai.bodies.messages import Message
+from services.gateway.openai.bodies.tools import FunctionDefinition, NamedFunction, NamedTool, Tool
 from services.gateway.openai.tooling.described_tools import with_described_tools
-from services.gateway.openai.tooling.tools import (
-    FunctionDefinition,
-    NamedFunction,
-    NamedTool,
-    Tool,
-    constraint_of_choice,
-)
+from services.gateway.openai.tooling.tool_constraints import constraint_of_choice
 from services.gateway.replies.call_parts import CallPart, ToolParser
 from services.gateway.replies.stop_strings import StopStrings
 from services.gateway.replies.tagged_calls import CallList

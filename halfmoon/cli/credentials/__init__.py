@@ -1,0 +1,1 @@
+"""Certificates, tenants' keys and the cluster's secret."""

@@ -1,0 +1,1 @@
+"""What commands share in the terminal: groups of options, tables, progress bars."""

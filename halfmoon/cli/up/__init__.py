@@ -1,0 +1,1 @@
+"""Flags and configuration of `halfmoon up`, and hosts that join it."""

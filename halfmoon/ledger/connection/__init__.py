@@ -1,0 +1,1 @@
+"""The ledger's database: its connections, transactions with deadlines, and upgrades of its tables."""

@@ -1,0 +1,191 @@
+"""The connections to the ledger's database, SQLite or PostgreSQL: every use of them has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.ledger.connection.sqlite import DriverThreads, OpenedFile, sqlite_engine
+from halfmoon.ledger.connection.transaction import Result, Transaction, Work
+from halfmoon.ledger.connection.upgrade import is_current, upgrade
+
+GiveUp = Callable[[asyncio.Task[Any]], Any]
+
+DEADLINE_S = 5.0
+_OPEN_S = 20.0  # another gateway may be migrating
+_CLOSE_S = 2.0
+_POOL_SIZE = 4
+_POSTGRESQL_ARGS: Mapping[str, Any] = {  # a vanished host is detected within half a minute
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+    "application_name": "halfmoon",
+}
+_DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+psycopg"}
+
+
+class Database:
+    """Owns the connections. Knows nothing of the tables' content."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._threads = DriverThreads(engine) if self.is_file else None
+        self._is_current = False  # the tables have this release's schema
+        self._file: OpenedFile | None = None  # for SQLite, once it is open
+        self._overdue: set[asyncio.Task[Any]] = set()  # given up but not ended: a driver may take its time
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the database is a file on this host."""
+        return self._engine.dialect.name == "sqlite"
+
+    async def run(self, work: Work[Result], deadline_s: float | None = DEADLINE_S) -> Result:
+        """Runs `work` in one transaction. Raises Unavailable when the database does not answer within the deadline.
+
+        Other errors of SQLAlchemy mean that the work itself is wrong. A transaction over its deadline may or may not
+        have been committed.
+        """
+        if not self._is_current:
+            raise Unavailable("the ledger's database was not reached yet")
+        if self._file is not None:
+            self._file.check()
+        transaction = Transaction(self._engine, work)
+        return await self._within(transaction.run(), deadline_s, transaction.give_up)
+
+    async def upgrade(self) -> None:
+        """Upgrades the tables to the newest revision, before which nothing else works. No-op once it was done.
+
+        Raises Unavailable; Incompatible for tables of a later release.
+        """
+        if not self._is_current:
+            await self._within(self._upgrade(), _OPEN_S)
+            self._file = OpenedFile(self._engine) if self.is_file else None
+            self._is_current = True
+
+    async def close(self) -> None:
+        """Closes the connections; those that do not answer are left to the operating system.
+
+        Abandoned transactions end first: one whose connection is closed meanwhile may wait forever.
+        """
+        if self._overdue:
+            await asyncio.wait(self._overdue, timeout=_CLOSE_S)
+        try:
+            await self._within(self._engine.dispose(), _CLOSE_S)
+        except Unavailable:
+            await self._engine.dispose(close=False)
+        if self._threads is not None:
+            await self._threads.ended()
+
+    async def _within(
+        self, working: Coroutine[Any, Any, Result], deadline_s: float | None, give_up: GiveUp = asyncio.Task.cancel
+    ) -> Result:
+        """Awaits `working` within the deadline; a driver that ignores cancellation is left behind."""
+        task = asyncio.create_task(working)
+        try:
+            await asyncio.wait({task}, timeout=deadline_s)
+        finally:
+            if not task.done():
+                give_up(task)
+                self._overdue.add(task)
+                task.add_done_callback(self._forget)
+        if not task.done():
+            raise Unavailable(f"the ledger's database did not answer within {deadline_s:g} s")
+        return _result(task)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._overdue.discard(task)
+        if not task.cancelled():
+            task.exception()  # no one awaits it
+
+    async def _upgrade(self) -> None:
+        async with self._engine.connect() as connection:
+            if await connection.run_sync(is_current):
+                return
+        async with self._engine.connect() as connection:
+            writing = await connection.execution_options(sqlite_begin="IMMEDIATE")
+            async with writing.begin():
+                await writing.run_sync(upgrade)
+
+
+@asynccontextmanager
+async def open_database(url: str, *, may_be_away: bool = False) -> AsyncIterator[Database]:
+    """The database at `url`, with tables of the newest revision.
+
+    Raises InvalidRequest for an unusable URL, Unavailable for an absent database, and Incompatible for one that a later
+    release wrote. With `may_be_away`, an absent server raises Unavailable with each use until `upgrade` succeeds; a
+    file is never away.
+    """
+    database = Database(make_engine(url))
+    try:
+        try:
+            await database.upgrade()
+        except Unavailable as error:
+            if database.is_file:
+                raise Unavailable(f"{error.message} (the ledger is {make_url(url)!r})") from error
+            if not may_be_away:
+                raise
+        yield database
+    finally:
+        await database.close()
+
+
+def make_engine(given: str) -> AsyncEngine:
+    """Makes an engine without connecting. Raises InvalidRequest for an unusable URL."""
+    url = _with_driver(given)
+    try:
+        if url.get_backend_name() == "sqlite":
+            return sqlite_engine(url)
+        args = {name: value for name, value in _POSTGRESQL_ARGS.items() if name not in url.query}
+        return create_async_engine(
+            url, pool_size=_POOL_SIZE, max_overflow=0, pool_timeout=DEADLINE_S, pool_pre_ping=True, connect_args=args
+        )
+    except ModuleNotFoundError as error:
+        what = "PostgreSQL needs psycopg: pip install 'halfmoon[postgresql]'" if error.name == "psycopg" else str(error)
+        raise _unusable(what) from error
+    except (ArgumentError, TypeError) as error:
+        raise _unusable(str(error)) from error
+
+
+def _with_driver(given: str) -> URL:
+    try:
+        url = make_url(given)
+    except (ArgumentError, ValueError) as error:
+        raise _unusable(str(error)) from error
+    driver = _DRIVERS.get(url.get_backend_name())
+    if driver is None:
+        raise _unusable("it must begin with sqlite:// or postgresql://")
+    return url.set(drivername=driver)
+
+
+def _unusable(why: str) -> InvalidRequest:
+    return InvalidRequest(f"the ledger's URL cannot be used: {why}", param="ledger_url")
+
+
+def _result(task: asyncio.Future[Result]) -> Result:
+    """The result of a task. Raises Unavailable for errors that time may mend."""
+    try:
+        return task.result()
+    except (PoolTimeout, OSError) as error:
+        raise Unavailable(f"the ledger's database does not answer: {error}") from error
+    except DBAPIError as error:
+        if error.connection_invalidated or _is_operational(error):
+            raise Unavailable(f"the ledger's database does not answer: {_first_line(error)}") from error
+        raise
+
+
+def _is_operational(error: DBAPIError) -> bool:
+    return type(error).__name__ in ("OperationalError", "InterfaceError", "InternalError")
+
+
+def _first_line(error: DBAPIError) -> str:
+    return str(error.orig).partition("\n")[0]

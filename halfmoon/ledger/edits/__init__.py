@@ -1,0 +1,1 @@
+"""What operators edit: classes, tenants, and the admission mode."""

@@ -1,0 +1,1 @@
+"""Rows of earlier requests: written behind them, read for analysis, and deleted when old."""

@@ -1,0 +1,1 @@
+"""What clients have kept: responses, files, batches, and leases of the work on them."""

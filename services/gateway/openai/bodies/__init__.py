@@ -1,0 +1,1 @@
+"""Bodies of requests: their schemas, and how they are parsed."""

@@ -1,0 +1,40 @@
+"""The use of a known prefix by one output: counted, and hot prefixes are copied to where they will be asked for."""
+
+from __future__ import annotations
+
+from halfmoon.kv.owner import KVOwner
+from halfmoon.policy.values import Placement, PlacementRequest
+from services.gateway.cluster.prefix_replication import PromptBlocks
+from services.gateway.cluster.prompt_keys import PromptKeys
+from services.gateway.request import RequestOutput
+from services.gateway.routing.routing_context import RoutingContext
+
+
+def note_prefix_use(
+    context: RoutingContext,
+    output: RequestOutput,
+    keys: PromptKeys | None,
+    request: PlacementRequest,
+    now_s: float,
+    placement: Placement | None = None,
+) -> None:
+    """Counts the known prefix where it was asked for, and has it copied to where it will be if it is hot."""
+    if keys is None or not keys.chains:
+        return
+    membership, telemetry = context.membership, context.telemetry
+    worker_id = "" if placement is None else placement.prefill.worker_id
+    chain = keys.chain(membership.layout_of(worker_id)) or keys.chains[0]
+    near = membership.nearest_store(worker_id)
+    cached_blocks, block_tokens = request.cached_blocks, chain.layout.block_tokens
+    num_uses = telemetry.prefixes.note(chain.short, cached_blocks, block_tokens, now_s, near, membership.pool)
+    if placement is None or (membership.stores and not near):
+        return
+    tenant, depth = output.tenant, min(int(cached_blocks.max(initial=0)), len(chain.keys))
+    owner = KVOwner(tenant.name, tenant.kv_bytes or 0)
+    blocks = PromptBlocks(chain.keys[:depth], chain.layout, output.tenant_salt, owner, output.prompt_token_ids)
+    if near:
+        decision = context.copies.consider(near, num_uses, blocks, now_s)
+    else:
+        decision = context.copies.spread(request, placement, num_uses, blocks, now_s)
+    if decision is not None:
+        telemetry.pool_decisions["copy", decision] += 1
