@@ -24,6 +24,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.chaos_parts.disk_faults import disk_faults
+from benchmarks.chaos_parts.elastic_faults import elastic_faults
 from benchmarks.chaos_parts.fault import Fault
 from benchmarks.chaos_parts.load import Load
 from benchmarks.chaos_parts.network_faults import network_faults
@@ -47,7 +48,7 @@ async def _nothing(system: System, here: object) -> str:
 def all_faults() -> list[Fault]:
     """Every fault, those first that share one system."""
     none = Fault(name=_UNDISTURBED, act=_nothing)
-    return [none, *process_faults(), *outage_faults(), *disk_faults(), *network_faults()]
+    return [none, *process_faults(), *elastic_faults(), *outage_faults(), *disk_faults(), *network_faults()]
 
 
 async def run_faults(

@@ -29,6 +29,8 @@ from halfmoon.cli.up.config import app as config_app
 from halfmoon.cli.up.config import configured
 from halfmoon.cli.up.join import join_command
 from halfmoon.cli.up.up_flags import with_up_flags
+from halfmoon.cli.workers.drain import drain
+from halfmoon.cli.workers.restart import restart
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.rpc.credentials.operator_token import TOKEN_HELP, client_token
 from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
@@ -56,6 +58,8 @@ app.command()(profile)
 app.command()(profiles)
 app.command()(replay)
 app.command()(simulate)
+app.command()(drain)
+app.command()(restart)
 app.command()(status)
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from halfmoon.pb import types_pb2 as halfmoon_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19halfmoon/pb/gateway.proto\x12\x08halfmoon\x1a\x17halfmoon/pb/types.proto\"\xac\x01\n\rWorkerMessage\x12,\n\x08identity\x18\x01 \x01(\x0b\x32\x18.halfmoon.WorkerIdentityH\x00\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x14.halfmoon.WorkerLoadH\x00\x12\'\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x15.halfmoon.BlockEventsH\x00\x12\x13\n\x0bprocess_key\x18\x04 \x01(\x0c\x42\t\n\x07message\"\xfa\x01\n\x0eGatewayMessage\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.halfmoon.WelcomeH\x00\x12/\n\rresend_blocks\x18\x02 \x01(\x0b\x32\x16.halfmoon.ResendBlocksH\x00\x12\x31\n\x0e\x64\x65\x63ode_members\x18\x03 \x01(\x0b\x32\x17.halfmoon.DecodeMembersH\x00\x12\"\n\x06stores\x18\x04 \x01(\x0b\x32\x10.halfmoon.StoresH\x00\x12/\n\rcache_members\x18\x05 \x01(\x0b\x32\x16.halfmoon.CacheMembersH\x00\x42\t\n\x07message\";\n\x07Welcome\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x1c\n\x14heartbeat_interval_s\x18\x02 \x01(\x01\"-\n\rDecodeMembers\x12\x0e\n\x06joined\x18\x01 \x03(\t\x12\x0c\n\x04left\x18\x02 \x03(\t\"\x1b\n\x06Stores\x12\x11\n\taddresses\x18\x01 \x03(\t\",\n\x0c\x43\x61\x63heMembers\x12\x0e\n\x06joined\x18\x01 \x03(\t\x12\x0c\n\x04left\x18\x02 \x03(\t\"\x0e\n\x0cResendBlocks\"\xbc\x04\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.halfmoon.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\"\n\x06layout\x18\x06 \x01(\x0b\x32\x12.halfmoon.KVLayout\x12\x16\n\x0e\x63ontext_tokens\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x0f\n\x07version\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0b\n\x03pid\x18\x0b \x01(\r\x12\x13\n\x0bstep_tokens\x18\x0c \x01(\r\x12)\n\x07profile\x18\r \x01(\x0b\x32\x18.halfmoon.LatencyProfile\x12\x10\n\x08kv_store\x18\x0e \x01(\t\x12\x18\n\x10kv_frame_version\x18\x0f \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x10 \x01(\r\x12\x13\n\x0bmax_running\x18\x11 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x12 \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x13 \x01(\r\x12\x11\n\tcan_fetch\x18\x16 \x01(\x08\x12\x14\n\x0clayer_passes\x18\x18 \x01(\r\x12\x14\n\x0cnum_gateways\x18\x14 \x01(\r\x12\x1c\n\x14\x61\x64\x61pter_fingerprints\x18\x17 \x03(\t\x12\x16\n\x0ekeep_answers_s\x18\x15 \x01(\x01\"=\n\x0eLatencyProfile\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x03(\x01\x12\x0c\n\x04step\x18\x03 \x03(\x01\"\xa4\x03\n\nWorkerLoad\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x14\n\x0cnum_reserved\x18\x04 \x01(\r\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12 \n\x18num_prefill_tokens_total\x18\x08 \x01(\x04\x12\x1f\n\x17num_output_tokens_total\x18\t \x01(\x04\x12\x1e\n\x16waiting_prefill_tokens\x18\n \x01(\x04\x12\"\n\x05links\x18\x0b \x03(\x0b\x32\x13.halfmoon.LinkSpeed\x12\x16\n\x0e\x63ontext_tokens\x18\x0c \x01(\x04\x12#\n\x05steps\x18\r \x03(\x0b\x32\x14.halfmoon.StepTiming\x12*\n\tdecisions\x18\x0e \x03(\x0b\x32\x17.halfmoon.DecisionCount\x12\x1b\n\x13num_preempted_total\x18\x0f \x01(\x04\"@\n\rDecisionCount\x12\x10\n\x08\x64\x65\x63ision\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"\x8b\x01\n\nStepTiming\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\r\x12\x15\n\rprefill_pairs\x18\x05 \x01(\x01\x12\x16\n\x0e\x65nded_before_s\x18\x06 \x01(\x01\"U\n\x0b\x42lockEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bis_snapshot\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07\x65victed\x18\x04 \x01(\x0c\"y\n\tLinkSpeed\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x1d\n\x15\x62\x61ndwidth_bytes_per_s\x18\x02 \x01(\x01\x12\x11\n\tlatency_s\x18\x03 \x01(\x01\x12\x12\n\nis_inbound\x18\x04 \x01(\x08\x12\x15\n\rwaiting_bytes\x18\x05 \x01(\x04\x32L\n\x07\x43luster\x12\x41\n\x08Register\x12\x17.halfmoon.WorkerMessage\x1a\x18.halfmoon.GatewayMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19halfmoon/pb/gateway.proto\x12\x08halfmoon\x1a\x17halfmoon/pb/types.proto\"\xac\x01\n\rWorkerMessage\x12,\n\x08identity\x18\x01 \x01(\x0b\x32\x18.halfmoon.WorkerIdentityH\x00\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x14.halfmoon.WorkerLoadH\x00\x12\'\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x15.halfmoon.BlockEventsH\x00\x12\x13\n\x0bprocess_key\x18\x04 \x01(\x0c\x42\t\n\x07message\"\x9c\x02\n\x0eGatewayMessage\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.halfmoon.WelcomeH\x00\x12/\n\rresend_blocks\x18\x02 \x01(\x0b\x32\x16.halfmoon.ResendBlocksH\x00\x12\x31\n\x0e\x64\x65\x63ode_members\x18\x03 \x01(\x0b\x32\x17.halfmoon.DecodeMembersH\x00\x12\"\n\x06stores\x18\x04 \x01(\x0b\x32\x10.halfmoon.StoresH\x00\x12/\n\rcache_members\x18\x05 \x01(\x0b\x32\x16.halfmoon.CacheMembersH\x00\x12 \n\x05\x64rain\x18\x06 \x01(\x0b\x32\x0f.halfmoon.DrainH\x00\x42\t\n\x07message\";\n\x07Welcome\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x1c\n\x14heartbeat_interval_s\x18\x02 \x01(\x01\"-\n\rDecodeMembers\x12\x0e\n\x06joined\x18\x01 \x03(\t\x12\x0c\n\x04left\x18\x02 \x03(\t\"\x1b\n\x06Stores\x12\x11\n\taddresses\x18\x01 \x03(\t\",\n\x0c\x43\x61\x63heMembers\x12\x0e\n\x06joined\x18\x01 \x03(\t\x12\x0c\n\x04left\x18\x02 \x03(\t\"\x18\n\x05\x44rain\x12\x0f\n\x07returns\x18\x01 \x01(\x08\"\x0e\n\x0cResendBlocks\"\xbc\x04\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.halfmoon.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\"\n\x06layout\x18\x06 \x01(\x0b\x32\x12.halfmoon.KVLayout\x12\x16\n\x0e\x63ontext_tokens\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x0f\n\x07version\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0b\n\x03pid\x18\x0b \x01(\r\x12\x13\n\x0bstep_tokens\x18\x0c \x01(\r\x12)\n\x07profile\x18\r \x01(\x0b\x32\x18.halfmoon.LatencyProfile\x12\x10\n\x08kv_store\x18\x0e \x01(\t\x12\x18\n\x10kv_frame_version\x18\x0f \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x10 \x01(\r\x12\x13\n\x0bmax_running\x18\x11 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x12 \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x13 \x01(\r\x12\x11\n\tcan_fetch\x18\x16 \x01(\x08\x12\x14\n\x0clayer_passes\x18\x18 \x01(\r\x12\x14\n\x0cnum_gateways\x18\x14 \x01(\r\x12\x1c\n\x14\x61\x64\x61pter_fingerprints\x18\x17 \x03(\t\x12\x16\n\x0ekeep_answers_s\x18\x15 \x01(\x01\"=\n\x0eLatencyProfile\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x03(\x01\x12\x0c\n\x04step\x18\x03 \x03(\x01\"\xa4\x03\n\nWorkerLoad\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x14\n\x0cnum_reserved\x18\x04 \x01(\r\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12 \n\x18num_prefill_tokens_total\x18\x08 \x01(\x04\x12\x1f\n\x17num_output_tokens_total\x18\t \x01(\x04\x12\x1e\n\x16waiting_prefill_tokens\x18\n \x01(\x04\x12\"\n\x05links\x18\x0b \x03(\x0b\x32\x13.halfmoon.LinkSpeed\x12\x16\n\x0e\x63ontext_tokens\x18\x0c \x01(\x04\x12#\n\x05steps\x18\r \x03(\x0b\x32\x14.halfmoon.StepTiming\x12*\n\tdecisions\x18\x0e \x03(\x0b\x32\x17.halfmoon.DecisionCount\x12\x1b\n\x13num_preempted_total\x18\x0f \x01(\x04\"@\n\rDecisionCount\x12\x10\n\x08\x64\x65\x63ision\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"\x8b\x01\n\nStepTiming\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\r\x12\x15\n\rprefill_pairs\x18\x05 \x01(\x01\x12\x16\n\x0e\x65nded_before_s\x18\x06 \x01(\x01\"U\n\x0b\x42lockEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bis_snapshot\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07\x65victed\x18\x04 \x01(\x0c\"y\n\tLinkSpeed\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x1d\n\x15\x62\x61ndwidth_bytes_per_s\x18\x02 \x01(\x01\x12\x11\n\tlatency_s\x18\x03 \x01(\x01\x12\x12\n\nis_inbound\x18\x04 \x01(\x08\x12\x15\n\rwaiting_bytes\x18\x05 \x01(\x04\x32L\n\x07\x43luster\x12\x41\n\x08Register\x12\x17.halfmoon.WorkerMessage\x1a\x18.halfmoon.GatewayMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,31 +35,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERMESSAGE']._serialized_start=65
   _globals['_WORKERMESSAGE']._serialized_end=237
   _globals['_GATEWAYMESSAGE']._serialized_start=240
-  _globals['_GATEWAYMESSAGE']._serialized_end=490
-  _globals['_WELCOME']._serialized_start=492
-  _globals['_WELCOME']._serialized_end=551
-  _globals['_DECODEMEMBERS']._serialized_start=553
-  _globals['_DECODEMEMBERS']._serialized_end=598
-  _globals['_STORES']._serialized_start=600
-  _globals['_STORES']._serialized_end=627
-  _globals['_CACHEMEMBERS']._serialized_start=629
-  _globals['_CACHEMEMBERS']._serialized_end=673
-  _globals['_RESENDBLOCKS']._serialized_start=675
-  _globals['_RESENDBLOCKS']._serialized_end=689
-  _globals['_WORKERIDENTITY']._serialized_start=692
-  _globals['_WORKERIDENTITY']._serialized_end=1264
-  _globals['_LATENCYPROFILE']._serialized_start=1266
-  _globals['_LATENCYPROFILE']._serialized_end=1327
-  _globals['_WORKERLOAD']._serialized_start=1330
-  _globals['_WORKERLOAD']._serialized_end=1750
-  _globals['_DECISIONCOUNT']._serialized_start=1752
-  _globals['_DECISIONCOUNT']._serialized_end=1816
-  _globals['_STEPTIMING']._serialized_start=1819
-  _globals['_STEPTIMING']._serialized_end=1958
-  _globals['_BLOCKEVENTS']._serialized_start=1960
-  _globals['_BLOCKEVENTS']._serialized_end=2045
-  _globals['_LINKSPEED']._serialized_start=2047
-  _globals['_LINKSPEED']._serialized_end=2168
-  _globals['_CLUSTER']._serialized_start=2170
-  _globals['_CLUSTER']._serialized_end=2246
+  _globals['_GATEWAYMESSAGE']._serialized_end=524
+  _globals['_WELCOME']._serialized_start=526
+  _globals['_WELCOME']._serialized_end=585
+  _globals['_DECODEMEMBERS']._serialized_start=587
+  _globals['_DECODEMEMBERS']._serialized_end=632
+  _globals['_STORES']._serialized_start=634
+  _globals['_STORES']._serialized_end=661
+  _globals['_CACHEMEMBERS']._serialized_start=663
+  _globals['_CACHEMEMBERS']._serialized_end=707
+  _globals['_DRAIN']._serialized_start=709
+  _globals['_DRAIN']._serialized_end=733
+  _globals['_RESENDBLOCKS']._serialized_start=735
+  _globals['_RESENDBLOCKS']._serialized_end=749
+  _globals['_WORKERIDENTITY']._serialized_start=752
+  _globals['_WORKERIDENTITY']._serialized_end=1324
+  _globals['_LATENCYPROFILE']._serialized_start=1326
+  _globals['_LATENCYPROFILE']._serialized_end=1387
+  _globals['_WORKERLOAD']._serialized_start=1390
+  _globals['_WORKERLOAD']._serialized_end=1810
+  _globals['_DECISIONCOUNT']._serialized_start=1812
+  _globals['_DECISIONCOUNT']._serialized_end=1876
+  _globals['_STEPTIMING']._serialized_start=1879
+  _globals['_STEPTIMING']._serialized_end=2018
+  _globals['_BLOCKEVENTS']._serialized_start=2020
+  _globals['_BLOCKEVENTS']._serialized_end=2105
+  _globals['_LINKSPEED']._serialized_start=2107
+  _globals['_LINKSPEED']._serialized_end=2228
+  _globals['_CLUSTER']._serialized_start=2230
+  _globals['_CLUSTER']._serialized_end=2306
 # @@protoc_insertion_point(module_scope)

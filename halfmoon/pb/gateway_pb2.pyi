@@ -68,6 +68,7 @@ class GatewayMessage(_message.Message):
     DECODE_MEMBERS_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
     CACHE_MEMBERS_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -78,6 +79,8 @@ class GatewayMessage(_message.Message):
     def stores(self) -> Global___Stores: ...
     @_builtins.property
     def cache_members(self) -> Global___CacheMembers: ...
+    @_builtins.property
+    def drain(self) -> Global___Drain: ...
     def __init__(
         self,
         *,
@@ -86,12 +89,13 @@ class GatewayMessage(_message.Message):
         decode_members: Global___DecodeMembers | None = ...,
         stores: Global___Stores | None = ...,
         cache_members: Global___CacheMembers | None = ...,
+        drain: Global___Drain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_members", b"cache_members", "decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_members", b"cache_members", "decode_members", b"decode_members", "drain", b"drain", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_members", b"cache_members", "decode_members", b"decode_members", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_members", b"cache_members", "decode_members", b"decode_members", "drain", b"drain", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resend_blocks", "decode_members", "stores", "cache_members"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resend_blocks", "decode_members", "stores", "cache_members", "drain"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -193,6 +197,28 @@ class CacheMembers(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheMembers: _TypeAlias = CacheMembers  # noqa: Y015
+
+@_typing.final
+class Drain(_message.Message):
+    """The worker takes no new work, finishes what it has accepted, and ends. Repeating it changes nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETURNS_FIELD_NUMBER: _builtins.int
+    returns: _builtins.bool
+    """its supervisor starts it again"""
+    def __init__(
+        self,
+        *,
+        returns: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["returns", b"returns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
 class ResendBlocks(_message.Message):

@@ -21,7 +21,7 @@ from halfmoon.rpc.tls.identity_files import TLS_VARIABLES, paths_in
 from halfmoon.up.ranks import rank_spec
 from halfmoon.up.run import prepared_model
 from halfmoon.up.service_specs import Spec, traced, worker_specs
-from halfmoon.up.supervision.announcements import UnreachedGateways, print_awaited
+from halfmoon.up.supervision.announcements import UnreachedGateways, print_event
 from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.until_stopped import UpContext, until_stopped
 from halfmoon.up.up_options import UpOptions, engines
@@ -42,7 +42,7 @@ async def join(options: UpOptions, stores: Sequence[str], secrets: Path | None, 
 
     def on_event(service: str, event: dict[str, Any]) -> None:
         unreached.on_event(service, event)
-        print_awaited(terminal, service, event)
+        print_event(terminal, service, event)
 
     return await until_stopped(options, terminal, run, on_event)
 

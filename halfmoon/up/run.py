@@ -41,8 +41,8 @@ from halfmoon.up.service_specs import PreparedModel, WorkerSpec, gateway_spec, o
 from halfmoon.up.simulated import simulated_model
 from halfmoon.up.stores import idle_directories, remember_stores, store_names
 from halfmoon.up.supervision.announcements import (
-    print_awaited,
     print_change,
+    print_event,
     print_ignored,
     print_ready,
     print_trouble,
@@ -62,7 +62,7 @@ async def up(options: UpOptions, terminal: Console) -> bool:
     Raises ServiceFailed if a service ends for good on its own, and InvalidRequest for a state directory that cannot be
     used or that another `halfmoon up` uses.
     """
-    return await until_stopped(options, terminal, _run, partial(print_awaited, terminal))
+    return await until_stopped(options, terminal, _run, partial(print_event, terminal))
 
 
 class _Started(NamedTuple):

@@ -118,9 +118,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             answers = self._intake.receive(
                 messages, self._state.layout, reception.act, self._lease_s, reception.dropped.event
             )
-            async with aclosing(answers):
-                async for answer in answers:
-                    yield answer
+            with self._state.working():
+                async with aclosing(answers):
+                    async for answer in answers:
+                        yield answer
         finally:
             self._metrics.handover_bytes.labels("in").inc(reception.num_bytes)
             await asyncio.shield(reception.close())
@@ -194,12 +195,12 @@ class _Reception:
         request = request_from(generation, prefill_only=False, arrival_s=now_s())
         self._held_tokens = await self._engine.reserve(request, lambda _: self.dropped.notify())
         self._generation, self._reserved = generation, True
-        self._state.check_can_serve(generation, types_pb2.DECODE)  # it may have been cancelled in the meantime
+        self._state.check_not_cancelled(generation)
         return self._held_tokens
 
     async def _start(self, commit: decode_pb2.HandoverCommit) -> None:
         request_id = self._generation.request_id
-        self._state.check_can_serve(self._generation, types_pb2.DECODE)
+        self._state.check_not_cancelled(self._generation)
         self._state.router.route_to_gateway(request_id, self._generation.gateway_id)
         self._state.router.trace_decoding(request_id, self._transfer)
         if commit.HasField("first"):

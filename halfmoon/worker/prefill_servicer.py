@@ -80,9 +80,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             events = self._first_only(request.generation, sources)
         else:
             events = self._hand_over(request, sources)
-        async with aclosing(events):
-            async for event in events:
-                yield event
+        with self._state.working():
+            async with aclosing(events):
+                async for event in events:
+                    yield event
 
     async def _first_only(
         self, generation: types_pb2.Generation, sources: Sequence[NamedHolder], *, must_load: bool = False
@@ -114,7 +115,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 await transfer.open(whole, body, codec, skips_held=True)
                 if codec not in transfer.codecs:
                     codec = Codec.RAW
-                self._state.check_can_serve(generation, types_pb2.PREFILL)  # it may have been cancelled in the meantime
+                self._state.check_not_cancelled(generation)
                 opened_s = now_s()
                 sender = LayerwiseSender(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
                 async with (

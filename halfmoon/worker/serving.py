@@ -64,6 +64,20 @@ class Serving:
         self._credential = credential
         self._report_s = report_s
         self._work: list[Coroutine[Any, Any, None]] = []
+        self._drain: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # whether it returns
+
+    def drain(self, returns: bool) -> None:
+        """Finishes what was accepted, however long that takes, and ends. Only the first call has an effect.
+
+        returns: its supervisor is to start it again.
+        """
+        if not self._drain.done():
+            self._drain.set_result(returns)
+
+    @property
+    def returns(self) -> bool:
+        """Whether it drains, and its supervisor is to start it again."""
+        return self._drain.done() and self._drain.result()
 
     def add(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs `work` while serving; an error in it ends the worker."""
@@ -94,6 +108,7 @@ class Serving:
                 self._state.sources,
                 process_key,
                 self._report_s,
+                self.drain,
             )
             for address in addresses
         ]
@@ -102,8 +117,10 @@ class Serving:
             tasks.append(group.create_task(self._sweep()))
             tasks.append(group.create_task(self._watch()))
             tasks.extend(map(group.create_task, self._work))
-            await asyncio.wait({stopping, retiring or stopping}, return_when=asyncio.FIRST_COMPLETED)
+            told = {stopping, retiring or stopping, self._drain}
+            await asyncio.wait(told, return_when=asyncio.FIRST_COMPLETED)
             self._state.draining = True
+            log.info("worker.draining", extra={"num_running": self._engine.stats_now().num_running})
             for registration in registrations:
                 registration.report_now()
             settled = group.create_task(self._settled())
@@ -111,6 +128,8 @@ class Serving:
             await asyncio.wait({settled}, timeout=drain_s)
             for task in (*tasks, settled):
                 task.cancel()
+        if self._drain.done():
+            log.info("worker.drained", extra={"returns": self.returns})
 
     async def _sweep(self) -> None:
         """Cancels the requests of gateways that are gone."""
@@ -127,14 +146,18 @@ class Serving:
         raise error
 
     async def _settled(self) -> None:
-        """Returns when no request is left and all blocks for the store have been sent."""
+        """Returns when no request is left and all tokens, and blocks for the store, have been sent."""
         await self._idle()
         await self._state.chains.settled()
+        self._state.router.end()
+        await asyncio.sleep(_SETTLE_POLL_S)  # gateways read the last tokens before the membership ends
 
     async def _idle(self) -> None:
         """Returns when no request is left."""
+        state = self._state
         while True:
             stats = self._engine.stats_now()
-            if stats.num_running + stats.num_waiting + stats.num_reserved + stats.num_held == 0:
+            num_requests = stats.num_running + stats.num_waiting + stats.num_reserved + stats.num_held
+            if not (num_requests or state.num_calls or state.router.has_pending):
                 return
             await asyncio.sleep(_SETTLE_POLL_S)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
@@ -47,6 +48,7 @@ class WorkerState:
         self.layout = layout
         self.router = TokenStreams(kept=kept)
         self.draining = False
+        self.num_calls = 0  # that work on requests now
         self.cached_blocks = CachedBlocks()
         self.chains = chains or ChainQueue(0)
         self.decode_peers = decode_peers or DecodePeers(is_open=True)
@@ -64,7 +66,8 @@ class WorkerState:
     def check_can_serve(self, generation: types_pb2.Generation, *roles: types_pb2.Role.ValueType) -> None:
         """Raises Unavailable, InvalidRequest, Incompatible or Cancelled unless this work can be accepted.
 
-        `roles`: those that do such work, apart from `both`.
+        `roles`: those that do such work, apart from `both`. Work that was accepted is finished, so later steps of it
+        call `check_not_cancelled` alone.
         """
         if self.draining:
             raise Unavailable("this worker is draining")
@@ -80,8 +83,21 @@ class WorkerState:
         adapter = adapter_of(generation.tenant_salt)
         if adapter and adapter not in self.identity.adapter_fingerprints:
             raise Incompatible(f"this worker has no adapter {adapter[:12]}: start all workers with the same --lora")
+        self.check_not_cancelled(generation)
+
+    def check_not_cancelled(self, generation: types_pb2.Generation) -> None:
+        """Raises Cancelled if the request was cancelled before its work arrived here."""
         if generation.request_id in self._cancelled:
             raise Cancelled("the request was cancelled before its work arrived here")
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Counts a call that works on a request, also where the engine does not know of it: draining waits for it."""
+        self.num_calls += 1
+        try:
+            yield
+        finally:
+            self.num_calls -= 1
 
     def remember_cancelled(self, request_id: str) -> None:
         """Refuses work of this request that still arrives."""

@@ -59,6 +59,18 @@ class TokenStreams:
         self._routes: dict[str, _Route] = {}
         self._outboxes: dict[str, _Outbox] = {}
         self._num_readers = 0
+        self._is_over = False
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a gateway that reads its stream has not been sent all tokens."""
+        return any(outbox.pending and outbox.left_at_s is None for outbox in self._outboxes.values())
+
+    def end(self) -> None:
+        """Ends every gateway's stream after what is pending: no more tokens will come."""
+        self._is_over = True
+        for outbox in self._outboxes.values():
+            outbox.changed.set()
 
     def expect_first(self, request_id: str, gateway_id: str) -> asyncio.Future[FirstOutput]:
         """Returns a future of the request's next token; later ones go to the gateway."""
@@ -214,6 +226,8 @@ class TokenStreams:
             while outbox.reader == reader:
                 outbox.changed.clear()
                 if not outbox.pending:
+                    if self._is_over:
+                        return
                     await outbox.changed.wait()
                 else:
                     tokens, outbox.pending = outbox.pending, []

@@ -19,6 +19,7 @@ from services.gateway.control.live_workload import WorkloadEndpoint
 from services.gateway.control.operator_endpoints import OperatorEndpoints
 from services.gateway.control.status_endpoints import ControlEndpoints
 from services.gateway.control.tenant_endpoints import TenantEndpoints
+from services.gateway.control.worker_endpoints import WorkerEndpoints
 from services.gateway.generation_endpoints import GenerationEndpoints
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.browser_guard import BrowserGuard
@@ -67,6 +68,7 @@ class Endpoints:
     tokenizer: TokenizerEndpoints
     control: ControlEndpoints
     operators: OperatorEndpoints
+    workers: WorkerEndpoints
     classes: ClassEndpoints
     tenants: TenantEndpoints
     admission: AdmissionEndpoint
@@ -125,6 +127,7 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app.router.add_post("/reset_prefix_cache", endpoints.operators.reset_prefix_cache)
     app.router.add_get("/halfmoon/v1/cluster", control.cluster)
     app.router.add_get("/halfmoon/v1/requests", control.requests)
+    app.router.add_post("/halfmoon/v1/workers/{name}/drain", endpoints.workers.drain)
     console, classes, admission = endpoints.console, endpoints.classes, endpoints.admission
     app.router.add_get("/halfmoon/v1/requests/{request_id}", console.request)
     app.router.add_get("/halfmoon/v1/series", console.series)

@@ -47,6 +47,7 @@ from services.gateway.control.operator_endpoints import OperatorEndpoints
 from services.gateway.control.status_endpoints import ControlEndpoints
 from services.gateway.control.store_view import StoreView
 from services.gateway.control.tenant_endpoints import TenantEndpoints
+from services.gateway.control.worker_endpoints import WorkerEndpoints
 from services.gateway.detached import DetachedRuns
 from services.gateway.generation import Generation
 from services.gateway.generation_endpoints import GenerationEndpoints
@@ -189,6 +190,7 @@ async def running_gateway(
             TokenizerEndpoints(model, membership, threads, limits, is_cache_shared=settings.shared_cache),
             ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
             OperatorEndpoints(model, cluster, stores, settings),
+            WorkerEndpoints(cluster),
             ClassEndpoints(classes),
             TenantEndpoints(ledger, tenants, stores),
             AdmissionEndpoint(admission),

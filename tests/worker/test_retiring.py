@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from halfmoon.pb import gateway_pb2
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.serving import Serving
@@ -39,9 +41,9 @@ class Worker:
         self.state = WorkerState(gateway_pb2.WorkerIdentity(), cast(Any, None), WorkerMetrics())
         self.stopping: asyncio.Future[None] = loop.create_future()
         self.retiring: asyncio.Future[None] = loop.create_future()
-        work = Serving(
-            cast(ServingEngine, self.engine), self.state, gateway_pb2.WorkerLoad, loop.create_future()
-        ).until_stopped(NOBODY, 0.0, self.stopping, self.retiring)
+        engine = cast(ServingEngine, self.engine)
+        self.serving = Serving(engine, self.state, gateway_pb2.WorkerLoad, loop.create_future())
+        work = self.serving.until_stopped(NOBODY, 0.0, self.stopping, self.retiring)
         self.life = asyncio.create_task(work)
 
     async def retire(self) -> None:
@@ -56,6 +58,32 @@ async def test_who_retires_finishes_what_it_has_accepted() -> None:
     worker = Worker()
     await worker.retire()
     worker.engine.num_running = 0
+    await asyncio.wait_for(worker.life, 60)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+async def test_an_operator_lets_it_finish_and_end(returns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    worker = Worker()
+    await asyncio.sleep(0)
+    worker.serving.drain(returns)
+    worker.serving.drain(not returns)
+    await worker.engine.was_asked_often.wait()
+    assert not worker.life.done()
+    worker.engine.num_running = 0
+    await asyncio.wait_for(worker.life, 60)
+    assert worker.serving.returns == returns
+    (drained,) = [record for record in caplog.records if record.message == "worker.drained"]
+    assert vars(drained)["returns"] == returns
+
+
+async def test_a_call_that_the_engine_does_not_know_of_is_finished(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker()
+    worker.engine.num_running = 0
+    with worker.state.working():
+        worker.retiring.set_result(None)
+        await worker.engine.was_asked_often.wait()
+        assert not worker.life.done()
     await asyncio.wait_for(worker.life, 60)
 
 

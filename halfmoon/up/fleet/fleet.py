@@ -48,12 +48,14 @@ class WorkerFleet:
 
     @property
     def workers(self) -> Sequence[WorkerSpec]:
-        """Returns the specs of the running workers."""
+        """Returns the specs of the running workers. Those that an operator has drained are gone."""
+        present = self._supervisor.names
+        self._workers = [spec for spec in self._workers if spec.name in present]
         return self._workers
 
     def preview(self, planned: UpOptions) -> tuple[WorkerChange, str]:
         """Returns the change, and why it needs `stop_first`, or "". Raises Incompatible if there are too few GPUs."""
-        change = worker_change(self._workers, wanted_workers(planned))
+        change = worker_change(self.workers, wanted_workers(planned))
         change.gpus(self._host_gpus, stop_first=True)
         try:
             change.gpus(self._host_gpus, stop_first=False)
@@ -68,7 +70,7 @@ class WorkerFleet:
         """
         if self._change is not None and not self._change.done():
             raise NoCapacity("another change of the workers is in progress", retry_after_ms=_RETRY_AFTER_MS)
-        change = worker_change(self._workers, wanted_workers(planned))
+        change = worker_change(self.workers, wanted_workers(planned))
         visible = change.gpus(self._host_gpus, stop_first)
         new = [
             self._make(planned, role, self._num_made + offset, start, gpus)

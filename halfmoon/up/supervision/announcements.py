@@ -96,8 +96,11 @@ def progress_bars(terminal: Console) -> Progress:
     return Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
 
 
-def print_awaited(terminal: Console, service: str, event: dict[str, Any]) -> None:
-    """Prints what a child's log event says of ranks that it waits for."""
+def print_event(terminal: Console, service: str, event: dict[str, Any]) -> None:
+    """Prints a child's log event about ranks that it waits for, or about its end after a drain."""
+    if event.get("event") == "worker.drained":
+        rest = "starting it again" if event.get("returns") else "it is not started again"
+        print_trouble(terminal, f"{service} has drained; {rest}")
     if event.get("event") == "ranks.awaited":
         num, address = event["missing"], event["address"]
         text = f"{service} awaits {num} ranks: halfmoon join {address} --ranks {num} --secrets DIR, on another host"

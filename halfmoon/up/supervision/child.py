@@ -1,7 +1,7 @@
 """One child process of `halfmoon up`: what is known of it before it starts, and while it runs.
 
 Its log lines arrive by pipe and are copied to a file. The few events that others act on (`service.ready`,
-`weights.progress`) are read from them.
+`weights.progress`, `worker.drained`) are read from them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Child:
     """Owns one child process, its log file and its announcements.
 
     Its process may be a template, whose child serves and may be replaced, or serve on when the template has died.
-    An expendable child, on trial or being retired, may end without failure or restart.
+    An expendable child, on trial, being retired, or drained for good, may end without failure or restart.
     """
 
     def __init__(
@@ -142,6 +142,8 @@ class Child:
             self._ready_s = asyncio.get_running_loop().time()
             if not self.ready.done():
                 self.ready.set_result(event)
+        if event.get("event") == "worker.drained" and not event.get("returns"):
+            self.is_expendable = True
         if event.get("event") == "service.killed":
             self._on_killed(self, str(event.get("reason", "without a reason")))
         if event.get("event") == "registration.welcome":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from functools import partial
 from pathlib import Path
 
@@ -81,6 +81,11 @@ class Supervisor:
         """Returns the children that run."""
         return tuple(self._children.values())
 
+    @property
+    def names(self) -> Set[str]:
+        """Returns the names of the children that run or are being started again."""
+        return {child.spec.name for child in self._children.values()} | set(self._restarting.values())
+
     async def until_one_ends(self) -> None:
         """Restarts children that end, where allowed. Raises ServiceFailed as soon as one ends for good."""
         while True:
@@ -112,7 +117,7 @@ class Supervisor:
 
     def _on_killed(self, child: Child, reason: str) -> None:
         """Lets the child's template, which waits, fork another one, or ends the template."""
-        wait_s = self._wait_s(child, from_outside=True)
+        wait_s = None if child.is_expendable else self._wait_s(child, from_outside=True)
         if wait_s is None:
             child.process.kill()
         else:

@@ -38,7 +38,9 @@ class Registration:
         sources: SourceLinks,
         process_key: bytes,
         report_s: float = math.inf,
+        on_drain: Callable[[bool], None] = lambda returns: None,
     ) -> None:
+        """`on_drain(returns)`: the gateway wants this worker to finish and end; its supervisor then starts it again."""
         self._gateway = gateway
         self._address = gateway.address
         self._identity = identity
@@ -48,6 +50,7 @@ class Registration:
         self._sources = sources
         self._process_key = process_key
         self._report_s = report_s
+        self._on_drain = on_drain
         self._interval_s = min(_FIRST_INTERVAL_S, report_s)
         self._hurry = asyncio.Event()
         self._logged_reason = ""  # why the gateway is away
@@ -90,6 +93,8 @@ class Registration:
                 elif answer.HasField("cache_members"):
                     workers = answer.cache_members
                     self._sources.change_workers(self._address, workers.joined, workers.left)
+                elif answer.HasField("drain"):
+                    self._on_drain(answer.drain.returns)
                 elif answer.HasField("stores"):
                     await self._sources.name_stores(self._address, answer.stores.addresses)
 

@@ -170,6 +170,8 @@ class Simulation:
                         rate = state.compute_rate
                         serving.add(StoreWriter(engine, sources, chains, metrics.store, lambda: rate.model).run())
                     await serving.until_stopped(cluster.gateways, cluster.drain_s, self._stopping)
+        if self._tasks.pop(worker, None) is not None and serving.returns and not self._stopping.done():
+            await self.start(worker.role)
 
     def _holder_client(self, address: str, kind: HolderKind) -> KVStoreClient:
         return KVStoreClient(address, b"", self._links, self._cluster.credential, kind)

@@ -17,6 +17,7 @@ from halfmoon.pb.decode_pb2 import TokensRequest
 from halfmoon.pb.gateway_pb2 import (
     CacheMembers,
     DecodeMembers,
+    Drain,
     GatewayMessage,
     ResendBlocks,
     Stores,
@@ -71,6 +72,15 @@ class Cluster(ClusterServicer):
     def workers(self) -> list[Worker]:
         """The connected workers."""
         return list(self._workers.values())
+
+    def drain(self, worker_id: str, *, returns: bool) -> None:
+        """Has the worker finish its work and end; `returns`: its supervisor starts it again. Raises Unavailable."""
+        self._order(worker_id, GatewayMessage(drain=Drain(returns=returns)))
+
+    def _order(self, worker_id: str, message: GatewayMessage) -> None:
+        worker = self.worker(worker_id)
+        worker.orders.append(message)
+        worker.has_news.set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` in a task of its own and logs its error. Raises GatewayStopping at the very end."""
@@ -205,6 +215,9 @@ class Cluster(ClusterServicer):
                     await reading
                     return
                 worker.has_news.clear()
+                orders, worker.orders = worker.orders, []
+                for order in orders:
+                    yield order
                 if worker.missed_blocks:
                     worker.missed_blocks = False
                     yield GatewayMessage(resend_blocks=ResendBlocks())

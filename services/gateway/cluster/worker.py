@@ -6,6 +6,7 @@ import asyncio
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb.decode_pb2_grpc import DecodeStub
+from halfmoon.pb.gateway_pb2 import GatewayMessage
 from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
@@ -16,7 +17,7 @@ class Worker:
     """Owns the connection to one member.
 
     `gone` gets the reason when the membership ends. `has_news` is set when there is something to tell the worker:
-    `missed_blocks`, that it has to send all its blocks, or other members or `stores` than it was `told`.
+    `missed_blocks`, that it has to send all its blocks, other members or `stores` than it was `told`, or `orders`.
     """
 
     def __init__(self, member: Member, credential: Credential | None = None) -> None:
@@ -26,6 +27,7 @@ class Worker:
         self.decode = DecodeStub(self.peer.channel)
         self.has_news = asyncio.Event()
         self.missed_blocks = False
+        self.orders: list[GatewayMessage] = []  # of operators
         self.told: set[str] = set()
         self.told_stores: frozenset[str] | None = None
         self.told_caches: set[str] = set()

@@ -24,6 +24,7 @@ from halfmoon.ledger.edits.stored_classes import VersionConflict
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.cluster.token_router import TakenOver
+from services.gateway.cluster.worker_changes import ChangeRefused
 from services.gateway.http.api_keys import WrongKey
 from services.gateway.http.browser_guard import ForeignHost, ForeignOrigin, NotJson
 from services.gateway.http.rate_limits import RateLimited
@@ -57,6 +58,7 @@ _KINDS: dict[type[HalfmoonError], HttpKind] = {
     PreviousNotFound: HttpKind(404, "invalid_request_error", "previous_response_not_found"),
     NotFound: HttpKind(404, "invalid_request_error", "not_found"),
     Refused: HttpKind(429, "rate_limit_error", "slo_would_be_missed"),
+    ChangeRefused: HttpKind(409, "invalid_request_error", "worker_change_refused"),
     VersionConflict: HttpKind(409, "invalid_request_error", "version_conflict"),
     NoCapacity: HttpKind(429, "rate_limit_error", "no_capacity"),
     Unavailable: HttpKind(503, "service_unavailable_error", "unavailable"),

@@ -230,6 +230,8 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.cache_members: set[str] = set()
         self.stores: list[str] | None = None  # None: not told yet
         self.members_changed = asyncio.Event()
+        self.drains: list[bool] = []  # whether it was to return
+        self.answers_orders = True
 
     async def Prefill(self, request: PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[PrefillEvent]:
         self.calls.prefills.append(request)
@@ -381,6 +383,10 @@ class FakeWorker(PrefillServicer, DecodeServicer):
                 self.registered.set()
                 if answer.HasField("resend_blocks"):
                     self.asked_for_blocks.set()
+                if answer.HasField("drain"):
+                    self.drains.append(answer.drain.returns)
+                    if self.answers_orders:
+                        self.loads.put_nowait(WorkerLoad(free_blocks=100, draining=True))
                 if answer.HasField("stores"):
                     self.stores = list(answer.stores.addresses)
                     self.members_changed.set()

@@ -245,6 +245,44 @@ async def test_a_place_that_is_killed_ten_times_is_back_each_time_from_one_templ
     assert set(restarts.reasons) == {"worker ended with SIGKILL"}
 
 
+def drained(*, returns: bool, program: str = TEMPLATE) -> str:
+    """A service that has drained, and ends. The next of its kind serves on."""
+    said = f"print(json.dumps({{'event': 'worker.drained', 'returns': {returns}}}), flush=True)"
+    once = f"once = 'drained'\nif not os.path.exists(once):\n open(once, 'w')\n {said}\n raise SystemExit(0)\n"
+    return program.replace("sys.stdin.read()", once + "sys.stdin.read()")
+
+
+PLAIN = "import json, os, sys\n" + "".join(line for line in TEMPLATE.splitlines(True) if "service.ready" in line)
+
+
+@pytest.mark.parametrize("program", [TEMPLATE, PLAIN + "sys.stdin.read()\n"])
+@pytest.mark.parametrize("returns", [True, False])
+async def test_a_drained_service_is_started_again_only_if_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: bool, program: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    serving, restarts = Serving(), Restarts(1)
+    boss = Supervisor(tmp_path, serving.note, restarts.note)
+    try:
+        await boss.start(spec("lasting", READY.replace('here:1"', 'here:1", "pid": 0') + WAIT))
+        assert await serving.pids.get() == 0
+        arguments = ("-c", drained(returns=returns, program=program))
+        child = await boss.start(ServiceSpec("worker", arguments, {}, restarts=True))
+        async with running(boss.until_one_ends()) as watching, asyncio.timeout(60):
+            first = await serving.pids.get()
+            if returns:
+                assert await serving.pids.get() != first
+                assert boss.names == {"lasting", "worker"}
+            else:
+                await child.ended
+                while "worker" in boss.names:  # noqa: ASYNC110  # nothing else says it
+                    await asyncio.sleep(0)
+            assert not watching.done()
+    finally:
+        await boss.stop()
+    assert restarts.waits_s == [0.0] * returns
+
+
 async def test_a_service_whose_template_is_killed_serves_on_and_starts_cold_when_it_is_killed(tmp_path: Path) -> None:
     serving, restarts = Serving(), Restarts(1)
     boss = Supervisor(tmp_path, serving.note, restarts.note)

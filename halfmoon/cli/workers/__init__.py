@@ -1,0 +1,1 @@
+"""Commands about single workers of a running system. Reading order: `control_api`, `drain`, `restart`."""

@@ -1,0 +1,69 @@
+"""`halfmoon drain` and `halfmoon restart`, at a gateway whose workers are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from halfmoon.cli.workers.control_api import GatewayOptions, control_api
+from halfmoon.cli.workers.drain import until_left
+from halfmoon.cli.workers.restart import restart_one
+from halfmoon.errors import InvalidRequest, Unavailable
+from tests.services.gateway.fakes import FakeWorker, Fleet, running_fleet
+
+
+async def leave(worker: FakeWorker) -> None:
+    """As a worker that has nothing to finish."""
+    while not worker.drains:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    worker.end_registration.set()
+
+
+async def leave_and_return(fleet: Fleet, worker: FakeWorker) -> None:
+    await leave(worker)
+    await fleet.add("d9", "decode")
+
+
+async def test_it_returns_when_the_worker_has_left(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet, control_api(GatewayOptions(gateway=fleet.http)) as api:
+        await fleet.pair()
+        worker = await fleet.add("e0", "decode")
+        leaving = asyncio.create_task(leave(worker))
+        assert (await api.change("e", "drain", {}))["worker_id"] == "e0"
+        await until_left(api, "e0")
+        await leaving
+        assert worker.drains == [False]
+        assert {one["worker_id"] for one in await api.workers()} == {"p0", "d0"}
+
+
+async def test_a_restart_waits_for_the_successor(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet, control_api(GatewayOptions(gateway=fleet.http)) as api:
+        await fleet.pair()
+        worker = await fleet.add("e0", "decode")
+        returning = asyncio.create_task(leave_and_return(fleet, worker))
+        assert await restart_one(api, "e0", force=False) == "e0"
+        assert {one["worker_id"] for one in await api.workers()} == {"p0", "d0", "d9"}
+        await returning
+        assert worker.drains == [True]
+
+
+async def test_a_refusal_says_why(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet, control_api(GatewayOptions(gateway=fleet.http)) as api:
+        await fleet.pair()
+        with pytest.raises(InvalidRequest, match="last worker that can decode"):
+            await restart_one(api, "d0", force=False)
+
+
+async def test_who_does_not_leave_is_told(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet, control_api(GatewayOptions(gateway=fleet.http)) as api:
+        await fleet.pair()
+        with pytest.raises(Unavailable, match=r"still here within 0\.05 s"):
+            await api.until(lambda workers: not workers, 0.05, "still here")
+
+
+async def test_a_gateway_that_is_not_there() -> None:
+    async with control_api(GatewayOptions(gateway="http://127.0.0.1:9")) as api:
+        with pytest.raises(Unavailable, match="does not answer"):
+            await api.workers()
