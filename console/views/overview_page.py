@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import streamlit as st
 
 from console.charts import cluster_map, time_charts
+from console.charts.host_frames import link_row
 from console.charts.inline_svg import drawn
 from console.charts.palette import BLUE, GREEN, GREY, ORANGE, OUTCOMES, PERCENTILES, PURPLE, RED, SKY
+from console.charts.worker_shapes import standing
 from console.gateway_api import GatewayApi
 from console.live import at_once, empty, live
 from console.plain_text import plain
@@ -68,7 +70,7 @@ def targets(classes: Sequence[Mapping[str, Any]], name: str, factor: float = 1.0
 def worker_row(worker: Mapping[str, Any], silent_after_s: float) -> dict[str, Any]:
     """One row of the table."""
     load = worker.get("load") or {}
-    is_ = cluster_map.standing(worker, silent_after_s)
+    is_ = standing(worker, silent_after_s)
     return {
         "worker": worker["worker_id"],
         "role": worker["role"],
@@ -82,6 +84,7 @@ def worker_row(worker: Mapping[str, Any], silent_after_s: float) -> dict[str, An
         "predicted (ms)": _ms(worker.get("predicted_step_s")),
         "cached blocks": worker.get("cached_blocks"),
         "device": worker.get("device"),
+        "host": worker.get("host"),
         "address": worker.get("address"),
         "heard (s ago)": worker.get("age_s"),
     }
@@ -112,6 +115,7 @@ def _draw(gateway_url: str, seen: Seen) -> None:
     else:
         _first_steps(gateway_url, cluster.get("served_model") or "", seen.minutes)
     _table(workers, cluster["silent_after_s"])
+    _links(cluster)
 
 
 def _headline(cluster: Mapping[str, Any]) -> None:
@@ -220,6 +224,17 @@ def _table(workers: Sequence[Mapping[str, Any]], silent_after_s: float) -> None:
         placeholder=NOTHING,
         key="workers",
     )
+
+
+def _links(cluster: Mapping[str, Any]) -> None:
+    """The measured links between hosts, slowest first, where there are several hosts."""
+    links = cluster.get("host_links", ())
+    if len(cluster.get("hosts", ())) < 2 or not links:
+        return
+    table = st.expander("Links between hosts", key="links-table", on_change="rerun", icon=":material/lan:")
+    if table.open:
+        columns = {name: st.column_config.NumberColumn(format="%.2f") for name in ("GB/s", "latency (ms)")}
+        table.dataframe([link_row(link) for link in links], column_config=columns, hide_index=True, key="links")
 
 
 def _scaled(percentiles: Mapping[str, Sequence[float | None]]) -> dict[str, list[float | None]]:

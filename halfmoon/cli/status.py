@@ -1,4 +1,4 @@
-"""`halfmoon status`: which services of a running system are on which host, and whether it serves."""
+"""`halfmoon status`: what of a running system is on which host, how fast their links are, and whether it serves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from halfmoon.cli.profile_store import DEFAULT_STATE_DIR
+from halfmoon.cli.terminal.host_tables import Cluster, hosts_tables
+from halfmoon.rpc.credentials.operator_token import client_token
 from halfmoon.up.state_lock import is_locked
 from halfmoon.up.written_state import ServiceList, read_services
 
-_HEALTH_S = 3.0
+_ANSWER_S = 3.0
 
 
 def status(
@@ -35,6 +37,9 @@ def status(
         terminal.print(f"workers for the gateways at {listed.joins}", highlight=False)
         return
     answer = asyncio.run(health(listed.url)) if listed.url else "the gateways have not started yet"
+    if listed.url and not answer:
+        for table in hosts_tables(asyncio.run(cluster(listed.url, client_token(None, listed.url, state_dir)))):
+            terminal.print(table)
     terminal.print(f"{listed.url} {answer or 'serves'}".strip(), highlight=False)
     raise typer.Exit(1 if answer else 0)
 
@@ -49,15 +54,26 @@ def services_table(listed: ServiceList, now_s: float) -> Table:
 
 async def health(url: str) -> str | None:
     """Returns why the gateways cannot serve, or None if they can."""
-    connector = aiohttp.TCPConnector(ssl=False)  # it is known from the state directory, maybe under another name
     try:
-        async with (
-            aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_HEALTH_S)) as session,
-            session.get(f"{url}/health") as response,
-        ):
+        async with _session() as session, session.get(f"{url}/health") as response:
             return None if response.status == 200 else f"cannot place a request: {(await response.text()).strip()}"
     except (aiohttp.ClientError, TimeoutError) as error:
         return f"does not answer: {error}"
+
+
+async def cluster(url: str, token: str | None) -> Cluster:
+    """Returns the gateway's view of hosts and links; nothing where it does not tell it without a token."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        async with _session() as session, session.get(f"{url}/halfmoon/v1/cluster", headers=headers) as response:
+            return dict(await response.json()) if response.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return {}
+
+
+def _session() -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(ssl=False)  # it is known from the state directory, maybe under another name
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_ANSWER_S))
 
 
 def _duration(seconds: float) -> str:

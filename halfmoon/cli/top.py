@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from halfmoon.cli.terminal.host_tables import links_tables
 from halfmoon.rpc.tls.http_context import client_context
 from halfmoon.up.config.human_bytes import human_bytes
 
@@ -101,6 +102,7 @@ def draw(seen: Snapshot | None, num_workers: int, problem: str | None = None) ->
         _classes(seen),
         *_tenants(seen, num_workers),
         _workers(seen, num_workers),
+        *links_tables(seen.cluster),
     )
 
 
@@ -220,11 +222,12 @@ def _tenants(seen: Snapshot, num_rows: int) -> list[Table]:
 
 def _workers(seen: Snapshot, num_workers: int) -> Table:
     table = Table(box=None, header_style="dim", padding=(0, 1))
-    for name in ("worker", "role", "KV", "run", "wait", "step", "predicted"):
+    hosts = ("host",) if len(seen.cluster.get("hosts", ())) > 1 else ()
+    for name in ("worker", "role", "KV", "run", "wait", "step", "predicted", *hosts):
         table.add_column(name, no_wrap=True)
     ranked = busiest(seen.cluster)
     for worker in ranked[:num_workers]:
-        table.add_row(*_worker(worker, seen.cluster["silent_after_s"]))
+        table.add_row(*_worker(worker, seen.cluster["silent_after_s"]), *(Text(worker[name]) for name in hosts))
     if len(ranked) > num_workers:
         table.caption = f"and {len(ranked) - num_workers} more"
     return table

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from halfmoon.config.section import Section
+from halfmoon.config.section import Section, Texts
 
 HostsName = Literal["this-host", "ray"]
 
@@ -33,4 +33,9 @@ class HostsConfig(Section):
         le=65_000,
         description="with an `address`: port at which workers of other hosts join the first gateway; further gateways "
         "have the next ones; 0 picks free ports",
+    )
+    gateways: Texts = Field(
+        (),
+        description="HOST:PORT of the cluster service of each gateway on other hosts: workers of this host join them, "
+        "too. A DNS name stands for all its addresses, own ones included. All gateways need one `ledger_url`",
     )

@@ -265,6 +265,7 @@ class WorkerIdentity(_message.Message):
     NUM_GATEWAYS_FIELD_NUMBER: _builtins.int
     ADAPTER_FINGERPRINTS_FIELD_NUMBER: _builtins.int
     KEEP_ANSWERS_S_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _types_pb2.Role.ValueType
     address: _builtins.str
@@ -294,9 +295,11 @@ class WorkerIdentity(_message.Message):
     layer_passes: _builtins.int
     """parts in which layers of a load arrive while its step computes; 0: no step waits"""
     num_gateways: _builtins.int
-    """that it registers with; 0: unreported"""
+    """that it is told to register with; 0: unreported"""
     keep_answers_s: _builtins.float
     """how long it keeps an answer after its end, and goes on after its gateway has gone"""
+    host: _builtins.str
+    """name of the host that it runs on; empty: unreported"""
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout: ...
     @_builtins.property
@@ -334,10 +337,11 @@ class WorkerIdentity(_message.Message):
         num_gateways: _builtins.int = ...,
         adapter_fingerprints: _abc.Iterable[_builtins.str] | None = ...,
         keep_answers_s: _builtins.float = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "host", b"host", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -396,6 +400,7 @@ class WorkerLoad(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTED_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_GATEWAYS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -414,6 +419,8 @@ class WorkerLoad(_message.Message):
     """over the sequences of the last step"""
     num_preempted_total: _builtins.int
     """since start"""
+    num_gateways: _builtins.int
+    """most that it has registered with at a time; 0: see the identity"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkSpeed]:
         """to the workers that this one has sent KV to, and from its store"""
@@ -442,10 +449,11 @@ class WorkerLoad(_message.Message):
         steps: _abc.Iterable[Global___StepTiming] | None = ...,
         decisions: _abc.Iterable[Global___DecisionCount] | None = ...,
         num_preempted_total: _builtins.int = ...,
+        num_gateways: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decisions", b"decisions", "draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_preempted_total", b"num_preempted_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "sequence", b"sequence", "steps", b"steps", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decisions", b"decisions", "draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_gateways", b"num_gateways", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_preempted_total", b"num_preempted_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "sequence", b"sequence", "steps", b"steps", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

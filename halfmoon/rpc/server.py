@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.addresses.towards import ALL_ADDRESSES
 from halfmoon.rpc.credentials.access import OPEN_ACCESS, CallAccess
 from halfmoon.rpc.credentials.listeners import check_listener
 from halfmoon.rpc.interceptor import ServiceInterceptor
@@ -106,7 +107,7 @@ def advertised_address(listen: str, port: int, advertise: str | None) -> str:
     if advertise:
         return advertise
     host = listen.rpartition(":")[0]
-    return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]', '') else host}:{port}"
+    return f"{'127.0.0.1' if host in ALL_ADDRESSES else host}:{port}"
 
 
 StopReason = Literal["signal", "orphaned"]

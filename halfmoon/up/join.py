@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +14,7 @@ from uuid import uuid4
 from rich.console import Console
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.addresses.towards import address_towards
 from halfmoon.rpc.credentials.issue import CREDENTIAL_FILE
 from halfmoon.rpc.credentials.sources import FILE_VARIABLE, SECRET_VARIABLE
 from halfmoon.rpc.tls.identity_files import TLS_VARIABLES, paths_in
@@ -108,15 +108,10 @@ def _identity(secrets: Path | None, environment: Mapping[str, str]) -> dict[str,
 
 def _address_towards(gateways: str) -> str:
     """Returns the address of this host from which it reaches the first gateway. Raises InvalidRequest."""
-    host, _, port = gateways.split(",")[0].rpartition(":")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as towards:
-            towards.connect(address)  # sends nothing
-            found: str = towards.getsockname()[0]
+        return address_towards(gateways.split(",")[0].strip())
     except (OSError, ValueError) as error:
         raise InvalidRequest(
             f"{gateways}: give the gateway's HOST:PORT that its `halfmoon up --host-address` printed: {error}",
             param="gateway",
         ) from error
-    return f"[{found}]" if ":" in found else found

@@ -113,7 +113,7 @@ async def _start(context: UpContext, ports: ReservedPorts, fleet: str) -> _Start
     ]
     specs = [trusted(traced(spec, options), secret, certificates) for spec in specs]
     ready = await children_ready([await supervisor.start(spec) for spec in specs])
-    cluster = ",".join(event["address"] for event in ready)
+    cluster = ",".join([*(event["address"] for event in ready), *options.other_gateways])
     on_trouble = partial(print_trouble, terminal)
     metrics = MetricsTargets(options.state_dir, options.metrics_port, ports, on_trouble)
     rooms = {name: room for name, (_, room) in reserved.items()}

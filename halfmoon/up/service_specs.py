@@ -81,8 +81,9 @@ def gateway_spec(
         listen = (*listen, "--sibling-descriptors", json.dumps(siblings))
     certificate = {"--http-tls-cert": options.http_tls_cert, "--http-tls-key": options.http_tls_key}
     tls = tuple(str(part) for name, path in certificate.items() if path is not None for part in (name, path))
-    if number is not None:
-        listen = (*listen, "--num-gateways", str(options.num_gateways))
+    num_gateways = options.num_gateways + len(options.other_gateways)
+    if num_gateways > 1:
+        listen = (*listen, "--num-gateways", str(num_gateways))
     cluster = ("--cluster-listen", cluster_listen)
     served = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec, "--slo", options.slo)
@@ -199,7 +200,7 @@ def worker_spec(
             **_import_path(python),
         },
         restarts=True,
-        num_gateways=cluster.count(",") + 1,
+        num_gateways=cluster.count(",") + 1 - len(options.other_gateways),
         cluster_role="worker",
         role=role,
         start=start,

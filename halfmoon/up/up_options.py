@@ -45,6 +45,7 @@ class UpOptions:
     ray_address: str = "auto"
     host_address: str | None = None  # of this host, for services of others; None: loopback, or Ray's
     cluster_port: int = 0  # of the first gateway, with a host_address; 0: free ports
+    other_gateways: tuple[str, ...] = ()  # HOST:PORT of those on other hosts, which the workers join, too
     joins: str | None = None  # gateways of another host that the workers join (HOST:PORT, separated by commas)
     host: str = "127.0.0.1"
     port: int = 8000
@@ -89,7 +90,14 @@ class UpOptions:
         if self.num_gateways < 1:
             raise InvalidRequest("at least one gateway is needed")
         check_endpoint(self.otlp_endpoint)
-        if self.joins is None and not self.num_both and not (self.num_prefill and self.num_decode):
+        if self.other_gateways and (self.host_address is None or self.ledger_url is None):
+            raise InvalidRequest(
+                "gateways on several hosts reach each other's workers and share a ledger: give --host-address and "
+                "--ledger-url postgresql://USER:PASSWORD@HOST/DATABASE",
+                param="gateways",
+            )
+        is_whole = self.num_both or (self.num_prefill and self.num_decode)
+        if not is_whole and self.joins is None and not self.other_gateways:
             raise InvalidRequest(
                 "nothing could be served: start at least one --prefill and one --decode, or one --both"
             )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import socket
 import uuid
 from contextlib import aclosing
 
@@ -16,6 +17,7 @@ from halfmoon.engine.engine_facts import EngineFacts
 from halfmoon.engine.kv_memory.cuda_memory import CudaMemory
 from halfmoon.kv import frame
 from halfmoon.pb import gateway_pb2
+from halfmoon.rpc.addresses.towards import own_host
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.credentials.listeners import check_listener
@@ -116,7 +118,10 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         services = worker_services(prefill, decode, cache)
         access = CallAccess(credential)
         async with running_server(settings.listen, services, metrics.rpc, tracer=tracer, access=access) as server:
-            address = advertised_address(settings.listen, server.port, settings.advertise)
+            own = await asyncio.to_thread(own_host, settings.listen, settings.gateway)
+            address = advertised_address(
+                settings.listen, server.port, settings.advertise or (own and f"{own}:{server.port}")
+            )
             identity.CopyFrom(_identity(settings, host.facts, profile, address))
             await server.set_serving()
             with metrics_endpoint(settings.listen, settings.metrics_port, metrics.registry):
@@ -202,6 +207,7 @@ def _identity(
         can_fetch=True,
         layer_passes=facts.layer_passes,
         adapter_fingerprints=facts.adapters,
+        host=settings.host_name or socket.gethostname(),
     )
 
 

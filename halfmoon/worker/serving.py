@@ -18,6 +18,7 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
 from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.membership.gateways import Gateways
 from halfmoon.worker.membership.registration import Registration
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving_engine import ServingEngine
@@ -90,19 +91,26 @@ class Serving:
         stopping: asyncio.Future[Any],
         retiring: asyncio.Future[None] | None = None,
     ) -> None:
-        """Serves `gateways` (host:port, comma-separated) until `stopping` is done, then for at most `drain_s` more.
+        """Serves `gateways` until `stopping` is done, then for at most `drain_s` more.
 
+        `gateways`: host:port, comma-separated; a name may stand for several gateways, which come and go.
         `retiring` lets the worker first finish all accepted work, unless `stopping` comes in the meantime. Raises the
         error with which a gateway refuses it, and Unavailable when the engine dies.
         """
         process_key, addresses = secrets.token_bytes(16), [address.strip() for address in gateways.split(",")]
         identity = self._state.identity
         identity.num_gateways, identity.keep_answers_s = len(addresses), self._state.router.kept.keep_s
-        registrations = [
-            Registration(
+
+        def load() -> gateway_pb2.WorkerLoad:
+            report = self._load()
+            report.num_gateways = members_of.most
+            return report
+
+        def registration(address: str) -> Registration:
+            return Registration(
                 Peer(address, self._credential, "gateway"),
                 identity,
-                self._load,
+                load,
                 self._state.cached_blocks.feed(),
                 self._state.decode_peers,
                 self._state.sources,
@@ -110,19 +118,17 @@ class Serving:
                 self._report_s,
                 self.drain,
             )
-            for address in addresses
-        ]
+
+        members_of = Gateways(addresses, registration, self._left)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(registration.run()) for registration in registrations]
-            tasks.append(group.create_task(self._sweep()))
+            tasks = [group.create_task(members_of.run()), group.create_task(self._sweep())]
             tasks.append(group.create_task(self._watch()))
             tasks.extend(map(group.create_task, self._work))
             told = {stopping, retiring or stopping, self._drain}
             await asyncio.wait(told, return_when=asyncio.FIRST_COMPLETED)
             self._state.draining = True
             log.info("worker.draining", extra={"num_running": self._engine.stats_now().num_running})
-            for registration in registrations:
-                registration.report_now()
+            members_of.report_now()
             settled = group.create_task(self._settled())
             await asyncio.wait({stopping, settled}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({settled}, timeout=drain_s)
@@ -130,6 +136,11 @@ class Serving:
                 task.cancel()
         if self._drain.done():
             log.info("worker.drained", extra={"returns": self.returns})
+
+    async def _left(self, gateway: str) -> None:
+        """Forgets what a gateway had named that this worker is no longer a member of."""
+        self._state.decode_peers.forget(gateway)
+        await self._state.sources.forget(gateway)
 
     async def _sweep(self) -> None:
         """Cancels the requests of gateways that are gone."""

@@ -22,7 +22,12 @@ class WorkerSettings(WorkerConfig, QuantizationConfig, ObservedConfig, BaseSetti
     role: Role = Field(description="the phases this worker serves")
     gateway: str = Field(description="host:port of the gateway's cluster service; several separated by commas")
     listen: str = Field("127.0.0.1:0", description="host:port of this worker's own services; port 0 picks one")
-    advertise: str | None = Field(None, description="host:port where others reach this worker, if not --listen")
+    advertise: str | None = Field(
+        None,
+        description="host:port where others reach this worker; default: --listen, or for 0.0.0.0 the address towards "
+        "the gateway",
+    )
+    host_name: str | None = Field(None, description="this host's name for operators; default: its hostname")
     model: str = Field("demo", description="'demo', a directory, a .gguf file or a Hugging Face id")
     model_name: str | None = Field(None, description="name under which the model is served; default: its own")
     lora: Texts = Field(

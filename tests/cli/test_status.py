@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from io import StringIO
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from halfmoon.cli.app import app
-from halfmoon.cli.status import health, services_table
+from halfmoon.cli.status import cluster, health, services_table
+from halfmoon.cli.terminal.host_tables import hosts_tables
+from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerLoad
 from halfmoon.up.state_lock import locked_state_dir
 from halfmoon.up.until_stopped import UpContext, until_stopped
 from halfmoon.up.up_options import UpOptions
 from halfmoon.up.written_state import ListedService, ServiceList, WrittenState, read_services
+from tests.services.gateway.fakes import running_fleet
 
 
 def shown(listed: ServiceList, now_s: float) -> list[list[str]]:
@@ -87,3 +91,28 @@ async def test_a_gateway_that_cannot_place_a_request_says_why() -> None:
         assert await health(url) == "cannot place a request: no prefill worker"
     finally:
         await runner.cleanup()
+
+
+async def test_hosts_and_their_links_are_shown_where_there_are_several(tmp_path: Path) -> None:
+    out = StringIO()
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("p0", "prefill", host="alpha")
+        decode = await fleet.add("d0", "decode", host="beta")
+        link = LinkSpeed(address=decode.address, bandwidth_bytes_per_s=2e9, latency_s=0.25)
+        worker.loads.put_nowait(WorkerLoad(sequence=3, links=[link]))
+        async with asyncio.timeout(60):
+            while fleet.cluster.worker("p0").member.load.sequence != 3:  # noqa: ASYNC110 (a report is no event)
+                await asyncio.sleep(0)
+        seen = await cluster(fleet.http, None)
+    for table in hosts_tables(seen):
+        Console(file=out, width=100).print(table)
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert ["beta", "127.0.0.1", "1", "decode"] in lines
+    assert ["alpha", "beta", "2", "250", "ms", "1"] in lines
+    assert hosts_tables({**seen, "hosts": seen["hosts"][:1]}) == hosts_tables({}) == []
+
+
+async def test_without_the_token_that_it_wants_a_gateway_shows_no_hosts(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, operator_token="o") as fleet:
+        assert await cluster(fleet.http, None) == {}
+        assert (await cluster(fleet.http, "o"))["hosts"] == []

@@ -138,3 +138,15 @@ def test_sparks(values: list[float | None], drawn: str) -> None:
 
 def test_durations() -> None:
     assert [duration(one) for one in (None, 0.0123, 2.5)] == ["–", "12.3 ms", "2.5 s"]
+
+
+def test_workers_of_several_hosts_are_shown_with_their_hosts_and_links() -> None:
+    host: dict[str, Any] = {"addresses": [], "num_workers": {}, "stores": []}
+    link = {"source": "alpha", "target": "beta", "bytes_per_s": 1.25e9, "latency_s": 0.002, "num_links": 4}
+    cluster = {
+        "gateway_id": "g", "uptime_s": 1.0, "silent_after_s": 2.0, "workers": [WORKER | {"host": "beta"}],
+        "hosts": [host | {"name": "alpha"}, host | {"name": "beta"}], "host_links": [link],
+    }  # fmt: skip
+    lines = [line.split() for line in on_terminal(Snapshot(cluster, series(), [])).splitlines()]
+    assert ["alpha", "beta", "1.25", "2", "ms", "4"] in lines
+    assert next(line for line in lines if line[:1] == ["d0"])[-1] == "beta"

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 pytest.importorskip("streamlit")
 
 from console.charts import charts, cluster_map, time_charts
+from console.charts.host_frames import link_row
 from console.charts.palette import SPANS, TTFT_PARTS
+from console.charts.worker_shapes import standing
 from console.forms.class_form import preview_sentence, rules_of, seconds_of
 from console.forms.class_history import change, undo_of
 from console.plain_text import plain
@@ -69,6 +71,45 @@ def test_few_workers_have_their_links() -> None:
     assert of_worker(drawn(CLUSTER)) == {"prefill-1": "serving", "decode-1": "draining"}
 
 
+def on_hosts(num_hosts: int, num_workers: int) -> dict[str, Any]:
+    workers = [
+        worker | {"worker_id": f"{worker['worker_id']}-{host}", "host": f"host-{host}"}
+        for host in range(num_hosts)
+        for role in ("prefill", "decode")
+        for worker in many(num_workers, role)
+    ]
+    link = {"source": "host-0", "target": "host-1", "bytes_per_s": 1.25e9, "latency_s": 0.002, "num_links": 4}
+    return CLUSTER | {"workers": workers, "host_links": [link]}
+
+
+def shown_hosts(root: ElementTree.Element) -> list[str]:
+    return [one.get("data-host", "") for one in root.iter() if one.get("data-host") is not None]
+
+
+def test_workers_of_several_hosts_are_in_frames_with_the_speeds_between_them() -> None:
+    cluster = on_hosts(2, 2)
+    root = drawn(cluster)
+    assert shown_hosts(root) == ["host-0", "host-1"]
+    assert len(of_worker(root)) == 8
+    svg = cluster_map.draw(cluster, STORES)
+    assert "→ host-1 1.25 GB/s" in svg
+    assert "host-0 → host-1: 1.25 GB/s, 2 ms latency, median of 4" in svg
+    assert shown_hosts(drawn(on_hosts(1, 2))) == []
+
+
+def test_64_hosts_with_1024_workers_are_one_drawing() -> None:
+    cluster = on_hosts(64, 8)
+    root = drawn(cluster)
+    assert len(shown_hosts(root)) == 64
+    assert len(of_worker(root)) == 1024
+    assert len(cluster_map.draw(cluster, STORES)) < 600_000
+
+
+def test_a_link_between_hosts_as_a_row() -> None:
+    (link,) = on_hosts(2, 1)["host_links"]
+    assert link_row(link) == {"from": "host-0", "to": "host-1", "GB/s": 1.25, "latency (ms)": 2.0, "links": 4}
+
+
 def test_names_from_elsewhere_are_escaped() -> None:
     evil = '<script>"x"</script>'
     cluster = CLUSTER | {"served_model": evil, "workers": [WORKER | {"worker_id": evil}]}
@@ -87,7 +128,7 @@ def test_names_from_elsewhere_are_escaped() -> None:
     ],
 )
 def test_standings(worker: dict[str, Any], word: str) -> None:
-    assert cluster_map.standing(worker, 1.8).word == word
+    assert standing(worker, 1.8).word == word
     assert of_worker(drawn(CLUSTER | {"workers": [], "departed": [worker]}))[worker["worker_id"]] == word
 
 

@@ -29,6 +29,7 @@ from tests.deploy.manifests import (
     written,
 )
 
+ELSEWHERE = ("advertise", "gateway", "drain-s")  # options that differ from those of Compose
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
 
 
@@ -73,14 +74,17 @@ def test_pods_say_settings_that_there_are(overlay: str) -> None:
 @needs_kubectl
 @each_overlay
 def test_pods_and_compose_start_services_alike(overlay: str) -> None:
-    """Only waiting at the end differs, where state lies, and that a worker is dialled at its pod's address."""
+    """Only waiting at the end differs, where state lies, and the names at which services are dialled."""
     for name, pod in pods(overlay).items():
         here, there = options(container(pod)), options(compose()[name])
         assert here.get("advertise", "").rpartition(":")[2] == there.get("advertise", "").rpartition(":")[2]
-        assert here.items() >= {key: there[key] for key in there if key not in ("advertise", "drain-s")}.items()
+        assert here.items() >= {key: there[key] for key in there if key not in ELSEWHERE}.items()
         assert here.keys() - there.keys() <= {"state-dir", "drain-s", "processes"}
         if ROLES[name] == "worker":
             assert here["advertise"].startswith("$(POD_IP):")
+            assert environment(pod)[f"HALFMOON_{name.upper()}_HOST_NAME"] == {
+                "fieldRef": {"fieldPath": "spec.nodeName"}
+            }
             assert environment(pod)["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
         files = {variable: Path(environment(pod)[variable]) for variable in (FILE_VARIABLE, *TLS_VARIABLES)}
         assert files == {variable: Path(compose()[name]["environment"][variable]) for variable in files}
@@ -92,7 +96,8 @@ def test_pods_and_compose_start_services_alike(overlay: str) -> None:
 @each_overlay
 def test_ports_match_from_the_argument_to_the_service_that_others_dial(overlay: str) -> None:
     services = of_kind(rendered(overlay), "Service")
-    assert set(services) == set(SERVICES)
+    assert set(services) == {*SERVICES, "gateway-cluster"}
+    assert services["gateway-cluster"]["spec"]["clusterIP"] == "None"
     for name, pod in pods(overlay).items():
         own = options(container(pod))
         opened = {
@@ -115,7 +120,9 @@ def test_ports_match_from_the_argument_to_the_service_that_others_dial(overlay: 
             assert service["clusterIP"] == "None"
         said = " ".join(filter(lambda value: isinstance(value, str), [*own.values(), *environment(pod).values()]))
         for peer, port in re.findall(r"\b([a-z][a-z0-9-]*):(\d+)", said):
-            assert int(port) in ports(pods(overlay)[peer]).values()
+            dialled = services[peer]["spec"]
+            assert int(port) in {one["port"] for one in dialled["ports"]}
+            assert int(port) in ports(pods(overlay)[dialled["selector"][NAME]]).values()
 
 
 @needs_kubectl

@@ -6,6 +6,7 @@ import itertools
 import json
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -251,3 +252,24 @@ def test_where_the_operator_token_is_is_told_and_not_the_token(
     print_ready(options, Console(), "http://x:1", "m", [], is_told=is_told)
     said = capsys.readouterr().out
     assert ("in /s/operator_token" in said, "hush" in said) == (is_told, False)
+
+
+def test_workers_join_gateways_of_other_hosts_too(tmp_path: Path) -> None:
+    options = UpOptions(host_address="10.0.0.1", ledger_url="postgresql://l", other_gateways=("gateways.example:7000",))
+    gateway = gateway_spec(options, MODEL)
+    assert gateway.arguments[gateway.arguments.index("--num-gateways") + 1] == "2"
+    joined = ",".join(("10.0.0.1:7000", *options.other_gateways))
+    specs = {spec.name: spec for spec in other_specs(options, MODEL, joined, ["x:2"], "x:3")}
+    prefill = specs["prefill-0"]
+    assert prefill.arguments[prefill.arguments.index("--gateway") + 1] == "10.0.0.1:7000,gateways.example:7000"
+    assert prefill.num_gateways == 1  # it does not wait for those of other hosts
+    UpOptions(**{**OTHERS, "num_prefill": 0, "num_decode": 0})  # a gateway alone
+
+
+OTHERS: dict[str, Any] = {"host_address": "h", "ledger_url": "l", "other_gateways": ("x:1",)}
+
+
+@pytest.mark.parametrize("missing", ["host_address", "ledger_url"])
+def test_gateways_on_several_hosts_need_an_address_and_a_ledger(missing: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"--host-address and --ledger-url"):
+        UpOptions(**{**OTHERS, missing: None})

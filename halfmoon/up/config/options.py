@@ -48,6 +48,7 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
         on=config.hosts.on,
         ray_address=config.hosts.ray_address,
         host_address=config.hosts.address,
+        other_gateways=config.hosts.gateways,
         cluster_port=config.hosts.port if config.hosts.address else 0,
         host=config.gateway.host,
         port=config.gateway.port,

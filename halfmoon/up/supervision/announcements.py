@@ -32,7 +32,9 @@ def print_ready(
         terminal.print(where, highlight=False, markup=False, soft_wrap=True)
     terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
     if options.cluster_port:
-        command = f"halfmoon join {options.host_address}:{options.cluster_port} --role decode --secrets DIR"
+        own = (f"{options.host_address}:{options.cluster_port + number}" for number in range(options.num_gateways))
+        gateways = ",".join([*own, *options.other_gateways])
+        command = f"halfmoon join {gateways} --role decode --secrets DIR"
         terminal.print(f"workers of other hosts: {command}", highlight=False, markup=False, soft_wrap=True)
     terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
     body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from weakref import WeakSet
 
 from halfmoon.pb.gateway_pb2 import BlockEvents
 
@@ -15,7 +16,7 @@ class CachedBlocks:
 
     def __init__(self) -> None:
         self._keys: dict[bytes, None] = {}
-        self._feeds: list[BlockFeed] = []
+        self._feeds: WeakSet[BlockFeed] = WeakSet()  # of the registrations that there are
 
     def change(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
         """Applies one step's changes."""
@@ -34,7 +35,7 @@ class CachedBlocks:
     def feed(self) -> BlockFeed:
         """Creates the feed of one more gateway."""
         made = BlockFeed(self._keys)
-        self._feeds.append(made)
+        self._feeds.add(made)
         return made
 
 

@@ -22,6 +22,10 @@ class DecodePeers:
         """Forgets what the gateway has named: it is about to name all."""
         self._named[gateway] = set()
 
+    def forget(self, gateway: str) -> None:
+        """Forgets a gateway that this worker has left."""
+        self._named.pop(gateway, None)
+
     def change(self, gateway: str, joined: Iterable[str], left: Iterable[str]) -> None:
         """Takes what a gateway says about its members."""
         self._named.setdefault(gateway, set()).difference_update(left)

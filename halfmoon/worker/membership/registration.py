@@ -23,7 +23,7 @@ _TEMPORARY = (Unavailable, DeadlineExceeded, Cancelled)
 
 
 class Registration:
-    """Owns the membership with one gateway, and the connection to it. `run` lasts as long as the worker.
+    """Owns the membership with one gateway, and the connection to it. `run` lasts as long as it `is_wanted`.
 
     Reports at the gateway's interval, or every `report_s` if that is shorter.
     """
@@ -54,15 +54,19 @@ class Registration:
         self._interval_s = min(_FIRST_INTERVAL_S, report_s)
         self._hurry = asyncio.Event()
         self._logged_reason = ""  # why the gateway is away
+        self.is_wanted = True  # after a loss it registers again
 
     def report_now(self) -> None:
         """Sends the next load report at once, because something important changed."""
         self._hurry.set()
 
     async def run(self) -> None:
-        """Registers, and again after every loss. Raises the error with which the gateway refuses this worker."""
+        """Registers, and again after every loss while it is wanted.
+
+        Raises the error with which the gateway refuses this worker.
+        """
         async with self._gateway as peer:
-            while True:
+            while self.is_wanted:
                 try:
                     await self._register(peer)
                     log.warning("registration.ended", extra={"gateway": self._address})

@@ -64,6 +64,12 @@ class SourceLinks:
             if kind == "store" and address not in self.stores:
                 await self.close(address, kind)
 
+    async def forget(self, gateway: str) -> None:
+        """Forgets a gateway that this worker has left, and what it alone had named."""
+        self._workers.pop(gateway, None)
+        await self.name_stores(gateway, ())
+        del self._named[gateway]
+
     def begin_anew(self, gateway: str) -> None:
         """Forgets the workers that the gateway has named: it is about to name all."""
         self._workers[gateway] = set()

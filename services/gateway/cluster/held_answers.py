@@ -60,10 +60,10 @@ class HeldAnswers:
 
     def _would_know(self) -> bool:
         """Whether this is the only gateway, and has been since before anything that is kept was begun."""
-        identities = [member.identity for member in self._cluster.membership.members()]
-        if not identities or any(identity.num_gateways != 1 for identity in identities):
+        members = self._cluster.membership.members()
+        if not members or any(max(one.identity.num_gateways, one.load.num_gateways) != 1 for one in members):
             return False
-        keep_s = max(identity.keep_answers_s for identity in identities)
+        keep_s = max(member.identity.keep_answers_s for member in members)
         return self._seen.has_all_since(self._cluster.clock() - max(self._longest_s, keep_s) - keep_s)
 
     async def _ask(self, worker: Worker, key: bytes, most_s: float) -> list[HeldAnswer]:

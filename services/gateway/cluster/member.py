@@ -51,6 +51,11 @@ class Member:
         return ROLES[self.identity.role]
 
     @property
+    def host(self) -> str:
+        """The host's name, or its address if the worker reports no name."""
+        return self.identity.host or self.identity.address.rpartition(":")[0]
+
+    @property
     def kind(self) -> str:
         """Role and device. Workers of one kind are about equally fast."""
         return f"{self.role} {self.identity.device}"

@@ -20,6 +20,7 @@ from services.gateway.http.received_request import query_number
 from services.gateway.openai.document.docs_page import docs_page
 from services.gateway.openai.document.openapi import openapi_document
 from services.gateway.openai.served_model import ServedModel
+from services.gateway.telemetry.host_links import hosts_of
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 
@@ -97,6 +98,7 @@ class ControlEndpoints:
         now_s = self._cluster.clock()
         membership = self._cluster.membership
         members = list(membership.members())
+        hosts = hosts_of(members, membership.stores)
         shows_links = sum(len(member.load.links) for member in members) <= max_links
         return web.json_response(
             {
@@ -110,6 +112,8 @@ class ControlEndpoints:
                 "heartbeat_interval_s": membership.heartbeat_interval_s,
                 "silent_after_s": membership.silent_after_s,
                 "departed": self._telemetry.recently_left.shown(now_s),
+                "hosts": [host._asdict() for host in hosts.hosts],
+                "host_links": [link._asdict() for link in hosts.links],
                 "workers": [_worker(membership, member, now_s, shows_links) for member in members],
             }
         )
@@ -134,6 +138,7 @@ def _worker(membership: Membership, member: Member, now_s: float, shows_links: b
         "worker_id": identity.worker_id,
         "role": member.role,
         "address": identity.address,
+        "host": member.host,
         "device": identity.device,
         "model": identity.model,
         "pid": identity.pid,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from halfmoon.ledger.models import RequestRow
 from halfmoon.policy.admission.qos_classes import QosClass
@@ -51,7 +51,7 @@ class RecentTelemetry:
     def note_members(self, members: Sequence[Member], now_s: float) -> None:
         """Takes the workers as they are now."""
         self.series.sample(sample_of(members), now_s)
-        self.recently_left.note({member.worker_id: member.role for member in members}, now_s)
+        self.recently_left.note({member.worker_id: Left(member.role, member.host) for member in members}, now_s)
 
     async def follow(self, membership: Membership, clock: Callable[[], float]) -> None:
         """Notes the workers every second, forever."""
@@ -122,20 +122,27 @@ def sample_of(members: Sequence[Member]) -> Sample:
     )
 
 
+class Left(NamedTuple):
+    """What is remembered of a worker that left."""
+
+    role: str
+    host: str
+
+
 class RecentlyLeft:
     """Owns the workers that left a moment ago: the console shows them until they return or are forgotten."""
 
     def __init__(self) -> None:
-        self._present: dict[str, str] = {}
-        self._left: dict[str, tuple[str, float]] = {}  # role, when
+        self._present: dict[str, Left] = {}
+        self._left: dict[str, tuple[Left, float]] = {}  # what left, when
 
-    def note(self, present: Mapping[str, str], now_s: float) -> None:
-        """Takes the current members, with their roles."""
+    def note(self, present: Mapping[str, Left], now_s: float) -> None:
+        """Takes the current members by their ids."""
         for worker_id in self._present.keys() - present.keys():
             self._left[worker_id] = (self._present[worker_id], now_s)
         self._left = {
-            worker_id: (role, left_s)
-            for worker_id, (role, left_s) in list(self._left.items())[-_MAX_LEFT:]
+            worker_id: (left, left_s)
+            for worker_id, (left, left_s) in list(self._left.items())[-_MAX_LEFT:]
             if worker_id not in present and now_s - left_s < _REMEMBERED_S
         }
         self._present = dict(present)
@@ -143,6 +150,6 @@ class RecentlyLeft:
     def shown(self, now_s: float) -> list[dict[str, Any]]:
         """The workers that left, as JSON values."""
         return [
-            {"worker_id": worker_id, "role": role, "left_s_ago": now_s - left_s}
-            for worker_id, (role, left_s) in self._left.items()
+            {"worker_id": worker_id, "role": left.role, "host": left.host, "left_s_ago": now_s - left_s}
+            for worker_id, (left, left_s) in self._left.items()
         ]

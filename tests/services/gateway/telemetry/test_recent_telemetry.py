@@ -13,7 +13,7 @@ from halfmoon.pb.prefill_pb2 import Phase
 from halfmoon.policy.values import AdmissionTargets
 from services.gateway.progress import Progress
 from services.gateway.telemetry.decisions import Decision, Decisions
-from services.gateway.telemetry.recent_telemetry import RecentlyLeft, RecentTelemetry
+from services.gateway.telemetry.recent_telemetry import Left, RecentlyLeft, RecentTelemetry
 from services.gateway.telemetry.time_series import BUCKET_S, Ended, Sample, Series
 from services.gateway.telemetry.timeline import timeline
 
@@ -85,13 +85,14 @@ def test_the_oldest_decisions_go_first() -> None:
 
 def test_a_worker_that_left_is_shown_until_it_is_back() -> None:
     recently_left = RecentlyLeft()
-    recently_left.note({"a": "prefill", "b": "decode"}, 0.0)
-    recently_left.note({"a": "prefill"}, 1.0)
-    assert recently_left.shown(4.0) == [{"worker_id": "b", "role": "decode", "left_s_ago": 3.0}]
-    recently_left.note({"a": "prefill", "b": "decode"}, 5.0)
+    prefill, decode = Left("prefill", "x"), Left("decode", "y")
+    recently_left.note({"a": prefill, "b": decode}, 0.0)
+    recently_left.note({"a": prefill}, 1.0)
+    assert recently_left.shown(4.0) == [{"worker_id": "b", "role": "decode", "host": "y", "left_s_ago": 3.0}]
+    recently_left.note({"a": prefill, "b": decode}, 5.0)
     assert recently_left.shown(5.0) == []
-    recently_left.note({"a": "prefill"}, 6.0)
-    recently_left.note({"a": "prefill"}, 1_000.0)
+    recently_left.note({"a": prefill}, 6.0)
+    recently_left.note({"a": prefill}, 1_000.0)
     assert recently_left.shown(1_000.0) == []
 
 
