@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,13 +29,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.serving import Client, Server
-from halfmoon.engine.checkpoint.checkpoint import DEMO_MODEL, Checkpoint, Quantization, demo_file, prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import (
+    DEMO_MODEL,
+    Checkpoint,
+    Quantization,
+    default_cache_dir,
+    demo_file,
+    prepare_checkpoint,
+)
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.model_runner import ModelRunner
+from halfmoon.engine.native.compiler import compiled
+from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.text.tokenizer import Tokenizer
+from halfmoon.errors import Incompatible
 
 PREFILL_TOKENS = (128, 512, 2048)
 DECODE_BATCHES = (1, 8, 32)
@@ -289,6 +300,14 @@ def print_accuracy(
         print(f"{name:28}{perplexity:14.3f}{divergence:12.5f}{same:14.2%}")
 
 
+def _instructions() -> str:
+    """What the CPU kernels multiply bfloat16 with; empty where they cannot be compiled."""
+    with suppress(Incompatible):
+        library = NativeLibrary(compiled(default_cache_dir()), torch.bfloat16, 1)
+        return f", bfloat16 by {library.bf16_instructions or 'widening'}"
+    return ""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -314,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.llama_cpp is not None:
         subjects["llama.cpp"] = LlamaCppSubject(options.llama_cpp, options.model).measure
     subjects |= {server.name: ServerSubject(server).measure for server in options.server}
-    print(f"{checkpoint.name}, {options.dtype}, {options.device}, {torch.get_num_threads()} threads")
+    print(f"{checkpoint.name}, {options.dtype}, {options.device}, {torch.get_num_threads()} threads{_instructions()}")
     print(table(measure(subjects, options.repeat), "halfmoon" if is_quantised else "transformers"))
     if is_quantised:
         print_accuracy(options.model, options.dtype, options.quantization, options.kv_dtype)

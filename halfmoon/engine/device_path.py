@@ -102,7 +102,7 @@ def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -
     def use_threads(num_threads: int) -> None:
         """Leaves nothing to OpenMP, whose threads would wait for those of other threads of the process (team.h)."""
         library.num_threads = num_threads
-        torch.set_num_threads(1 if library.has_fast_linear else num_threads)
+        torch.set_num_threads(1)
 
     attention = NativeBackend(library, config.block_tokens, model.num_heads, model.num_kv_heads, model.head_dim)
     return DevicePath("native", native_ops(library), library.pack_weight, attention, use_threads)

@@ -128,7 +128,7 @@ def test_a_cached_prefix_is_told_before_anything_is_computed(
 
 def test_a_listener_costs_others_nothing(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    monkeypatch.setattr(WatchedAttention, "attend", None)
+    monkeypatch.setattr(WatchedAttention, "stored", None)
     engine.add(request("nobody listens", prefill_only=True))
     engine.add(request("decodes"))
     assert len(finish(engine)["decodes"]) == 12

@@ -82,15 +82,15 @@ async def test_a_layer_has_arrived_before_the_next_one_is_computed(
     decode = await start_worker("decode")
     written = record_writes(decode, monkeypatch)
     arrived: list[bool] = []
-    attend = WatchedAttention.attend
+    stored = WatchedAttention.stored
 
-    def attend_after_arrival(watched: WatchedAttention, *args: Any) -> Any:
-        if watched._done:
-            num_due = len(arrived) * NUM_LAYERS + watched._done
+    def stored_and_arrived(watched: WatchedAttention, num_layers: int) -> None:
+        stored(watched, num_layers)
+        if num_layers < NUM_LAYERS:
+            num_due = len(arrived) * NUM_LAYERS + num_layers
             arrived.append(wait_for(lambda: len(written) >= num_due))
-        return attend(watched, *args)
 
-    monkeypatch.setattr(WatchedAttention, "attend", attend_after_arrival)
+    monkeypatch.setattr(WatchedAttention, "stored", stored_and_arrived)
     _, tokens = await handed_over(prefill, decode, tiny, prompt_of(num_prompt))
     num_chunks = -(-num_prompt // 40)
     assert arrived == [True] * num_chunks

@@ -1,7 +1,8 @@
 """Reports how far a running step has come, and waits for what it needs, layer by layer.
 
-A model calls `attend` once a layer, in order, and the call stores that layer's K and V first. A step that nobody
-listens to, and that waits for nothing, costs nothing.
+A model calls `attend` once a layer, in order, and the call stores that layer's K and V first; one that computes all
+layers in one call takes `inner` and calls the rest itself. A step that nobody listens to, and that waits for nothing,
+costs nothing.
 """
 
 from __future__ import annotations
@@ -22,34 +23,46 @@ class WatchedAttention:
     """Owns the count of a step's layers that have stored their K and V; attends like `inner`."""
 
     def __init__(self, inner: StepAttention, num_layers: int, watch: LayerWatch) -> None:
-        self._inner = inner
+        self.inner = inner
         self._num_layers = num_layers
         self._watch = watch
         self._done = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
         """See `StepAttention.attend`."""
-        out = self._inner.attend(q, k, v, layer_kv, scale)
+        out = self.inner.attend(q, k, v, layer_kv, scale)
         self._done += 1
-        left = self._num_layers - self._done
-        if self._done % self._watch.every == 0 or (left < self._watch.every and left & (left - 1) == 0):
-            self._watch.notify(self._done)
+        if self.reports(self._done):
+            self.stored(self._done)
         return out
+
+    def reports(self, num_layers: int) -> bool:
+        """Whether the watch is notified once this many layers are stored."""
+        left, every = self._num_layers - num_layers, self._watch.every
+        return num_layers % every == 0 or (left < every and left & (left - 1) == 0)
+
+    def stored(self, num_layers: int) -> None:
+        """Notifies the watch that K and V of the first `num_layers` layers are in memory."""
+        self._watch.notify(num_layers)
 
 
 class GatedAttention:
     """Owns the count of a step's layers that were begun; waits for each at a gate, then attends like `inner`."""
 
     def __init__(self, inner: StepAttention, gate: LayerGate) -> None:
-        self._inner = inner
+        self.inner = inner
         self._gate = gate
         self._begun = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
         """See `StepAttention.attend`. Raises LayerLate."""
-        self._gate.wait(self._begun)
+        self.wait(self._begun)
         self._begun += 1
-        return self._inner.attend(q, k, v, layer_kv, scale)
+        return self.inner.attend(q, k, v, layer_kv, scale)
+
+    def wait(self, layer: int) -> None:
+        """Returns when this layer's K and V are in memory. Raises LayerLate."""
+        self._gate.wait(layer)
 
 
 class DeviceWatch:

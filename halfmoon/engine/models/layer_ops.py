@@ -36,11 +36,14 @@ class RunLayers(Protocol):
     """Computes all layers of a model at once, with the results of the functions of `LayerOps`."""
 
     def takes(self, attention: StepAttention) -> bool:
-        """Whether the step needs nothing between two layers."""
+        """Whether it computes a step with this attention, what is to be called between two layers included."""
         ...
 
     def run(self, hidden: Tensor, positions: Tensor, attention: StepAttention, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns hidden states [num_tokens, hidden_size] without the last layer's contribution, and that."""
+        """Returns hidden states [num_tokens, hidden_size] without the last layer's contribution, and that.
+
+        Raises LayerLate.
+        """
         ...
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import StepAttention
+from halfmoon.engine.attention.watched_attention import GatedAttention, WatchedAttention
 from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.models.layer_ops import LayerWeights
 from halfmoon.engine.models.rotary import Rotary
 from halfmoon.engine.native.attention import NativeBatch
 from halfmoon.engine.native.block_kernels import PackedBlocks, x_room_bytes
 from halfmoon.engine.native.library import NativeLibrary, PackedNumbers
+
+_Between = ctypes.CFUNCTYPE(c_int, c_int64, c_int)
 
 
 class _Matrix(ctypes.Structure):
@@ -43,7 +46,41 @@ class _Step(ctypes.Structure):
         *((name, c_int64) for name in ("head_dim", "hidden_size", "table_stride")),
         *((name, c_float) for name in ("eps", "scale")),
         *((name, c_int) for name in ("is_int8", "num_threads")),
+        ("between", _Between),
+        ("calls", c_char_p),
     )
+
+
+class _Listeners:
+    """What a step calls before and after a layer's attention, from the middle of the kernels' one call."""
+
+    def __init__(self, attention: StepAttention, num_layers: int) -> None:
+        self._gates: list[GatedAttention] = []
+        self._watches: list[WatchedAttention] = []
+        while isinstance(attention, GatedAttention | WatchedAttention):
+            if isinstance(attention, GatedAttention):
+                self._gates.append(attention)
+            else:
+                self._watches.append(attention)
+            attention = attention.inner
+        self.inner = attention
+        reported = [any(watch.reports(layer + 1) for watch in self._watches) for layer in range(num_layers)]
+        self.calls = bytes(bool(self._gates) | is_reported << 1 for is_reported in reported)
+        self.error: BaseException | None = None
+
+    def between(self, layer: int, is_stored: int) -> int:
+        """Returns 1 if the step cannot go on, for which `error` is the reason."""
+        try:
+            if is_stored:
+                for watch in self._watches:
+                    watch.stored(layer + 1)
+            else:
+                for gate in self._gates:
+                    gate.wait(layer)
+        except BaseException as error:  # an exception cannot cross the kernels
+            self.error = error
+            return 1
+        return 0
 
 
 class NativeLayers:
@@ -60,12 +97,13 @@ class NativeLayers:
         self._cos, self._sin = rotary.halves()
 
     def takes(self, attention: StepAttention) -> bool:
-        """Whether the step needs nothing between two layers."""
-        return isinstance(attention, NativeBatch)
+        """See `RunLayers.takes`."""
+        return isinstance(_Listeners(attention, 0).inner, NativeBatch)
 
     def run(self, hidden: Tensor, positions: Tensor, attention: StepAttention, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns hidden states [num_tokens, hidden_size] without the last layer's contribution, and that."""
-        batch, config, library = cast(NativeBatch, attention), self._config, self._library
+        """See `RunLayers.run`."""
+        listeners = _Listeners(attention, len(self._weights))
+        batch, config, library = cast(NativeBatch, listeners.inner), self._config, self._library
         num_tokens, inner = len(hidden), config.intermediate_size
         num_heads = config.num_heads + 2 * config.num_kv_heads
         widths = (config.hidden_size, config.hidden_size, num_heads * config.head_dim, config.q_size, 2 * inner, inner)
@@ -83,8 +121,11 @@ class NativeLayers:
             *(len(self._weights), num_tokens, len(tasks), config.num_heads, config.num_kv_heads),
             *(config.head_dim, config.hidden_size, self._cos.stride(0)),
             *(config.norm_eps, config.head_dim**-0.5, kv.dtype == torch.int8, library.num_threads),
+            *(_Between(listeners.between), listeners.calls if any(listeners.calls) else None),
         )
         library.run_layers(self._table, ctypes.byref(step))
+        if listeners.error is not None:
+            raise listeners.error
         return hidden, delta
 
 

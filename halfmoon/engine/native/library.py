@@ -6,7 +6,7 @@ Tensors are float32 or bfloat16 on the CPU; the functions trust their shapes, wh
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class NativeLibrary:
         self._rotate = _function(library, f"rotate_{suffix}", _ROTATE)
         self._attend = _function(library, f"attend_{suffix}", _ATTEND)
         self.dtype, self.item_size = dtype, 4 // dtype.itemsize  # product.h: numbers per item
-        self.has_fast_linear = bool(_function(library, f"has_fast_linear_{suffix}", (), c_int)())
+        self.bf16_instructions: str = _function(library, "bf16_instructions", (), c_char_p)().decode()
         self.linear = _function(library, f"linear_{suffix}", _LINEAR)
         self.pack_linear = _function(library, f"pack_linear_{suffix}", _PACK_LINEAR)
         self.block_kernels = BlockKernels(library, suffix, dtype, lambda: self.num_threads)
@@ -99,15 +99,15 @@ class NativeLibrary:
         )
 
     def pack_weight(self, weight: Tensor | Blocks) -> Multiply | None:
-        """Packs into our own layout, blocks always, numbers where the product matches oneDNN's (`PackWeight`).
+        """Packs into our own layout (`PackWeight`), unless rows are not whole items.
 
-        1.6x faster than oneDNN up to 8 rows, where oneDNN spends 20 us per call, and equal at 512, both at peak. Here a
-        row's result does not depend on the others, as oneDNN's does in float32.
+        1.6x faster than oneDNN up to 8 rows, where oneDNN spends 20 us per call, and equal at 512, both at peak (with
+        AVX-512; not timed with AMX). Here a row's result does not depend on the others, as oneDNN's does.
         """
         if isinstance(weight, Blocks):
             return PackedBlocks(self.block_kernels, weight)
         num_inputs = weight.shape[1]
-        if not self.has_fast_linear or num_inputs % self.item_size or weight.device.type != "cpu":
+        if num_inputs % self.item_size or weight.device.type != "cpu":
             return pack_onednn(weight)
         return PackedNumbers(self, weight)
 

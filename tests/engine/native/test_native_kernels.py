@@ -1,6 +1,12 @@
-"""The native kernels compute what plain torch computes, in both dtypes, also where sizes are not whole vectors."""
+"""The native kernels compute what plain torch computes, in both dtypes, also where sizes are not whole vectors.
+
+`amx`: in bfloat16 over the emulation of AMX in amx.h, whatever the processor has.
+"""
 
 from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,24 +21,37 @@ from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
 from halfmoon.engine.kv_memory.int8_rows import round_rows
 from halfmoon.engine.models.rotary import rotate
 from halfmoon.engine.native.attention import NativeBackend
-from halfmoon.engine.native.compiler import compiled
+from halfmoon.engine.native.compiler import _compilers, compiled
 from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.errors import Incompatible
 
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 160
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-DTYPES = [torch.float32, torch.bfloat16]
+KINDS = ["float32", "bfloat16", "amx"]
 HEADS = [(9, 3, 64), (4, 4, 16), (8, 2, 80), (8, 1, 128), (2, 2, 256), (96, 1, 32)]  # query heads, KV heads, head size
+ATTENTION = [(kind, *heads) for kind in KINDS for heads in (HEADS[:3] if kind == "amx" else HEADS)]
 
 
-@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
+@cache
+def kernels(kind: str) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "amx":
+            patch.setenv("CC", " ".join([*_compilers()[0], "-DEMULATE_AMX"]))
+        return compiled(default_cache_dir())
+
+
+def library_of(kind: str, num_threads: int) -> NativeLibrary:
+    """Skips AMX on processors whose kernels have no pairs of bfloat16."""
+    library = NativeLibrary(kernels(kind), torch.float32 if kind == "float32" else torch.bfloat16, num_threads)
+    if kind == "amx" and library.bf16_instructions != "amx_bf16":
+        pytest.skip("items are pairs of bfloat16 with AVX-512 BF16 only")
+    return library
+
+
+@pytest.fixture(params=KINDS)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    return NativeLibrary(compiled(default_cache_dir()), request.param, 2)
-
-
-def dtype_of(library: NativeLibrary) -> torch.dtype:
-    return torch.bfloat16 if library.suffix == "bf16" else torch.float32
+    return library_of(request.param, 2)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -53,13 +72,12 @@ def spans(draw: st.DrawFn) -> list[TokenSpan]:
     return drawn
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
+@pytest.mark.parametrize(("kind", "num_heads", "num_kv_heads", "head_dim"), ATTENTION)
 @settings(max_examples=25)
 @given(drawn=spans(), seed=st.integers(0, 99), num_threads=st.sampled_from((1, 2, 5)))
 @pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 def test_attention_equals_the_reference(
-    dtype: torch.dtype,
+    kind: str,
     is_int8: bool,
     num_heads: int,
     num_kv_heads: int,
@@ -68,7 +86,8 @@ def test_attention_equals_the_reference(
     seed: int,
     num_threads: int,
 ) -> None:
-    library = NativeLibrary(compiled(default_cache_dir()), dtype, num_threads)
+    library = library_of(kind, num_threads)
+    dtype = library.dtype
     num_tokens = sum(end - start for _, start, end in drawn)
     heads = random(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=seed)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)  # with a stride, as a model has them
@@ -98,9 +117,9 @@ def ways(draw: st.DrawFn, num_tokens: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (8, 2, 80), (2, 2, 16)])
 @settings(max_examples=20)
 @given(data=st.data(), num_tokens=st.integers(4, 900), num_threads=st.sampled_from((1, 2, 5)))
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
-    dtype: torch.dtype,
+    kind: str,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -108,12 +127,13 @@ def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
     num_tokens: int,
     num_threads: int,
 ) -> None:
+    dtype = library_of(kind, num_threads).dtype
     heads = random(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype) * 3
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
 
     def attended(threads: int, chunks: list[tuple[int, int]], blocks: list[int], neighbours: int) -> Tensor:
-        library = NativeLibrary(compiled(default_cache_dir()), dtype, threads)
+        library = library_of(kind, threads)
         backend = NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
         memory = torch.zeros(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, head_dim, dtype=dtype)
         memory[:, :, : 8 * BLOCK_TOKENS] = 1  # what the neighbours attend to
@@ -136,7 +156,7 @@ def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
 @pytest.mark.parametrize("num_new", [1, 20])
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
 def test_a_broken_key_is_not_hidden(library: NativeLibrary, num_new: int, what: float) -> None:
-    dtype, num_tokens = dtype_of(library), 300
+    dtype, num_tokens = library.dtype, 300
     q, k, v = (random(num_new, 1, 16, dtype=dtype, seed=seed) for seed in range(3))
     memory = random(2, 1, NUM_BLOCKS * BLOCK_TOKENS, 16, dtype=dtype, seed=3)
     memory[0, 0, 7] = what
@@ -158,7 +178,7 @@ def seen_slots(drawn: list[TokenSpan]) -> Tensor:
 @pytest.mark.parametrize("size", [1, 16, 100, 576])
 @pytest.mark.parametrize("num_rows", [1, 70])
 def test_rms_norm_with_and_without_a_residual(library: NativeLibrary, num_rows: int, size: int) -> None:
-    dtype = dtype_of(library)
+    dtype = library.dtype
     x, residual = (random(num_rows, size, dtype=dtype, seed=seed) for seed in (1, 2))
     weight = random(size, dtype=dtype, seed=3)
     total = x + residual
@@ -171,7 +191,7 @@ def test_rms_norm_with_and_without_a_residual(library: NativeLibrary, num_rows: 
 
 
 def test_rms_norm_of_heads_that_are_a_view(library: NativeLibrary) -> None:
-    dtype = dtype_of(library)
+    dtype = library.dtype
     heads = random(5, 6, 64, dtype=dtype)[:, 1:4]
     weight = random(64, dtype=dtype, seed=3)
     expected = functional.rms_norm(heads, (64,), weight, 1e-5)
@@ -182,7 +202,7 @@ def test_rms_norm_of_heads_that_are_a_view(library: NativeLibrary) -> None:
 
 @pytest.mark.parametrize("size", [1, 100, 1536])
 def test_silu_mul_also_of_large_numbers(library: NativeLibrary, size: int) -> None:
-    dtype = dtype_of(library)
+    dtype = library.dtype
     gate_up = random(40, 2 * size, dtype=dtype) * 60
     gate, up = gate_up.chunk(2, dim=-1)
     expected = functional.silu(gate.float()) * up.float()
@@ -192,7 +212,7 @@ def test_silu_mul_also_of_large_numbers(library: NativeLibrary, size: int) -> No
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80])
 def test_rotation_in_place_of_some_heads(library: NativeLibrary, head_dim: int) -> None:
-    dtype = dtype_of(library)
+    dtype = library.dtype
     heads = random(40, 7, head_dim, dtype=dtype)
     positions = torch.arange(40).flip(0) * 3
     angles = torch.rand(120, head_dim // 2, generator=torch.Generator().manual_seed(1)) * 7
@@ -208,7 +228,7 @@ def test_rotation_in_place_of_some_heads(library: NativeLibrary, head_dim: int) 
 def test_a_packed_weight_gives_a_row_the_same_bits_in_any_batch(
     library: NativeLibrary, num_columns: int, num_inputs: int
 ) -> None:
-    dtype = dtype_of(library)
+    dtype = library.dtype
     multiply = library.pack_weight(random(num_columns, num_inputs, dtype=dtype))
     assert multiply is not None
     x = random(300, num_inputs, dtype=dtype, seed=1)
@@ -218,13 +238,13 @@ def test_a_packed_weight_gives_a_row_the_same_bits_in_any_batch(
             assert torch.equal(multiply(x[start : start + num_rows], None), whole[start : start + num_rows]), num_rows
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 96, 130])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 17, 31, 96, 130])
 @pytest.mark.parametrize(("num_columns", "num_inputs"), [(960, 576), (30, 18), (65, 2050), (8, 7)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_packed_weight_multiplies(
     library: NativeLibrary, num_rows: int, num_columns: int, num_inputs: int, with_bias: bool
 ) -> None:
-    dtype = dtype_of(library)
+    dtype = library.dtype
     weight = random(num_columns, num_inputs, dtype=dtype) / num_inputs**0.5
     x = random(num_rows, num_inputs, dtype=dtype, seed=1)
     bias = random(num_columns, dtype=dtype, seed=2) if with_bias else None

@@ -72,15 +72,15 @@ static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, cons
     NAME(row_scales)(&a->format, values, tile->slots, num_keys, tile->value_scales);
   }
   NAME(pack_keys)(&a->format, keys, tile->slots, num_keys, tile->packed);
-  NAME(product)(num_tokens * a->group, KEYS, tile->q, depth, tile->packed, KEYS, tile->scores, KEYS, depth, 0);
+  PRODUCT(num_tokens * a->group, KEYS, tile->q, depth, tile->packed, KEYS, tile->scores, KEYS, depth, 0);
   for (int64_t i = 0; i < num_tokens; i++) {
     int64_t visible = task->first_row_keys + i - first_key;
     visible = visible < 0 ? 0 : visible > num_keys ? num_keys : visible;
     for (int64_t g = 0; g < a->group; g++) NAME(soften)(tile, i * a->group + g, visible, a->head_dim, a->scale, is_int8);
   }
   NAME(pack_values)(&a->format, values, tile->slots, num_keys, tile->packed);
-  NAME(product)(num_tokens * a->group, a->head_dim, (const uint32_t *)tile->scores, KEYS, tile->packed, a->head_dim,
-                tile->out, a->head_dim, KEYS / PACKED, 1);
+  PRODUCT(num_tokens * a->group, a->head_dim, (const uint32_t *)tile->scores, KEYS, tile->packed, a->head_dim,
+          tile->out, a->head_dim, KEYS / PACKED, 1);
 }
 
 static void NAME(write_row)(const float *sums, T *out, float total, int64_t head_dim) {

@@ -2,6 +2,8 @@
 
 #include "vector.h"
 
+#include "amx.h"
+
 #include "team.h"
 
 #include "attention_plan.h"
@@ -36,7 +38,8 @@ static int64_t end_row(long task, int64_t num_rows) {
 #define PAIR(items, low_row, high_row, size) /* every row has items of its own */
 #define STORE_ITEMS(row, j, x) store_f32((row) + (j) * LANES, x)
 #define DOT(sum, item, row) ((sum) + (f32v)((u32v){} + (item)) * (f32v)(row))
-#define LINEAR_PRODUCT NAME(product)
+#define PRODUCT NAME(product)
+#define LINEAR_PRODUCT PRODUCT
 #include "rows.h"
 #include "product.h"
 #include "kv_rows.h"
@@ -91,6 +94,11 @@ static void widen_bf16(float *items, const void *numbers, int64_t size) {
 #endif
 #include "rows.h"
 #include "product.h"
+#ifdef HAS_AMX
+#include "amx_product.h"
+#undef PRODUCT
+#define PRODUCT product_fastest
+#endif
 #include "kv_rows.h"
 #include "attention.h"
 #ifndef HAS_BF16_DOT
@@ -102,12 +110,14 @@ static void widen_bf16(float *items, const void *numbers, int64_t size) {
 #include "quantised_linear.h"
 #include "layers.h"
 
-/* Whether `linear` is what to multiply with: oneDNN has tiles for bfloat16, where the processor has them. */
-int has_fast_linear_f32(void) { return 1; }
-int has_fast_linear_bf16(void) {
-#ifdef __AMX_BF16__
-  return 0;
+/* What multiplies bfloat16, in the words of /proc/cpuinfo; empty where numbers are widened to float32 first. */
+const char *bf16_instructions(void) {
+#ifdef HAS_AMX
+  if (amx_is_permitted) return "amx_bf16";
+#endif
+#ifdef HAS_BF16_DOT
+  return "avx512_bf16";
 #else
-  return 1;
+  return "";
 #endif
 }

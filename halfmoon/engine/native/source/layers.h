@@ -34,6 +34,10 @@ typedef struct {
   int64_t num_layers, num_tokens, num_tasks, num_heads, num_kv_heads, head_dim, hidden_size, table_stride;
   float eps, scale;
   int is_int8, num_threads;
+  /* Called before layer i attends where calls[i] has bit 1, and after it where it has bit 2. Ends the step if it returns
+     anything but 0. */
+  int (*between)(int64_t layer, int is_stored);
+  const uint8_t *calls; /* [num_layers], or 0: nothing is called */
 } layers_step_t;
 #endif
 
@@ -94,10 +98,12 @@ void NAME(run_layers)(const layer_t *layers, const layers_step_t *s) {
     NAME(rotate)(heads, s->cos, s->sin, s->positions, s->num_tokens, s->num_heads + s->num_kv_heads, s->head_dim, stride,
                  s->table_stride, s->num_threads);
     uint8_t *kv = s->kv + i * s->kv_layer_bytes;
+    if (s->calls && s->calls[i] & 1 && s->between(i, 0)) return;
     NAME(attend)(heads, k, v, kv, kv + s->kv_values_bytes, s->attended, s->slots, s->segments, s->runs, s->tasks,
                  s->partials, s->done, s->num_tokens, s->num_tasks, stride, stride, stride, s->kv_head_bytes,
                  s->kv_row_bytes, s->num_kv_heads, s->num_heads / s->num_kv_heads, s->head_dim, s->scale, s->is_int8,
                  s->num_threads);
+    if (s->calls && s->calls[i] & 2 && s->between(i, 1)) return;
     NAME(multiply)(s, &layer->output, s->attended, delta, 0, 0, 0, 0);
     NAME(multiply)(s, &layer->gate_up, delta, s->gate_up, layer->mlp_norm, hidden, 0, s->normed);
     NAME(multiply)(s, &layer->down, s->gate_up, delta, 0, 0, 1, s->gated);
