@@ -2,22 +2,31 @@
 
     python -m benchmarks.speculation --model demo --repeat 3
 
-Greedy answers, one sequence at a time; the texts are equal, or it says so. Ratios above 1: guessing is better.
+Greedy answers, one sequence at a time; the texts are equal, or it says so. Ratios above 1: guessing is better. A model
+of the demo's size edits no code, so those answers are dictated: every step computes and draws, and what a good editor
+would have written counts as drawn.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
+
+from torch import Tensor
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.model_runner import ModelRunner
+from halfmoon.engine.request import EngineRequest, SampledToken, SamplingParams
+from halfmoon.engine.scheduling.scheduler import ScheduledSequence
 from halfmoon.engine.text.tokenizer import Tokenizer
 
 _ROOT = Path(__file__).parents[1]
@@ -26,10 +35,14 @@ _PASSAGE = " ".join((_ROOT / "docs" / "architecture.md").read_text().split()[60:
 _CODE = (_ROOT / "halfmoon" / "engine" / "chunk.py").read_text()
 PROMPTS = {
     "quote": f"Repeat this text word for word:\n\n{_PASSAGE}",
-    "edit code": f"Rename `Chunk` to `Piece` in this file. Answer with the whole file:\n\n```python\n{_CODE}```",
     "chat": "Tell me a story about a lighthouse keeper and a storm.",
     "explain": "What is the difference between a list and a tuple in Python?",
     "summarise": f"Say in your own words what this is about:\n\n{_PASSAGE}",
+}
+_DICTATED = {
+    "rename": ("Rename `Chunk` to `Piece` in this file.", _CODE.replace("Chunk", "Piece")),
+    "strip": ("Remove the docstrings.", re.sub(r'\n\s*""".*?"""', "", _CODE, flags=re.DOTALL)),
+    "log calls": ("Log each call.", re.sub(r"(def (\w+)\(.*?:\n)", r'\1        log.debug("\2")\n', _CODE)),
 }
 
 
@@ -41,9 +54,12 @@ class Subject:
         self._engine = Engine(checkpoint, config)
         self.num_drafts = self.num_right = 0
 
-    def answer(self, prompt: Sequence[int]) -> tuple[list[int], float]:
-        """The answer's tokens, and those after the first each second."""
-        sampling = SamplingParams(max_tokens=_TOKENS, temperature=0, ignore_eos=True)
+    def answer(self, prompt: Sequence[int], dictated: Sequence[int] = ()) -> tuple[list[int], float]:
+        """The answer's tokens, and those after the first each second; `dictated`: what is drawn, if anything."""
+        runner = self._engine._runner
+        assert isinstance(runner, ModelRunner)
+        runner.sample = partial(_dictate, dictated, partial(ModelRunner.sample, runner))  # type: ignore[method-assign]
+        sampling = SamplingParams(max_tokens=len(dictated) or _TOKENS, temperature=0, ignore_eos=True)
         self._engine.add(EngineRequest("one", tuple(prompt), sampling))
         tokens = [output.token_id for output in self._engine.step().outputs]
         while not tokens:
@@ -57,6 +73,32 @@ class Subject:
         return tokens, (len(tokens) - first) / (time.perf_counter() - started_s)
 
 
+def _cases() -> dict[str, tuple[str, str]]:
+    """Questions, and the answers that are dictated."""
+    edits = {
+        name: (f"{what} Answer with the whole file:\n\n```python\n{_CODE}```", f"```python\n{code}```")
+        for name, (what, code) in _DICTATED.items()
+    }
+    return {name: (text, "") for name, text in PROMPTS.items()} | edits
+
+
+def _dictate(
+    text: Sequence[int],
+    sample: Callable[[tuple[ScheduledSequence, ...], Tensor], list[SampledToken]],
+    scheduled: tuple[ScheduledSequence, ...],
+    logits: Tensor,
+) -> list[SampledToken]:
+    """Draws, then puts the text's tokens in the places of those that were drawn."""
+    drawn = sample(scheduled, logits)
+    if not text or not drawn:
+        return drawn
+    (item,) = scheduled
+    following = range(item.sequence.num_output, item.sequence.num_output + item.num_drawn)
+    return [
+        replace(token, token_id=text[min(place, len(text) - 1)]) for token, place in zip(drawn, following, strict=True)
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -67,10 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = Tokenizer(checkpoint)
     subjects = (Subject(checkpoint, "off"), Subject(checkpoint, "ngram"))
     print(f"{'':12}{'off':>10}{'ngram':>10}{'ratio':>8}{'drafts':>8}{'right':>8}   same text")
-    for name, text in PROMPTS.items():
-        prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
+    for name, (text, answer) in _cases().items():
+        prompt, dictated = tokenizer.encode_chat([{"role": "user", "content": text}]), tokenizer.encode(answer)
         subjects[1].num_drafts = subjects[1].num_right = 0
-        runs = [[subject.answer(prompt) for subject in subjects] for _ in range(options.repeat)]
+        runs = [[subject.answer(prompt, dictated) for subject in subjects] for _ in range(options.repeat)]
         rates = [statistics.median(run[which][1] for run in runs) for which in (0, 1)]
         is_same = all(run[0][0] == run[1][0] for run in runs)
         drafts, right = (count // options.repeat for count in (subjects[1].num_drafts, subjects[1].num_right))
