@@ -79,10 +79,11 @@ def test_what_an_extra_brings() -> None:
 
 def test_every_extra_is_whole() -> None:
     packages = {one.name for one in lock.read_lock(LOCK)}
-    for extra in PROJECT["project"]["optional-dependencies"]:
+    for extra in lock.locked_extras(PROJECT):
         roots = [lock.name_of(one) for one in lock.requirements(PROJECT, [extra])]
         found = set(names(LOCK, *roots))
         assert {one for one in roots if one != "torch"} <= found <= packages
+    assert set(PROJECT["project"]["optional-dependencies"]) - set(lock.locked_extras(PROJECT)) == {"vllm"}
     assert {"pytest", "streamlit"} & set(names(LOCK, *map(lock.name_of, lock.requirements(PROJECT, [])))) == set()
 
 
