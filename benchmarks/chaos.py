@@ -3,6 +3,7 @@
     python -m benchmarks.chaos                         every fault that this machine allows
     python -m benchmarks.chaos --list                  their names
     python -m benchmarks.chaos --only 'kill -9' disk   those whose names contain one of these
+    python -m benchmarks.chaos --vllm PYTHON --only 'kill -9 a worker'   over vLLM, which PYTHON has
     python -m benchmarks.chaos --overload 5            ten times the load that fits, for five minutes (simulator)
     python -m benchmarks.chaos --soak 30               mixed traffic, aborts and a kill a minute, for thirty minutes
 
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.chaos_parts.disk_faults import disk_faults
 from benchmarks.chaos_parts.elastic_faults import elastic_faults
-from benchmarks.chaos_parts.fault import Fault
+from benchmarks.chaos_parts.fault import Fault, over_vllm
 from benchmarks.chaos_parts.load import Load
 from benchmarks.chaos_parts.network_faults import network_faults
 from benchmarks.chaos_parts.outage_faults import outage_faults
@@ -75,7 +76,9 @@ async def run_faults(
                     state_dir = folder / f"state-{number}"
                     surroundings = await stack.enter_async_context(fault.around(state_dir))
                     arguments = (*fault.arguments, *surroundings.arguments)
-                    running = running_system(arguments, state_dir, fault.num_workers, surroundings.environment)
+                    running = running_system(
+                        arguments, state_dir, fault.num_workers, surroundings.environment, fault.whole_within_s
+                    )
                     system = await stack.enter_async_context(running)
                 is_simulated = "sim" in fault.arguments
                 if is_simulated not in texts:
@@ -103,6 +106,7 @@ def run_in_namespace(faults: Sequence[Fault], options: argparse.Namespace, folde
     names = [part for fault in faults for part in ("--exactly", fault.name)]
     command = [sys.executable, "-m", "benchmarks.chaos", "--here", "--json", str(out), *names]
     command += ["--unsalted"] if options.unsalted else []
+    command += ["--vllm", str(options.vllm)] if options.vllm else []
     inside = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     subprocess.run([*inside, *command], check=True, stdout=sys.stderr)
     return read_json(out)
@@ -111,7 +115,7 @@ def run_in_namespace(faults: Sequence[Fault], options: argparse.Namespace, folde
 def _chosen(options: argparse.Namespace) -> list[Fault]:
     names = options.exactly or []
     return [
-        fault
+        over_vllm(fault, options.vllm.absolute()) if options.vllm else fault
         for fault in all_faults()
         if (fault.name in names if names else not options.only or any(part in fault.name for part in options.only))
     ]
@@ -124,6 +128,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="faults whose names contain a part")
     parser.add_argument("--exactly", action="append", metavar="NAME", help="the fault of this name; repeat it for more")
     parser.add_argument("--unsalted", action="store_true", help="let prompts be found in caches")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="workers compute with this interpreter's vLLM")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--json", type=Path, help="write the outcomes here")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # already in namespaces of its own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ class Fault:
     """One row of the table.
 
     `act` does it and returns a note. `around` prepares what the system is started in. `ends_system`: the next fault
-    gets a new one. `missing` says why it cannot be tried on this machine. `is_inside_namespace`: it needs a network
-    namespace of its own, which takes root.
+    gets a new one. `whole_within_s`: how long that may take to start, and to be whole again. `missing` says why it
+    cannot be tried on this machine. `is_inside_namespace`: it needs a network namespace of its own, which takes root.
     """
 
     name: str
@@ -50,8 +50,17 @@ class Fault:
     after_s: float = 5.0  # from the load's start
     arguments: tuple[str, ...] = WORKERS
     num_workers: int = 4
+    whole_within_s: float = 240.0
     around: Around = nothing_around
     missing: Callable[[], str | None] = lambda: None
     repeats: bool = False  # whether clients repeat their requests
     ends_system: bool = False
     is_inside_namespace: bool = False
+
+
+def over_vllm(fault: Fault, python: Path) -> Fault:
+    """The same fault with workers over the vLLM of this interpreter, unless its workers are simulated."""
+    if "sim" in fault.arguments:
+        return fault
+    engine = ("--engine", "vllm", "--engine-python", str(python), "--engine-args=--enforce-eager")
+    return replace(fault, arguments=(*fault.arguments, *engine), whole_within_s=900.0)

@@ -17,7 +17,6 @@ from typing import Any
 import aiohttp
 import psutil
 
-_START_S = 240.0
 _STOP_S = 60.0
 _IDLE = ("num_running", "num_waiting", "num_reserved", "num_held")
 
@@ -110,7 +109,11 @@ class System:
 
 @asynccontextmanager
 async def running_system(
-    arguments: Sequence[str], state_dir: Path, num_workers: int, environment: Mapping[str, str]
+    arguments: Sequence[str],
+    state_dir: Path,
+    num_workers: int,
+    environment: Mapping[str, str],
+    whole_within_s: float = 240.0,
 ) -> AsyncIterator[System]:
     """A system whose workers have all joined. Raises RuntimeError if it does not start."""
     port = _free_port()
@@ -123,7 +126,7 @@ async def running_system(
         )
     system = System(process, f"http://127.0.0.1:{port}", state_dir, num_workers)
     try:
-        if not await system.until_whole(_START_S):
+        if not await system.until_whole(whole_within_s):
             said = (state_dir.parent / f"{state_dir.name}.up.log").read_text().strip()
             raise RuntimeError(f"halfmoon up did not start: {said[-200:]}")
         yield system

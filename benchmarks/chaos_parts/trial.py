@@ -13,7 +13,6 @@ from benchmarks.chaos_parts.fault import Fault
 from benchmarks.chaos_parts.load import Load, Stream, run_load
 from benchmarks.chaos_parts.system import System
 
-_BACK_S = 90.0
 _LEAK_AFTER_S = 4.0
 _POLL_S = 0.1
 
@@ -80,7 +79,7 @@ async def try_fault(system: System, fault: Fault, load: Load, here: Any, texts: 
     try:
         note = await fault.act(system, here)
         streams = await run
-        is_whole = await system.until_whole(_BACK_S)
+        is_whole = await system.until_whole(fault.whole_within_s)
     finally:
         following.cancel()
         run.cancel()
