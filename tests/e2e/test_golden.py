@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -29,7 +30,7 @@ PROMPTS = [
 ]
 
 
-async def completion(http: aiohttp.ClientSession, prompt: str, **more: Any) -> dict[str, Any]:
+async def completion(http: aiohttp.ClientSession, prompt: str | Sequence[int], **more: Any) -> dict[str, Any]:
     body = {"model": "demo", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "return_token_ids": True}
     async with http.post("/v1/completions", json=body | more) as response:
         answer: dict[str, Any] = await response.json()

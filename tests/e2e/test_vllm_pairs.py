@@ -11,14 +11,19 @@ import os
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
 import psutil
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
+from halfmoon.engine.checkpoint.adapters import read_adapters
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.policy.placement.ranking import PlacementMode
@@ -26,6 +31,8 @@ from halfmoon.rpc.credentials.child_environment import child_environment
 from tests.e2e.conftest import Reference
 from tests.e2e.system import System, running_system, stored
 from tests.e2e.test_golden import MAX_TOKENS, PROMPTS, check, completion
+from tests.vllm_engine.real_vllm import merged
+from tests.vllm_engine.test_with_vllm import adapter, llama, saved
 
 PYTHON = os.environ.get("HALFMOON_VLLM_PYTHON", "")
 pytestmark = [
@@ -37,6 +44,8 @@ pytestmark = [
 ]
 
 _BLOCK_TOKENS = 64
+_UNCHANGED = MappingProxyType({"quantization": "none"})  # the demo model as numbers
+NAMES = ("sql", "fr")  # of adapters
 _START_S = 600.0  # vLLM imports and compiles for minutes on busy cores
 _ENGINES: Mapping[str, Mapping[str, Any]] = {
     "halfmoon": {},
@@ -56,6 +65,7 @@ async def started(
     prefill: Sequence[str],
     decode: Sequence[str],
     placement: PlacementMode = "kvcache-centric",
+    model: Mapping[str, Any] = _UNCHANGED,
     **settings: Any,
 ) -> AsyncIterator[System]:
     """Workers with these engines and further settings, float32, and a hand-over for each request."""
@@ -63,9 +73,8 @@ async def started(
     groups = {"prefill": [_ENGINES[name] for name in prefill], "decode": [_ENGINES[name] for name in decode]}
     everywhere: dict[str, Any] = {"dtype": "float32", **settings}
     workers = {"all": everywhere, **groups}
-    model = {"quantization": "none"}
     gateway = {"conditional_disaggregation": "off", "placement": placement}
-    config = {"model": model, "workers": workers, "gateway": gateway}
+    config = {"model": dict(model), "workers": workers, "gateway": gateway}
     file.write_text(yaml.safe_dump(config))
     options = ("--config", str(file))
     async with running_system(directory / "state", *options, start_timeout_s=_START_S) as system:
@@ -191,3 +200,35 @@ async def placements(http: aiohttp.ClientSession) -> list[dict[str, Any]]:
     async with http.get("/halfmoon/v1/placements") as response:
         found: list[dict[str, Any]] = await response.json()
         return found
+
+
+async def test_adapters_are_models_of_the_api(tmp_path: Path) -> None:
+    path = saved(llama(), tmp_path / "tiny")
+    named = [adapter(llama(), tmp_path / name, seed, 4) for seed, name in enumerate(NAMES)]
+    model, prompt = {"path": str(path), "lora": named}, [7, *range(100, 190)]
+    load = partial(AutoModelForCausalLM.from_pretrained, path, dtype=torch.float32)
+    references = {
+        "tiny": load(),
+        **{name: merged(load(), one) for name, one in zip(NAMES, read_adapters(named), strict=True)},
+    }
+    async with started(tmp_path, ["vllm"], ["vllm"], model=model) as system, aiohttp.ClientSession(system.url) as http:
+        async with http.get("/v1/models") as response:
+            parents = {one["id"]: one.get("parent") for one in (await response.json())["data"]}
+        assert parents == {"tiny": None, "sql": "tiny", "fr": "tiny"}
+        answers = [await completion(http, prompt, model=name, ignore_eos=True) for name in [*references] * 2]
+        async with http.post("/v1/completions", json={"model": "en", "prompt": prompt}) as response:
+            assert response.status == 404
+    for answer in answers:
+        (choice,) = answer["choices"]
+        assert choice["token_ids"] == greedy(references[answer["model"]], prompt, MAX_TOKENS)
+    assert len({tuple(answer["choices"][0]["token_ids"]) for answer in answers}) == 3
+
+
+def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Tokens of `transformers`."""
+    with torch.inference_mode():
+        output = model.generate(
+            torch.tensor([prompt]), max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False
+        )
+    found: list[int] = output[0, len(prompt) :].tolist()
+    return found
