@@ -59,7 +59,7 @@ def _grammar(constraint: Constraint) -> str:
         check_reference_depth(constraint)
         match constraint.kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_STYLE)
+                return LLMatcher.grammar_from_json_schema(constraint.source, defaults=JSON_STYLE)
             case "choice":
                 choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(constraint.source))
                 if not choices:

@@ -20,8 +20,14 @@ FinishReason = Literal["stop", "length", "cancelled", "error", "constraint"]
 Pooling = Literal["last", "mean"]
 ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 
-JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How llguidance writes JSON: on one line, since a model could add white space forever."""
+JSON_STYLE: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,32})?"}
+"""White space in JSON, as llguidance's options: a space, or a new line and its indentation, but no more in a row.
+
+Models write JSON in either form. Forced out of the form that it has in mind, a small one writes nonsense; with white
+space of any length it may go on forever.
+"""
+ONE_LINE_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON on one line. A schema asks for it under the key `x-guidance`."""
 
 ERROR_TOKEN_ID = -1  # of a row, or of a whole step, that failed
 CONSTRAINT_TOKEN_ID = -2  # of a row whose constraint allows no token, or exceeds its limits

@@ -18,7 +18,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks, check_constraint
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams, TokenOutput
+from halfmoon.engine.request import ONE_LINE_STYLE, Constraint, EngineRequest, SamplingParams, TokenOutput
 from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.errors import InvalidRequest
 from tests.engine.random_schemas import random_schema
@@ -86,6 +86,38 @@ def test_what_is_said_is_what_was_asked_for(demo: Checkpoint) -> None:
 
 
 @pytest.mark.slow
+def accepts(constraint: Constraint, text: str, masks: TokenMasks, tokenizer: Tokenizer, eos: int) -> bool:
+    """Whether the whole text may be the output."""
+    output: list[int] = []
+    for token_id in [*tokenizer.encode(text), eos]:
+        if not masks.allowed(constraint, output)[token_id]:
+            return False
+        output.append(token_id)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("text", "is_free", "is_one_line"),
+    [
+        ('{"name": "Ann", "age": 3}', True, True),
+        ('{"name":"Ann","age":3}', True, False),
+        ('{\n  "name": "Ann",\n  "age": 3\n}', True, False),
+        ('{\n\t"name": "Ann",\n\t"age": 3\n}', True, False),
+        ('{  "name": "Ann", "age": 3}', False, False),
+        ('{\n\n"name": "Ann", "age": 3}', False, False),
+        ("{\n" + " " * 40 + '"name": "Ann", "age": 3}', False, False),
+    ],
+)
+def test_json_has_the_white_space_that_models_write(
+    demo: Checkpoint, text: str, is_free: bool, is_one_line: bool
+) -> None:
+    """But not so much that an output never gets on. A schema can ask for one line."""
+    masks, tokenizer, eos = masks_of(demo), Tokenizer(demo), min(demo.eos_token_ids)
+    assert accepts(json_schema(PERSON), text, masks, tokenizer, eos) == is_free
+    one_line = json_schema({**PERSON, "x-guidance": ONE_LINE_STYLE})
+    assert accepts(one_line, text, masks, tokenizer, eos) == is_one_line
+
+
 def test_random_schemas(demo: Checkpoint) -> None:
     rng = Random(7)
     schemas = [random_schema(rng) for _ in range(NUM_SCHEMAS)]

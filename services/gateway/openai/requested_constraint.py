@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from halfmoon.engine import request as engine
 from halfmoon.errors import InvalidRequest
 from halfmoon.pb.types_pb2 import Constraint
 from services.gateway.http.error_responses import shortened
 from services.gateway.openai.bodies.structured_output import ResponseFormat, StructuredOutputs
+from services.gateway.openai.closed_schema import closed_schema
 
 _MAX_REASON_CHARS = 500
 _KINDS: dict[engine.ConstraintKind, Constraint.Kind.ValueType] = {
@@ -66,17 +67,18 @@ def _of_form(form: ResponseFormat | None) -> engine.Constraint | None:
     if form is None or form.type == "text":
         return None
     schema = form.json_schema.schema_ if form.json_schema else None
-    return _ANY_OBJECT if schema is None else engine.Constraint("json_schema", json.dumps(schema, ensure_ascii=False))
+    if schema is None:
+        return _ANY_OBJECT
+    return engine.Constraint("json_schema", json.dumps(closed_schema(schema), ensure_ascii=False))
 
 
 def _of_structured(body: StructuredOutputs) -> engine.Constraint | None:
     """Raises InvalidRequest for several constraints."""
     constraints: list[engine.Constraint] = []
     if body.json_ is not None:
-        source = body.json_ if isinstance(body.json_, str) else json.dumps(body.json_, ensure_ascii=False)
-        constraints.append(engine.Constraint("json_schema", source))
+        constraints.append(_of_schema(body.json_, body))
     if body.json_object:
-        constraints.append(_ANY_OBJECT)
+        constraints.append(_of_schema({"type": "object"}, body))
     if body.regex is not None:
         constraints.append(engine.Constraint("regex", body.regex))
     if body.choice is not None:
@@ -86,3 +88,12 @@ def _of_structured(body: StructuredOutputs) -> engine.Constraint | None:
     if len(constraints) > 1:
         raise InvalidRequest("structured_outputs: say one of its kinds, not several", param="structured_outputs")
     return constraints[0] if constraints else None
+
+
+def _of_schema(schema: dict[str, Any] | str, body: StructuredOutputs) -> engine.Constraint:
+    """The constraint of a JSON schema. One that comes as text is used as it is."""
+    if isinstance(schema, str):
+        return engine.Constraint("json_schema", schema)
+    closed = schema if body.disable_additional_properties is False else closed_schema(schema)
+    style = {"x-guidance": engine.ONE_LINE_STYLE} if body.disable_any_whitespace else {}
+    return engine.Constraint("json_schema", json.dumps({**closed, **style}, ensure_ascii=False))

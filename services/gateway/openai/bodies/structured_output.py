@@ -44,5 +44,7 @@ class StructuredOutputs(Part):
     structural_tag: None = None
     whitespace_pattern: None = None
     disable_fallback: bool | None = Field(None, description="there is none")
-    disable_any_whitespace: Literal[True] | None = Field(None, description="JSON is always written on one line")
-    disable_additional_properties: Literal[False] | None = None
+    disable_any_whitespace: bool | None = Field(None, description="true: a JSON object is written on one line")
+    disable_additional_properties: bool | None = Field(
+        None, description="false: objects may have properties that the schema does not name"
+    )

@@ -6,13 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from halfmoon.engine.request import JSON_STYLE, Constraint
+from halfmoon.engine.request import JSON_STYLE, ONE_LINE_STYLE, Constraint
 from halfmoon.errors import InvalidRequest
 from services.gateway.openai.bodies.tools import AllowedChoice, FunctionDefinition, NamedTool, Tool, ToolChoice
-
-_MORE_PROPERTIES = frozenset(
-    ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
-)
+from services.gateway.openai.closed_schema import closed_schema
 
 EffectiveChoice = Literal["none", "auto", "required"] | NamedTool
 
@@ -46,7 +43,7 @@ def constraint_of_choice(choice: EffectiveChoice, tools: Sequence[Tool], *, para
     """The constraint of a required call: the named tool's arguments, or a list of calls with name and arguments."""
     if isinstance(choice, NamedTool):
         named = next(tool.function for tool in tools if tool.function.name == choice.function.name)
-        return _json_schema(_closed(named.parameters or {"type": "object"}))
+        return _json_schema(closed_schema(named.parameters or {"type": "object"}))
     if choice != "required":
         return None
     definitions: dict[str, Any] = {}
@@ -59,8 +56,8 @@ def answer_or_calls(answer: Constraint, tools: Sequence[Tool], *, parallel: bool
     """The constraint of an output that is either an answer, by its JSON schema, or calls in the tags of Hermes."""
     definitions: dict[str, Any] = {}
     calls = [_call_schema(tool.function, definitions, "arguments") for tool in tools]
-    call = json.dumps({"anyOf": calls, "$defs": definitions, "x-guidance": JSON_STYLE}, ensure_ascii=False)
-    form = json.dumps({**json.loads(answer.source), "x-guidance": JSON_STYLE}, ensure_ascii=False)
+    call = json.dumps({"anyOf": calls, "$defs": definitions, "x-guidance": ONE_LINE_STYLE}, ensure_ascii=False)
+    form = json.dumps({"x-guidance": JSON_STYLE, **json.loads(answer.source)}, ensure_ascii=False)
     lines = (
         'start: answer | call ("\\n" call)*' if parallel else "start: answer | call",
         f"answer: %json {form}",
@@ -70,27 +67,9 @@ def answer_or_calls(answer: Constraint, tools: Sequence[Tool], *, parallel: bool
     return Constraint("grammar", "\n".join(lines))
 
 
-def _closed(schema: Any) -> Any:
-    """A schema of arguments whose objects have no other properties than it names, unless it says so.
-
-    Functions take no others. Objects that further schemas apply to stay as they are: those may name some.
-    """
-    if not isinstance(schema, dict):
-        return schema
-    closed = dict(schema)
-    for name in ("properties", "$defs", "definitions"):
-        if isinstance(schema.get(name), dict):
-            closed[name] = {key: _closed(value) for key, value in schema[name].items()}
-    for name in ("items", "additionalProperties"):
-        closed |= {name: _closed(schema[name])} if name in schema else {}
-    if isinstance(schema.get("properties"), dict) and not _MORE_PROPERTIES & schema.keys():
-        closed["additionalProperties"] = False
-    return closed
-
-
 def _call_schema(function: FunctionDefinition, definitions: dict[str, Any], arguments: str) -> dict[str, Any]:
     """The schema of one call. Raises InvalidRequest if two tools define different things under one name."""
-    parameters = dict(_closed(function.parameters or {"type": "object"}))
+    parameters = dict(closed_schema(function.parameters or {"type": "object"}))
     for name, definition in parameters.pop("$defs", {}).items():
         if definitions.setdefault(name, definition) != definition:
             raise InvalidRequest(f"tools: two of them have different $defs named {name!r}", param="tools")
@@ -103,4 +82,4 @@ def _call_schema(function: FunctionDefinition, definitions: dict[str, Any], argu
 
 
 def _json_schema(schema: dict[str, Any]) -> Constraint:
-    return Constraint("json_schema", json.dumps(schema, ensure_ascii=False))
+    return Constraint("json_schema", json.dumps({**schema, "x-guidance": ONE_LINE_STYLE}, ensure_ascii=False))

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from halfmoon.engine.request import ONE_LINE_STYLE
 from halfmoon.errors import ConstraintFailed
 from halfmoon.pb.types_pb2 import Constraint
 from tests.services.gateway.fakes import MODEL, Script, running_fleet
@@ -30,11 +31,21 @@ OBJECT = '{"type": "object"}'
                 }
             },
             Constraint.JSON_SCHEMA,
-            json.dumps(SCHEMA, ensure_ascii=False),
+            json.dumps({**SCHEMA, "additionalProperties": False}, ensure_ascii=False),
         ),
         ({"structured_outputs": {"json": OBJECT}}, Constraint.JSON_SCHEMA, OBJECT),
         ({"structured_outputs": {"json": {"type": "object"}}}, Constraint.JSON_SCHEMA, OBJECT),
         ({"structured_outputs": {"json_object": True}}, Constraint.JSON_SCHEMA, OBJECT),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": False}},
+            Constraint.JSON_SCHEMA,
+            json.dumps(SCHEMA, ensure_ascii=False),
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            Constraint.JSON_SCHEMA,
+            json.dumps({"type": "object", "x-guidance": ONE_LINE_STYLE}),
+        ),
         ({"structured_outputs": {"regex": "a+"}}, Constraint.REGEX, "a+"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, Constraint.CHOICE, '["a", "b"]'),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, Constraint.GRAMMAR, 'start: "a"'),
