@@ -8,6 +8,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
 
 from halfmoon.up.written_state import read_services
 from tests.e2e.small_model import small_model
@@ -57,6 +58,46 @@ async def test_a_lost_node_loses_no_answer_and_its_worker_comes_back(cluster: Ra
         cluster.add()
         async with asyncio.timeout(START_S):
             while len(await system.cluster(session)) < 3:
+                await asyncio.sleep(0.1)
+        assert await answer(system, session, 0) == alone[0]
+
+
+def planned(model: Path) -> str:
+    """A plan as `halfmoon plan --nodes 2` writes it: a pair of prefill and decode on each of two nodes."""
+    workers = [
+        {"role": role, "count": 1, "gpu": "cpu", "tp": 1, "pp": 1, "max_batch_tokens": 2048, "chunk_tokens": 512,
+         "max_running": 256, "batching": "chunked", "workers_per_node": 1, "first_node": node,
+         "latency": "roofline:demo"}
+        for node in range(2)
+        for role in ("prefill", "decode")
+    ]  # fmt: skip
+    network = {"bytes_per_s": 6e9, "latency_s": 1e-4, "node_bytes_per_s": 2e10, "handover": "push", "codec": "raw"}
+    targets = {"ttft_s": 2.0, "tpot_s": 0.15, "tbt_s": None, "tbt_of": "longest-tenth"}
+    cluster = {"workers": workers, "network": network, "targets": targets}
+    return yaml.safe_dump({"model": str(model), "handover_codec": "raw", "cluster": cluster})
+
+
+async def test_a_plan_of_two_nodes_survives_one_of_them(cluster: RayCluster, tmp_path: Path) -> None:
+    model, state, plan = small_model(tmp_path / "small"), tmp_path / "state", tmp_path / "plan.yaml"
+    plan.write_text(planned(model))
+    on_ray = ("--on", "ray", "--ray-address", cluster.address, "--plan", str(plan), "--dtype", "float32")
+    async with (
+        running_system(state, *on_ray, "--set", "workers.all.calibrate=never", start_timeout_s=START_S) as system,
+        aiohttp.ClientSession() as session,
+    ):
+        listed = read_services(state)
+        assert listed is not None
+        pids = {service.name: service.pid for service in listed.services}
+        nodes = {name: cluster.node_of(pid) for name, pid in pids.items() if name.startswith(("prefill", "decode"))}
+        assert nodes["prefill-0"] == nodes["decode-0"] != nodes["prefill-1"] == nodes["decode-1"]
+        alone = [await answer(system, session, number) for number in range(6)]
+        running = [asyncio.create_task(answer(system, session, number)) for number in range(6)]
+        await asyncio.sleep(0.3)  # some compute, some wait
+        cluster.kill(nodes["decode-0"])
+        assert [await task for task in running] == alone
+        cluster.add()
+        async with asyncio.timeout(START_S):
+            while len(await system.cluster(session)) < 4:
                 await asyncio.sleep(0.1)
         assert await answer(system, session, 0) == alone[0]
 
