@@ -40,6 +40,12 @@ class GatewayApi:
         """The gateway, its model and its workers, with links if there are at most `max_links`."""
         return self._object(f"/halfmoon/v1/cluster?max_links={max_links}", "workers")
 
+    def change_worker(self, name: str, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Changes a worker: `what` is `role` or `drain`."""
+        path = f"/halfmoon/v1/workers/{quote(name, safe='')}/{what}"
+        changed: dict[str, Any] = self._json(path, "POST", {"by": "console", **body})
+        return changed
+
     def stores(self) -> list[dict[str, Any]]:
         """The KV stores with their figures."""
         return self._list("/halfmoon/v1/stores")

@@ -11,7 +11,8 @@
     ├── DataLoss                     DATA_LOSS             a digest did not match
     ├── Incompatible                 FAILED_PRECONDITION   wrong model, layout or version
     ├── NoCapacity                   RESOURCE_EXHAUSTED    full now; `retry_after_ms` says when to come back
-    ├── Unavailable                  UNAVAILABLE           draining, or the peer is gone
+    ├── Unavailable                  UNAVAILABLE           the peer is starting or gone
+    │   └── StalePlacement           ABORTED               the worker drains, or serves another role by now
     ├── Cancelled                    ABORTED               the request was cancelled during this call
     ├── DeadlineExceeded             DEADLINE_EXCEEDED     a peer did not answer in time
     └── ServiceFailed                INTERNAL              a service's process ended on its own
@@ -106,6 +107,12 @@ class Unavailable(HalfmoonError):
     """The peer is starting, draining or gone; another one may serve the call."""
 
     grpc_status = "UNAVAILABLE"
+
+
+class StalePlacement(Unavailable):
+    """The worker takes no such work any more; whoever placed it did not know yet, and places it again."""
+
+    grpc_status = "ABORTED"
 
 
 class Cancelled(HalfmoonError):

@@ -14,6 +14,7 @@ from console.charts.host_frames import link_row
 from console.charts.inline_svg import drawn
 from console.charts.palette import BLUE, GREEN, GREY, ORANGE, OUTCOMES, PERCENTILES, PURPLE, RED, SKY
 from console.charts.worker_shapes import standing
+from console.forms.worker_form import draw_worker_form
 from console.gateway_api import GatewayApi
 from console.live import at_once, empty, live
 from console.plain_text import plain
@@ -44,7 +45,7 @@ def render(api: GatewayApi) -> None:
     chosen = choice.segmented_control("Last minutes", MINUTES, default=MINUTES[1], format_func=lambda m: f"{m} min")
     minutes = int(chosen or MINUTES[1])
     looks = (partial(api.cluster, cluster_map.MAX_LINKS), api.stores, partial(api.series, minutes), api.classes)
-    live("overview", lambda: Seen(*at_once(*looks), minutes), partial(_draw, api.url))
+    live("overview", lambda: Seen(*at_once(*looks), minutes), partial(_draw, api))
 
 
 def attainment(together: Mapping[str, Any]) -> float | None:
@@ -100,7 +101,7 @@ def busiest(workers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(workers, key=rank)
 
 
-def _draw(gateway_url: str, seen: Seen) -> None:
+def _draw(api: GatewayApi, seen: Seen) -> None:
     cluster, series = seen.cluster, seen.series
     workers = cluster_map.all_workers(cluster)
     _headline(cluster)
@@ -113,8 +114,8 @@ def _draw(gateway_url: str, seen: Seen) -> None:
     if series["age_s"] and (is_working or any(series["requests"]["ended"])):
         _charts(seen)
     else:
-        _first_steps(gateway_url, cluster.get("served_model") or "", seen.minutes)
-    _table(workers, cluster["silent_after_s"])
+        _first_steps(api.url, cluster.get("served_model") or "", seen.minutes)
+    _table(api, workers, cluster["silent_after_s"])
     _links(cluster)
 
 
@@ -203,7 +204,7 @@ def _stacked(
     drawn(svg, f"overview-{name}")
 
 
-def _table(workers: Sequence[Mapping[str, Any]], silent_after_s: float) -> None:
+def _table(api: GatewayApi, workers: Sequence[Mapping[str, Any]], silent_after_s: float) -> None:
     if not workers:
         return
     table = st.expander(
@@ -224,6 +225,8 @@ def _table(workers: Sequence[Mapping[str, Any]], silent_after_s: float) -> None:
         placeholder=NOTHING,
         key="workers",
     )
+    with table:
+        draw_worker_form(api, workers)
 
 
 def _links(cluster: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from halfmoon.cli.up.join import join_command
 from halfmoon.cli.up.up_flags import with_up_flags
 from halfmoon.cli.workers.drain import drain
 from halfmoon.cli.workers.restart import restart
+from halfmoon.cli.workers.role import role
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.rpc.credentials.operator_token import TOKEN_HELP, client_token
 from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
@@ -60,6 +61,7 @@ app.command()(replay)
 app.command()(simulate)
 app.command()(drain)
 app.command()(restart)
+app.command()(role)
 app.command()(status)
 
 

@@ -118,6 +118,9 @@ class GatewayConfig(Section):
     heartbeat_interval_s: float = Field(
         1.0, gt=0, description="workers report at least this often; a worker that misses 3 reports counts as dead"
     )
+    role_dwell_s: float = Field(
+        30.0, ge=0, description="least time between two changes of one worker's role, except by force"
+    )
     drain_s: float = Field(
         10.0,
         ge=0,

@@ -20,6 +20,7 @@ from halfmoon.ledger.history.retention import Retention
 from halfmoon.ledger.history.row_queue import RowQueue
 from halfmoon.ledger.history.tenant_usage import TenantUsage
 from halfmoon.ledger.history.traffic import Traffic
+from halfmoon.ledger.history.worker_changes import WorkerChanges
 from halfmoon.ledger.kept.batches import Batches
 from halfmoon.ledger.kept.stored_files import StoredFiles
 from halfmoon.ledger.kept.stored_responses import StoredResponses
@@ -50,6 +51,7 @@ class Ledger:
         self.files = StoredFiles(database)
         self.batches = Batches(database)
         self.traffic = Traffic(database)
+        self.worker_changes = WorkerChanges(database)
         self.rows = RowQueue[dict[str, Any]](self._insert)
         self._database = database
         self._gateway_id = gateway_id

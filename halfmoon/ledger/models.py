@@ -91,6 +91,22 @@ class AdmissionEditRow(Base):
     mode: Mapped[str | None] = mapped_column(String(16))  # None: each gateway's own setting
 
 
+class WorkerChangeRow(Base):
+    """One change of a worker by an operator."""
+
+    __tablename__ = "worker_changes"
+
+    id: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
+    changed_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    worker_id: Mapped[str] = mapped_column(String(256))
+    before: Mapped[str] = mapped_column(String(16))  # its role
+    after: Mapped[str] = mapped_column(String(16))  # its role, or what became of it
+    epoch: Mapped[int]  # of its role
+    changed_by: Mapped[str] = mapped_column(String(128))
+    is_forced: Mapped[bool]
+    gateway_id: Mapped[str] = mapped_column(String(64))
+
+
 class TenantRow(Base):
     """What a tenant may use. `version` counts its edits, so that none silently overwrites another."""
 

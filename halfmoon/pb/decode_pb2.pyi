@@ -305,18 +305,24 @@ class HandoverOpen(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
+    ROLE_EPOCH_FIELD_NUMBER: _builtins.int
+    role_epoch: _builtins.int
+    """of the decode worker, as the gateway knew it"""
     @_builtins.property
     def generation(self) -> _types_pb2.Generation: ...
     def __init__(
         self,
         *,
         generation: _types_pb2.Generation | None = ...,
+        role_epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_role_epoch", b"_role_epoch", "generation", b"generation", "role_epoch", b"role_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_role_epoch", b"_role_epoch", "generation", b"generation", "role_epoch", b"role_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__role_epoch: _TypeAlias = _typing.Literal["role_epoch"]  # noqa: Y015
+    _WhichOneofArgType__role_epoch: _TypeAlias = _typing.Literal["_role_epoch", b"_role_epoch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__role_epoch) -> _WhichOneofReturnType__role_epoch | None: ...
 
 Global___HandoverOpen: _TypeAlias = HandoverOpen  # noqa: Y015
 

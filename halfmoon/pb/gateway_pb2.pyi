@@ -69,6 +69,7 @@ class GatewayMessage(_message.Message):
     STORES_FIELD_NUMBER: _builtins.int
     CACHE_MEMBERS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    CHANGE_ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -81,6 +82,8 @@ class GatewayMessage(_message.Message):
     def cache_members(self) -> Global___CacheMembers: ...
     @_builtins.property
     def drain(self) -> Global___Drain: ...
+    @_builtins.property
+    def change_role(self) -> Global___RoleChange: ...
     def __init__(
         self,
         *,
@@ -90,12 +93,13 @@ class GatewayMessage(_message.Message):
         stores: Global___Stores | None = ...,
         cache_members: Global___CacheMembers | None = ...,
         drain: Global___Drain | None = ...,
+        change_role: Global___RoleChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_members", b"cache_members", "decode_members", b"decode_members", "drain", b"drain", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_members", b"cache_members", "change_role", b"change_role", "decode_members", b"decode_members", "drain", b"drain", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_members", b"cache_members", "decode_members", b"decode_members", "drain", b"drain", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_members", b"cache_members", "change_role", b"change_role", "decode_members", b"decode_members", "drain", b"drain", "message", b"message", "resend_blocks", b"resend_blocks", "stores", b"stores", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resend_blocks", "decode_members", "stores", "cache_members", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resend_blocks", "decode_members", "stores", "cache_members", "drain", "change_role"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -221,6 +225,33 @@ class Drain(_message.Message):
 Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
+class RoleChange(_message.Message):
+    """The worker serves another role from now on; what it has accepted finishes. Its next load report says whether it took
+    the change: it ignores one that was decided under another epoch than its own.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    role: _types_pb2.Role.ValueType
+    epoch: _builtins.int
+    """under which it was decided"""
+    def __init__(
+        self,
+        *,
+        role: _types_pb2.Role.ValueType = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleChange: _TypeAlias = RoleChange  # noqa: Y015
+
+@_typing.final
 class ResendBlocks(_message.Message):
     """A message of block events was missing: the worker restarts with a snapshot."""
 
@@ -264,6 +295,8 @@ class WorkerIdentity(_message.Message):
     LAYER_PASSES_FIELD_NUMBER: _builtins.int
     NUM_GATEWAYS_FIELD_NUMBER: _builtins.int
     ADAPTER_FINGERPRINTS_FIELD_NUMBER: _builtins.int
+    ROLE_EPOCH_FIELD_NUMBER: _builtins.int
+    CAN_CHANGE_ROLE_FIELD_NUMBER: _builtins.int
     KEEP_ANSWERS_S_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
@@ -296,6 +329,9 @@ class WorkerIdentity(_message.Message):
     """parts in which layers of a load arrive while its step computes; 0: no step waits"""
     num_gateways: _builtins.int
     """that it is told to register with; 0: unreported"""
+    role_epoch: _builtins.int
+    """how often the role was changed since the process started"""
+    can_change_role: _builtins.bool
     keep_answers_s: _builtins.float
     """how long it keeps an answer after its end, and goes on after its gateway has gone"""
     host: _builtins.str
@@ -336,12 +372,14 @@ class WorkerIdentity(_message.Message):
         layer_passes: _builtins.int = ...,
         num_gateways: _builtins.int = ...,
         adapter_fingerprints: _abc.Iterable[_builtins.str] | None = ...,
+        role_epoch: _builtins.int = ...,
+        can_change_role: _builtins.bool = ...,
         keep_answers_s: _builtins.float = ...,
         host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "host", b"host", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_change_role", b"can_change_role", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "host", b"host", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "role_epoch", b"role_epoch", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,6 +439,9 @@ class WorkerLoad(_message.Message):
     DECISIONS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTED_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_GATEWAYS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    ROLE_EPOCH_FIELD_NUMBER: _builtins.int
+    ROLE_AGE_S_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -421,6 +462,11 @@ class WorkerLoad(_message.Message):
     """since start"""
     num_gateways: _builtins.int
     """most that it has registered with at a time; 0: see the identity"""
+    role: _types_pb2.Role.ValueType
+    """and its epoch: of the identity, unless changed since; unspecified: unreported"""
+    role_epoch: _builtins.int
+    role_age_s: _builtins.float
+    """since the change"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkSpeed]:
         """to the workers that this one has sent KV to, and from its store"""
@@ -450,10 +496,13 @@ class WorkerLoad(_message.Message):
         decisions: _abc.Iterable[Global___DecisionCount] | None = ...,
         num_preempted_total: _builtins.int = ...,
         num_gateways: _builtins.int = ...,
+        role: _types_pb2.Role.ValueType = ...,
+        role_epoch: _builtins.int = ...,
+        role_age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decisions", b"decisions", "draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_gateways", b"num_gateways", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_preempted_total", b"num_preempted_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "sequence", b"sequence", "steps", b"steps", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decisions", b"decisions", "draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_gateways", b"num_gateways", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_preempted_total", b"num_preempted_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "role", b"role", "role_age_s", b"role_age_s", "role_epoch", b"role_epoch", "sequence", b"sequence", "steps", b"steps", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

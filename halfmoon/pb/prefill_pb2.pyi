@@ -54,6 +54,8 @@ class PrefillRequest(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     IS_DEGRADED_FIELD_NUMBER: _builtins.int
     IS_COPY_FIELD_NUMBER: _builtins.int
+    ROLE_EPOCH_FIELD_NUMBER: _builtins.int
+    DECODE_ROLE_EPOCH_FIELD_NUMBER: _builtins.int
     CHOOSES_CODEC_FIELD_NUMBER: _builtins.int
     decode_address: _builtins.str
     """empty: this worker decodes it too (role "both")"""
@@ -63,6 +65,10 @@ class PrefillRequest(_message.Message):
     """lossy KV of this request is for it alone: others need not bear it"""
     is_copy: _builtins.bool
     """nobody waits for it: it is loaded ahead of need, or NOT_FOUND if there is nothing to load"""
+    role_epoch: _builtins.int
+    """this worker's, as the gateway knew it; ABORTED if it has another by now"""
+    decode_role_epoch: _builtins.int
+    """likewise the decode worker's"""
     chooses_codec: _builtins.bool
     """the worker takes RAW, a lossless codec or kv_codec, whichever is quickest over the link"""
     @_builtins.property
@@ -80,13 +86,22 @@ class PrefillRequest(_message.Message):
         sources: _abc.Iterable[Global___KVSource] | None = ...,
         is_degraded: _builtins.bool = ...,
         is_copy: _builtins.bool = ...,
+        role_epoch: _builtins.int | None = ...,
+        decode_role_epoch: _builtins.int | None = ...,
         chooses_codec: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch", "_role_epoch", b"_role_epoch", "decode_role_epoch", b"decode_role_epoch", "generation", b"generation", "role_epoch", b"role_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chooses_codec", b"chooses_codec", "decode_address", b"decode_address", "generation", b"generation", "is_copy", b"is_copy", "is_degraded", b"is_degraded", "kv_codec", b"kv_codec", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch", "_role_epoch", b"_role_epoch", "chooses_codec", b"chooses_codec", "decode_address", b"decode_address", "decode_role_epoch", b"decode_role_epoch", "generation", b"generation", "is_copy", b"is_copy", "is_degraded", b"is_degraded", "kv_codec", b"kv_codec", "role_epoch", b"role_epoch", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__decode_role_epoch: _TypeAlias = _typing.Literal["decode_role_epoch"]  # noqa: Y015
+    _WhichOneofArgType__decode_role_epoch: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch"]  # noqa: Y015
+    _WhichOneofReturnType__role_epoch: _TypeAlias = _typing.Literal["role_epoch"]  # noqa: Y015
+    _WhichOneofArgType__role_epoch: _TypeAlias = _typing.Literal["_role_epoch", b"_role_epoch"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_role_epoch) -> _WhichOneofReturnType__decode_role_epoch | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__role_epoch) -> _WhichOneofReturnType__role_epoch | None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 

@@ -7,12 +7,13 @@ from typing import Literal, NamedTuple
 
 MAX_REFUSALS = 3  # attempts in a row without a token
 MAX_FAILOVERS = 2  # attempts that failed after some tokens
+_MAX_STALE = 20  # attempts at workers that no longer take such work; gateways know within a moment
 _USUAL_PAUSE_MS, _LONGEST_PAUSE_MS = 100, 1_000  # before workers that refused it are tried again
 _SHORTEST_RETRY_MS, _LONGEST_RETRY_MS = 10, 10_000  # `retry_ms_when_full`
 
-Reason = Literal["no room", "lost", "decode lost"]
-"""Why an attempt failed: the decode worker has no room, one of the workers was lost or gave up, or it was the decode
-worker for certain."""
+Reason = Literal["no room", "lost", "decode lost", "stale"]
+"""Why an attempt failed: the decode worker has no room, one of the workers was lost or gave up, it was the decode
+worker for certain, or one of them drains or has changed its role."""
 
 
 class FailedAttempt(NamedTuple):
@@ -35,6 +36,7 @@ class Retries:
         self._num_refusals = 0  # refusals that count towards giving up
         self._num_in_row = 0  # refusals of any kind
         self._num_failovers = 0
+        self._num_stale = 0
         self._has_tokens = False
         self._has_lost = False
         self._last: FailedAttempt | None = None
@@ -61,16 +63,18 @@ class Retries:
     def add(self, attempt: FailedAttempt) -> bool:
         """Adds a failed attempt. Returns whether there may be another one."""
         self._has_tokens |= attempt.gave_tokens
-        self._has_lost |= attempt.reason != "no room"
+        self._has_lost |= attempt.reason not in ("no room", "stale")
+        self._num_stale += attempt.reason == "stale"
         self._num_failovers += attempt.gave_tokens
-        self._num_in_row = 0 if attempt.gave_tokens else self._num_in_row + 1
+        self._num_in_row = 0 if attempt.gave_tokens else self._num_in_row + (attempt.reason != "stale")
         if attempt.gave_tokens:
             self._num_refusals = 0
-        elif not (self._has_tokens and attempt.reason == "no room"):
+        elif attempt.reason != "stale" and not (self._has_tokens and attempt.reason == "no room"):
             self._num_refusals += 1
         self._last = attempt
         self._since_pause.append(attempt)
-        return self._num_refusals < MAX_REFUSALS and self._num_failovers <= MAX_FAILOVERS
+        few_stale = self._num_stale <= _MAX_STALE
+        return few_stale and self._num_refusals < MAX_REFUSALS and self._num_failovers <= MAX_FAILOVERS
 
     def exclusions(self) -> list[tuple[str, ...]]:
         """Sets of workers to avoid, the most cautious first.
@@ -82,7 +86,7 @@ class Retries:
         if not self._since_pause:
             return [()]
         decodes = tuple(attempt.decode for attempt in self._since_pause)
-        prefills = tuple(attempt.prefill for attempt in self._since_pause if attempt.reason == "lost")
+        prefills = tuple(attempt.prefill for attempt in self._since_pause if attempt.reason in ("lost", "stale"))
         full = tuple(attempt.decode for attempt in self._since_pause if attempt.reason == "no room")
         return [(*decodes, *prefills), decodes, (*full, *prefills)] if prefills else [decodes]
 

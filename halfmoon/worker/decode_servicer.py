@@ -157,7 +157,7 @@ class _Reception:
     async def _act(self, effect: Effect) -> int:
         match effect:
             case Reserve(whole, body):
-                return await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, body).generation)
+                return await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, body))
             case Write(part, payload, codec, dtype):
                 self._is_rounded |= dtype == "int8" != self._state.layout.dtype
                 await self._engine.kv_write(
@@ -185,8 +185,9 @@ class _Reception:
         if self._reserved:
             await self._engine.cancel(self._generation.request_id)
 
-    async def _reserve(self, whole: KVRange, generation: types_pb2.Generation) -> int:
-        self._state.check_can_serve(generation, types_pb2.DECODE)
+    async def _reserve(self, whole: KVRange, opened: decode_pb2.HandoverOpen) -> int:
+        generation, epoch = opened.generation, opened.role_epoch if opened.HasField("role_epoch") else None
+        self._state.check_can_serve(generation, types_pb2.DECODE, epoch=epoch)
         self._state.router.check_listening(generation.gateway_id)
         layout = self._state.layout
         num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)

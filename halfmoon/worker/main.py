@@ -205,6 +205,7 @@ def _identity(
         tensor_parallel=facts.tensor_parallel,
         pipeline_parallel=facts.pipeline_parallel,
         can_fetch=True,
+        can_change_role=True,
         layer_passes=facts.layer_passes,
         adapter_fingerprints=facts.adapters,
         host=settings.host_name or socket.gethostname(),

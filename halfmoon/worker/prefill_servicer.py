@@ -70,7 +70,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         """See prefill.proto."""
         keeping = () if request.decode_address else (types_pb2.DECODE,)
-        self._state.check_can_serve(request.generation, types_pb2.PREFILL, *keeping)
+        epoch = request.role_epoch if request.HasField("role_epoch") else None
+        self._state.check_can_serve(request.generation, types_pb2.PREFILL, *keeping, epoch=epoch)
         sources = holders_from(request.sources)
         if request.is_copy:
             events = self._first_only(request.generation, sources, must_load=True)
@@ -103,7 +104,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         layout = self._state.layout
         num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)
-        body = decode_pb2.HandoverOpen(generation=generation).SerializeToString()
+        epoch = request.decode_role_epoch if request.HasField("decode_role_epoch") else None
+        body = decode_pb2.HandoverOpen(generation=generation, role_epoch=epoch).SerializeToString()
         await self._channels.close_idle(has_left=self._state.decode_peers.has_left)
         called_s = now_s()
         prefill = current_span()
@@ -181,7 +183,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Keeps the request here (a worker that decodes); further tokens go to the gateway's token stream."""
         self._state.router.check_listening(generation.gateway_id)
-        if self._state.identity.role == types_pb2.DECODE:
+        if self._state.role.role == types_pb2.DECODE:
             self._check_room(generation)
         async with PrefillRequestScope(
             self._engine, self._state, generation, prefill_only=False, restorer=self._restorer, sources=sources

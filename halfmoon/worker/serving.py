@@ -22,7 +22,7 @@ from halfmoon.worker.membership.gateways import Gateways
 from halfmoon.worker.membership.registration import Registration
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving_engine import ServingEngine
-from halfmoon.worker.state import WorkerState
+from halfmoon.worker.state import WorkerState, now_s
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,11 @@ def worker_services(
     )
 
 
+def role_name(role: types_pb2.Role.ValueType) -> str:
+    """The role as settings and policies name it."""
+    return types_pb2.Role.Name(role).lower()
+
+
 class Serving:
     """Owns the tasks of one serving worker. `death` resolves to what killed its engine; `load` makes load reports."""
 
@@ -65,6 +70,7 @@ class Serving:
         self._credential = credential
         self._report_s = report_s
         self._work: list[Coroutine[Any, Any, None]] = []
+        self._report_now: Callable[[], None] = lambda: None  # before it is a member
         self._drain: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # whether it returns
 
     def drain(self, returns: bool) -> None:
@@ -74,6 +80,14 @@ class Serving:
         """
         if not self._drain.done():
             self._drain.set_result(returns)
+
+    def change_role(self, change: gateway_pb2.RoleChange) -> None:
+        """Serves another role from now on, and reports to all gateways at once, also if the change is stale."""
+        role, before = self._state.role, self._state.role.role
+        if role.change(change, now_s()):
+            names = {"role": role_name(role.role), "before": role_name(before)}
+            log.info("worker.role_changed", extra={**names, "epoch": role.epoch})
+        self._report_now()
 
     @property
     def returns(self) -> bool:
@@ -117,9 +131,11 @@ class Serving:
                 process_key,
                 self._report_s,
                 self.drain,
+                self.change_role,
             )
 
         members_of = Gateways(addresses, registration, self._left)
+        self._report_now = members_of.report_now
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(members_of.run()), group.create_task(self._sweep())]
             tasks.append(group.create_task(self._watch()))

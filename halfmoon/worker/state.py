@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from halfmoon.engine.step_result import StepResult
-from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
+from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, StalePlacement
 from halfmoon.kv.keys import adapter_of
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2
@@ -17,6 +17,7 @@ from halfmoon.worker.kept_answers import KeptAnswers
 from halfmoon.worker.membership.block_feed import CachedBlocks
 from halfmoon.worker.membership.compute_rate import ComputeRate
 from halfmoon.worker.membership.decode_peers import DecodePeers
+from halfmoon.worker.membership.worker_role import WorkerRole
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.store.chain_queue import ChainQueue
@@ -45,6 +46,7 @@ class WorkerState:
         decode_peers: whom prompts may be handed over to; None: anybody. sources: whom KV may be loaded from.
         """
         self.identity = identity
+        self.role = WorkerRole(identity)
         self.layout = layout
         self.router = TokenStreams(kept=kept)
         self.draining = False
@@ -63,16 +65,17 @@ class WorkerState:
         self._context_tokens = 0  # of the last step
         self._steps: deque[tuple[float, StepResult]] = deque(maxlen=_MAX_TIMINGS)  # (ended_s, result)
 
-    def check_can_serve(self, generation: types_pb2.Generation, *roles: types_pb2.Role.ValueType) -> None:
-        """Raises Unavailable, InvalidRequest, Incompatible or Cancelled unless this work can be accepted.
+    def check_can_serve(
+        self, generation: types_pb2.Generation, *roles: types_pb2.Role.ValueType, epoch: int | None = None
+    ) -> None:
+        """Raises StalePlacement, InvalidRequest, Incompatible or Cancelled unless this work can be accepted.
 
-        `roles`: those that do such work, apart from `both`. Work that was accepted is finished, so later steps of it
-        call `check_not_cancelled` alone.
+        `roles`: those that do such work, apart from `both`; `epoch`: that of `WorkerRole` under which it came. Work
+        that was accepted is finished, so later steps of it call `check_not_cancelled` alone.
         """
         if self.draining:
-            raise Unavailable("this worker is draining")
-        if self.identity.role not in (*roles, types_pb2.BOTH):
-            raise Unavailable(f"this worker's role is {types_pb2.Role.Name(self.identity.role).lower()}")
+            raise StalePlacement("this worker is draining")
+        self.role.check(epoch, *roles)
         if not generation.request_id:
             raise InvalidRequest("a generation needs a request id", param="request_id")
         if generation.model_fingerprint != self.identity.model_fingerprint:
@@ -166,6 +169,9 @@ class WorkerState:
             ]
             + list(inbound),
             decisions=self._metrics.decisions(),
+            role=self.role.role,
+            role_epoch=self.role.epoch,
+            role_age_s=self.role.age_s(reported_s),
         )
 
     def _note_timing(self, result: StepResult) -> None:

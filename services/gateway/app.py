@@ -127,7 +127,10 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app.router.add_post("/reset_prefix_cache", endpoints.operators.reset_prefix_cache)
     app.router.add_get("/halfmoon/v1/cluster", control.cluster)
     app.router.add_get("/halfmoon/v1/requests", control.requests)
-    app.router.add_post("/halfmoon/v1/workers/{name}/drain", endpoints.workers.drain)
+    workers = endpoints.workers
+    app.router.add_post("/halfmoon/v1/workers/{name}/drain", workers.drain)
+    app.router.add_post("/halfmoon/v1/workers/{name}/role", workers.role)
+    app.router.add_get("/halfmoon/v1/worker_changes", workers.changes)
     console, classes, admission = endpoints.console, endpoints.classes, endpoints.admission
     app.router.add_get("/halfmoon/v1/requests/{request_id}", console.request)
     app.router.add_get("/halfmoon/v1/series", console.series)

@@ -190,7 +190,7 @@ async def running_gateway(
             TokenizerEndpoints(model, membership, threads, limits, is_cache_shared=settings.shared_cache),
             ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
             OperatorEndpoints(model, cluster, stores, settings),
-            WorkerEndpoints(cluster),
+            WorkerEndpoints(cluster, ledger.worker_changes, settings.role_dwell_s),
             ClassEndpoints(classes),
             TenantEndpoints(ledger, tenants, stores),
             AdmissionEndpoint(admission),

@@ -1,4 +1,4 @@
-"""`halfmoon drain` and `halfmoon restart`, at a gateway whose workers are fakes."""
+"""`halfmoon drain`, `restart` and `role`, at a gateway whose workers are fakes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from halfmoon.cli.app import app
 from halfmoon.cli.workers.control_api import GatewayOptions, control_api
 from halfmoon.cli.workers.drain import until_left
 from halfmoon.cli.workers.restart import restart_one
 from halfmoon.errors import InvalidRequest, Unavailable
 from tests.services.gateway.fakes import FakeWorker, Fleet, running_fleet
+from tests.services.gateway.test_access import ask
 
 
 async def leave(worker: FakeWorker) -> None:
@@ -47,6 +50,23 @@ async def test_a_restart_waits_for_the_successor(tmp_path: Path) -> None:
         assert {one["worker_id"] for one in await api.workers()} == {"p0", "d0", "d9"}
         await returning
         assert worker.drains == [True]
+
+
+async def test_a_role_is_changed_in_the_users_name(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet, control_api(GatewayOptions(gateway=fleet.http)) as api:
+        await fleet.pair()
+        await fleet.add("e0", "decode")
+        changed = await api.change("e0", "role", {"role": "prefill"})
+        assert (changed["before"], changed["role"]) == ("decode", "prefill")
+        while not (rows := (await ask(fleet, "GET", "/halfmoon/v1/worker_changes"))[2]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert "@" in rows[0]["changed_by"]
+
+
+def test_a_role_that_does_not_exist_is_not_asked_for() -> None:
+    result = CliRunner().invoke(app, ["role", "e0", "cook", "--gateway", "http://127.0.0.1:9"])
+    assert result.exit_code == 2
+    assert "prefill, decode, both" in result.output
 
 
 async def test_a_refusal_says_why(tmp_path: Path) -> None:

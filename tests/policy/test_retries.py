@@ -62,6 +62,16 @@ def test_a_prefill_worker_that_is_not_to_blame_is_asked_again() -> None:
     assert retries.has_lost
 
 
+def test_work_that_a_worker_no_longer_takes_counts_as_no_refusal() -> None:
+    retries = Retries()
+    assert all(retries.add(failed("stale", decode="a")) for _ in range(2 * MAX_REFUSALS))
+    assert not retries.has_lost
+    assert retries.exclusions()[0] == (*["a"] * 6, *["p"] * 6)
+    assert [retries.add(failed("lost")) for _ in range(MAX_REFUSALS)] == [True, True, False]
+    retries = Retries()
+    assert not all(retries.add(failed("stale")) for _ in range(1000))  # but not for ever
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["no room", "lost", "decode lost"]), st.sampled_from("abc"), st.booleans()),

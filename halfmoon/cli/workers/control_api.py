@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
+import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -49,8 +52,8 @@ class ControlApi:
         return found
 
     async def change(self, name: str, what: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """POST /halfmoon/v1/workers/{name}/{what}. Raises Unavailable or InvalidRequest."""
-        return await self._ask("POST", f"/halfmoon/v1/workers/{quote(name, safe='')}/{what}", body)
+        """POST /halfmoon/v1/workers/{name}/{what}, in this user's name. Raises Unavailable or InvalidRequest."""
+        return await self._ask("POST", f"/halfmoon/v1/workers/{quote(name, safe='')}/{what}", {"by": _user(), **body})
 
     async def until(self, holds: Callable[[list[Worker]], bool], within_s: float, why: str) -> None:
         """Returns once it holds of the members. Raises Unavailable with `why` after `within_s`."""
@@ -70,6 +73,15 @@ class ControlApi:
         if response.status >= 400:
             raise InvalidRequest(str(answer.get("error", {}).get("message", answer)))
         return answer
+
+
+def _user() -> str:
+    """This user, for the record of changes."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        name = str(os.getuid())
+    return f"{name}@{socket.gethostname()}"[:128]
 
 
 @asynccontextmanager

@@ -12,12 +12,13 @@ from halfmoon.cli.workers.control_api import ControlApi, GatewayOptions, run_com
 
 DRAIN_S = 660.0  # a request runs for ten minutes at most, unless gateways were told otherwise
 
-Force = Annotated[bool, typer.Option("--force", help="Also if the cluster cannot serve without it.")]
+Name = Annotated[str, typer.Argument(help="Worker id, or how it begins, as `halfmoon top` shows it.")]
+Force = Annotated[bool, typer.Option("--force", help="Also where it is refused for the cluster's sake.")]
 
 
 @with_option_groups
 def drain(
-    name: Annotated[str, typer.Argument(help="Worker id, or how it begins, as `halfmoon top` shows it.")],
+    name: Name,
     options: GatewayOptions,
     force: Force = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Returns when the worker has left.")] = True,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from halfmoon.background import cancelled
 from halfmoon.errors import HalfmoonError, Incompatible, NoCapacity, ServiceFailed
-from halfmoon.policy.view.worker_view import Role
+from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.up.fleet.fleet_diff import WorkerChange, worker_change
 from halfmoon.up.service_specs import WorkerSpec
 from halfmoon.up.supervision.child import Child
@@ -48,10 +49,13 @@ class WorkerFleet:
 
     @property
     def workers(self) -> Sequence[WorkerSpec]:
-        """Returns the specs of the running workers. Those that an operator has drained are gone."""
-        present = self._supervisor.names
+        """Returns the specs of the running workers, with the roles that operators have given them.
+
+        Those that an operator has drained are gone.
+        """
+        present, roles = self._supervisor.names, {child.spec.name: child.role for child in self._supervisor.children}
         self._workers = [spec for spec in self._workers if spec.name in present]
-        return self._workers
+        return [_in_role(spec, roles.get(spec.name)) for spec in self._workers]
 
     def preview(self, planned: UpOptions) -> tuple[WorkerChange, str]:
         """Returns the change, and why it needs `stop_first`, or "". Raises Incompatible if there are too few GPUs."""
@@ -97,11 +101,13 @@ class WorkerFleet:
     async def _stop_then_start(
         self, change: WorkerChange, new: Sequence[WorkerSpec], on_progress: OnProgress
     ) -> WorkerChange:
+        leaving = {spec.name for spec in change.stopped}
+        stopped = [spec for spec in self._workers if spec.name in leaving]  # as they were started
         await self._retire(change.stopped, on_progress)
         try:
             await self._join(new, on_progress)
         except HalfmoonError:
-            await self._join(change.stopped, on_progress)
+            await self._join(stopped, on_progress)
             raise
         return change
 
@@ -125,11 +131,16 @@ class WorkerFleet:
 
     async def _retire(self, specs: Sequence[WorkerSpec], on_progress: OnProgress) -> None:
         on_progress("draining", 0, len(specs))
-        self._workers = [spec for spec in self._workers if spec not in specs]
+        leaving = {spec.name for spec in specs}
+        self._workers = [spec for spec in self._workers if spec.name not in leaving]
         going = [self._supervisor.retire(spec.name, DRAIN_S) for spec in specs]
         for done, gone in enumerate(asyncio.as_completed(going), 1):
             await gone
             on_progress("draining", done, len(specs))
+
+
+def _in_role(spec: WorkerSpec, role: str | None) -> WorkerSpec:
+    return replace(spec, role=role) if role in ROLES else spec
 
 
 async def _joined(child: Child) -> None:

@@ -104,6 +104,7 @@ class Child:
         self._on_killed = on_killed
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._welcomed_by: set[Any] = set()
+        self.role: str | None = None  # that a worker serves now, if it was changed since it started
 
     async def watch(self) -> None:
         """Copies the child's lines to its log until it ends, then raises ServiceFailed."""
@@ -139,11 +140,13 @@ class Child:
             self._tail.append(line)
             return
         if event.get("event") == "service.ready":
-            self._ready_s = asyncio.get_running_loop().time()
+            self._ready_s, self.role = asyncio.get_running_loop().time(), None
             if not self.ready.done():
                 self.ready.set_result(event)
         if event.get("event") == "worker.drained" and not event.get("returns"):
             self.is_expendable = True
+        if event.get("event") == "worker.role_changed":
+            self.role = event.get("role")
         if event.get("event") == "service.killed":
             self._on_killed(self, str(event.get("reason", "without a reason")))
         if event.get("event") == "registration.welcome":

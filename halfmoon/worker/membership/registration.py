@@ -39,8 +39,9 @@ class Registration:
         process_key: bytes,
         report_s: float = math.inf,
         on_drain: Callable[[bool], None] = lambda returns: None,
+        on_role: Callable[[gateway_pb2.RoleChange], None] = lambda change: None,
     ) -> None:
-        """`on_drain(returns)`: the gateway wants this worker to finish and end; its supervisor then starts it again."""
+        """`on_drain(returns)` and `on_role(change)` are called with what operators want of this worker."""
         self._gateway = gateway
         self._address = gateway.address
         self._identity = identity
@@ -51,6 +52,7 @@ class Registration:
         self._process_key = process_key
         self._report_s = report_s
         self._on_drain = on_drain
+        self._on_role = on_role
         self._interval_s = min(_FIRST_INTERVAL_S, report_s)
         self._hurry = asyncio.Event()
         self._logged_reason = ""  # why the gateway is away
@@ -99,6 +101,8 @@ class Registration:
                     self._sources.change_workers(self._address, workers.joined, workers.left)
                 elif answer.HasField("drain"):
                     self._on_drain(answer.drain.returns)
+                elif answer.HasField("change_role"):
+                    self._on_role(answer.change_role)
                 elif answer.HasField("stores"):
                     await self._sources.name_stores(self._address, answer.stores.addresses)
 

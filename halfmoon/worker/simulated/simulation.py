@@ -208,6 +208,7 @@ class Simulation:
             pipeline_parallel=1,
             kv_store=worker.kv_store or "",
             can_fetch=True,
+            can_change_role=True,
         )
 
 

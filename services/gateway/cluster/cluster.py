@@ -20,14 +20,17 @@ from halfmoon.pb.gateway_pb2 import (
     Drain,
     GatewayMessage,
     ResendBlocks,
+    RoleChange,
     Stores,
     Welcome,
     WorkerIdentity,
     WorkerMessage,
 )
 from halfmoon.pb.gateway_pb2_grpc import ClusterServicer
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import LONG_LIVED_S
+from services.gateway.cluster.member import PB_ROLES
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.request_ends import DEADLINE_S, RETRY_S, RequestEnds
 from services.gateway.cluster.token_router import GatewayStopping, TokenRouter
@@ -76,6 +79,10 @@ class Cluster(ClusterServicer):
     def drain(self, worker_id: str, *, returns: bool) -> None:
         """Has the worker finish its work and end; `returns`: its supervisor starts it again. Raises Unavailable."""
         self._order(worker_id, GatewayMessage(drain=Drain(returns=returns)))
+
+    def change_role(self, worker_id: str, role: Role, epoch: int) -> None:
+        """Has the worker serve another role, unless its epoch is another one than this. Raises Unavailable."""
+        self._order(worker_id, GatewayMessage(change_role=RoleChange(role=PB_ROLES[role], epoch=epoch)))
 
     def _order(self, worker_id: str, message: GatewayMessage) -> None:
         worker = self.worker(worker_id)
@@ -154,7 +161,7 @@ class Cluster(ClusterServicer):
         self._closing.set()
 
     async def announce_members(self) -> None:
-        """Tells workers of the stores, and those that prefill of the decode workers, as long as the gateway runs."""
+        """Tells workers of the stores and of the decode workers, as long as the gateway runs."""
         while True:
             changed = self.until_changed()
             for worker in self._workers.values():
@@ -178,9 +185,20 @@ class Cluster(ClusterServicer):
             log.warning("worker.other_dtype", extra={**fields, "dtypes": dtypes, "reason": reason})
         worker.has_news.set()
         self._notify()
-        if member.role != "prefill":
-            self._readers[worker] = self.spawn(self._read_tokens(worker))
+        self._read(worker)
         return worker
+
+    def _read(self, worker: Worker) -> None:
+        """Begins to read its tokens if it decodes. A worker that no longer does may have answers to finish."""
+        if worker.member.role != "prefill" and worker not in self._readers:
+            self._readers[worker] = self.spawn(self._read_tokens(worker))
+
+    def _note_role(self, worker: Worker) -> None:
+        """Shows everybody a worker's new role."""
+        member = worker.member
+        log.info("worker.role", extra={"worker_id": member.worker_id, "role": member.role, "epoch": member.role_epoch})
+        self._read(worker)
+        self._notify()
 
     def _forget(self, worker: Worker, reason: HalfmoonError) -> None:
         if self._workers.get(worker.member.worker_id) is worker:
@@ -221,7 +239,7 @@ class Cluster(ClusterServicer):
                 if worker.missed_blocks:
                     worker.missed_blocks = False
                     yield GatewayMessage(resend_blocks=ResendBlocks())
-                if worker.member.role != "decode" and (members := self._decode_members(worker)):
+                if members := self._decode_members(worker):  # also where it may prefill later
                     yield GatewayMessage(decode_members=members)
                 if worker.member.identity.can_fetch and (caches := self._cache_members(worker)):
                     yield GatewayMessage(cache_members=caches)
@@ -245,7 +263,8 @@ class Cluster(ClusterServicer):
         async for message in messages:
             match message.WhichOneof("message"):
                 case "load":
-                    self.membership.report(worker.member, message.load, self.clock())
+                    if self.membership.report(worker.member, message.load, self.clock()):
+                        self._note_role(worker)
                 case "blocks":
                     if not self.membership.note_blocks(worker.member, message.blocks):
                         worker.missed_blocks = True

@@ -18,6 +18,7 @@ from halfmoon.rpc.layout_message import layout_from
 from services.gateway.cluster.learned_models import WorkerModels
 
 ROLES: dict[PbRole.ValueType, Role] = {PREFILL: "prefill", DECODE: "decode", BOTH: "both"}
+PB_ROLES = {role: number for number, role in ROLES.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,7 @@ class Member:
     process_key: bytes = field(default=b"", repr=False)
     store_holder: int = -1  # number of the pool of stores there; -1: it uses none
     listening: bool = False
+    role_since_s: float = -math.inf  # when its role was changed last
     decoding: set[str] = field(default_factory=set)  # requests placed since the last report
     kv_bytes_per_token: int = field(init=False)
 
@@ -54,6 +56,19 @@ class Member:
     def host(self) -> str:
         """The host's name, or its address if the worker reports no name."""
         return self.identity.host or self.identity.address.rpartition(":")[0]
+
+    @property
+    def role_epoch(self) -> int:
+        """How often its role was changed, as far as is known here."""
+        return self.identity.role_epoch
+
+    def take_role(self, load: WorkerLoad, now_s: float) -> bool:
+        """Takes the role of a load report. Returns whether it is another one than before."""
+        if load.role not in ROLES or load.role_epoch <= self.role_epoch:
+            return False
+        before, self.identity.role, self.identity.role_epoch = self.identity.role, load.role, load.role_epoch
+        self.role_since_s = now_s - load.role_age_s
+        return before != load.role
 
     @property
     def kind(self) -> str:

@@ -116,9 +116,12 @@ class Membership:
         self._show(now_s, member)
         return member
 
-    def report(self, member: Member, load: WorkerLoad, now_s: float) -> None:
-        """Takes a load report, which is also a heartbeat. Its figures include everything sent to the worker before."""
-        member.heard_s = now_s
+    def report(self, member: Member, load: WorkerLoad, now_s: float) -> bool:
+        """Takes a load report, which is also a heartbeat. Its figures include everything sent to the worker before.
+
+        Returns whether the worker has another role by now.
+        """
+        member.heard_s, has_changed = now_s, member.take_role(load, now_s)
         self.totals.note(member.load, load)
         member.load = load
         member.prompts.report(load.waiting_prefill_tokens, now_s)
@@ -129,6 +132,7 @@ class Membership:
             self._view.fetch_links.report(row, member.fetch_links(self._holder_at, self._pool))
             self._models.report(member.worker_id, member.kind, member.latency, load.steps, self._view, now_s)
         self._show(now_s, member)
+        return has_changed
 
     def set_listening(self, member: Member, listening: bool) -> None:
         """Notes whether the worker's tokens reach the gateway: requests are placed on it only then."""

@@ -36,6 +36,37 @@ def check_without(worker: Member, members: Iterable[Member], role: Role | None =
         )
 
 
+def check_role_change(
+    worker: Member, role: Role, members: Iterable[Member], dwell_s: float, now_s: float, *, force: bool
+) -> None:
+    """Raises ChangeRefused if the worker cannot serve the role now. `force` is for a person who knows better.
+
+    A worker keeps a role for `dwell_s`, so that nothing changes it to and fro.
+    """
+    if not worker.identity.can_change_role:
+        raise ChangeRefused(f"{worker.worker_id} is of a release that cannot change roles: start it again in the role")
+    if worker.load.draining:
+        raise ChangeRefused(f"{worker.worker_id} drains, and ends then")
+    if force:
+        return
+    left_s = worker.role_since_s + dwell_s - now_s
+    if left_s > 0:
+        raise ChangeRefused(
+            f"{worker.worker_id} has changed its role a moment ago, and may again in {left_s:.0f} s, or by force",
+            retry_after_ms=int(1000 * left_s),
+        )
+    check_without(worker, members, role)
+
+
+def check_epoch(worker: Member, epoch: int | None) -> None:
+    """Raises ChangeRefused if a change was decided under another epoch of the worker's role."""
+    if epoch is not None and epoch != worker.role_epoch:
+        raise ChangeRefused(
+            f"the role of {worker.worker_id} was changed since epoch {epoch}: it is {worker.role}, "
+            f"epoch {worker.role_epoch}"
+        )
+
+
 def _serves(roles: Sequence[Role]) -> bool:
     return "both" in roles or {"prefill", "decode"} <= set(roles)
 

@@ -137,6 +137,8 @@ def _worker(membership: Membership, member: Member, now_s: float, shows_links: b
     return {
         "worker_id": identity.worker_id,
         "role": member.role,
+        "role_epoch": member.role_epoch,  # a change that names it fails if it is another by then
+        "role_s": now_s - member.role_since_s if member.role_epoch else None,  # since the change
         "address": identity.address,
         "host": member.host,
         "device": identity.device,

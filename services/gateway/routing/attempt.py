@@ -81,6 +81,8 @@ class Attempt:
                 repeatable=output.repeat.next_attempt(progress.cached_tokens) if output.repeat else None,
             ),
             decode_address=placement.decode_address,
+            role_epoch=self._prefill.member.role_epoch,
+            decode_role_epoch=self._decode.member.role_epoch,
             kv_codec=codec.codec,
             chooses_codec=codec.is_choice,
             is_degraded=codec.is_degraded,

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import TypeVar
 
-from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable, leaf_errors
+from halfmoon.errors import DeadlineExceeded, HalfmoonError, NoCapacity, StalePlacement, Unavailable, leaf_errors
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries
 from halfmoon.policy.values import Placement
@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 SinkOf = Callable[[RequestOutput], TokenSink]
 Result = TypeVar("Result")
 
+_REASONS: Mapping[type[HalfmoonError], Reason] = {
+    NoCapacity: "no room", StalePlacement: "stale", DecodeWorkerLost: "decode lost"
+}  # fmt: skip
 _SLOW_PROMPT_TOKENS = 8_192  # longer prompts have their blocks hashed off the event loop
 
 
@@ -146,7 +149,7 @@ class Relay:
             except (NoCapacity, Unavailable) as error:
                 if isinstance(error, NoCapacity):
                     routing.note_no_room()
-                else:
+                elif not isinstance(error, StalePlacement):
                     routing.note_lost()
                 if not retries.add(_failed(error, placement, len(progress.output_token_ids) > num_before)):
                     raise
@@ -193,8 +196,7 @@ def _held(output: RequestOutput) -> HeldAnswer | None:
 
 
 def _failed(error: NoCapacity | Unavailable, placement: Placement, gave_tokens: bool) -> FailedAttempt:
-    is_decode = isinstance(error, DecodeWorkerLost)
-    reason: Reason = "no room" if isinstance(error, NoCapacity) else "decode lost" if is_decode else "lost"
+    reason: Reason = next((reason for cls, reason in _REASONS.items() if isinstance(error, cls)), "lost")
     prefill, decode = placement.prefill.worker_id, placement.decode.worker_id
     return FailedAttempt(reason, prefill, decode, gave_tokens, error.retry_after_ms)
 

@@ -138,6 +138,12 @@ class _Workers(Collector):
         for member in members:
             blocks.add_metric(_labels(member), member.identity.total_blocks)
         yield blocks
+        epochs = GaugeMetricFamily(
+            "halfmoon_worker_role_epoch", "How often the worker's role was changed", labels=["worker_id", "role"]
+        )
+        for member in members:
+            epochs.add_metric(_labels(member), member.role_epoch)
+        yield epochs
 
 
 class _Predictions(Collector):

@@ -32,17 +32,14 @@ from halfmoon.pb.decode_pb2 import (
     TokensRequest,
 )
 from halfmoon.pb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
-from halfmoon.pb.gateway_pb2 import BlockEvents, GatewayMessage, WorkerIdentity, WorkerLoad, WorkerMessage
+from halfmoon.pb.gateway_pb2 import BlockEvents, GatewayMessage, RoleChange, WorkerIdentity, WorkerLoad, WorkerMessage
 from halfmoon.pb.gateway_pb2_grpc import ClusterStub
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, PrefillEvent, PrefillRequest
 from halfmoon.pb.prefill_pb2_grpc import PrefillServicer, add_PrefillServicer_to_server
 from halfmoon.pb.types_pb2 import (
-    BOTH,
     CONSTRAINT_FAILED,
-    DECODE,
     LENGTH,
     NOT_FINISHED,
-    PREFILL,
     STOP,
     TAKEN_OVER,
     FinishReason,
@@ -57,6 +54,7 @@ from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from halfmoon.worker.kept_answers import KeptAnswers
+from services.gateway.cluster.member import ROLES
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.routing.prompt_prefix import KnownTokens
 from services.gateway.service import RunningGateway, running_gateway
@@ -69,6 +67,10 @@ VOCAB_SIZE = 257
 CONTEXT_TOKENS = 200
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=8)
 PATIENCE_S = 20  # for what must happen; never slept
+
+
+_ROLE_NAMES = ROLES
+_ROLES = {name: number for number, name in ROLES.items()}
 
 
 class ByteTokenizer:
@@ -231,6 +233,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.stores: list[str] | None = None  # None: not told yet
         self.members_changed = asyncio.Event()
         self.drains: list[bool] = []  # whether it was to return
+        self.role_changes: list[RoleChange] = []
         self.answers_orders = True
 
     async def Prefill(self, request: PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[PrefillEvent]:
@@ -340,7 +343,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
     def identity(self) -> WorkerIdentity:
         fields: dict[str, Any] = {
             "worker_id": self.worker_id,
-            "role": {"prefill": PREFILL, "decode": DECODE, "both": BOTH}[self.role],
+            "role": _ROLES[self.role],
             "address": self.address,
             "model": MODEL,
             "model_fingerprint": FINGERPRINT,
@@ -350,6 +353,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
             "version": "1",
             "device": "fake",
             "pid": 7,
+            "can_change_role": True,
         }
         return WorkerIdentity(**{**fields, **self.changes})
 
@@ -383,6 +387,10 @@ class FakeWorker(PrefillServicer, DecodeServicer):
                 self.registered.set()
                 if answer.HasField("resend_blocks"):
                     self.asked_for_blocks.set()
+                if answer.HasField("change_role"):
+                    self.role_changes.append(answer.change_role)
+                    if self.answers_orders:
+                        self.take_role(_ROLE_NAMES[answer.change_role.role], answer.change_role.epoch)
                 if answer.HasField("drain"):
                     self.drains.append(answer.drain.returns)
                     if self.answers_orders:
@@ -398,6 +406,11 @@ class FakeWorker(PrefillServicer, DecodeServicer):
                     self.decode_members |= set(answer.decode_members.joined)
                     self.decode_members -= set(answer.decode_members.left)
                     self.members_changed.set()
+
+    def take_role(self, role: Literal["prefill", "decode", "both"], epoch: int) -> None:
+        """Serves another role from now on, and reports it."""
+        self.role = role
+        self.loads.put_nowait(WorkerLoad(free_blocks=100, role=_ROLES[role], role_epoch=epoch + 1))
 
     async def until_told(self, addresses: set[str]) -> None:
         """Returns once these are the addresses that prompts may be handed over to."""

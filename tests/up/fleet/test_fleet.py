@@ -121,6 +121,16 @@ async def test_who_takes_too_long_to_join_is_stopped(tmp_path: Path, monkeypatch
         assert it.roles_now() == ["decode", "prefill"]
 
 
+async def test_what_operators_did_since_is_what_a_plan_changes(tmp_path: Path) -> None:
+    async with host(tmp_path) as it:
+        child = next(child for child in it.boss.children if child.spec.name == "decode-0")
+        child.role = "prefill"
+        assert it.roles_now() == ["prefill", "prefill"]
+        await it.boss.retire("prefill-0")
+        assert it.roles_now() == ["prefill"]
+        assert [spec.name for spec in it.fleet.workers] == ["decode-0"]
+
+
 async def test_one_change_at_a_time(tmp_path: Path) -> None:
     async with host(tmp_path) as it:
         it.fleet.begin(wanting(1, "silent"), False, lambda *said: None)
