@@ -269,7 +269,7 @@ class Cluster(ClusterServicer):
                     if not self.membership.note_blocks(worker.member, message.blocks):
                         worker.missed_blocks = True
                         worker.has_news.set()
-                case _:
+                case "identity":
                     raise InvalidRequest("after its identity a worker sends load reports and blocks", param="load")
 
     async def _read_tokens(self, worker: Worker) -> None:

@@ -226,7 +226,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.decoding: list[asyncio.Task[None]] = []
         self.end_registration = asyncio.Event()
         self.registered = asyncio.Event()
-        self.loads: asyncio.Queue[WorkerLoad | BlockEvents] = asyncio.Queue()
+        self.loads: asyncio.Queue[WorkerLoad | BlockEvents | WorkerMessage] = asyncio.Queue()
         self.asked_for_blocks = asyncio.Event()
         self.decode_members: set[str] = set()
         self.cache_members: set[str] = set()
@@ -371,7 +371,9 @@ class FakeWorker(PrefillServicer, DecodeServicer):
                         load.cancel()
                         return
                     report = load.result()
-                    if isinstance(report, BlockEvents):
+                    if isinstance(report, WorkerMessage):
+                        yield report
+                    elif isinstance(report, BlockEvents):
                         yield WorkerMessage(blocks=report)
                     else:
                         yield WorkerMessage(load=report)
