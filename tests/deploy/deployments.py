@@ -35,7 +35,16 @@ Document = dict[str, Any]
 
 
 def compose() -> dict[str, Document]:
-    """The services of docker-compose.yml."""
+    """Our own services in docker-compose.yml."""
+    return {name: service for name, service in _services().items() if "build" in service}
+
+
+def compose_others() -> dict[str, Document]:
+    """The other services in docker-compose.yml: database and monitoring."""
+    return {name: service for name, service in _services().items() if "build" not in service}
+
+
+def _services() -> dict[str, Document]:
     services: dict[str, Document] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     return services
 

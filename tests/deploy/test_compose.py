@@ -16,15 +16,20 @@ from halfmoon.rpc.tls.identity_files import TLS_VARIABLES, paths_in
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.metrics_targets import TARGETS_FILE
 from halfmoon.up.service import CONFIG_VARIABLE, SERVICES
-from tests.deploy.deployments import ROLES, ROOT, SETTINGS, compose, dockerfile, options
+from tests.deploy.deployments import ROLES, ROOT, SETTINGS, compose, compose_others, dockerfile, options
 
 MOUNTED = Path("/run/halfmoon")
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 
 
-def scraped(name: str) -> dict[str, list[str]]:
-    configs = yaml.safe_load((PROMETHEUS / name).read_text())["scrape_configs"]
-    return {one["job_name"]: one["static_configs"][0]["targets"] for one in configs}
+def scraped(name: str) -> set[str]:
+    found: set[str] = set()
+    for one in yaml.safe_load((PROMETHEUS / name).read_text())["scrape_configs"]:
+        found.update(*(static["targets"] for static in one.get("static_configs", ())))
+        for names in one.get("dns_sd_configs", ()):
+            assert names["type"] == "A"
+            found.update(f"{name}:{names['port']}" for name in names["names"])
+    return found
 
 
 def test_prometheus_scrapes_the_ports_that_compose_opens() -> None:
@@ -33,7 +38,7 @@ def test_prometheus_scrapes_the_ports_that_compose_opens() -> None:
         f"{name}:{options(one)['metrics-port']}" for name, one in services.items() if "metrics-port" in options(one)
     }
     opened.add(f"gateway:{options(services['gateway'])['port']}")
-    assert {target for targets in scraped("prometheus.yml").values() for target in targets} == opened
+    assert scraped("prometheus.yml") == opened
     assert {"prefill", "decode", "kvstore", "planner"} == {target.split(":")[0] for target in opened} - {"gateway"}
 
 
@@ -61,6 +66,7 @@ def test_every_container_takes_its_part_of_the_same_file() -> None:
     services = compose()
     del services["secret"]
     assert set(services) == set(SERVICES)
+    assert not any("container_name" in service for service in services.values())  # so that they can be scaled
     mount = "${HALFMOON_CONFIG:-./deploy/halfmoon.yaml}:/etc/halfmoon.yaml:ro"
     for service in services.values():
         assert mount in service["volumes"]
@@ -89,3 +95,43 @@ def test_each_role_gets_its_own_credential_and_no_other() -> None:
 def test_what_knows_no_model_starts_without_torch() -> None:
     program = "import sys; sys.modules['torch'] = None; import services.kvstore.__main__, console.__main__"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_workers_are_dialled_at_addresses_of_their_own() -> None:
+    for name in ("prefill", "decode"):
+        own = options(compose()[name])
+        assert "advertise" not in own
+        assert own["listen"].startswith("0.0.0.0:")
+        assert "ports" not in compose()[name]
+
+
+def test_the_services_share_the_ledger_that_is_started() -> None:
+    ledger = compose_others()["ledger"]["environment"]
+    url = "postgresql://{POSTGRES_USER}:{POSTGRES_PASSWORD}@ledger/{POSTGRES_DB}".format(**ledger)
+    for name in ("gateway", "planner"):
+        service = compose()[name]
+        assert service["environment"][f"HALFMOON_{name.upper()}_LEDGER_URL"] == url
+        assert service["depends_on"]["ledger"] == {"condition": "service_healthy"}
+        assert service["build"]["args"]["EXTRAS"] == "postgresql"
+
+
+def test_monitoring_mounts_files_that_there_are() -> None:
+    others = compose_others()
+    assert {name for name, service in others.items() if service.get("profiles") == ["monitoring"]} == {
+        "prometheus",
+        "grafana",
+    }
+    mounts = [one for name in ("prometheus", "grafana") for one in others[name]["volumes"] if one.startswith("./")]
+    for mount in mounts:
+        assert (ROOT / mount.split(":")[0]).exists()
+    (source,) = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text())[
+        "datasources"
+    ]
+    assert source["url"] == "http://prometheus:9090"
+
+
+def test_the_variables_are_documented() -> None:
+    show = "import scripts.env_example as one; print(one.env_example(), end='')"
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True, cwd=ROOT)
+    written = (ROOT / "deploy" / "env.example").read_text()
+    assert done.stdout == written, "run `python -m scripts.env_example`"

@@ -23,7 +23,7 @@ def test_its_vllm_is_one_that_we_work_with() -> None:
 def test_its_variables_are_settings_of_the_service() -> None:
     services = yaml.safe_load((ROOT / "deploy/vllm/compose.yml").read_text())["services"]
     own = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    gpus = yaml.safe_load((ROOT / "deploy/vllm/gpu.yml").read_text())["services"]
+    gpus = yaml.safe_load((ROOT / "deploy/gpu.yml").read_text())["services"]
     assert gpus.keys() == services.keys()
     for name, settings in (("prefill", PrefillSettings), ("decode", DecodeSettings)):
         prefix = f"HALFMOON_{name.upper()}_"
