@@ -203,8 +203,10 @@ async def placements(http: aiohttp.ClientSession) -> list[dict[str, Any]]:
 
 
 async def test_adapters_are_models_of_the_api(tmp_path: Path) -> None:
-    path = saved(llama(), tmp_path / "tiny")
-    named = [adapter(llama(), tmp_path / name, seed, 4) for seed, name in enumerate(NAMES)]
+    config = llama()
+    config.max_position_embeddings = _ENGINES["vllm"]["max_context_tokens"]
+    path = saved(config, tmp_path / "tiny")
+    named = [adapter(config, tmp_path / name, seed, 4) for seed, name in enumerate(NAMES)]
     model, prompt = {"path": str(path), "lora": named}, [7, *range(100, 190)]
     load = partial(AutoModelForCausalLM.from_pretrained, path, dtype=torch.float32)
     references = {
