@@ -27,6 +27,7 @@ _DECISIONS = {
     "disaggregation": ("prompts", "whether a decode worker computed it"),
     "direct_restore": ("failovers", "whether a decode worker restored it alone"),
     "copy": ("prompts", "whether the prefix was copied to a nearer store"),
+    "move": ("answers", "what became of moves away from a decode worker that leaves"),
     "restore": ("prompts", "loaded, computed, or both, on the worker"),
     "source": ("sources", "what became of holders that were asked"),
     "missed_block": ("blocks", "asked for and not delivered"),

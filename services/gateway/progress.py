@@ -24,6 +24,7 @@ class Progress:
         self.prefill_worker: str | None = None
         self.decode_worker: str | None = None
         self.num_retries = 0
+        self.moves: list[int] = []  # gaps before each move to another decode worker
         self.is_resumed = False  # begun by an earlier request, of which this is a repeat
         self.is_complete = False  # ended by itself, or at one of the client's stop strings
         self.qos_class: str | None = None  # None until it is admitted or refused

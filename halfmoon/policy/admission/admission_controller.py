@@ -31,8 +31,10 @@ from halfmoon.policy.admission.shedding import Shedding
 from halfmoon.policy.admission.tenants import ANYONE, Tenant
 from halfmoon.policy.forecast.request_forecast import RequestForecast, RunningRequest
 from halfmoon.policy.models.output_lengths import OutputLengths
+from halfmoon.policy.placement.move import move_target
 from halfmoon.policy.placement.place import PlacementRules, place
 from halfmoon.policy.values import AdmissionTargets, Placement, PlacementRequest
+from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
 _MIN_TBT_TOKENS = 20  # in shorter answers the mean gap is mostly the hand-over, which a stricter target cannot shorten
@@ -269,6 +271,13 @@ class AdmissionController:
     def move(self, request_id: str, view: ClusterView, placement: Placement, now_s: float) -> None:
         """Sends a request to these workers, and takes it off any others."""
         self._forecast.move(request_id, view, self._inside[request_id].work, placement, now_s)
+
+    def move_target(
+        self, view: ClusterView, request: PlacementRequest, same_kv: Bools, now_s: float
+    ) -> Placement | None:
+        """Where a running answer would go on; see `move_target` of `policy.placement.move`."""
+        loads = self._forecast.decode_loads(view, now_s, now_s)
+        return move_target(view, request, loads, same_kv, self._rng)
 
     def begin_decode(self, request_id: str, now_s: float) -> None:
         """Notes the first token of a request."""

@@ -24,6 +24,7 @@ from halfmoon.pb.gateway_pb2 import (
     Stores,
     Welcome,
     WorkerIdentity,
+    WorkerLoad,
     WorkerMessage,
 )
 from halfmoon.pb.gateway_pb2_grpc import ClusterServicer
@@ -263,14 +264,20 @@ class Cluster(ClusterServicer):
         async for message in messages:
             match message.WhichOneof("message"):
                 case "load":
-                    if self.membership.report(worker.member, message.load, self.clock()):
-                        self._note_role(worker)
+                    self._take_report(worker, message.load)
                 case "blocks":
                     if not self.membership.note_blocks(worker.member, message.blocks):
                         worker.missed_blocks = True
                         worker.has_news.set()
                 case "identity":
                     raise InvalidRequest("after its identity a worker sends load reports and blocks", param="load")
+
+    def _take_report(self, worker: Worker, load: WorkerLoad) -> None:
+        was_leaving = worker.member.is_leaving
+        if self.membership.report(worker.member, load, self.clock()):
+            self._note_role(worker)
+        if worker.member.is_leaving and not was_leaving:
+            self.router.leave(worker.member.worker_id)
 
     async def _read_tokens(self, worker: Worker) -> None:
         """Reads one worker's token stream, and reconnects after a break: requests that ran there count as lost."""

@@ -58,6 +58,11 @@ class Member:
         return self.identity.host or self.identity.address.rpartition(":")[0]
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether answers that it decodes should go on elsewhere."""
+        return self.load.draining or self.role == "prefill"
+
+    @property
     def role_epoch(self) -> int:
         """How often its role was changed, as far as is known here."""
         return self.identity.role_epoch

@@ -84,6 +84,23 @@ class _WorkerCopy:
                         raise
 
 
+def copy_prompt(
+    model_fingerprint: str, blocks: PromptBlocks, num_blocks: int, sources: Sequence[KVSource], priority: int = _LAST
+) -> PrefillRequest:
+    """The first blocks, and the token that a prompt computes in any case, as a prompt that nobody waits for."""
+    generation = Generation(
+        request_id=f"copy-{secrets.token_hex(8)}",
+        model_fingerprint=model_fingerprint,
+        prompt_token_ids=blocks.token_ids[: num_blocks * blocks.layout.block_tokens + 1],
+        sampling=SamplingParams(max_tokens=1, top_p=1.0, repetition_penalty=1.0),
+        priority=priority,
+        tenant_salt=blocks.tenant_salt,
+        tenant=blocks.owner.tenant,
+        tenant_kv_quota_bytes=blocks.owner.quota_bytes,
+    )
+    return PrefillRequest(generation=generation, sources=sources, is_copy=True)
+
+
 class PrefixCopies:
     """Owns the copies that are still to be requested. Copying never delays a request to generate."""
 
@@ -144,24 +161,11 @@ class PrefixCopies:
             holders = best_sources(view, target.row, request, 1.0, 0.0, _NUM_TRIES * MAX_SOURCES)
             tries = [holders[first : first + MAX_SOURCES] for first in range(0, len(holders), MAX_SOURCES)]
             sources = [self._membership.worker_sources(some, request.cached_blocks) for some in tries]
-            prompts = [self._prompt(blocks, target.num_blocks, some) for some in sources if some]
+            fingerprint = self._membership.model_fingerprint
+            prompts = [copy_prompt(fingerprint, blocks, target.num_blocks, some) for some in sources if some]
             if prompts:
                 self._request(_WorkerCopy(worker.address, prompts))
         return decision
-
-    def _prompt(self, blocks: PromptBlocks, num_blocks: int, sources: Sequence[KVSource]) -> PrefillRequest:
-        """The first blocks, and the token that a prompt computes in any case, as a prompt that comes last."""
-        generation = Generation(
-            request_id=f"copy-{secrets.token_hex(8)}",
-            model_fingerprint=self._membership.model_fingerprint,
-            prompt_token_ids=blocks.token_ids[: num_blocks * blocks.layout.block_tokens + 1],
-            sampling=SamplingParams(max_tokens=1, top_p=1.0, repetition_penalty=1.0),
-            priority=_LAST,
-            tenant_salt=blocks.tenant_salt,
-            tenant=blocks.owner.tenant,
-            tenant_kv_quota_bytes=blocks.owner.quota_bytes,
-        )
-        return PrefillRequest(generation=generation, sources=sources, is_copy=True)
 
     @property
     def is_idle(self) -> bool:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.pb.decode_pb2 import AdoptedTokens, StepTokens
-from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver
+from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVSource
 from halfmoon.pb.types_pb2 import Token
+from halfmoon.policy.values import Placement
 
 
 class TokenArrived(NamedTuple):
@@ -53,6 +54,22 @@ class WorkerLost:
     error: HalfmoonError
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerLeaves:
+    """A worker will no longer decode: it drains, or serves another role by now. What runs there may go on elsewhere."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """The answer goes on at another worker, which has nearly all of its KV."""
+
+    placement: Placement
+    source: KVSource  # the worker that it leaves
+    loaded_tokens: int  # whose KV the new worker has loaded for it
+
+
 class GatewayStopping(Unavailable):
     """The gateway stops; another attempt cannot help."""
 
@@ -71,7 +88,17 @@ class Stopping:
     error: GatewayStopping | TakenOver
 
 
-Event = TokenArrived | FirstTokenArrived | HandedOver | PrefillEnded | Adopted | WorkerLost | Stopping
+Event = (
+    TokenArrived
+    | FirstTokenArrived
+    | HandedOver
+    | PrefillEnded
+    | Adopted
+    | WorkerLost
+    | WorkerLeaves
+    | Moving
+    | Stopping
+)
 
 
 class Route(NamedTuple):
@@ -123,6 +150,12 @@ class TokenRouter:
         for route in self._routes.values():
             if worker_id in route.worker_ids:
                 route.put(WorkerLost(worker_id, error))
+
+    def leave(self, worker_id: str) -> None:
+        """Notifies every attempt on `worker_id` that the worker will no longer decode."""
+        for route in tuple(self._routes.values()):
+            if worker_id in route.worker_ids:
+                route.put(WorkerLeaves(worker_id))
 
     def stop(self) -> None:
         """Ends every attempt, and every pause between attempts, with GatewayStopping."""

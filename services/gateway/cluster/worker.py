@@ -12,12 +12,15 @@ from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
 from services.gateway.cluster.member import Member
 
+_MOVES_AT_ONCE = 4  # answers that are copied from one worker
+
 
 class Worker:
     """Owns the connection to one member.
 
-    `gone` gets the reason when the membership ends. `has_news` is set when there is something to tell the worker:
-    `missed_blocks`, that it has to send all its blocks, other members or `stores` than it was `told`, or `orders`.
+    `gone` gets the reason when the membership ends. Answers that move away take turns (`move_turns`). `has_news` is set
+    when there is something to tell the worker: `missed_blocks`, that it has to send all its blocks, other members or
+    `stores` than it was `told`, or `orders`.
     """
 
     def __init__(self, member: Member, credential: Credential | None = None) -> None:
@@ -26,6 +29,7 @@ class Worker:
         self.prefill = PrefillStub(self.peer.channel)
         self.decode = DecodeStub(self.peer.channel)
         self.has_news = asyncio.Event()
+        self.move_turns = asyncio.Semaphore(_MOVES_AT_ONCE)
         self.missed_blocks = False
         self.orders: list[GatewayMessage] = []  # of operators
         self.told: set[str] = set()

@@ -27,15 +27,18 @@ from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.token_router import (
     Event,
     FirstTokenArrived,
+    Moving,
     PrefillEnded,
     Route,
     Stopping,
     TakenOver,
     TokenArrived,
+    WorkerLeaves,
     WorkerLost,
 )
 from services.gateway.cluster.worker import Worker
 from services.gateway.request import RequestOutput
+from services.gateway.routing.decode_move import DecodeMove, DecodeMoves
 from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.token_flow import TokenFlow, TokenSink
 
@@ -48,6 +51,14 @@ class DecodeWorkerLost(Unavailable):
     """The decode worker was lost; the prefill worker is not to blame."""
 
 
+class Moved(HalfmoonError):
+    """The attempt ends because the answer goes on at another worker, as it was prepared."""
+
+    def __init__(self, moving: Moving) -> None:
+        super().__init__(f"the answer goes on at {moving.placement.decode.worker_id}")
+        self.moving = moving
+
+
 class Attempt:
     """Owns one attempt: its Prefill call, its route in the token router, and the duty to end it on both workers."""
 
@@ -58,8 +69,11 @@ class Attempt:
         placement: Placement,
         codec: HandoverCodec,
         sources: Sequence[KVSource] = (),
+        moves: DecodeMoves | None = None,
     ) -> None:
-        """sources: workers from which the prefill worker may load what it lacks, best first."""
+        """sources: workers from which the prefill worker may load what it lacks, best first. moves: None: it stays."""
+        self._moves = moves
+        self._move: DecodeMove | None = None
         self._cluster = cluster
         self._output = output
         self._progress = progress = output.progress
@@ -89,6 +103,7 @@ class Attempt:
             sources=sources,
         )
         self._order = TokenOrder(len(progress.output_token_ids))
+        self._flow = TokenFlow(self._handle)
         self._handed_over = False
         self._span = NO_SPAN
         progress.prefill_worker = placement.prefill.worker_id
@@ -103,7 +118,7 @@ class Attempt:
         prefill, decode = self._prefill.member, self._decode.member
         generation = self._message.generation
         num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
-        flow = TokenFlow(self._handle)
+        flow = self._flow
         workers = {"halfmoon.prefill_worker": prefill.worker_id, "halfmoon.decode_worker": decode.worker_id}
         route = Route(frozenset((prefill.worker_id, decode.worker_id)), flow.put)
         with (
@@ -118,6 +133,8 @@ class Attempt:
             try:
                 complete = await flow.run(sink)
             finally:
+                if self._move is not None:
+                    self._move.cancel()
                 membership.note_ended(self._wire_id, prefill, decode, self._cluster.clock())
                 self._end(call, complete)
 
@@ -140,7 +157,10 @@ class Attempt:
         match event:
             case TokenArrived(token, at_s):
                 self._handed_over = True
-                return accepted(self._order, self._output, token, at_s)
+                due = accepted(self._order, self._output, token, at_s)
+                if self._move is not None:
+                    self._move.note_token()
+                return due
             case FirstTokenArrived(first, at_s):
                 self._note_prefilled(first, at_s)
                 self._span.event("first token", at_s)
@@ -151,6 +171,11 @@ class Attempt:
             case HandedOver() as handed_over:
                 self._handed_over = True
                 self._progress.note_handed_over(handed_over)
+                self._consider_move()
+            case WorkerLeaves():
+                self._consider_move()
+            case Moving() as moving:
+                raise Moved(moving)
             case PrefillEnded(None) if self._order.has_begun:
                 self._handed_over = True
             case PrefillEnded(None):
@@ -169,6 +194,12 @@ class Attempt:
             case Stopping(error):
                 raise error
         return []
+
+    def _consider_move(self) -> None:
+        """Prepares to go on elsewhere if the decode worker will no longer decode, and the answer is there."""
+        is_prepared = self._move is not None and not self._move.is_over
+        if self._moves is not None and self._handed_over and self._decode.member.is_leaving and not is_prepared:
+            self._move = self._moves.begin(self._decode, self._flow.put)
 
     @property
     def _needs_prefill(self) -> bool:

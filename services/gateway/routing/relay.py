@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from statistics import median
 from typing import TypeVar
 
 from halfmoon.errors import DeadlineExceeded, HalfmoonError, NoCapacity, StalePlacement, Unavailable, leaf_errors
+from halfmoon.policy.placement.move import tail_tokens
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries
 from halfmoon.policy.values import Placement
@@ -21,10 +23,12 @@ from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.context import request_scope
 from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.held_answers import HeldAnswer
-from services.gateway.cluster.token_router import GatewayStopping
+from services.gateway.cluster.token_router import GatewayStopping, Moving
+from services.gateway.progress import Progress
 from services.gateway.request import RequestOutput
 from services.gateway.routing.adoption import Adoption
-from services.gateway.routing.attempt import Attempt, DecodeWorkerLost
+from services.gateway.routing.attempt import Attempt, DecodeWorkerLost, Moved
+from services.gateway.routing.decode_move import DecodeMoves
 from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.request_routing import RequestRouting
 from services.gateway.routing.reserve_together import reserve_together
@@ -134,16 +138,25 @@ class Relay:
 
     async def _run_attempts(self, routing: RequestRouting, sink: TokenSink) -> None:
         """Attempts the output until its last token, or until the sink has enough."""
-        retries, progress = Retries(), routing.output.progress
+        retries, progress, moved = Retries(), routing.output.progress, None
+        moves = DecodeMoves(self._cluster, routing)
         await _hash_blocks(routing)
         while True:
-            placement = await self._placement(routing, retries)
+            placement = await self._placement(routing, retries) if moved is None else moved.placement
+            sources, moved = routing.sources(placement) if moved is None else [moved.source], None
             num_before = len(progress.output_token_ids)
             try:
-                codec, sources = routing.codec(self._codec), routing.sources(placement)
-                await Attempt(self._cluster, routing.output, placement, codec, sources).run(sink)
+                codec = routing.codec(self._codec)
+                await Attempt(self._cluster, routing.output, placement, codec, sources, moves).run(sink)
                 progress.is_complete = True
+                if progress.moves:
+                    log.info("request.moved", extra=_moved_fields(progress))
                 return
+            except Moved as change:
+                moved = change.moving
+                routing.move(moved.placement)
+                progress.moves.append(len(progress.gaps_s))
+                log.info("request.moving", extra=_moving_fields(moved, placement, routing))
             except GatewayStopping:
                 raise
             except (NoCapacity, Unavailable) as error:
@@ -189,6 +202,24 @@ class Relay:
                 if left_s <= 0:
                     raise
             await self._cluster.router.pause(left_s, until=self._cluster.until_changed())
+
+
+def _moving_fields(moved: Moving, before: Placement, routing: RequestRouting) -> dict[str, object]:
+    worker = before.decode
+    return {
+        "before": worker.worker_id,
+        "after": moved.placement.decode.worker_id,
+        "loaded_tokens": moved.loaded_tokens,
+        "kv_bytes": int(moved.loaded_tokens * worker.kv_bytes_per_token),
+        "tail_tokens": tail_tokens(routing.num_tokens, worker.block_tokens),
+    }
+
+
+def _moved_fields(progress: Progress) -> dict[str, object]:
+    """The gaps at its moves, and the usual one."""
+    gaps_s = progress.gaps_s
+    pauses_s = [gaps_s[at] for at in progress.moves if at < len(gaps_s)]
+    return {"pauses_s": pauses_s, "usual_s": median(gaps_s) if gaps_s else None, "num_tokens": len(gaps_s) + 1}
 
 
 def _held(output: RequestOutput) -> HeldAnswer | None:

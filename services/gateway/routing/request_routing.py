@@ -14,6 +14,7 @@ from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.forecast.ttft import MAX_SOURCES, best_sources
 from halfmoon.policy.values import NOTHING_CACHED, Placement, PlacementRequest
+from services.gateway.cluster.member import Member
 from services.gateway.cluster.prompt_keys import PromptKeys
 from services.gateway.request import RequestOutput
 from services.gateway.routing.handover_codec import HandoverCodec
@@ -92,6 +93,50 @@ class RequestRouting:
         move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
         self._context.telemetry.decisions.note_move(self.output.request_id, move)
         return placement
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, and the answer so far."""
+        return [*self.output.prompt_token_ids, *self._progress.output_token_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many they are."""
+        return len(self.output.prompt_token_ids) + len(self._progress.output_token_ids)
+
+    @property
+    def room_tokens(self) -> int:
+        """Most tokens that the answer may still have."""
+        return self.output.sampling.max_tokens - len(self._progress.output_token_ids)
+
+    def move_target(self, source: Member, present: Placement | None) -> Placement | None:
+        """Where the running answer would go on instead of at `source`: at `present` if it still takes answers."""
+        view, now_s = self._membership.view(), self._context.clock()
+        workers, layout = view.workers, self._membership.layout_of(source.worker_id)
+        same_kv = np.zeros(view.num_rows, dtype=np.bool_)
+        alike = [one.worker_id for one in workers if self._membership.layout_of(one.worker_id) == layout]
+        same_kv[view.rows_of(alike)] = True
+        if present is not None and same_kv[rows := view.rows_of([present.decode.worker_id])].any():
+            same_kv[:] = False
+            same_kv[rows] = True
+        found = self._admission.move_target(view, self._placement_request((source.worker_id,)), same_kv, now_s)
+        return self.move_target(source, None) if found is None and present is not None else found
+
+    def held_blocks(self, holder: int) -> int:
+        """How many leading blocks of prompt and answer a holder is known to have."""
+        held = self._cached_blocks()
+        return int(held[holder]) if 0 <= holder < len(held) else 0
+
+    def move(self, placement: Placement) -> None:
+        """Notes that the answer goes on at another decode worker."""
+        now_s = self._context.clock()
+        self._admission.move(self._name, self._membership.view(), placement, now_s)
+        move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
+        self._context.telemetry.decisions.note_move(self.output.request_id, move)
+
+    def note_move(self, outcome: str) -> None:
+        """Counts what became of a move that was begun."""
+        self._context.telemetry.pool_decisions["move", outcome] += 1
 
     def codec(self, default: HandoverCodec) -> HandoverCodec:
         """The encoding of its KV in transfer: `default`, or a lossier one where admission degraded the output."""

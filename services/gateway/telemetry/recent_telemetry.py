@@ -33,6 +33,7 @@ POOL_DECISIONS: Mapping[str, tuple[str, ...]] = {
     "disaggregation": get_args(Disaggregation),
     "direct_restore": get_args(Disaggregation),
     "copy": get_args(CopyDecision),
+    "move": ("moved", "ends_soon", "not_loaded", "stays", "failed"),  # of an answer whose decode worker leaves
 }
 """What the gateway decides about the pool of KV, and the reasons that it counts."""
 

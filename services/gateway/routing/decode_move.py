@@ -1,0 +1,167 @@
+"""Moves a running answer to another decode worker, while it goes on: its blocks first, and then the answer itself.
+
+The new worker loads whole blocks from the present one ahead of time. Just after another block is whole, the answer
+changes over as a failover does: the new worker has all but a few tokens, which it computes in a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from halfmoon.errors import HalfmoonError, NotFound
+from halfmoon.kv.owner import KVOwner
+from halfmoon.pb.prefill_pb2 import KVSource, PrefillEvent
+from halfmoon.policy.placement.move import SHORT_TAIL, tail_tokens, whole_blocks
+from halfmoon.policy.values import Placement
+from halfmoon.rpc.layout_message import layout_from
+from services.gateway.cluster.cluster import Cluster
+from services.gateway.cluster.prefix_replication import PromptBlocks, copy_prompt
+from services.gateway.cluster.token_router import Event, Moving
+from services.gateway.cluster.worker import Worker
+from services.gateway.routing.request_routing import RequestRouting
+
+log = logging.getLogger(__name__)
+
+_COPY_S = 30.0  # deadline of one copy
+_LOOK_S = 1.0  # between looks for a worker with room
+_NEAR_BLOCKS = 1  # blocks that may be computed instead of being loaded
+_NUM_TRIES = 3  # copies that may fail
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeMoves:
+    """Begins moves. Owns nothing."""
+
+    cluster: Cluster
+    routing: RequestRouting
+
+    def begin(self, source: Worker, put: Callable[[Event], None]) -> DecodeMove:
+        """Prepares a move away from `source`; `put` takes the event that ends the present attempt."""
+        move = DecodeMove(self.cluster, self.routing, source, put)
+        move.task = self.cluster.spawn(move.run())
+        return move
+
+
+class DecodeMove:
+    """Owns the preparation of one answer's move: where to, how many blocks are there, and the task that does it."""
+
+    def __init__(self, cluster: Cluster, routing: RequestRouting, source: Worker, put: Callable[[Event], None]) -> None:
+        self._cluster = cluster
+        self._routing = routing
+        self._source = source
+        self._put = put
+        self._block_tokens = source.member.identity.layout.block_tokens
+        self._target: Placement | None = None
+        self._num_copied = 0  # leading blocks that the target has
+        self._num_failed = 0
+        self._block_ended = asyncio.Event()
+        self.loaded_tokens = 0
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is prepared any more."""
+        return self.task is None or self.task.done()
+
+    def note_token(self) -> None:
+        """Notes that the answer has another token."""
+        if self._tail == 1:
+            self._block_ended.set()
+
+    def cancel(self) -> None:
+        """Ends the preparation."""
+        if self.task is not None:
+            self.task.cancel()
+
+    async def run(self) -> None:
+        """Ends the present attempt once the answer can go on elsewhere. Leaves it where it is if that does not pay."""
+        try:
+            outcome = await self._prepare()
+        except HalfmoonError as error:
+            log.warning("move.failed", extra={"worker_id": self._source.member.worker_id, "reason": error.message})
+            outcome = "failed"
+        self._routing.note_move(outcome)
+        if outcome == "moved" and self._target is not None:
+            self._put(Moving(self._target, self._from_source, self.loaded_tokens))
+
+    async def _prepare(self) -> str:
+        """Returns what became of it, one of the reasons of the decision `move`."""
+        while self._source.member.is_leaving and not self._source.gone.done():
+            if self._routing.room_tokens <= self._block_tokens:
+                return "ends_soon"
+            async with self._source.move_turns:
+                self._choose_target()
+                if self._target is not None and await self._is_there(self._target):
+                    return "moved"
+            if self._num_failed >= _NUM_TRIES:
+                return "not_loaded"
+            if self._target is None:
+                await self._cluster.router.pause(_LOOK_S, until=self._cluster.until_changed())
+            elif not self._has_just_ended_block:
+                self._block_ended.clear()
+                await self._block_ended.wait()
+        return "stays"
+
+    @property
+    def _has_just_ended_block(self) -> bool:
+        """Whether a block ended while others were copied: it alone is left to copy."""
+        is_behind = whole_blocks(self._num_tokens, self._block_tokens) == self._num_copied + 1
+        return is_behind and self._tail <= SHORT_TAIL // 2
+
+    def _choose_target(self) -> None:
+        """Another worker than before only if that one no longer takes answers."""
+        before, self._target = self._target, self._routing.move_target(self._source.member, self._target)
+        if before is None or self._target is None or before.decode.worker_id != self._target.decode.worker_id:
+            self._num_copied = 0
+
+    async def _is_there(self, target: Placement) -> bool:
+        """Has the target load what it lacks, and returns whether only a short tail is left then."""
+        num_blocks = whole_blocks(self._num_tokens, self._block_tokens)
+        if num_blocks > self._num_copied:
+            try:
+                await self._copy(target, num_blocks)
+                self._num_copied = num_blocks
+            except NotFound:  # it has them already, or would rather compute them
+                self._num_copied = max(self._num_copied, self._routing.held_blocks(target.decode.holder))
+                if num_blocks - self._num_copied > _NEAR_BLOCKS:
+                    self._num_failed += 1
+                    return False
+                self._num_copied = num_blocks
+            except HalfmoonError as error:
+                log.info("move.copy_failed", extra={"target": target.decode.worker_id, "reason": error.message})
+                self._num_failed += 1
+                return False
+        has_all = whole_blocks(self._num_tokens, self._block_tokens) == self._num_copied
+        return has_all and self._tail <= SHORT_TAIL
+
+    async def _copy(self, target: Placement, num_blocks: int) -> None:
+        """Has the target load the leading blocks. Raises what the worker raises, NotFound if it loads nothing."""
+        worker, output = self._cluster.worker(target.decode.worker_id), self._routing.output
+        owner = KVOwner(output.tenant.name, output.tenant.kv_bytes or 0)
+        layout = layout_from(self._source.member.identity.layout)
+        blocks = PromptBlocks((), layout, output.tenant_salt, owner, self._routing.token_ids)
+        fingerprint = self._cluster.membership.model_fingerprint
+        prompt = copy_prompt(fingerprint, blocks, num_blocks, [self._from_source], output.priority)
+        async with worker.peer.stream(worker.prefill.Prefill, prompt, deadline_s=_COPY_S) as events:
+            async for event in events:
+                self._note_loaded(event)
+
+    def _note_loaded(self, event: PrefillEvent) -> None:
+        self.loaded_tokens += event.first_token.num_loaded_tokens
+
+    @property
+    def _from_source(self) -> KVSource:
+        num_blocks = whole_blocks(self._num_tokens, self._block_tokens)
+        address = self._source.member.identity.address
+        return KVSource(address=address, kind=KVSource.WORKER, num_blocks=num_blocks)
+
+    @property
+    def _num_tokens(self) -> int:
+        return self._routing.num_tokens
+
+    @property
+    def _tail(self) -> int:
+        return tail_tokens(self._num_tokens, self._block_tokens)

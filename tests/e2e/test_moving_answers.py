@@ -1,0 +1,50 @@
+"""Running answers move to another decode worker when theirs drains, and back to a new one: no text changes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from halfmoon.cli.workers.control_api import ControlApi
+from tests.e2e.system import running_system
+from tests.e2e.test_life import CONSTRAINED, streamed, whole
+
+pytestmark = pytest.mark.e2e
+
+PLAIN: dict[str, Any] = {"model": "demo", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+TEXT = "The moon rose over the quiet harbour, and the fishermen counted their boats before the tide. "
+SEEDED = {"temperature": 0.9, "top_p": 0.9, "seed": 11, "logprobs": 2, "frequency_penalty": 0.3}
+BODIES = [
+    PLAIN | {"prompt": "The moon is"},
+    PLAIN | {"prompt": TEXT * 6},
+    PLAIN | SEEDED | {"prompt": TEXT},
+    CONSTRAINED | {"prompt": f"{TEXT} Numbers:"},
+]
+
+
+async def test_answers_move_and_stay_the_same(tmp_path: Path) -> None:
+    options = ("--dtype", "float32", "--prefill", "1", "--decode", "2")
+    async with running_system(tmp_path, *options) as system, aiohttp.ClientSession(system.url) as http:
+        api = ControlApi(http, "")
+        undisturbed = [*await asyncio.gather(*(whole(http, body) for body in BODIES))]
+        begun = [asyncio.Event() for _ in BODIES]
+        streams = [asyncio.create_task(streamed(http, body, one)) for body, one in zip(BODIES, begun, strict=True)]
+        all_begun: asyncio.Future[Any] = asyncio.gather(*(one.wait() for one in begun))
+        waiting: list[asyncio.Future[Any]] = [all_begun, *streams]
+        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert ended == {all_begun}, [one.exception() for one in ended]
+        busiest = max(await api.workers(), key=lambda one: (one["role"] == "decode", one["load"]["num_running"]))
+        await api.change(busiest["worker_id"], "drain", {"returns": True})
+        assert await asyncio.gather(*streams) == undisturbed
+        async with http.get("/halfmoon/v1/cache") as response:
+            reasons = {
+                one["reason"]: one["count"] for one in (await response.json())["decisions"] if one["decision"] == "move"
+            }
+        async with http.get(f"/halfmoon/v1/requests?limit={len(BODIES)}") as response:
+            retries = [row["num_retries"] for row in await response.json()]
+    assert reasons.get("moved"), reasons
+    assert not any(retries)

@@ -1,0 +1,93 @@
+"""An answer moves to another decode worker when its own one leaves, and its client sees nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfmoon.errors import NotFound, Unavailable
+from halfmoon.pb.prefill_pb2 import KVSource, PrefillEvent, PrefillRequest
+from tests.services.gateway.fakes import FakeWorker, Fleet, Script, running_fleet, soon
+from tests.services.gateway.test_access import ask
+from tests.services.gateway.test_direct_restore import KNOWN, Gate, text_of, until_silent
+from tests.services.gateway.test_failures import last_row
+from tests.services.gateway.test_gateway_admission import PROMPT
+from tests.services.gateway.test_prompts_kept import decisions
+
+TEXT = "a long answer of many tokens, which goes on and on"
+
+
+async def leaving(fleet: Fleet, num_tokens: int = 12) -> tuple[FakeWorker, FakeWorker, asyncio.Task[Any]]:
+    """A decode worker that drains in the middle of an answer, another one, and the client."""
+    await fleet.add("p0", "prefill", Script(TEXT), **KNOWN)
+    first = await fleet.add("d0", "decode", Script(TEXT, Gate(), tokens_before_gate=num_tokens), **KNOWN)
+    answer = asyncio.create_task(fleet.client.completions.create(model="bytes", prompt=PROMPT, max_tokens=60))
+    await until_silent(first)
+    second = await fleet.add("d1", "decode", Script(TEXT), **KNOWN)
+    return first, second, answer
+
+
+async def drain(fleet: Fleet, name: str = "d0") -> None:
+    assert (await ask(fleet, "POST", f"/halfmoon/v1/workers/{name}/drain", json={}))[0] == 200
+
+
+async def test_its_blocks_go_ahead_and_it_follows(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        first, second, answer = await leaving(fleet)
+        await drain(fleet)
+        assert await text_of(answer) == TEXT
+        (decision,) = await decisions(fleet)
+        row = await last_row(fleet, "ok")
+        metrics = await fleet.metrics()
+        await soon(first.calls.cancel_came.wait())
+    copy, moved = second.calls.prefills
+    source = KVSource(address=first.address, kind=KVSource.WORKER, num_blocks=copy.sources[0].num_blocks)
+    assert (copy.is_copy, list(copy.sources)) == (True, [source])
+    assert len(copy.generation.prompt_token_ids) == 8 * source.num_blocks + 1
+    assert (moved.is_copy, moved.decode_address, list(moved.sources)) == (False, "", [source])
+    tokens = [*moved.generation.prompt_token_ids, *moved.generation.output_token_ids]
+    assert tokens[: len(copy.generation.prompt_token_ids)] == copy.generation.prompt_token_ids
+    assert bytes(moved.generation.output_token_ids).decode() == TEXT[:13]
+    assert (row["num_retries"], row["decode_worker"]) == (0, "d1")
+    assert [(move["prefill_worker"], move["decode_worker"]) for move in decision["moves"]] == [("d1", "d1")]
+    assert 'pool_decisions_total{decision="move",reason="moved"} 1.0' in metrics
+
+
+async def test_it_moves_off_a_worker_that_is_to_prefill(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        _, second, answer = await leaving(fleet)
+        assert (await ask(fleet, "POST", "/halfmoon/v1/workers/d0/role", json={"role": "prefill"}))[0] == 200
+        assert await text_of(answer) == TEXT
+    assert [call.is_copy for call in second.calls.prefills] == [True, False]
+
+
+async def test_a_worker_that_joins_later_takes_it(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.add("p0", "prefill", Script(TEXT), **KNOWN)
+        first = await fleet.add("d0", "decode", Script(TEXT, Gate(), tokens_before_gate=12), **KNOWN)
+        answer = asyncio.create_task(fleet.client.completions.create(model="bytes", prompt=PROMPT, max_tokens=60))
+        await until_silent(first)
+        assert (await ask(fleet, "POST", "/halfmoon/v1/workers/d0/drain", json={"force": True}))[0] == 200
+        await fleet.add("d1", "decode", Script(TEXT), **KNOWN)
+        assert await text_of(answer) == TEXT
+
+
+@pytest.mark.parametrize("error", [NotFound("nothing"), Unavailable("gone")])
+async def test_what_cannot_be_loaded_finishes_where_it_is(tmp_path: Path, error: Exception) -> None:
+    async def refuse(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        raise error
+        yield PrefillEvent()
+
+    async with running_fleet(tmp_path) as fleet:
+        first, second, answer = await leaving(fleet)
+        second.on_prefill = refuse
+        await drain(fleet)
+        await soon(second.calls.prefill_came.wait())
+        assert first.script.decode_gate is not None
+        first.script.decode_gate.set()
+        assert await text_of(answer) == TEXT
+    assert all(call.is_copy for call in second.calls.prefills)
