@@ -67,8 +67,12 @@ class Target:
     @property
     def cpu_s(self) -> float:
         """CPU seconds of the gateway so far."""
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+        return sum(float(times.user + times.system) for times in (one.cpu_times() for one in serving(self.process)))
+
+
+def serving(process: psutil.Process) -> list[psutil.Process]:
+    """A supervised service's processes: the template that the supervisor started, and the child that serves."""
+    return [process, *process.children(recursive=True)]
 
 
 class Stream(asyncio.Protocol):

@@ -63,11 +63,11 @@ class PostgresqlServer:
                 start_new_session=True,
             )
 
-    def new_database(self) -> str:
-        """The URL of an empty database."""
+    def new_database(self, options: str = "") -> str:
+        """The URL of an empty database. `options`: of CREATE DATABASE."""
         name = f"d{uuid.uuid4().hex[:12]}"
         with psycopg.connect(self._conninfo(), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}".encode())
+            connection.execute(f"CREATE DATABASE {name} {options}".encode())
         return f"postgresql://halfmoon@/{name}?host={self._directory}"
 
     def signal(self, number: signal.Signals) -> None:

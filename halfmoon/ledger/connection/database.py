@@ -30,6 +30,7 @@ _POSTGRESQL_ARGS: Mapping[str, Any] = {  # a vanished host is detected within ha
     "keepalives_count": 3,
     "tcp_user_timeout": 20_000,
     "application_name": "halfmoon",
+    "client_encoding": "utf8",  # the driver reads no text of a database in SQL_ASCII otherwise
 }
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+psycopg"}
 

@@ -22,6 +22,7 @@ from halfmoon.ledger import schema
 from halfmoon.ledger.connection.database import Database, make_engine, open_database
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.ledger.models import Base
+from tests.ledger.postgresql import PostgresqlServer
 from tests.ledger.rows import row
 
 # as the first release made them, without a revision
@@ -181,3 +182,12 @@ async def test_a_migration_that_fails_leaves_nothing_behind(tmp_path: Path) -> N
         tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
     connection.close()
     assert tables == {"plans"}
+
+
+async def test_a_database_without_an_encoding_will_do(postgresql: PostgresqlServer) -> None:
+    """As `initdb` makes it where no locale is set."""
+    url = postgresql.new_database("ENCODING SQL_ASCII LOCALE 'C' TEMPLATE template0")
+    async with open_ledger(url) as ledger:
+        ledger.record(row(1))
+    async with open_ledger(url) as again:
+        assert [one.request_id for one in await again.recent(9)] == ["r1"]
