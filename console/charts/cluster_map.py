@@ -17,6 +17,7 @@ from console.quantities import seconds
 _MAX_CARDS = 6  # for one role; more are drawn as cells
 MAX_LINKS = 100  # between cards; beyond it no links are drawn
 _WIDTH = 1000
+_LEAST_PX = 720  # narrower pages scroll it sideways, since its text would be too small to read
 _CELLS_A_ROW = 11
 _COLUMNS = {"prefill": 245, "decode": 685, "both": 245}
 _GATEWAY_W, _GATEWAY_H = 170, 78
@@ -58,7 +59,7 @@ def draw(cluster: Mapping[str, Any], stores: Sequence[Mapping[str, Any]]) -> str
         *_spokes(gateway, workers, places), *_links(workers, places), *_store_links(workers, cards.places, bottoms),
     ]  # fmt: skip
     body = "".join([*links, *_gateway(cluster, gateway), *shapes, *cards.shapes])
-    return drawing(body, _WIDTH, bottom if stores else height, "The cluster")
+    return drawing(body, _WIDTH, bottom if stores else height, "The cluster", _LEAST_PX)
 
 
 def _roles(

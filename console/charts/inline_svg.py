@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-_HTML = '<div class="drawn" style="color:var(--st-text-color)"></div>'
+_HTML = '<div class="drawn" style="color:var(--st-text-color);overflow-x:auto"></div>'
 _JS = """
 function follow(old, next) {
   const [was, is] = [[...old.children], [...next.children]];

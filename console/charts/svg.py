@@ -17,11 +17,11 @@ class Place(NamedTuple):
     height: float
 
 
-def drawing(body: str, width: float, height: float, title: str) -> str:
-    """Wraps shapes in the SVG element: as wide as its container, with fixed proportions."""
+def drawing(body: str, width: float, height: float, title: str, least_px: int = 0) -> str:
+    """Wraps shapes in the SVG element: as wide as its container, but at least `least_px`, with fixed proportions."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="100%" role="img" '
-        f'aria-label="{escaped(title)}" style="display:block;font-family:inherit">{body}</svg>'
+        f'aria-label="{escaped(title)}" style="display:block;min-width:{least_px}px;font-family:inherit">{body}</svg>'
     )
 
 

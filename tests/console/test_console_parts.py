@@ -50,6 +50,7 @@ def test_names_of_others_stay_within_the_drawing() -> None:
     assert "\n" not in text  # an empty line would end the HTML, and Markdown begin
     root = ElementTree.fromstring(text)
     assert not list(root.iter("script"))
+    assert "min-width:720px" in root.get("style", "")  # a telephone scrolls it, and can read it
     shown = [one.text or "" for one in root.iter() if one.tag.endswith("text")]
     assert max(len(one) for one in shown) < 60
 

@@ -58,6 +58,22 @@ def test_it_is_served(address: str) -> None:
     assert "Retry-After" in chat["responses"]["429"]["headers"]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_streams_are_as_it_says(path: str, address: str) -> None:
+    """Checkers hold each event against the schema of a stream: those of messages and responses have a name, too."""
+    prompt: dict[str, Any] = (
+        {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    )
+    prompt = {"input": "a"} if path == "/v1/responses" else prompt
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 2, "stream": True, **prompt}
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+    case = OPERATIONS[f"POST {path}"].Case(body=body, media_type="application/json")
+    response = case.call(base_url=address)
+    assert response.headers["content-type"][0].startswith("text/event-stream")
+    case.validate_response(response)
+
+
 # The gateway's thread may draw from `random` while a strategy draws a case: hypothesis takes that for the strategy's.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning")
 @pytest.mark.parametrize("name", OPERATIONS)
