@@ -1,7 +1,8 @@
 """Running answers move from one decode worker to another: pauses in steps, bytes, and whether a text changes.
 
-python -m benchmarks.moves                 one prefill and two decode workers, six streams, three drains
+python -m benchmarks.moves                           one prefill and two decode workers, six streams, three drains
 python -m benchmarks.moves --streams 2 --drains 5
+python -m benchmarks.moves --simulated               steps take their time without computing: what calls cost
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.chaos_parts.fault import SIMULATED
 from benchmarks.chaos_parts.system import System, running_system
 
-_ARGUMENTS = ("--prefill", "1", "--decode", "2", "--dtype", "float32")
+_WORKERS = ("--prefill", "1", "--decode", "2")
 _TEXT = "The moon rose over the quiet harbour, and the fishermen counted their boats before the tide. "
 _BEFORE_S = 2.0  # streams run for so long before the drain
 _TOKENS = 400
@@ -29,6 +31,7 @@ async def answer(http: aiohttp.ClientSession, number: int) -> str:
     """One greedy answer; every second one has a long prompt."""
     prompt = f"{number} {_TEXT * (1 + 11 * (number % 2))}"
     body = {"model": "demo", "prompt": prompt, "max_tokens": _TOKENS, "temperature": 0, "ignore_eos": True}
+    body["seed"] = number  # simulated workers always draw
     async with http.post("/v1/completions", json=body) as response:
         response.raise_for_status()
         return str((await response.json())["choices"][0]["text"])
@@ -71,10 +74,11 @@ def report(lines: Sequence[dict[str, Any]], num_texts: int, num_changed: int) ->
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
-async def run(num_streams: int, num_drains: int) -> str:
+async def run(num_streams: int, num_drains: int, *, is_simulated: bool) -> str:
     """Runs all drains on one system."""
+    arguments = (*_WORKERS, *(SIMULATED if is_simulated else ("--dtype", "float32")))
     with tempfile.TemporaryDirectory(prefix="halfmoon-moves-") as folder:
-        async with running_system(_ARGUMENTS, Path(folder) / "state", 3, {}) as system:
+        async with running_system(arguments, Path(folder) / "state", 3, {}) as system:
             timeout = aiohttp.ClientTimeout(total=600)
             async with aiohttp.ClientSession(system.url, timeout=timeout) as http:
                 undisturbed = [*await asyncio.gather(*(answer(http, number) for number in range(num_streams)))]
@@ -91,8 +95,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=6)
     parser.add_argument("--drains", type=int, default=3)
+    parser.add_argument("--simulated", action="store_true")
     options = parser.parse_args()
-    print(asyncio.run(run(options.streams, options.drains)))
+    print(asyncio.run(run(options.streams, options.drains, is_simulated=options.simulated)))
 
 
 if __name__ == "__main__":
