@@ -63,4 +63,5 @@ def over_vllm(fault: Fault, python: Path) -> Fault:
     if "sim" in fault.arguments:
         return fault
     engine = ("--engine", "vllm", "--engine-python", str(python), "--engine-args=--enforce-eager")
-    return replace(fault, arguments=(*fault.arguments, *engine), whole_within_s=900.0)
+    context = ("--set", "workers.all.max_context_tokens=2048")  # vLLM wants memory for one that long
+    return replace(fault, arguments=(*fault.arguments, *engine, *context), whole_within_s=900.0)
