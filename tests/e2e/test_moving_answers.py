@@ -15,7 +15,7 @@ from tests.e2e.test_life import CONSTRAINED, streamed, whole
 
 pytestmark = pytest.mark.e2e
 
-PLAIN: dict[str, Any] = {"model": "demo", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+PLAIN: dict[str, Any] = {"model": "demo", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
 TEXT = "The moon rose over the quiet harbour, and the fishermen counted their boats before the tide. "
 SEEDED = {"temperature": 0.9, "top_p": 0.9, "seed": 11, "logprobs": 2, "frequency_penalty": 0.3}
 BODIES = [
@@ -37,7 +37,12 @@ async def test_answers_move_and_stay_the_same(tmp_path: Path) -> None:
         waiting: list[asyncio.Future[Any]] = [all_begun, *streams]
         ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         assert ended == {all_begun}, [one.exception() for one in ended]
-        busiest = max(await api.workers(), key=lambda one: (one["role"] == "decode", one["load"]["num_running"]))
+        while not (
+            busy := [one for one in await api.workers() if one["role"] == "decode" and one["load"]["num_running"]]
+        ):
+            assert not all(stream.done() for stream in streams), "no report showed who decodes"
+            await asyncio.sleep(0.02)
+        busiest = max(busy, key=lambda one: one["load"]["num_running"])
         await api.change(busiest["worker_id"], "drain", {"returns": True})
         assert await asyncio.gather(*streams) == undisturbed
         async with http.get("/halfmoon/v1/cache") as response:

@@ -46,6 +46,7 @@ pytestmark = [
 _BLOCK_TOKENS = 64
 _UNCHANGED = MappingProxyType({"quantization": "none"})  # the demo model as numbers
 NAMES = ("sql", "fr")  # of adapters
+_LONG_TOKENS = 200  # so many that workers report their load several times meanwhile
 _START_S = 600.0  # vLLM imports and compiles for minutes on busy cores
 _ENGINES: Mapping[str, Mapping[str, Any]] = {
     "halfmoon": {},
@@ -108,11 +109,13 @@ async def test_answers_go_on_at_our_engine_when_vllm_is_killed(
         aiohttp.ClientSession(system.url) as http,
         asyncio.TaskGroup() as group,
     ):
-        tasks = [group.create_task(completion(http, prompt, max_tokens=48, ignore_eos=True)) for prompt in prompts]
+        long: dict[str, Any] = {"max_tokens": _LONG_TOKENS, "ignore_eos": True}
+        tasks = [group.create_task(completion(http, prompt, **long)) for prompt in prompts]
         while True:
             (worker,) = [one for one in await system.cluster(http) if one["device"].startswith("vllm")]
             if worker["load"][state] > 0:
                 break
+            assert not all(task.done() for task in tasks), "no report of the worker's showed what it did"
             await asyncio.sleep(0.02)
         vllm = psutil.Process(worker["pid"]).children(recursive=True)
         known = psutil.Process(worker["pid"]).environ()
@@ -123,7 +126,7 @@ async def test_answers_go_on_at_our_engine_when_vllm_is_killed(
         for prompt, task in zip(prompts, tasks, strict=True):
             (choice,) = (await task)["choices"]
             assert choice["token_ids"][:24] == reference(prompt, 24)[:24]
-            assert len(choice["token_ids"]) == 48
+            assert len(choice["token_ids"]) == _LONG_TOKENS
         _, alive = await asyncio.to_thread(psutil.wait_procs, vllm, 30)
         assert not alive, "vLLM outlives its worker"
 

@@ -111,7 +111,8 @@ async def test_structured_text_and_logprobs(tmp_path: Path) -> None:
             top_logprobs=1,
         )
         sampling = prefill.calls.prefills[0].generation.sampling
-    assert (sampling.constraint.kind, json.loads(sampling.constraint.source)) == (Constraint.JSON_SCHEMA, schema)
+    closed = {**schema, "additionalProperties": False}
+    assert (sampling.constraint.kind, json.loads(sampling.constraint.source)) == (Constraint.JSON_SCHEMA, closed)
     message: Any = answer.output[0]
     part = message.content[0]
     assert [entry.token for entry in part.logprobs] == ["{", "}"]

@@ -23,7 +23,7 @@ def with_later_field(message: Message) -> bytes:
 
 async def test_workers_of_an_earlier_and_of_a_later_release_serve_together(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
-        old = await fleet.add("old", "prefill", Script("hello"))
+        old = await fleet.add("old", "prefill", Script("hello"), can_change_role=False)
         assert {field.name for field, _ in old.identity().ListFields()} <= set(FIRST_FIELDS)
         new = await fleet.add("new", "decode", Script("hello"), host="h", num_gateways=1, keep_answers_s=60.0)
         new.loads.put_nowait(WorkerMessage.FromString(LATER))  # a kind of message that is unknown here

@@ -188,13 +188,14 @@ async def test_classes_stay_in_force_while_the_ledger_is_away(tmp_path: Path) ->
         await call(fleet, "PUT", "/gold", **GOLD)
         prefill, _ = await fleet.pair()
         measured(fleet, prefill, 1.0)
-        ledger = sqlite3.connect(tmp_path / "ledger.db", timeout=60, isolation_level=None)
-        ledger.execute("alter table class_revision rename to away")
+        ledger = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None, check_same_thread=False)
+        # In threads: the gateway's own transactions end on this loop.
+        await asyncio.to_thread(ledger.execute, "alter table class_revision rename to away")
         assert (await complete(fleet, "gold"))[0] == 429
         assert (await complete(fleet))[0] == 200
         assert (await call(fleet, "GET"))[0] == 503
         assert (await call(fleet, "PUT", "/lead", priority=3))[0] == 503
-        ledger.execute("alter table away rename to class_revision")
+        await asyncio.to_thread(ledger.execute, "alter table away rename to class_revision")
         ledger.close()
         assert (await call(fleet, "PUT", "/lead", priority=3))[0] == 200
 
