@@ -251,9 +251,14 @@ async def test_a_reservation_without_room_is_refused_and_one_given_up_is_free(wo
 
 
 async def test_what_vllm_has_no_blocks_for_is_refused(worker: Worker) -> None:
+    await worker.engine.add(EngineRequest("a", PROMPT, GREEDY))
+    await worker.vllm.prompt("a")
     worker.engine.handle(Stepped(1.0, 2.0, {}, 1, 20, num_free_blocks=2))
     with pytest.raises(NoCapacity):
         await worker.engine.reserve(EngineRequest("d", PROMPT, GREEDY))
+    worker.vllm.draw("a", EOS)
+    await worker.until_outputs(1)
+    assert await worker.engine.reserve(EngineRequest("d", PROMPT, GREEDY)) == 0  # though no step has counted since
 
 
 async def test_a_prompt_larger_than_the_shared_memory_is_refused(worker: Worker) -> None:

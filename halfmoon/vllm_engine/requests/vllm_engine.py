@@ -178,13 +178,19 @@ class VllmEngine(StagedKV):
         return fence
 
     def stats_now(self) -> EngineStats:
-        """See `AsyncEngine.stats_now`. Cached blocks count as free and are not counted apart."""
+        """See `AsyncEngine.stats_now`. Cached blocks count as free and are not counted apart.
+
+        vLLM counts when a step begins, and none follows the one that frees the last request's blocks: without requests
+        all are free.
+        """
         sequences = [entry.sequence for entry in self._requests]
         states = [sequence.state for sequence in sequences]
+        is_idle = states.count("reserved") == len(states)
+        num_free = self._limits.num_blocks if is_idle else self._reports.num_free_blocks
         reserved = sum(len(sequence.blocks) for sequence in sequences if sequence.state == "reserved")
         return EngineStats(
             num_blocks=self._limits.num_blocks,
-            num_free_blocks=max(0, self._reports.num_free_blocks - reserved),
+            num_free_blocks=max(0, num_free - reserved),
             num_cached_blocks=0,
             num_running=states.count("running"),
             num_waiting=states.count("waiting"),
