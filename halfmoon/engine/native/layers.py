@@ -54,7 +54,7 @@ class _Step(ctypes.Structure):
 class _Listeners:
     """What a step calls before and after a layer's attention, from the middle of the kernels' one call."""
 
-    def __init__(self, attention: StepAttention, num_layers: int) -> None:
+    def __init__(self, attention: StepAttention) -> None:
         self._gates: list[GatedAttention] = []
         self._watches: list[WatchedAttention] = []
         while isinstance(attention, GatedAttention | WatchedAttention):
@@ -64,9 +64,14 @@ class _Listeners:
                 self._watches.append(attention)
             attention = attention.inner
         self.inner = attention
-        reported = [any(watch.reports(layer + 1) for watch in self._watches) for layer in range(num_layers)]
-        self.calls = bytes(bool(self._gates) | is_reported << 1 for is_reported in reported)
         self.error: BaseException | None = None
+
+    def calls(self, num_layers: int) -> bytes | None:
+        """Which layers call `between`, as layers.h has it; None where nobody listens, as in nearly all decode steps."""
+        if not self._gates and not self._watches:
+            return None
+        reported = [any(watch.reports(layer + 1) for watch in self._watches) for layer in range(num_layers)]
+        return bytes(bool(self._gates) | is_reported << 1 for is_reported in reported)
 
     def between(self, layer: int, is_stored: int) -> int:
         """Returns 1 if the step cannot go on, for which `error` is the reason."""
@@ -98,11 +103,12 @@ class NativeLayers:
 
     def takes(self, attention: StepAttention) -> bool:
         """See `RunLayers.takes`."""
-        return isinstance(_Listeners(attention, 0).inner, NativeBatch)
+        return isinstance(_Listeners(attention).inner, NativeBatch)
 
     def run(self, hidden: Tensor, positions: Tensor, attention: StepAttention, kv: Tensor) -> tuple[Tensor, Tensor]:
         """See `RunLayers.run`."""
-        listeners = _Listeners(attention, len(self._weights))
+        listeners = _Listeners(attention)
+        calls = listeners.calls(len(self._weights))
         batch, config, library = cast(NativeBatch, listeners.inner), self._config, self._library
         num_tokens, inner = len(hidden), config.intermediate_size
         num_heads = config.num_heads + 2 * config.num_kv_heads
@@ -121,7 +127,7 @@ class NativeLayers:
             *(len(self._weights), num_tokens, len(tasks), config.num_heads, config.num_kv_heads),
             *(config.head_dim, config.hidden_size, self._cos.stride(0)),
             *(config.norm_eps, config.head_dim**-0.5, kv.dtype == torch.int8, library.num_threads),
-            *(_Between(listeners.between), listeners.calls if any(listeners.calls) else None),
+            *(_Between(listeners.between) if calls else _Between(), calls),
         )
         library.run_layers(self._table, ctypes.byref(step))
         if listeners.error is not None:
