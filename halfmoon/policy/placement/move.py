@@ -6,13 +6,12 @@ import random
 
 import numpy as np
 
-from halfmoon.policy.placement.ranking import predict_tbt
+from halfmoon.policy.placement.ranking import least, predict_tbt
 from halfmoon.policy.values import DecodeLoads, Placement, PlacementRequest
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
 SHORT_TAIL = 16  # tokens that the new worker computes itself in about the time of a decode step
-_TIE = 1.01
 
 
 def move_target(
@@ -33,10 +32,7 @@ def move_target(
     rows &= np.isfinite(view.column("fetch_s_per_token"))
     if not rows.any():
         return None
-    among = np.flatnonzero(rows)
-    tbt_s = predict_tbt(view, loads, num_tokens)[among]
-    least = among[tbt_s <= tbt_s.min() * _TIE]
-    row = int(least[rng.randrange(len(least))])
+    row = least(predict_tbt(view, loads, num_tokens), rows, rng)
     worker = view.worker(row)
     step_s = worker.step_model.seconds(float(loads.batch[row]) + 1, float(loads.context_tokens[row]) + num_tokens)
     return Placement(worker, worker, ttft_s=step_s, tbt_s=step_s, decode_reason="computes_prompt")

@@ -61,7 +61,7 @@ class Ranking:
 
     def best_prefill(self, ttft: TtftPrediction, rows: Bools, rng: random.Random) -> int:
         """Chooses among the rows that compute the prompt and hand it over."""
-        return _least(self._prefill_cost(ttft), rows, rng)
+        return least(self._prefill_cost(ttft), rows, rng)
 
     def why_prefill(self, ttft: TtftPrediction, rows: Bools, row: int) -> PrefillReason:
         """Names what speaks for `row`, the best of `rows`: what it has or loads of the prompt, or else its queue."""
@@ -86,7 +86,7 @@ class Ranking:
         cost, hosts = self._prefill_cost(ttft), self.view.hosts[: self.view.num_rows]
         others = rows & (hosts != hosts[row])
         is_wanted = cost is ttft.seconds and rows[row] and np.logical_or.reduce(others)
-        return _least(cost, others, rng) if is_wanted else None
+        return least(cost, others, rng) if is_wanted else None
 
     def best_decode(
         self, loads: DecodeLoads, handover: HandoverPrediction, rows: Bools, rng: random.Random
@@ -107,7 +107,7 @@ class Ranking:
             cost = cost if known.is_one_step_time_of_decode else self._with_step_time_ties(tbt_s, rows)
             cost = cost + handover.exposed_s / self.request.num_gaps
         if self.mode in ("least-loaded", "random"):
-            return DecodeChoice(_least(cost, rows, rng), "random" if self.mode == "random" else "least_loaded")
+            return DecodeChoice(least(cost, rows, rng), "random" if self.mode == "random" else "least_loaded")
         held = handover.held_tokens
         stays = rows & (held >= _MOST * self.num_tokens) & (cost <= np.minimum.reduce(cost[rows]) * _LEARNING_ERROR)
         if np.logical_or.reduce(stays):
@@ -137,7 +137,7 @@ class Ranking:
             weight = weight if known.is_one_step_time_of_both else self._with_step_time_ties(tbt_s, both)
         cheapest = np.zeros_like(rows)
         cheapest[_about_least(cost, rows)] = True
-        return _least(_decode_of_each(weight, decode, both), cheapest, rng)
+        return least(_decode_of_each(weight, decode, both), cheapest, rng)
 
     def _prefill_cost(self, ttft: TtftPrediction) -> Floats:
         if self.mode == "random":
@@ -194,7 +194,7 @@ def with_speed_ties(cost: Floats, unloaded_s: Floats, rows: Bools) -> Floats:
     return tied
 
 
-def _least(cost: Floats, rows: Bools, rng: random.Random) -> int:
+def least(cost: Floats, rows: Bools, rng: random.Random) -> int:
     """A random one of the rows with about the least cost."""
     cheapest = _about_least(cost, rows)
     return int(cheapest[rng.randrange(len(cheapest))])
