@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -113,18 +114,21 @@ async def streamed(http: aiohttp.ClientSession, body: dict[str, Any], well_begun
     return "".join(parts)
 
 
+async def begun_streams(http: aiohttp.ClientSession, bodies: Sequence[dict[str, Any]]) -> list[asyncio.Task[str]]:
+    """Streams of these requests, which have all well begun."""
+    begun = [asyncio.Event() for _ in bodies]
+    streams = [asyncio.create_task(streamed(http, body, one)) for body, one in zip(bodies, begun, strict=True)]
+    all_begun: asyncio.Future[Any] = asyncio.gather(*(one.wait() for one in begun))
+    waiting: list[asyncio.Future[Any]] = [all_begun, *streams]
+    ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    assert ended == {all_begun}, [one.exception() for one in ended]  # else it would be waited for in vain
+    return streams
+
+
 async def test_a_killed_decode_worker_only_pauses_the_streams(tmp_path: Path) -> None:
     async with running_system(tmp_path, "--dtype", "float32") as system, aiohttp.ClientSession(system.url) as http:
         undisturbed = [*await asyncio.gather(*(whole(http, body) for body in (PLAIN, CONSTRAINED)))]
-        begun = [asyncio.Event(), asyncio.Event()]
-        streams = [
-            asyncio.create_task(streamed(http, body, one))
-            for body, one in zip((PLAIN, CONSTRAINED), begun, strict=True)
-        ]
-        all_begun: asyncio.Future[Any] = asyncio.gather(*(one.wait() for one in begun))
-        waiting: list[asyncio.Future[Any]] = [all_begun, *streams]
-        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        assert ended == {all_begun}, [one.exception() for one in ended]  # else it would be waited for in vain
+        streams = await begun_streams(http, (PLAIN, CONSTRAINED))
         (pid,) = [worker["pid"] for worker in await system.cluster(http) if worker["role"] == "decode"]
         assert not any(one.done() for one in streams)
         os.kill(pid, signal.SIGKILL)
@@ -141,12 +145,7 @@ async def test_streams_go_on_at_a_decode_worker_that_restores_them(tmp_path: Pat
     options = ("--dtype", "float32", "--decode", "2", "--set", "workers.prefill.kv_link_mbps=10")
     async with running_system(tmp_path, *options) as system, aiohttp.ClientSession(system.url) as http:
         undisturbed = [*await asyncio.gather(*(whole(http, body) for body in bodies))]
-        begun = [asyncio.Event() for _ in bodies]
-        streams = [asyncio.create_task(streamed(http, body, one)) for body, one in zip(bodies, begun, strict=True)]
-        all_begun: asyncio.Future[Any] = asyncio.gather(*(one.wait() for one in begun))
-        waiting: list[asyncio.Future[Any]] = [all_begun, *streams]
-        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        assert ended == {all_begun}, [one.exception() for one in ended]
+        streams = await begun_streams(http, bodies)
         async with http.get("/halfmoon/v1/placements?limit=1") as response:
             (serving,) = [placement["decode_worker"] for placement in await response.json()]
         (pid,) = [worker["pid"] for worker in await system.cluster(http) if worker["worker_id"] == serving]

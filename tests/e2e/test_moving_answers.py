@@ -11,7 +11,7 @@ import pytest
 
 from halfmoon.cli.workers.control_api import ControlApi
 from tests.e2e.system import running_system
-from tests.e2e.test_life import CONSTRAINED, streamed, whole
+from tests.e2e.test_life import CONSTRAINED, begun_streams, whole
 
 pytestmark = pytest.mark.e2e
 
@@ -31,12 +31,7 @@ async def test_answers_move_and_stay_the_same(tmp_path: Path) -> None:
     async with running_system(tmp_path, *options) as system, aiohttp.ClientSession(system.url) as http:
         api = ControlApi(http, "")
         undisturbed = [*await asyncio.gather(*(whole(http, body) for body in BODIES))]
-        begun = [asyncio.Event() for _ in BODIES]
-        streams = [asyncio.create_task(streamed(http, body, one)) for body, one in zip(BODIES, begun, strict=True)]
-        all_begun: asyncio.Future[Any] = asyncio.gather(*(one.wait() for one in begun))
-        waiting: list[asyncio.Future[Any]] = [all_begun, *streams]
-        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        assert ended == {all_begun}, [one.exception() for one in ended]
+        streams = await begun_streams(http, BODIES)
         while not (
             busy := [one for one in await api.workers() if one["role"] == "decode" and one["load"]["num_running"]]
         ):
