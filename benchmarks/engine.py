@@ -46,6 +46,7 @@ from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.errors import Incompatible
+from halfmoon.host_limits import num_threads
 
 PREFILL_TOKENS = (128, 512, 2048)
 DECODE_BATCHES = (1, 8, 32)
@@ -146,9 +147,13 @@ class TransformersSubject:
 
     @torch.inference_mode()
     def measure(self) -> Figures:
-        """Measures prefill and decode rates once."""
+        """Measures prefill and decode rates once. Our engine, with threads of its own, left torch one."""
+        left = torch.get_num_threads()
+        torch.set_num_threads(num_threads())
         figures = {f"prefill {n} tokens/s": self._prefill(n) for n in PREFILL_TOKENS}
-        return figures | {f"decode batch {n} tokens/s": self._decode(n) for n in DECODE_BATCHES}
+        figures |= {f"decode batch {n} tokens/s": self._decode(n) for n in DECODE_BATCHES}
+        torch.set_num_threads(left)
+        return figures
 
     def _prompts(self, batch: int, num_tokens: int) -> torch.Tensor:
         rows = [self._rng.choices(range(1000, 30000), k=num_tokens) for _ in range(batch)]
@@ -175,7 +180,7 @@ class LlamaCppSubject:
 
     def __init__(self, program: Path, model: str) -> None:
         file = demo_file() if model == DEMO_MODEL else Path(model)
-        self._command = [str(program), "-m", str(file), "-t", str(torch.get_num_threads()), "-ub", "512"]
+        self._command = [str(program), "-m", str(file), "-t", str(num_threads()), "-ub", "512"]
 
     def measure(self) -> Figures:
         """Measures prefill and decode rates once."""
@@ -333,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.llama_cpp is not None:
         subjects["llama.cpp"] = LlamaCppSubject(options.llama_cpp, options.model).measure
     subjects |= {server.name: ServerSubject(server).measure for server in options.server}
-    print(f"{checkpoint.name}, {options.dtype}, {options.device}, {torch.get_num_threads()} threads{_instructions()}")
+    print(f"{checkpoint.name}, {options.dtype}, {options.device}, {num_threads()} threads{_instructions()}")
     print(table(measure(subjects, options.repeat), "halfmoon" if is_quantised else "transformers"))
     if is_quantised:
         print_accuracy(options.model, options.dtype, options.quantization, options.kv_dtype)

@@ -44,6 +44,7 @@ from halfmoon.pb.types_pb2 import Generation, SamplingParams
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import run_service
 from halfmoon.up.supervision.child import ServiceSpec
+from halfmoon.up.supervision.log_files import LogFiles
 from halfmoon.up.supervision.supervisor import Supervisor
 
 _FEW_TOKENS = 8
@@ -197,7 +198,7 @@ async def running_target(case: Case) -> AsyncIterator[Target]:
     """Runs a gateway on its own core, and its worker on the others. Raises ServiceFailed when one of them ends."""
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as state:
-        supervisor = Supervisor(Path(state) / "logs", lambda service, event: None)
+        supervisor = Supervisor(LogFiles(Path(state) / "logs"), lambda service, event: None)
         try:
             async with asyncio.TaskGroup() as group:
                 traced: tuple[str, ...] = ()

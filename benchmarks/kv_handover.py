@@ -25,10 +25,10 @@ from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.link import LinkSettings
-from halfmoon.worker.decode_servicer import DecodeServicer
-from halfmoon.worker.kv_channels import KVChannels
+from halfmoon.worker.handover.kv_channels import KVChannels
 from halfmoon.worker.metrics import WorkerMetrics
-from halfmoon.worker.prefill_servicer import PrefillServicer
+from halfmoon.worker.servicers.decode_servicer import DecodeServicer
+from halfmoon.worker.servicers.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import worker_services
 from halfmoon.worker.state import WorkerState
 

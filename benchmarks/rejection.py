@@ -87,7 +87,7 @@ class Cluster:
         except Refused:
             self.num_refused += 1
             return
-        self.gate.enter(name, self.view, admitted, PROMPT_TOKENS, self.now_s)
+        self.gate.inside.enter(name, self.view, admitted, PROMPT_TOKENS, self.now_s)
         self.running[name] = admitted
         prefill = admitted.placement.prefill.worker_id
         self.free_s[prefill] = max(self.free_s[prefill], self.now_s) + PREFILL.seconds(PROMPT_TOKENS)
@@ -97,7 +97,7 @@ class Cluster:
         """Moves a request to its decode worker, or drops it if that is full."""
         admitted = self.running[name]
         decode = admitted.placement.decode.worker_id
-        self.gate.begin_decode(name, self.now_s)
+        self.gate.inside.begin_decode(name, self.now_s)
         if self.batches[decode] >= MAX_BATCH:
             self.num_dropped += 1
             self.leave(name, completed=False)

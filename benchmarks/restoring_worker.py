@@ -26,7 +26,7 @@ from halfmoon.worker.main import store_writer
 from halfmoon.worker.membership.block_feed import CachedBlocks
 from halfmoon.worker.membership.compute_rate import ComputeRate
 from halfmoon.worker.metrics import WorkerMetrics
-from halfmoon.worker.prefill_request_scope import PrefillRequestScope
+from halfmoon.worker.servicers.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.holder import NamedHolder

@@ -1,17 +1,22 @@
-"""What one gateway and its ledger cost in a cluster of many workers.
+"""What one gateway and its ledger cost in a cluster of many workers, and what a larger cluster would need.
 
-    python -m benchmarks.scale [--workers 8 32 128 512 1000] [--rate 20] [--seconds 30] [--ledger postgresql://…]
+    python -m benchmarks.scale [--workers 8 32 128 512 1000] [--rate 20] [--seconds 12] [--tokens 100] [--ledger URL]
+        [--index 64 1000] [--target-workers 1000] [--target-rate 1667]
 
-A real gateway, on the last core that this process may use, with as many simulated workers, half of them for prefill;
-workers and clients share the other cores. Each step measures:
+A real gateway, on the last core that this process may use, with as many simulated workers, half of them for prefill, at
+the pace of real ones; workers and clients share the other cores. Each step measures:
 
+joined s        from the start of the workers until the gateway counts all of them as members.
 idle CPU        of the gateway while nothing is asked: it reads each worker's report every second.
+idle KB/s       over loopback then: reports, their acknowledgements, pings.
 memory          of the gateway, all workers being members.
 CPU ms/request  of the gateway while requests arrive at `--rate`, beyond what it uses while idle.
-TTFT            of these requests; simulated workers compute nothing, but the gateway's own time is in it.
+KB/request      over loopback, beyond what is sent while idle: HTTP, calls to both workers, tokens, block events, KV.
+TTFT            of these requests; a simulated prefill takes as long as its profile says.
+others CPU      of the other cores, by workers and clients meanwhile: near 100 % they are what is slow.
 late            reports: whether any worker was shown as silent.
 
-Then rows of requests are written to a ledger as fast as it takes them: SQLite's, and that at `--ledger`.
+Then what `benchmarks/scale_parts.py` measures without a cluster, and what the target would need, on paper.
 """
 
 from __future__ import annotations
@@ -23,7 +28,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -32,43 +36,99 @@ import aiohttp
 import psutil
 
 from benchmarks.gateway import serving
-from halfmoon.ledger.ledger import open_ledger
-from halfmoon.ledger.models import RequestRow
+from benchmarks.scale_parts import Costs, index_cost, ledger_rate, needed
 from halfmoon.rpc.server import run_service
 from halfmoon.up.supervision.child import ServiceSpec
+from halfmoon.up.supervision.log_files import LogFiles
 from halfmoon.up.supervision.supervisor import Supervisor
 
-_OUTPUT_TOKENS = 100
 _PROMPT_WORDS = 300
 _A_PROCESS = 256  # simulated workers in one process
 _TIMEOUT_S = 600.0
-_NUM_ROWS = 20_000
-_SCALE = "20"  # simulated workers are this much slower than their profile, as busy ones are
-_HEADER = ("workers", "idle CPU %", "memory MB", "CPU ms/request", "TTFT p50 ms", "TTFT p99 ms", "late", "asked/s")
+_HEADER = (
+    *("workers", "joined s", "idle CPU %", "idle KB/s", "memory MB", "CPU ms/request", "KB/request"),
+    *("TTFT p50 ms", "TTFT p99 ms", "others CPU %", "late", "asked/s"),
+)
+
+
+class Asked(NamedTuple):
+    """Requests that each step sends."""
+
+    rate: float
+    seconds: float
+    num_tokens: int
+
+
+class Used(NamedTuple):
+    """CPU time and bytes over loopback, up to a time."""
+
+    at_s: float
+    cpu_s: float  # of the gateway
+    others_s: float
+    num_bytes: int
+
+    def since(self, start: Used) -> Used:
+        """What was used since then."""
+        return Used(
+            self.at_s - start.at_s,
+            self.cpu_s - start.cpu_s,
+            self.others_s - start.others_s,
+            self.num_bytes - start.num_bytes,
+        )
 
 
 class Target(NamedTuple):
-    """A running gateway."""
+    """A running gateway and its workers."""
 
     url: str
     process: psutil.Process
+    simulations: Sequence[psutil.Process]
+    joined_s: float
     model: str
 
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds so far."""
-        return sum(float(times.user + times.system) for times in (one.cpu_times() for one in serving(self.process)))
+    def used(self) -> Used:
+        """What was used so far."""
+        others = [psutil.Process(), *(one for process in self.simulations for one in serving(process))]
+        num_bytes = int(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)
+        return Used(time.perf_counter(), _cpu_s(serving(self.process)), _cpu_s(others), num_bytes)
 
 
 class Step(NamedTuple):
     """What one number of workers cost."""
 
+    num_workers: int
+    joined_s: float
     idle_share: float  # of a core
+    idle_bytes_per_s: float
     memory_bytes: int
     cpu_s_per_request: float
+    bytes_per_request: float
     ttfts_s: Sequence[float]
+    others_share: float  # of the cores that workers and clients share
     num_late: int
     asked_per_s: float
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """As the header names them."""
+        return (
+            str(self.num_workers),
+            f"{self.joined_s:.1f}",
+            f"{100 * self.idle_share:.1f}",
+            f"{self.idle_bytes_per_s / 1e3:.0f}",
+            f"{self.memory_bytes / 1e6:.0f}",
+            f"{1e3 * self.cpu_s_per_request:.2f}",
+            f"{self.bytes_per_request / 1e3:.0f}",
+            f"{1e3 * median(self.ttfts_s):.0f}",
+            f"{1e3 * quantiles(self.ttfts_s, n=100)[98]:.0f}",
+            f"{100 * self.others_share:.0f}",
+            str(self.num_late),
+            f"{self.asked_per_s:.1f}",
+        )
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    return sum(float(times.user + times.system) for times in (one.cpu_times() for one in processes))
 
 
 @asynccontextmanager
@@ -76,65 +136,74 @@ async def running_target(num_workers: int) -> AsyncIterator[Target]:
     """Runs a gateway, and its simulated workers until all are members."""
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as state:
-        supervisor = Supervisor(Path(state) / "logs", lambda service, event: None)
+        supervisor = Supervisor(LogFiles(Path(state) / "logs"), lambda service, event: None)
         try:
             os.sched_setaffinity(0, cores[-1:])  # inherited by a child
             options = ("--port", "0", "--model-name", "demo", "--state-dir", state, "--slo", "off")
             gateway = await supervisor.start(ServiceSpec("gateway", ("-m", "services.gateway", *options), {}))
             os.sched_setaffinity(0, cores[:-1] or cores)
             ready = await gateway.ready
+            started_s, simulations = time.perf_counter(), []
             for first in range(0, num_workers, _A_PROCESS):
                 num = min(_A_PROCESS, num_workers - first)
-                counts = ("--prefill", str(num // 2), "--decode", str(num - num // 2), "--time-scale", _SCALE)
+                counts = ("--prefill", str(num // 2), "--decode", str(num - num // 2))
                 where = ("--gateway", ready["address"], "--model-name", "demo")
-                command = ("-m", "services.simulation", *where, *counts)
-                await supervisor.start(ServiceSpec(f"simulation-{first}", command, {}))
-            target = Target(ready["http"], psutil.Process(gateway.process.pid), "demo")
+                simulated = ServiceSpec(f"simulation-{first}", ("-m", "services.simulation", *where, *counts), {})
+                simulations.append(psutil.Process((await supervisor.start(simulated)).process.pid))
+            target = Target(ready["http"], psutil.Process(gateway.process.pid), simulations, 0.0, "demo")
             async with asyncio.timeout(_TIMEOUT_S):
                 while len(await _workers(target)) < num_workers:  # noqa: ASYNC110 (another process)
                     await asyncio.sleep(0.5)
-            yield target
+            yield target._replace(joined_s=time.perf_counter() - started_s)
         finally:
             os.sched_setaffinity(0, cores)
             await supervisor.stop()
 
 
-async def measured(num_workers: int, rate: float, seconds: float) -> Step:
+async def measured(num_workers: int, asked: Asked) -> Step:
     """Measures one number of workers."""
     async with running_target(num_workers) as target:
-        await _asked(target, 2 * rate, 2.0)  # warms up
+        await _asked(target, asked._replace(seconds=2.0))  # warms up
         await asyncio.sleep(2.0)
-        idle_share, late = await _idle(target, seconds)
+        start = target.used()
+        await asyncio.sleep(asked.seconds)
+        idle = target.used().since(start)
+        late = await _num_late(target)
         memory_bytes = max(one.memory_info().rss for one in serving(target.process))
-        cpu_s, started_s = target.cpu_s, time.perf_counter()
-        ttfts_s = await _asked(target, rate, seconds)
-        took_s = time.perf_counter() - started_s
-        busy_s = target.cpu_s - cpu_s - idle_share * took_s
+        start = target.used()
+        ttfts_s = await _asked(target, asked)
+        busy = target.used().since(start)
         late = max(late, await _num_late(target))
-    return Step(idle_share, memory_bytes, busy_s / len(ttfts_s), ttfts_s, late, len(ttfts_s) / took_s)
+    idle_share, idle_bytes_per_s = idle.cpu_s / idle.at_s, idle.num_bytes / idle.at_s
+    return Step(
+        num_workers,
+        target.joined_s,
+        idle_share,
+        idle_bytes_per_s,
+        memory_bytes,
+        (busy.cpu_s - idle_share * busy.at_s) / len(ttfts_s),
+        (busy.num_bytes - idle_bytes_per_s * busy.at_s) / len(ttfts_s),
+        ttfts_s,
+        busy.others_s / busy.at_s / max(len(os.sched_getaffinity(0)) - 1, 1),
+        late,
+        len(ttfts_s) / busy.at_s,
+    )
 
 
-async def _idle(target: Target, seconds: float) -> tuple[float, int]:
-    cpu_s, started_s = target.cpu_s, time.perf_counter()
-    await asyncio.sleep(seconds)
-    share = (target.cpu_s - cpu_s) / (time.perf_counter() - started_s)
-    return share, await _num_late(target)
-
-
-async def _asked(target: Target, rate: float, seconds: float) -> list[float]:
+async def _asked(target: Target, asked: Asked) -> list[float]:
     """Seconds to the first token of requests that begin at equal intervals."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(_TIMEOUT_S)) as session:
         began_s, asking = time.perf_counter(), []
-        for number in range(int(rate * seconds)):
-            await asyncio.sleep(max(began_s + number / rate - time.perf_counter(), 0.0))
-            asking.append(asyncio.create_task(_ttft_s(session, target, number)))
+        for number in range(int(asked.rate * asked.seconds)):
+            await asyncio.sleep(max(began_s + number / asked.rate - time.perf_counter(), 0.0))
+            asking.append(asyncio.create_task(_ttft_s(session, target, number, asked.num_tokens)))
         return await asyncio.gather(*asking)
 
 
-async def _ttft_s(session: aiohttp.ClientSession, target: Target, number: int) -> float:
-    prompt = f"{number} " + "moon " * _PROMPT_WORDS
-    body = {"model": target.model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "stream": True}
+async def _ttft_s(session: aiohttp.ClientSession, target: Target, number: int, num_tokens: int) -> float:
+    body = {"model": target.model, "prompt": f"{number} " + "moon " * _PROMPT_WORDS, "stream": True}
+    body |= {"min_tokens": num_tokens, "max_tokens": num_tokens}
     started_s, first_s = time.perf_counter(), 0.0
     async with session.post(f"{target.url}/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()
@@ -153,66 +222,29 @@ async def _num_late(target: Target) -> int:
     return sum(worker["age_s"] > worker["silent_after_s"] for worker in await _workers(target))
 
 
-async def ledger_rate(url: str) -> tuple[float, float]:
-    """Rows per second that a ledger takes, and CPU seconds of this process for a row."""
-    async with open_ledger(url) as ledger:
-        rows = [_row(number) for number in range(_NUM_ROWS)]
-        cpu_s, started_s = time.process_time(), time.perf_counter()
-        for row in rows:
-            while not ledger.record(row):  # noqa: ASYNC110 (its queue is full)
-                await asyncio.sleep(0.001)
-        while len(await ledger.recent(1)) == 0 or not await _has(ledger, rows[-1].request_id):  # noqa: ASYNC110 (it has no event)
-            await asyncio.sleep(0.01)
-        return _NUM_ROWS / (time.perf_counter() - started_s), (time.process_time() - cpu_s) / _NUM_ROWS
-
-
-async def _has(ledger: Any, request_id: str) -> bool:
-    return await ledger.outcomes.of(request_id) is not None
-
-
-def _row(number: int) -> RequestRow:
-    return RequestRow(
-        request_id=f"cmpl-{time.time_ns():x}-{number}",
-        created_at=datetime.now(UTC),
-        model="demo",
-        endpoint="completions",
-        status="ok",
-        http_status=200,
-        prompt_tokens=1_500,
-        cached_tokens=512,
-        output_tokens=300,
-        finish_reason="stop",
-        prefill_worker="prefill-1",
-        decode_worker="decode-1",
-        ttft_s=0.2,
-        e2e_s=6.0,
-        num_retries=0,
-        num_outputs=1,
-        qos_class="default",
-    )
-
-
 async def measure(options: argparse.Namespace) -> None:
-    """Prints a line for each number of workers and each ledger."""
-    print(f"load average {os.getloadavg()[0]:.1f}; {options.rate:g} requests/s, {options.seconds:g} s")
+    """Prints a line for each number of workers, each ledger and each index, and what the target needs."""
+    asked = Asked(options.rate, options.seconds, options.tokens)
+    what = f"{asked.rate:g} requests/s of {asked.num_tokens} tokens, {asked.seconds:g} s"
+    print(f"load average {os.getloadavg()[0]:.1f}; {what}")
     print("".join(f"{name:>16}" for name in _HEADER), flush=True)
+    steps = []
     for num in options.workers:
-        step = await measured(num, options.rate, options.seconds)
-        p99_s = quantiles(step.ttfts_s, n=100)[98]
-        figures = (
-            f"{100 * step.idle_share:.1f}",
-            f"{step.memory_bytes / 1e6:.0f}",
-            f"{1e3 * step.cpu_s_per_request:.2f}",
-            f"{1e3 * median(step.ttfts_s):.0f}",
-            f"{1e3 * p99_s:.0f}",
-            str(step.num_late),
-            f"{step.asked_per_s:.1f}",
-        )
-        print("".join(f"{text:>16}" for text in (str(num), *figures)), flush=True)
+        steps.append(await measured(num, asked))
+        print("".join(f"{text:>16}" for text in steps[-1].figures), flush=True)
     with tempfile.TemporaryDirectory() as directory:
         for url in (f"sqlite:///{directory}/ledger.db", *options.ledger):
             rows_per_s, cpu_s = await ledger_rate(url)
             print(f"{url.partition(':')[0]}: {rows_per_s:.0f} rows/s, {1e6 * cpu_s:.0f} us of CPU a row in the gateway")
+    index_s = 0.0
+    for num in options.index:
+        index_s, num_bytes = index_cost(num)
+        print(
+            f"index of {num} holders: {1e6 * index_s:.0f} us of CPU a message, {num_bytes:.1f} bytes a block and holder"
+        )
+    if len(steps) > 1:
+        costs = Costs([(step.num_workers, step.idle_share) for step in steps], steps[-1].cpu_s_per_request, index_s)
+        print("\n".join(needed(costs, options.target_workers, options.target_rate)))
 
 
 def main() -> None:
@@ -220,8 +252,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="*", default=[8, 32, 128, 512, 1_000])
     parser.add_argument("--rate", type=float, default=20.0)
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--tokens", type=int, default=100, help="of each answer")
     parser.add_argument("--ledger", nargs="*", default=[], help="URLs of further ledgers to write to")
+    parser.add_argument(
+        "--index", type=int, nargs="*", default=[64, 1_000], help="numbers of holders of the index alone"
+    )
+    parser.add_argument("--target-workers", type=int, default=1_000)
+    parser.add_argument("--target-rate", type=float, default=1_667.0, help="requests per second")
     run_service(lambda: measure(parser.parse_args()))
 
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.credentials.roles import ClusterRole
 from halfmoon.rpc.credentials.sources import own_credential
-from halfmoon.up.certificates import RoleCertificates
+from halfmoon.up.state.certificates import RoleCertificates
 
 
 @dataclass(frozen=True, slots=True)

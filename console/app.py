@@ -13,7 +13,16 @@ from console.gateway_api import GatewayApi
 from console.planner_api import PlannerApi
 from console.settings import api_key, gateway_ca, gateway_url, operator_token, planner_address
 from console.sign_in import may_enter
-from console.views import cache_page, overview_page, placements_page, planner_page, slo_page, tenants_page, try_page
+from console.views import (
+    autopilot_page,
+    cache_page,
+    overview_page,
+    placements_page,
+    planner_page,
+    slo_page,
+    tenants_page,
+    try_page,
+)
 from halfmoon.rpc.credentials.sources import own_credential
 
 
@@ -41,6 +50,9 @@ PAGES = (
         "Planner",
         ":material/query_stats:",
         "planner",
+    ),
+    _Page(
+        lambda services: autopilot_page.render(services.gateway), "Autopilot", ":material/flight_takeoff:", "autopilot"
     ),
     _Page(lambda services: tenants_page.render(services.gateway), "Tenants", ":material/key:", "tenants"),
     _Page(lambda services: try_page.render(services.gateway), "Try it", ":material/chat:", "try"),

@@ -107,7 +107,9 @@ class Answer:
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in self.calls
         ]
-        return {"role": "assistant", "content": self.text or None, **({"tool_calls": calls} if calls else {})}
+        optional = {"reasoning": self.reasoning, "tool_calls": calls}
+        said = {name: value for name, value in optional.items() if value}
+        return {"role": "assistant", "content": self.text or None, **said}
 
 
 def read_tools(text: str) -> list[dict[str, Any]]:

@@ -92,6 +92,15 @@ class GatewayApi:
         saved: dict[str, Any] = self._json("/halfmoon/v1/admission", "PUT", {"mode": mode, "version": version})
         return saved
 
+    def autopilot(self, limit: int) -> dict[str, Any]:
+        """The autopilot's mode, its edits, how it stands, and its newest decisions."""
+        return self._object(f"/halfmoon/v1/autopilot?limit={limit}", "decisions")
+
+    def put_autopilot(self, mode: str | None, version: int) -> dict[str, Any]:
+        """Sets the autopilot's mode over that version; None returns to the planner's own."""
+        saved: dict[str, Any] = self._json("/halfmoon/v1/autopilot", "PUT", {"mode": mode, "version": version})
+        return saved
+
     def put_class(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Saves a class over the version in `body`."""
         saved: dict[str, Any] = self._json(_class_path(name), "PUT", body)

@@ -11,7 +11,7 @@ import streamlit as st
 from console.charts import charts
 from console.charts.plan_charts import curve_rows, over_rate
 from console.plain_text import plain
-from console.planner_api import Plan
+from console.planner_api import Plan, TargetMap
 from console.quantities import NOTHING, seconds, share
 
 
@@ -35,6 +35,18 @@ def plan_row(plan: Plan) -> dict[str, Any]:
         "requested (req/s)": summary["rate_asked_per_s"],
         **_figures(best),
     }
+
+
+def draw_map(found: TargetMap) -> None:
+    """Draws a map over targets, and what it says in one sentence."""
+    summary = found.summary
+    with st.container(border=True):
+        rows = found.chart["data"]["values"]
+        spec = {name: part for name, part in found.chart.items() if name not in ("data", "width", "title")}
+        st.subheader(f"{summary['model']} on {summary['gpu']}, {summary['workload']}")
+        st.markdown(plain(summary["sentence"]))
+        charts.show(charts.Chart(rows, {**spec, "config": {"view": {"strokeWidth": 0}}}), "target-map")
+        st.caption(plain(found.chart["usermeta"]["how_to_read"]))
 
 
 def layout_row(layout: Mapping[str, Any], criterion: str) -> dict[str, Any]:

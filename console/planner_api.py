@@ -77,10 +77,13 @@ class PlannerApi:
             listed = self._stub.ListPlans(request, timeout=_LOOK_S, metadata=self._metadata)
         return [plan_of(plan) for plan in listed.plans]
 
-    def search(self, fields: Mapping[str, Any], files: Mapping[str, bytes]) -> Search:
-        """Starts a search; its state reports errors later. `fields` are those of PlanRequest."""
+    def search(self, fields: Mapping[str, Any], files: Mapping[str, bytes], *, is_map: bool = False) -> Search:
+        """Starts a search for a plan, or for a map over targets; its state reports errors later.
+
+        `fields` are those of PlanRequest.
+        """
         sent = [planner_pb2.File(name=name, content=content) for name, content in files.items()]
-        request = planner_pb2.PlanRequest(**fields, files=sent, with_curves=True)
+        request = planner_pb2.PlanRequest(**fields, files=sent, with_curves=not is_map, is_map=is_map)
         channel = self._channel()
         call = planner_pb2_grpc.PlannerStub(channel).Plan(request, timeout=_SEARCH_S, metadata=self._metadata)
         return Search(self.address, channel, call)
@@ -101,6 +104,14 @@ class PlannerApi:
             yield from self._stub.Apply(request, timeout=_APPLY_S, metadata=self._metadata)
 
 
+@dataclass(frozen=True, slots=True)
+class TargetMap:
+    """Over which targets separate prefill and decode workers pay, with its chart as Vega-Lite."""
+
+    summary: dict[str, Any]
+    chart: dict[str, Any]
+
+
 @dataclass(slots=True)
 class SearchState:
     """State of a search. Written by its thread alone; each assignment is complete."""
@@ -108,6 +119,7 @@ class SearchState:
     num_ahead: int = 0
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)  # (done, total) by stage
     plan: Plan | None = None
+    target_map: TargetMap | None = None
     problem: str | None = None
     was_cancelled: bool = False
     is_over: bool = False
@@ -169,6 +181,8 @@ def _note(update: planner_pb2.PlanUpdate, state: SearchState) -> None:
         state.progress = {**state.progress, progress.what: (progress.done, progress.total)}
     elif kind == "plan":
         state.plan = plan_of(update.plan)
+    elif kind == "map":
+        state.target_map = TargetMap(json.loads(update.map.summary_json), json.loads(update.map.chart_json))
 
 
 @contextmanager

@@ -41,6 +41,8 @@ _OWN = {  # variables that are no service's setting
     "HALFMOON_POSTGRES_IMAGE": "image of the ledger's database",
     "HALFMOON_PROMETHEUS_IMAGE": "image of Prometheus",
     "HALFMOON_GRAFANA_IMAGE": "image of Grafana",
+    "HALFMOON_CPU_WORKERS": "workers of each role without a GPU; 0 beside `--profile gpu`",
+    "HALFMOON_CUDA_BACKEND": "build of PyTorch in the images of `--profile gpu`: cu128, or another release of CUDA",
     "TORCH_BACKEND": "build of PyTorch in the images: cpu, cu128, auto; empty for the package index's default",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "receiver of traces; see docs/reference/tracing.md",
     "OTEL_TRACES_SAMPLER": "which requests are traced",

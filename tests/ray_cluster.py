@@ -22,10 +22,12 @@ class RayCluster:
         for _ in range(2):
             self.add()
 
-    def add(self) -> None:
-        """Adds a node with two processors."""
-        node = self._cluster.add_node(num_cpus=2)
+    def add(self, gpu: str = "") -> str:
+        """Adds a node with two processors, and what Ray takes for a GPU of a kind. Returns its name."""
+        gpus: dict[str, Any] = {"num_gpus": 1, "resources": {f"accelerator_type:{gpu}": 1}} if gpu else {}
+        node = self._cluster.add_node(num_cpus=2, **gpus)
         self.nodes[node.node_id] = node
+        return str(node.node_id)
 
     def kill(self, node_id: str) -> None:
         """Ends a node with everything on it, as a power cut would."""

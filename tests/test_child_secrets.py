@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from halfmoon.up.supervision.child import ServiceSpec
+from halfmoon.up.supervision.log_files import LogFiles
 from halfmoon.up.supervision.supervisor import Supervisor
 from services.gateway.sandbox.sandbox_process import SandboxProcess
 from services.planner.job import PlanJob
@@ -25,7 +26,7 @@ SECRETS = (
 
 @asynccontextmanager
 async def child_of_up(directory: Path) -> AsyncIterator[None]:
-    supervisor = Supervisor(directory, lambda name, event: None)
+    supervisor = Supervisor(LogFiles(directory), lambda name, event: None)
     await supervisor.start(ServiceSpec("one", ("-c", "import sys; sys.stdin.read()"), {}))
     yield
     await supervisor.stop()

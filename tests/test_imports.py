@@ -20,6 +20,7 @@ ROOMS = (
         "errors",
         "host_limits",
         "background",
+        "architectures",
         "pb",
         "kv",
         "config",
@@ -40,6 +41,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.errors": frozenset(),
     "halfmoon.host_limits": frozenset(),
     "halfmoon.background": frozenset(),
+    "halfmoon.architectures": frozenset({"halfmoon.errors"}),
     "halfmoon.pb": frozenset(),
     "halfmoon.kv": frozenset({"halfmoon.errors"}),
     "halfmoon.config": frozenset(
@@ -48,10 +50,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.policy": frozenset({"halfmoon.errors"}),
     "halfmoon.catalog": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.ledger": frozenset({"halfmoon.errors"}),
-    "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.host_limits", "halfmoon.kv", "halfmoon.policy"}),
+    "halfmoon.engine": frozenset(
+        f"halfmoon.{room}" for room in ("errors", "host_limits", "architectures", "kv", "policy")
+    ),
     "halfmoon.vllm_engine": frozenset({"halfmoon.errors", "halfmoon.background", "halfmoon.engine", "halfmoon.kv"}),
     "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.pb"}),
-    "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy", "halfmoon.catalog"}),
+    "halfmoon.sim": frozenset(f"halfmoon.{room}" for room in ("errors", "architectures", "kv", "policy", "catalog")),
     "halfmoon.plan": frozenset({"halfmoon.errors", "halfmoon.host_limits", "halfmoon.policy", "halfmoon.sim"}),
     "halfmoon.worker": frozenset(
         f"halfmoon.{room}"
@@ -70,10 +74,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "services": frozenset(),
     "console": frozenset({"halfmoon.rpc", "halfmoon.pb"}),
 }
-POLICY_SHELVES = ("models", "view", "values", "forecast", "placement", "admission")  # each may import those before it
+# each shelf may import those before it
+POLICY_SHELVES = ("models", "view", "values", "forecast", "placement", "admission", "scaling")
 TORCH_FREE_PACKAGES = (
     *(f"halfmoon/{room}" for room in ("kv", "catalog", "config", "policy", "sim", "plan", "rpc", "ledger")),
-    *(f"halfmoon/{room}" for room in ("pb", "profiling")),
+    *(f"halfmoon/{room}" for room in ("pb", "profiling", "architectures")),
     "halfmoon/engine/scheduling",
     "halfmoon/engine/text",
     *(f"services/{name}" for name in ("gateway", "kvstore", "planner", "simulation")),
@@ -94,7 +99,6 @@ TORCH_FREE_FILES = (
             "kv_memory/kv_access",
             "kv_memory/canonical_kv",
             "checkpoint/checkpoint",
-            "checkpoint/model_config",
         )
     ),
 )

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = [
     *(f"halfmoon/{room}" for room in ("engine", "kv", "rpc", "worker", "ledger", "policy", "sim", "plan")),
     "halfmoon/catalog",
+    "halfmoon/architectures",
     *(f"halfmoon/{room}" for room in ("profiling", "replay", "cli", "up", "config")),
     *(f"services/{room}" for room in ("gateway", "kvstore", "planner", "simulation")),
     "console",

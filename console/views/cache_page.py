@@ -23,11 +23,13 @@ _WORKERS_SHOWN = 12
 _DECISIONS = {
     "prefill_worker": ("prompts", "prefill worker chosen"),
     "decode_worker": ("prompts", "decode worker chosen"),
+    "prefill_device": ("prompts", "device that was to compute them"),
     "prefix": ("prompts", "where the rest of the prefix was to come from"),
     "disaggregation": ("prompts", "whether a decode worker computed it"),
     "direct_restore": ("failovers", "whether a decode worker restored it alone"),
     "copy": ("prompts", "whether the prefix was copied to a nearer store"),
     "move": ("answers", "what became of moves away from a decode worker that leaves"),
+    "hot_spot": ("answers", "what became of moves off a busy decode worker"),
     "restore": ("prompts", "loaded, computed, or both, on the worker"),
     "source": ("sources", "what became of holders that were asked"),
     "missed_block": ("blocks", "asked for and not delivered"),

@@ -117,6 +117,7 @@ def _draw(api: GatewayApi, seen: Seen) -> None:
         _first_steps(api.url, cluster.get("served_model") or "", seen.minutes)
     _table(api, workers, cluster["silent_after_s"])
     _links(cluster)
+    _peers(cluster)
 
 
 def _headline(cluster: Mapping[str, Any]) -> None:
@@ -238,6 +239,29 @@ def _links(cluster: Mapping[str, Any]) -> None:
     if table.open:
         columns = {name: st.column_config.NumberColumn(format="%.2f") for name in ("GB/s", "latency (ms)")}
         table.dataframe([link_row(link) for link in links], column_config=columns, hide_index=True, key="links")
+
+
+def peer_row(peer: Mapping[str, Any]) -> dict[str, Any]:
+    """One peer gateway, and what became of the requests that it was offered."""
+    offers = peer["offers"]
+    failed = ("slow", "away", "unfit", "failed", "broken")
+    return {
+        "peer": peer["url"],
+        "state": "asked" if peer["state"] == "closed" else "left alone after failures",
+        "answered": offers.get("served", 0),
+        "too late there, too": offers.get("declined", 0) + offers.get("late", 0),
+        "failed": sum(offers.get(outcome, 0) for outcome in failed),
+        "not asked": offers.get("paused", 0) + offers.get("busy", 0),
+    }
+
+
+def _peers(cluster: Mapping[str, Any]) -> None:
+    """The peer gateways, where there are any."""
+    peers = cluster.get("peers", ())
+    if peers:
+        table = st.expander("Peer clusters", key="peers-table", on_change="rerun", icon=":material/hub:")
+        if table.open:
+            table.dataframe([peer_row(peer) for peer in peers], hide_index=True, key="peers")
 
 
 def _scaled(percentiles: Mapping[str, Sequence[float | None]]) -> dict[str, list[float | None]]:

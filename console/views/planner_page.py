@@ -12,7 +12,7 @@ from console.forms.planner_form import planner_form
 from console.gateway_api import GatewayApi
 from console.live import away, empty
 from console.plain_text import plain
-from console.plan_view import draw_comparison, draw_plan, plan_row, title
+from console.plan_view import draw_comparison, draw_map, draw_plan, plan_row, title
 from console.planner_api import Plan, PlannerApi, PlannerError, Search
 from console.quantities import NOTHING
 
@@ -26,6 +26,7 @@ STAGES = {
     "goodputs": "Sustained rates",
     "curves": "Curves",
     "what if": "What if",
+    "other requests and times": "Other requests and times",
 }
 
 
@@ -47,14 +48,22 @@ def render(api: GatewayApi, planner: PlannerApi | None) -> None:
     form = planner_form(api, catalogue)
     search: Search | None = st.session_state.get("plan_search")
     is_running = search is not None and not search.state.is_over
-    button, hint = st.columns([1, 5], vertical_alignment="center")
+    button, map_button, hint = st.columns([1, 1, 4], vertical_alignment="center")
     if button.button("Search", type="primary", disabled=bool(form.missing) or is_running, width="stretch"):
         st.session_state["plan_search"] = planner.search(form.fields, form.files)
+        st.rerun()
+    if map_button.button(
+        "Map targets", disabled=bool(form.missing) or is_running, width="stretch", icon=":material/grid_on:",
+        help="Over which targets, around those above, separate prefill and decode workers pay. Takes minutes.",
+    ):  # fmt: skip
+        st.session_state["plan_search"] = planner.search(form.fields, form.files, is_map=True)
         st.rerun()
     if form.missing:
         hint.caption(f"Still needed: {', '.join(form.missing)}.")
     if search is not None:
         _draw_search(search)
+        if search.state.target_map is not None:
+            draw_map(search.state.target_map)
     plans = _kept_plans(planner, search)
     if catalogue.can_apply:
         draw_applying(planner, plans)

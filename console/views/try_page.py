@@ -35,7 +35,7 @@ _EFFORTS = ("none", "low", "medium", "high")
 _REDRAW_S = 0.08
 
 History = list[dict[str, Any]]
-"""Messages of the API, and under "note" and "reasoning" what the page shows beside them."""
+"""Messages of the API, and under "note" and "is_json" how the page shows them."""
 
 
 class Side(NamedTuple):
@@ -247,7 +247,7 @@ def _ask(api: GatewayApi, model: str, asked: Sequence[tuple[Side, Any]]) -> None
             while side.history and side.history[-1]["role"] != "assistant":
                 side.history.pop()
         else:
-            shown = {"note": caption, "reasoning": answer.reasoning, "is_json": side.settings.is_json}
+            shown = {"note": caption, "is_json": side.settings.is_json}
             side.history.append({**answer.message(), **shown})
     if any(answer.calls for answer in answers):
         st.rerun()  # draws the form for the results
@@ -314,7 +314,7 @@ def _draw_answer(place: Any, side: Side, answer: Answer, caption: str = "") -> N
 
 def _as_sent(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of a history without what is for the page alone."""
-    return {name: value for name, value in message.items() if name not in ("note", "reasoning", "is_json")}
+    return {name: value for name, value in message.items() if name not in ("note", "is_json")}
 
 
 def _record(api: GatewayApi, request_id: str) -> Mapping[str, Any] | None:

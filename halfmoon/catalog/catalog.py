@@ -1,4 +1,4 @@
-"""Which block is in which tier, the order of eviction, and the law of fragments. No bytes, no I/O, no clock.
+"""Which block is in which tier, and the law of fragments. No bytes, no I/O, no clock.
 
 A *fragment* is a run of successive blocks of a prompt. What comes before it is on another store of the pool, or lost.
 The law: **a block enters a tier only if its predecessor is in the same tier, in a slower one, or not here at all.** A
@@ -15,32 +15,29 @@ from dataclasses import replace
 
 from halfmoon.catalog.block_identity import BlockMeta
 from halfmoon.catalog.entry import Change, Entry, Holding, Tier
-from halfmoon.catalog.fair_queue import FairQueue
+from halfmoon.catalog.eviction_order import EvictionOrder
 from halfmoon.catalog.fragments import Fragments
 from halfmoon.catalog.known_costs import KnownCosts
 from halfmoon.catalog.tenant_accounts import TenantAccounts
 from halfmoon.policy.eviction import EvictionPolicy, Usage
-from halfmoon.policy.eviction_queue import Evaluation
 
 _FULL = 0.97  # share of a tier's budget above which blocks make room for others
 _RETRY_S = 1.0  # delay until an expired block that others need is checked again
 
 
 class Catalog:
-    """Owns what each entry holds and the order of eviction in each tier. Reports changes to `on_change`."""
+    """Owns what each entry holds. Reports changes to `on_change`."""
 
     def __init__(
         self, policies: Mapping[Tier, EvictionPolicy], on_change: Callable[[Change], None] = lambda change: None
     ) -> None:
-        self._policies = policies
-        self._queues = {tier: FairQueue() for tier in policies}
         self.tenants = TenantAccounts()
         self.fragments = Fragments(policies)
+        self._order = EvictionOrder(policies, self.fragments, self.tenants)
         self._latest_s = -math.inf  # the time, as callers last told it
         self._used_bytes = dict.fromkeys(policies, 0)
         self._num_held = dict.fromkeys(policies, 0)
         self._expiries: list[tuple[float, bytes]] = []
-        self._num_uses = 0
         self._costs = KnownCosts()
         self._on_change = on_change
 
@@ -116,7 +113,7 @@ class Catalog:
         entry.tiers[tier] = Holding(num_bytes, ())
         self.tenants.charge(entry)
         self._touch(entry)
-        self._offer(entry, tier)
+        self._order.offer(entry, tier)
         self._on_change(Change(entry.meta, tier, True, tuple(entry.tiers), first=first))
 
     def reject(self, meta: BlockMeta, tier: Tier) -> None:
@@ -136,31 +133,27 @@ class Catalog:
 
         Of several tenants' blocks see `fair_queue`.
         """
-        queue = self._queues[tier]
-        block = queue.pop(*self._judges(tier))
-        if block is not None:
-            entry = self.fragments[block]
-            self._policies[tier].evicted(entry.tiers[tier].rank)
+        entry = self._order.pop(tier)
+        if entry is not None:
             self._leave(entry, tier, evicted=True)
-        queue.prune(lambda candidate: self.is_in(candidate, tier), self._num_held[tier])
-        return block
+        self._order.prune(tier, self._num_held[tier])
+        return None if entry is None else entry.meta.id
 
     def room_idle_s(self, tier: Tier, budget_bytes: int, now_s: float) -> float:
         """How long the block was not used that `pop_victim` would take; inf if there is room, 0 if it may take none."""
         if self.used_bytes(tier) < _FULL * budget_bytes:
             return math.inf
-        block = self._queues[tier].lowest(*self._judges(tier))
-        return 0.0 if block is None else max(0.0, now_s - self.fragments[block].used_s)
+        entry = self._order.lowest(tier)
+        return 0.0 if entry is None else max(0.0, now_s - entry.used_s)
 
     def evict_of_tenant(self, tenant: str) -> bool:
         """Drops the tenant's longest unused block that no other follows, from every tier; False if there is none."""
-        block = self.tenants.pop_oldest(tenant, lambda candidate: self._evaluate_own(candidate, tenant))
-        if block is not None:
-            entry = self.fragments[block]
+        entry = self._order.pop_of_tenant(tenant)
+        if entry is not None:
             for tier in sorted(entry.tiers):
                 self._leave(entry, tier, evicted=True)
         self.tenants.prune(tenant, lambda candidate: candidate in self.fragments)
-        return block is not None
+        return entry is not None
 
     def lose(self, block: bytes, tier: Tier) -> None:
         """Removes the tier's copy, which is damaged or missing. What follows the block stays: somebody may bring it."""
@@ -198,7 +191,7 @@ class Catalog:
             return False
         entry.pinned = pinned
         for tier in entry.tiers:
-            self._offer(entry, tier)
+            self._order.offer(entry, tier)
         return True
 
     def hold(self, block: bytes) -> None:
@@ -212,12 +205,8 @@ class Catalog:
             entry.num_holds -= 1
 
     def _touch(self, entry: Entry) -> None:
-        self._num_uses += 1
-        entry.usage.last_used = self._num_uses
-        entry.usage.num_uses += 1
         entry.used_s = self._latest_s
-        for tier, holding in entry.tiers.items():
-            holding.rank = self._policies[tier].rank(entry.usage, holding.num_bytes)
+        self._order.touch(entry)
 
     def _learn(self, entry: Entry, meta: BlockMeta, first: bool) -> None:
         """Merges what a later copy of a block knows better than an earlier one."""
@@ -240,45 +229,16 @@ class Catalog:
     def _reassign(self, entry: Entry, tenant: str) -> None:
         """Moves a block from `tenant` to its own, which a listing of the cold tier could not tell."""
         for tier, holding in entry.tiers.items():
-            self._queues[tier].charge(tenant, -holding.num_bytes)
-            self._queues[tier].charge(entry.meta.tenant, holding.num_bytes)
+            self._order.charge(tenant, tier, -holding.num_bytes)
+            self._order.charge(entry.meta.tenant, tier, holding.num_bytes)
         self.tenants.move(entry, tenant)
         self.tenants.charge(entry)
         for tier in entry.tiers:
-            self._offer(entry, tier)
+            self._order.offer(entry, tier)
 
     def _charge(self, entry: Entry, tier: Tier, num_bytes: int) -> None:
         self._used_bytes[tier] += num_bytes
-        self._queues[tier].charge(entry.meta.tenant, num_bytes)
-
-    def _offer(self, entry: Entry, tier: Tier) -> None:
-        if not entry.num_children_in[tier] and not entry.pinned:
-            self._queues[tier].offer(entry.meta.tenant, entry.meta.id, entry.tiers[tier].rank)
-            self.tenants.offer(entry)
-
-    def _judges(
-        self, tier: Tier
-    ) -> tuple[Callable[[str, bytes], Evaluation], Callable[[bytes], int], Callable[[str], bool]]:
-        """How `FairQueue` finds the tier's next victim."""
-        return (
-            lambda tenant, candidate: self._evaluate(candidate, tier, tenant),
-            lambda candidate: self._num_uses - self.fragments[candidate].usage.last_used,
-            self.tenants.is_over,
-        )
-
-    def _evaluate_own(self, block: bytes, tenant: str) -> Evaluation:
-        entry = self.fragments.get(block)
-        if entry is None or entry.meta.tenant != tenant or entry.children or entry.pinned:
-            return "kept"
-        return "blocked" if entry.num_holds else (entry.usage.last_used,)
-
-    def _evaluate(self, block: bytes, tier: Tier, tenant: str) -> Evaluation:
-        entry = self.fragments.get(block)
-        if entry is None or tier not in entry.tiers or entry.num_children_in[tier] or entry.pinned:
-            return "kept"
-        if entry.meta.tenant != tenant:
-            return "kept"
-        return "blocked" if entry.num_holds or entry.is_needed_in(tier) else entry.tiers[tier].rank
+        self._order.charge(entry.meta.tenant, tier, num_bytes)
 
     def _leave(self, entry: Entry, tier: Tier, evicted: bool = False) -> None:
         holding = entry.tiers.pop(tier)
@@ -298,17 +258,17 @@ class Catalog:
         if parent is not None:
             parent.num_children_in[tier] += by
             if tier in parent.tiers:
-                self._offer(parent, tier)
+                self._order.offer(parent, tier)
 
     def check_integrity(self) -> None:
         """Asserts the law and the counts. For tests; walks over everything."""
-        for tier in self._policies:
+        for tier in self._num_held:
             held = [entry for entry in self.fragments if tier in entry.tiers]
             assert self._num_held[tier] == len(held)
             assert self._used_bytes[tier] == sum(entry.tiers[tier].num_bytes for entry in held)
             for tenant in {entry.meta.tenant for entry in held}:
                 own = [entry.tiers[tier].num_bytes for entry in held if entry.meta.tenant == tenant]
-                assert self._queues[tier].used_bytes(tenant) == sum(own)
+                assert self._order.used_bytes(tenant, tier) == sum(own)
         for account in self.tenants:
             own = [_largest(entry) for entry in self.fragments if entry.meta.tenant == account.tenant]
             assert (account.num_blocks, account.used_bytes) == (len(own), sum(own))

@@ -18,7 +18,7 @@ from halfmoon.cli.credentials.certs import app as certs_app
 from halfmoon.cli.credentials.keys import app as keys_app
 from halfmoon.cli.credentials.secret import app as secret_app
 from halfmoon.cli.kv import app as kv_app
-from halfmoon.cli.plan import plan
+from halfmoon.cli.planning.plan import plan
 from halfmoon.cli.profile import profile, profiles
 from halfmoon.cli.profile_store import DEFAULT_STATE_DIR
 from halfmoon.cli.replay import replay

@@ -18,7 +18,7 @@ from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.credentials.sources import client_credential
 from halfmoon.rpc.peer import Peer
-from halfmoon.up.stores import known_stores
+from halfmoon.up.specs.stores import known_stores
 
 app = typer.Typer(no_args_is_help=True, help="Inspects a running KV store, and changes what it holds.")
 

@@ -33,9 +33,8 @@ from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, PROFILE
 from halfmoon.sim.workloads.traces import read_workload
 from halfmoon.sim.workloads.workload import Workload
 from halfmoon.up.run import prepared_model
-from halfmoon.up.service_specs import PreparedModel
-from halfmoon.up.simulated import SimulatedWorkers
-from halfmoon.up.up_options import UpOptions
+from halfmoon.up.specs.simulated import SimulatedWorkers
+from halfmoon.up.up_options import PreparedModel, UpOptions
 
 _SPEED = 4.0
 _PLACEMENTS, _ADMISSIONS = ", ".join(get_args(PlacementMode)), ", ".join(get_args(AdmissionMode))

@@ -15,8 +15,8 @@ from rich.table import Table
 from halfmoon.cli.profile_store import DEFAULT_STATE_DIR
 from halfmoon.cli.terminal.host_tables import Cluster, hosts_tables
 from halfmoon.rpc.credentials.operator_token import client_token
-from halfmoon.up.state_lock import is_locked
-from halfmoon.up.written_state import ServiceList, read_services
+from halfmoon.up.state.state_lock import is_locked
+from halfmoon.up.state.written_state import ServiceList, read_services
 
 _ANSWER_S = 3.0
 

@@ -53,6 +53,17 @@ class GatewayConfig(Section):
         "request that lost a worker; strict, like failover, and others only if also the uncached part fits one step "
         "and prompts take at most 5 % of the worker's time; off",
     )
+    prefill_devices: Texts = Field(
+        (),
+        description="which prompts workers of a kind of device compute, as DEVICE [tokens<=NUMBER] "
+        "[classes=NAME,NAME], such as 'cpu tokens<=512 classes=batch'; others go to other workers while there are any; "
+        "repeat it; without a rule the predicted TTFT alone decides",
+    )
+    hot_spots: bool = Field(
+        False,
+        description="running answers move off a decode worker that is busier than another where the time predicted to "
+        "be saved for all answers there is more than twice what the move costs them",
+    )
     replica_mbps: float = Field(
         100.0,
         ge=0,
@@ -70,6 +81,22 @@ class GatewayConfig(Section):
         description="default: a class called default exists from the start (a first token within 30 s, 1 s between "
         "tokens), and requests that would wait far longer get 429 with Retry-After; off: no such class",
     )
+    peer: Texts = Field(
+        (),
+        description="URL of a gateway of another cluster, http://HOST:PORT or https://HOST:PORT: what would be refused "
+        "here is offered to it, if it predicts that it meets the class's targets; repeat it for more",
+    )
+    peer_key: Texts = Field(
+        (),
+        description="API key of this gateway at its peers: one for all, or one for each in their order; other users of "
+        "the host see command lines, so prefer the environment or a file",
+    )
+    peer_ca: Path | None = Field(
+        None, description="authorities to trust of https:// peers, in PEM; default: those of the system"
+    )
+    peer_wait_s: float = Field(
+        0.5, gt=0, description="how long peers may take to predict; one that is slower or away costs no more than this"
+    )
     generation_config: Literal["model", "neutral"] = Field(
         "model",
         description="what applies where a request names no temperature, top_p, top_k, min_p, repetition_penalty or, "
@@ -81,7 +108,7 @@ class GatewayConfig(Section):
         description="what a model writes between <think> and </think>, if its chat template has such tags, is parted "
         "from the answer; false: it is a part of the text",
     )
-    tool_parser: Literal["hermes", "llama3_json", "pythonic", "mistral", "deepseek"] | None = Field(
+    tool_parser: Literal["hermes", "llama3_json", "pythonic", "mistral", "deepseek", "harmony"] | None = Field(
         None,
         description="how the model writes calls of tools, if its chat template has a place for them; default: as far "
         "as the template shows it",

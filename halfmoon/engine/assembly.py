@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from halfmoon import host_limits
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
-from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.device_path import block_file, capture_decode, choose_path, pack

@@ -23,8 +23,9 @@ from halfmoon.engine.request import JSON_STYLE, Constraint
 from halfmoon.engine.text.tokenizer import load_fast_tokenizer
 from halfmoon.errors import ConstraintFailed, InvalidRequest
 
-_MOST_OUTPUTS = 1_024  # outputs whose automata are kept; the least recently used are dropped
-_MOST_GRAMMARS = 64
+_MOST_OUTPUTS = 1_024  # of one constraint; the least recently used are dropped
+_MOST_SOURCE_CHARS = 1 << 22  # of all constraints, likewise: an automaton takes about 60 bytes for each
+_LEAST_SOURCE_CHARS = 4_096
 _LEXER_FUEL, _STEP_FUEL = 200_000, 100_000  # to begin an automaton and per mask: hostile ones stop within 0.1 s
 _VIOLATIONS = "doesn't satisfy the grammar", "parser stopped"  # of the library: a token is not allowed
 
@@ -71,22 +72,68 @@ def _grammar(constraint: Constraint) -> str:
         raise InvalidRequest(f"the {constraint.kind.replace('_', ' ')} cannot be used: {error}") from error
 
 
+def _cost(constraint: Constraint) -> int:
+    return _LEAST_SOURCE_CHARS + len(constraint.source)
+
+
 def _first_line(text: str) -> str:
     return text.partition("\n")[0]
 
 
-class TokenMasks:
-    """Owns the automata of constrained outputs, each keyed by its constraint and its tokens. One thread at a time.
+class _Automata:
+    """Owns the automata of one constraint: a fresh one, and those of outputs by their tokens. They share its grammar.
 
-    A missing automaton is rebuilt from the tokens, so forgetting one loses nothing.
+    One that is missing is rebuilt from the tokens, so forgetting it loses nothing.
     """
+
+    def __init__(self, fresh: Any) -> None:
+        self._fresh = fresh
+        self._started: OrderedDict[tuple[int, ...], list[Any]] = OrderedDict()
+
+    def take(self, output: tuple[int, ...]) -> Any:
+        """The automaton behind `output`, which it leaves. Raises ConstraintFailed or ValueError."""
+        matcher = self._taken(output)
+        if matcher is not None:
+            return matcher
+        matcher, rest = (self._taken(output[:-1]), output[-1:]) if output else (None, output)
+        if matcher is None:
+            matcher, rest = self._fresh.deep_copy(), output
+        if rest and not matcher.consume_tokens(list(rest)):
+            problem = _first_line(matcher.get_error())
+            is_violation = not problem or any(text in problem for text in _VIOLATIONS)
+            raise (ValueError if is_violation else ConstraintFailed)(f"structured output: {problem}")
+        return matcher
+
+    def put(self, output: tuple[int, ...], matcher: Any) -> None:
+        """Keeps an automaton for the next token of this output."""
+        self._started.setdefault(output, []).append(matcher)
+        if len(self._started) > _MOST_OUTPUTS:
+            self._started.popitem(last=False)
+
+    def _taken(self, output: tuple[int, ...]) -> Any:
+        waiting = self._started.get(output)
+        if waiting is None:
+            return None
+        matcher = waiting.pop()
+        if not waiting:
+            del self._started[output]
+        return matcher
+
+
+class TokenMasks:
+    """Owns the automata of constrained outputs, by constraint. One thread at a time."""
 
     def __init__(self, checkpoint_path: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._path = checkpoint_path
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._fresh: OrderedDict[Constraint, Any] = OrderedDict()
-        self._started: OrderedDict[tuple[Constraint, tuple[int, ...]], list[Any]] = OrderedDict()
+        self._automata: OrderedDict[Constraint, _Automata] = OrderedDict()  # the least recently used first
+        self._num_chars = 0  # of all their sources, with what each costs at least
+
+    @property
+    def num_constraints(self) -> int:
+        """Constraints whose automata are kept."""
+        return len(self._automata)
 
     def allowed(self, constraint: Constraint, output: Sequence[int]) -> NDArray[np.bool_]:
         """[vocab_size]: which tokens may follow `output`, including an end-of-sequence token where the output may end.
@@ -96,14 +143,12 @@ class TokenMasks:
         """
         if constraint.ends_reasoning is not None:
             return self._allowed_behind(constraint.ends_reasoning, constraint, output)
-        key = (constraint, tuple(output))
-        matcher = self._matcher(*key)
+        automata = self._automata_of(constraint)
+        matcher = automata.take(tuple(output))
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error() or not bits.any():
             raise ConstraintFailed(f"structured output: {_first_line(matcher.get_error())}")
-        self._started.setdefault(key, []).append(matcher)
-        if len(self._started) > _MOST_OUTPUTS:
-            self._started.popitem(last=False)
+        automata.put(tuple(output), matcher)
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
 
     def _allowed_behind(self, end: int, constraint: Constraint, output: Sequence[int]) -> NDArray[np.bool_]:
@@ -120,38 +165,17 @@ class TokenMasks:
             allowed[begin] = True
         return allowed
 
-    def _matcher(self, constraint: Constraint, output: tuple[int, ...]) -> Any:
-        matcher = self._take(constraint, output)
-        if matcher is not None:
-            return matcher
-        matcher, rest = (self._take(constraint, output[:-1]), output[-1:]) if output else (None, output)
-        if matcher is None:
-            matcher, rest = self._new(constraint), output
-        if rest and not matcher.consume_tokens(list(rest)):
-            problem = _first_line(matcher.get_error())
-            is_violation = not problem or any(text in problem for text in _VIOLATIONS)
-            raise (ValueError if is_violation else ConstraintFailed)(f"structured output: {problem}")
-        return matcher
-
-    def _take(self, constraint: Constraint, output: tuple[int, ...]) -> Any:
-        waiting = self._started.get((constraint, output))
-        if waiting is None:
-            return None
-        matcher = waiting.pop()
-        if not waiting:
-            del self._started[constraint, output]
-        return matcher
-
-    def _new(self, constraint: Constraint) -> Any:
-        fresh = self._fresh.get(constraint)
-        if fresh is None:
-            fresh = self._fresh[constraint] = LLMatcher(
-                self._tokenizer, _grammar(constraint), log_level=0, limits=_limits()
-            )
-            if len(self._fresh) > _MOST_GRAMMARS:
-                self._fresh.popitem(last=False)
-        self._fresh.move_to_end(constraint)
-        return fresh.deep_copy()
+    def _automata_of(self, constraint: Constraint) -> _Automata:
+        automata = self._automata.get(constraint)
+        if automata is None:
+            fresh = LLMatcher(self._tokenizer, _grammar(constraint), log_level=0, limits=_limits())
+            automata = self._automata[constraint] = _Automata(fresh)
+            self._num_chars += _cost(constraint)
+            while self._num_chars > _MOST_SOURCE_CHARS and len(self._automata) > 1:
+                forgotten, _ = self._automata.popitem(last=False)
+                self._num_chars -= _cost(forgotten)
+        self._automata.move_to_end(constraint)
+        return automata
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.attention.attention import SdpaBackend
 from halfmoon.engine.attention.attention_backend import AttentionBackend
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization, default_cache_dir
-from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig, Kernels
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.model_runner import DecodeSteps
@@ -42,18 +42,20 @@ class DevicePath:
 def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:
     """The path of `config.attention_backend` for a model or a rank's part of one.
 
+    Where its kernels do not attend as the model does (`_has_own_masks`), torch attends, and the log says so.
+
     Raises Incompatible if an explicitly configured path cannot run; "auto" falls back to torch's code.
     """
     if config.attention_backend == "native":
         try:
-            return _native_path(config, model, dtype)
+            return _native_path(config, model, dtype, context_tokens)
         except Incompatible as error:
             if config.attention != "auto":
                 raise
             logger.warning("native_kernels.unavailable", extra={"reason": error.message})
     elif config.attention_backend == "triton":
         return _triton_path(config, model, context_tokens)
-    return DevicePath("torch", TORCH_OPS, pack_onednn, SdpaBackend(config.block_tokens, config.device))
+    return DevicePath("torch", TORCH_OPS, pack_onednn, _torch_attention(config))
 
 
 def block_file(checkpoint: Checkpoint, path: DevicePath) -> Path | None:
@@ -89,7 +91,21 @@ def _pack_rounded(
     return pack_weight(quantised(weight, block_format) or weight)
 
 
-def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> DevicePath:
+def _torch_attention(config: EngineConfig) -> SdpaBackend:
+    return SdpaBackend(config.block_tokens, config.device)
+
+
+def _has_own_masks(model: ModelConfig, context_tokens: int) -> bool:
+    """Whether tokens see less than all before them, scores are capped or keys are latents: no kernel computes that."""
+    masks = [window for window in model.windows if window is not None and window < context_tokens]
+    if not masks and model.attention_softcap is None and model.latent is None:
+        return False
+    what = "windows" if masks else "latents" if model.latent is not None else "capped scores"
+    logger.info("attention.by_torch", extra={"reason": f"our kernels attend without the model's {what}"})
+    return True
+
+
+def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:
     from halfmoon.engine.native.attention import NativeBackend
     from halfmoon.engine.native.compiler import compiled
     from halfmoon.engine.native.layer_ops import native_ops
@@ -104,7 +120,11 @@ def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -
         library.num_threads = num_threads
         torch.set_num_threads(1)
 
-    attention = NativeBackend(library, config.block_tokens, model.num_heads, model.num_kv_heads, model.head_dim)
+    attention: AttentionBackend
+    if _has_own_masks(model, context_tokens):
+        attention = _torch_attention(config)
+    else:
+        attention = NativeBackend(library, config.block_tokens, model.num_heads, model.num_kv_heads, model.head_dim)
     return DevicePath("native", native_ops(library), library.pack_weight, attention, use_threads)
 
 
@@ -112,7 +132,9 @@ def _triton_path(config: EngineConfig, model: ModelConfig, context_tokens: int) 
     from halfmoon.engine.attention.triton_attention import TritonBackend
     from halfmoon.engine.models.triton_ops import TRITON_OPS
 
-    attention = TritonBackend(config.block_tokens, model.num_kv_heads, context_tokens, config.device)
+    attention: AttentionBackend = _torch_attention(config)
+    if not _has_own_masks(model, context_tokens):
+        attention = TritonBackend(config.block_tokens, model.num_kv_heads, context_tokens, config.device)
     return DevicePath("triton", TRITON_OPS, pack_onednn, attention)
 
 
@@ -126,6 +148,7 @@ def capture_decode(
     from halfmoon.engine.attention.triton_attention import TritonBackend
     from halfmoon.engine.cuda_graphs import CudaCapture, DecodeGraphs
 
-    assert isinstance(attention, TritonBackend)
+    if not isinstance(attention, TritonBackend):
+        return None
     forward = partial(model.forward, kv=arena.tensor)
     return DecodeGraphs(forward, attention, config.max_running, CudaCapture())

@@ -61,7 +61,11 @@ class Engine(EngineCore):
                 {} if isinstance(self._runner, ModelRunner) else _ONE_DEVICE_ONLY,
             ),
             SchedulerLimits(
-                config.step_tokens, config.prefill_chunk_tokens, config.max_running, config.speculation == "ngram"
+                config.step_tokens,
+                config.prefill_chunk_tokens,
+                config.max_running,
+                config.speculation == "ngram",
+                None if isinstance(memory, TieredKV) else checkpoint.model_config.longest_window,
             ),
             partial(root_key, checkpoint.fingerprint, layout) if config.prefix_cache else None,
             lambda sequence: sequence.finish_reason(checkpoint.eos_token_ids),

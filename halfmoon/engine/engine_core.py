@@ -272,8 +272,10 @@ class EngineCore:
             output = self._book(item.sequence, item.num_tokens - len(item.drafts), drawn[0] if drawn else None)
             if output is not None:
                 outputs.append(output)
-            if item.drafts:
-                outputs += self._book_drafts(item, drawn)
+            if item.drafts and output is not None:
+                further = self._book_drafts(item, drawn)
+                last = replace((further or [output])[-1], num_drafts=len(item.drafts), num_right_drafts=len(further))
+                outputs[-1:] = [output, *further[:-1], last] if further else [last]
         return outputs
 
     def _book_drafts(self, item: ScheduledSequence, drawn: list[SampledToken]) -> list[TokenOutput]:
@@ -282,16 +284,14 @@ class EngineCore:
         Each token is booked as a step of its own would have been.
         """
         outputs: list[TokenOutput] = []
-        num_right = 0
         for draft, before, token in zip(item.drafts, drawn[:-1], drawn[1:], strict=True):
             if before.token_id != draft or item.sequence.state != "running":
                 break
-            num_right += 1
             output = self._book(item.sequence, 1, token)
             assert output is not None
             outputs.append(output)
         assert item.sequence.speculation is not None
-        item.sequence.speculation.note(len(item.drafts), num_right)
+        item.sequence.speculation.note(len(item.drafts), len(outputs))
         return outputs
 
     def _book(self, sequence: Sequence, num_tokens: int, token: SampledToken | None) -> TokenOutput | None:
@@ -300,6 +300,7 @@ class EngineCore:
         sequence.skip_loaded(self.layout.block_tokens)
         self._restores.tell(sequence)
         has_new = self._cache.insert(sequence)
+        self._scheduler.drop_behind_window(sequence)
         self._kv_watch.advance(sequence)
         if token is None:
             return None

@@ -106,6 +106,8 @@ class EngineRequest:
     prefill_only: bool = False
     held_tokens: int = 0  # leading tokens whose KV the reader of a prefill-only request has already
     priority: int = 0  # smaller runs first
+    class_priority: int = 0  # its class's part of `priority`
+    max_pause_s: float = 0.0  # how long its answer may be paused for higher classes at a time; 0: never
     arrival_s: float = 0.0
     tenant_salt: bytes = b""  # requests with the same salt share prefixes
     owner: KVOwner = SHARED  # who is charged for its KV in the store
@@ -139,3 +141,5 @@ class TokenOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token: of the prompt's tokens after its first
     embedding: tuple[float, ...] = ()  # likewise, if it was asked for: hidden_size values
+    num_drafts: int = 0  # with the last token that a step gives a sequence: guessed tokens that ran behind its newest
+    num_right_drafts: int = 0  # of these, how many were what was drawn

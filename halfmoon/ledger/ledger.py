@@ -11,9 +11,10 @@ from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.ledger.connection.database import Database, open_database
-from halfmoon.ledger.edits.admission import AdmissionEdits
+from halfmoon.ledger.edits.mode_edits import ModeEdits
 from halfmoon.ledger.edits.stored_classes import StoredClasses
 from halfmoon.ledger.edits.stored_tenants import StoredTenants
+from halfmoon.ledger.history.autopilot_decisions import AutopilotDecisions
 from halfmoon.ledger.history.outcomes import Outcomes
 from halfmoon.ledger.history.output_samples import OutputSamples
 from halfmoon.ledger.history.retention import Retention
@@ -25,7 +26,7 @@ from halfmoon.ledger.kept.batches import Batches
 from halfmoon.ledger.kept.stored_files import StoredFiles
 from halfmoon.ledger.kept.stored_responses import StoredResponses
 from halfmoon.ledger.measured_profiles import MeasuredProfiles
-from halfmoon.ledger.models import RequestRow
+from halfmoon.ledger.models import AdmissionEditRow, AutopilotEditRow, RequestRow
 from halfmoon.ledger.plans import Plans
 from halfmoon.ledger.profiles import Profiles
 
@@ -40,7 +41,9 @@ class Ledger:
         self.classes = StoredClasses(database)
         self.tenants = StoredTenants(database)
         self.tenant_usage = TenantUsage(database)
-        self.admission = AdmissionEdits(database)
+        self.admission = ModeEdits(database, AdmissionEditRow, "admission")
+        self.autopilot = ModeEdits(database, AutopilotEditRow, "autopilot's")
+        self.autopilot_decisions = AutopilotDecisions(database)
         self.profiles = Profiles(database)
         self.measured_profiles = MeasuredProfiles(database)
         self.plans = Plans(database)

@@ -81,14 +81,24 @@ class DeclaredClassRow(Base):
     definition: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
-class AdmissionEditRow(Base):
-    """One edit of the admission mode; the newest counts."""
-
-    __tablename__ = "admission_edits"
+class ModeEditRow:
+    """One edit of a mode; the newest counts."""
 
     version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     edited_at: Mapped[datetime] = mapped_column(UtcDateTime)
-    mode: Mapped[str | None] = mapped_column(String(16))  # None: each gateway's own setting
+    mode: Mapped[str | None] = mapped_column(String(16))  # None: each service's own setting
+
+
+class AdmissionEditRow(ModeEditRow, Base):
+    """One edit of the admission mode."""
+
+    __tablename__ = "admission_edits"
+
+
+class AutopilotEditRow(ModeEditRow, Base):
+    """One edit of the autopilot's mode."""
+
+    __tablename__ = "autopilot_edits"
 
 
 class WorkerChangeRow(Base):
@@ -105,6 +115,34 @@ class WorkerChangeRow(Base):
     changed_by: Mapped[str] = mapped_column(String(128))
     is_forced: Mapped[bool]
     gateway_id: Mapped[str] = mapped_column(String(64))
+
+
+class AutopilotDecisionRow(Base):
+    """One decision of the autopilot. Pressures are demand over capacity of a phase."""
+
+    __tablename__ = "autopilot_decisions"
+
+    id: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
+    decided_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    mode: Mapped[str] = mapped_column(String(16))
+    action: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(String(256))
+    worker_id: Mapped[str] = mapped_column(String(256))  # "": of no worker
+    before: Mapped[str] = mapped_column(String(16))  # its role
+    after: Mapped[str] = mapped_column(String(16))  # the role it is to have, or that of a worker to start
+    split: Mapped[str] = mapped_column(String(32))  # prefill:decode:both
+    target: Mapped[str] = mapped_column(String(32))
+    num_needed: Mapped[int]  # workers that would meet the targets; 0: not known
+    prefill: Mapped[float]
+    decode: Mapped[float]
+    predicted_prefill: Mapped[float]
+    predicted_decode: Mapped[float]
+    attainment: Mapped[float | None]  # of the requests that ended just before
+    outcome: Mapped[str] = mapped_column(String(256))  # done, advised, or why it was refused
+    measured_at: Mapped[datetime | None] = mapped_column(UtcDateTime)  # a while after
+    measured_prefill: Mapped[float | None]
+    measured_decode: Mapped[float | None]
+    measured_attainment: Mapped[float | None]
 
 
 class TenantRow(Base):
@@ -208,6 +246,7 @@ class RequestRow(Base):
     predicted_prefill_s: Mapped[float | None]
     refused_unread: Mapped[bool | None]  # before its prompt was tokenized: its predictions are lower bounds
     tenant: Mapped[str | None] = mapped_column(String(64))  # None where no API key is needed
+    peer: Mapped[str | None] = mapped_column(String(256))  # the gateway that answered it instead of this one
 
     def as_dict(self) -> dict[str, Any]:
         """Columns by name."""

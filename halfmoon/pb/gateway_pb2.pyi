@@ -299,6 +299,7 @@ class WorkerIdentity(_message.Message):
     CAN_CHANGE_ROLE_FIELD_NUMBER: _builtins.int
     KEEP_ANSWERS_S_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _types_pb2.Role.ValueType
     address: _builtins.str
@@ -336,6 +337,8 @@ class WorkerIdentity(_message.Message):
     """how long it keeps an answer after its end, and goes on after its gateway has gone"""
     host: _builtins.str
     """name of the host that it runs on; empty: unreported"""
+    unit: _builtins.str
+    """of a plan's paired workers, which hand KV over among themselves; empty: none"""
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout: ...
     @_builtins.property
@@ -376,10 +379,11 @@ class WorkerIdentity(_message.Message):
         can_change_role: _builtins.bool = ...,
         keep_answers_s: _builtins.float = ...,
         host: _builtins.str = ...,
+        unit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_change_role", b"can_change_role", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "host", b"host", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "role_epoch", b"role_epoch", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_change_role", b"can_change_role", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "host", b"host", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "role_epoch", b"role_epoch", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "unit", b"unit", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,6 +551,8 @@ class StepTiming(_message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_PAIRS_FIELD_NUMBER: _builtins.int
     ENDED_BEFORE_S_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    RIGHT_DRAFTS_FIELD_NUMBER: _builtins.int
     batch: _builtins.int
     """decoding sequences"""
     context_tokens: _builtins.int
@@ -557,6 +563,10 @@ class StepTiming(_message.Message):
     """each prefill token with every token that it attends to"""
     ended_before_s: _builtins.float
     """time from the step's end to this report"""
+    drafts: _builtins.int
+    """guessed tokens that ran behind those of the decoding sequences"""
+    right_drafts: _builtins.int
+    """of these, how many were what was drawn: tokens beyond one for each sequence"""
     def __init__(
         self,
         *,
@@ -566,10 +576,12 @@ class StepTiming(_message.Message):
         prefill_tokens: _builtins.int = ...,
         prefill_pairs: _builtins.float = ...,
         ended_before_s: _builtins.float = ...,
+        drafts: _builtins.int = ...,
+        right_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "context_tokens", b"context_tokens", "ended_before_s", b"ended_before_s", "prefill_pairs", b"prefill_pairs", "prefill_tokens", b"prefill_tokens", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "context_tokens", b"context_tokens", "drafts", b"drafts", "ended_before_s", b"ended_before_s", "prefill_pairs", b"prefill_pairs", "prefill_tokens", b"prefill_tokens", "right_drafts", b"right_drafts", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

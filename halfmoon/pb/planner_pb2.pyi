@@ -97,6 +97,7 @@ class PlanRequest(_message.Message):
     CONDITIONAL_DISAGGREGATION_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     WITH_CURVES_FIELD_NUMBER: _builtins.int
+    IS_MAP_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """from the catalogue, or a config.json file"""
     gpu: _builtins.str
@@ -129,6 +130,8 @@ class PlanRequest(_message.Message):
     conditional_disaggregation: _builtins.str
     with_curves: _builtins.bool
     """attainment over the rate, for each layout"""
+    is_map: _builtins.bool
+    """instead of a plan: a map over targets, with ttft_s and tpot_s in its middle; 0: chosen"""
     @_builtins.property
     def prices(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """dollars per hour, by GPU"""
@@ -166,10 +169,11 @@ class PlanRequest(_message.Message):
         conditional_disaggregation: _builtins.str | None = ...,
         files: _abc.Iterable[Global___File] | None = ...,
         with_curves: _builtins.bool = ...,
+        is_map: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_conditional_disaggregation", b"_conditional_disaggregation", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_kv_codec", b"_kv_codec", "_latency", b"_latency", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "conditional_disaggregation", b"conditional_disaggregation", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "gpus_per_node", b"gpus_per_node", "kv_codec", b"kv_codec", "latency", b"latency", "max_running", b"max_running", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_conditional_disaggregation", b"_conditional_disaggregation", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_kv_codec", b"_kv_codec", "_latency", b"_latency", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "conditional_disaggregation", b"conditional_disaggregation", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "files", b"files", "gpu", b"gpu", "gpus_per_node", b"gpus_per_node", "is_thorough", b"is_thorough", "kv_codec", b"kv_codec", "latency", b"latency", "max_running", b"max_running", "model", b"model", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "prices", b"prices", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "with_curves", b"with_curves", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_conditional_disaggregation", b"_conditional_disaggregation", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_kv_codec", b"_kv_codec", "_latency", b"_latency", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "conditional_disaggregation", b"conditional_disaggregation", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "files", b"files", "gpu", b"gpu", "gpus_per_node", b"gpus_per_node", "is_map", b"is_map", "is_thorough", b"is_thorough", "kv_codec", b"kv_codec", "latency", b"latency", "max_running", b"max_running", "model", b"model", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "prices", b"prices", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "with_curves", b"with_curves", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__affinity: _TypeAlias = _typing.Literal["affinity"]  # noqa: Y015
     _WhichOneofArgType__affinity: _TypeAlias = _typing.Literal["_affinity", b"_affinity"]  # noqa: Y015
@@ -257,6 +261,7 @@ class PlanUpdate(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    MAP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def waiting(self) -> Global___Waiting: ...
     @_builtins.property
@@ -265,22 +270,53 @@ class PlanUpdate(_message.Message):
     def plan(self) -> Global___StoredPlan:
         """the last message"""
 
+    @_builtins.property
+    def map(self) -> Global___TargetMap:
+        """or this one; it is not in the ledger"""
+
     def __init__(
         self,
         *,
         waiting: Global___Waiting | None = ...,
         progress: Global___Progress | None = ...,
         plan: Global___StoredPlan | None = ...,
+        map: Global___TargetMap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "progress", b"progress", "update", b"update", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["map", b"map", "plan", b"plan", "progress", b"progress", "update", b"update", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "progress", b"progress", "update", b"update", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["map", b"map", "plan", b"plan", "progress", b"progress", "update", b"update", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_update: _TypeAlias = _typing.Literal["waiting", "progress", "plan"]  # noqa: Y015
+    _WhichOneofReturnType_update: _TypeAlias = _typing.Literal["waiting", "progress", "plan", "map"]  # noqa: Y015
     _WhichOneofArgType_update: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_update) -> _WhichOneofReturnType_update | None: ...
 
 Global___PlanUpdate: _TypeAlias = PlanUpdate  # noqa: Y015
+
+@_typing.final
+class TargetMap(_message.Message):
+    """Over which targets separate prefill and decode workers pay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_JSON_FIELD_NUMBER: _builtins.int
+    CHART_JSON_FIELD_NUMBER: _builtins.int
+    summary_json: _builtins.str
+    """as `halfmoon plan --map --json` prints it"""
+    chart_json: _builtins.str
+    """a Vega-Lite specification"""
+    def __init__(
+        self,
+        *,
+        summary_json: _builtins.str = ...,
+        chart_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chart_json", b"chart_json", "summary_json", b"summary_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TargetMap: _TypeAlias = TargetMap  # noqa: Y015
 
 @_typing.final
 class Waiting(_message.Message):
@@ -499,6 +535,26 @@ class FleetRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FleetRequest: _TypeAlias = FleetRequest  # noqa: Y015
+
+@_typing.final
+class AddWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """prefill, decode, both"""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddWorkerRequest: _TypeAlias = AddWorkerRequest  # noqa: Y015
 
 @_typing.final
 class WorkerGroup(_message.Message):

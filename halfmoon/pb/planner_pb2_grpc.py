@@ -304,6 +304,11 @@ class FleetStub:
                 request_serializer=halfmoon_dot_pb_dot_planner__pb2.FleetRequest.SerializeToString,
                 response_deserializer=halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.FromString,
                 _registered_method=True)
+        self.Add = channel.unary_stream(
+                '/halfmoon.Fleet/Add',
+                request_serializer=halfmoon_dot_pb_dot_planner__pb2.AddWorkerRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.FromString,
+                _registered_method=True)
 
 
 class FleetServicer:
@@ -324,6 +329,13 @@ class FleetServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Add(self, request, context):
+        """one worker more, like one that runs; errors as of Apply
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -335,6 +347,11 @@ def add_FleetServicer_to_server(servicer, server):
             'Change': grpc.unary_stream_rpc_method_handler(
                     servicer.Change,
                     request_deserializer=halfmoon_dot_pb_dot_planner__pb2.FleetRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.SerializeToString,
+            ),
+            'Add': grpc.unary_stream_rpc_method_handler(
+                    servicer.Add,
+                    request_deserializer=halfmoon_dot_pb_dot_planner__pb2.AddWorkerRequest.FromString,
                     response_serializer=halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.SerializeToString,
             ),
     }
@@ -392,6 +409,33 @@ class Fleet:
             target,
             '/halfmoon.Fleet/Change',
             halfmoon_dot_pb_dot_planner__pb2.FleetRequest.SerializeToString,
+            halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Add(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/halfmoon.Fleet/Add',
+            halfmoon_dot_pb_dot_planner__pb2.AddWorkerRequest.SerializeToString,
             halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.FromString,
             options,
             channel_credentials,

@@ -143,6 +143,8 @@ class FleetStub:
     """like PreviewApply"""
     Change: _grpc.UnaryStreamMultiCallable[_planner_pb2.FleetRequest, _planner_pb2.ApplyUpdate]
     """like Apply"""
+    Add: _grpc.UnaryStreamMultiCallable[_planner_pb2.AddWorkerRequest, _planner_pb2.ApplyUpdate]
+    """one worker more, like one that runs; errors as of Apply"""
 
 @_typing.type_check_only
 class FleetAsyncStub(FleetStub):
@@ -153,6 +155,8 @@ class FleetAsyncStub(FleetStub):
     """like PreviewApply"""
     Change: _aio.UnaryStreamMultiCallable[_planner_pb2.FleetRequest, _planner_pb2.ApplyUpdate]  # type: ignore[assignment]
     """like Apply"""
+    Add: _aio.UnaryStreamMultiCallable[_planner_pb2.AddWorkerRequest, _planner_pb2.ApplyUpdate]  # type: ignore[assignment]
+    """one worker more, like one that runs; errors as of Apply"""
 
 class FleetServicer(metaclass=_abc_1.ABCMeta):
     """Calls that `halfmoon up` answers to its own planner, on a Unix socket that only its user can open."""
@@ -172,5 +176,13 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_planner_pb2.ApplyUpdate], _abc.AsyncIterator[_planner_pb2.ApplyUpdate]]:
         """like Apply"""
+
+    @_abc_1.abstractmethod
+    def Add(
+        self,
+        request: _planner_pb2.AddWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_planner_pb2.ApplyUpdate], _abc.AsyncIterator[_planner_pb2.ApplyUpdate]]:
+        """one worker more, like one that runs; errors as of Apply"""
 
 def add_FleetServicer_to_server(servicer: FleetServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -490,11 +490,17 @@ class Token(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_RIGHT_DRAFTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_id: _builtins.int
     position: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     logprob: _builtins.float
+    num_drafts: _builtins.int
+    """guessed tokens of the step that gave this token, if it is the step's last of the request"""
+    num_right_drafts: _builtins.int
+    """of these, how many were what was drawn"""
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]: ...
     def __init__(
@@ -506,10 +512,12 @@ class Token(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         logprob: _builtins.float | None = ...,
         top_logprobs: _abc.Iterable[Global___TopLogprob] | None = ...,
+        num_drafts: _builtins.int = ...,
+        num_right_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "finish_reason", b"finish_reason", "logprob", b"logprob", "position", b"position", "request_id", b"request_id", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "finish_reason", b"finish_reason", "logprob", b"logprob", "num_drafts", b"num_drafts", "num_right_drafts", b"num_right_drafts", "position", b"position", "request_id", b"request_id", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015

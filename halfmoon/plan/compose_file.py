@@ -75,6 +75,7 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
             "HALFMOON_TLS_KEY": "/run/halfmoon/tls.key",
             "HALFMOON_TLS_CA": "/run/halfmoon/ca.crt",
             f"HALFMOON_{image.upper()}_DEVICE": "${HALFMOON_DEVICE:-}",
+            f"HALFMOON_{image.upper()}_HOST_NAME": "${HALFMOON_HOST_NAME:-docker}",
         },
         "volumes": [
             "models:/cache",

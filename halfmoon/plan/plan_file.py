@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.layout import Layout, WorkerSet
@@ -25,6 +25,7 @@ from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.objective import Rated
 from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
 from halfmoon.policy.view.worker_view import Role
+from halfmoon.sim.cluster.cluster_spec import Batching
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 
@@ -42,7 +43,16 @@ class PlannedWorkers(BaseModel):
     max_batch_tokens: int | None = Field(default=None, ge=1)
     chunk_tokens: int | None = Field(default=None, ge=1)
     max_running: int | None = Field(default=None, ge=1)
+    batching: Batching = "chunked"
     first_node: int | None = Field(default=None, ge=0)  # of a paired unit, whose workers share a node
+
+    @field_validator("batching")
+    @classmethod
+    def _check_batching(cls, batching: Batching) -> Batching:
+        """Workers know one rule; the other one is simulated for comparisons."""
+        if batching != "chunked":
+            raise ValueError(f"no worker batches {batching}: it is simulated only, so plan with chunked")
+        return batching
 
     @property
     def arguments(self) -> tuple[str, ...]:

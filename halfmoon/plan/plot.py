@@ -25,10 +25,10 @@ def check_plot(path: Path) -> None:
     _converter()
 
 
-def write_plot(path: Path, summary: Mapping[str, Any]) -> None:
-    """Draws the curves of a plan's summary. Raises InvalidRequest as `check_plot` does."""
+def write_plot(path: Path, spec: Mapping[str, Any]) -> None:
+    """Draws a Vega-Lite specification. Raises InvalidRequest as `check_plot` does."""
     check_plot(path)
-    text = json.dumps(plot_spec(summary))
+    text = json.dumps(spec)
     try:
         if path.suffix.lower() == ".png":
             path.write_bytes(_converter().vegalite_to_png(text, scale=_SCALE))
@@ -53,11 +53,11 @@ def plot_spec(summary: Mapping[str, Any]) -> dict[str, Any]:
         for rate, share in zip(curve["rate_per_s"], curve["attainment"], strict=True)
     ]
     unit = "requests/s" if asked else "requests/s for each GPU"
-    goal = _rule("y", summary["attainment_asked"], f"goal {summary['attainment_asked']:.0%}")
-    wanted = [] if asked is None else [_rule("x", asked, "asked for")]
+    goal = rule("y", summary["attainment_asked"], f"goal {summary['attainment_asked']:.0%}")
+    wanted = [] if asked is None else [rule("x", asked, "asked for")]
     panels = [
-        _panel("attainment", "share of requests in time", unit, names, [goal, *wanted], {"domain": [0, 1]}),
-        _panel("goodput", f"goodput, {unit}", unit, names, wanted, {"domainMin": 0}),
+        panel("attainment", "share of requests in time", unit, names, [goal, *wanted], {"domain": [0, 1]}),
+        panel("goodput", f"goodput, {unit}", unit, names, wanted, {"domainMin": 0}),
     ]
     targets = summary["targets"]
     return {
@@ -70,26 +70,33 @@ def plot_spec(summary: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _panel(
-    field: str, title: str, unit: str, names: list[str], rules: list[dict[str, Any]], scale: dict[str, Any]
+def panel(
+    field: str,
+    title: str,
+    unit: str,
+    names: list[str],
+    rules: list[dict[str, Any]],
+    scale: dict[str, Any],
+    series: str = "layout",
 ) -> dict[str, Any]:
+    """`field` of the rows over their `rate`, one line for each name of `series`."""
     legend = {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 400}
-    series = {"field": "layout", "type": "nominal", "sort": names, "legend": legend}
+    lines_of = {"field": series, "type": "nominal", "sort": names, "legend": legend}
     encoding = {
         "x": {"field": "rate", "type": "quantitative", "title": unit, "scale": {"domainMin": 0}},
         "y": {"field": field, "type": "quantitative", "title": title, "scale": scale},
-        "color": {**series, "scale": {"domain": names, "range": _repeated(_COLOURS, len(names))}},
-        "shape": {**series, "scale": {"domain": names, "range": _repeated(_SHAPES, len(names))}},
+        "color": {**lines_of, "scale": {"domain": names, "range": _repeated(_COLOURS, len(names))}},
+        "shape": {**lines_of, "scale": {"domain": names, "range": _repeated(_SHAPES, len(names))}},
         "tooltip": [
-            {"field": "layout", "type": "nominal"},
-            *({"field": one, "type": "quantitative", "format": ".3~g"} for one in ("rate", "attainment", "goodput")),
+            {"field": series, "type": "nominal"},
+            *({"field": one, "type": "quantitative", "format": ".3~g"} for one in dict.fromkeys(("rate", field))),
         ],
     }
     lines = {"mark": {"type": "line", "point": {"size": 45, "filled": True}}, "encoding": encoding}
     return {"width": _WIDTH_PX, "height": _HEIGHT_PX, "layer": [*rules, lines]}
 
 
-def _rule(axis: str, value: float, text: str) -> dict[str, Any]:
+def rule(axis: str, value: float, text: str) -> dict[str, Any]:
     """A dashed line across the panel, with its label."""
     along = {"field": axis, "type": "quantitative"}
     end = {"y": along, "x": {"value": _WIDTH_PX}} if axis == "y" else {"x": along, "y": {"value": _HEIGHT_PX}}

@@ -1,6 +1,6 @@
 """Decisions: pure functions of a cluster view. The gateway runs them live, the simulator on a fake clock.
 
-Shelves import one way: models <- view <- values <- forecast <- placement <- admission. In reading order:
+Shelves import one way: models <- view <- values <- forecast <- placement <- admission <- scaling. In reading order:
 
 1. `values.py`: what is placed, and what is predicted of it.
 2. `placement/place.py`: `place`, Mooncake's Algorithm 1 on one screen.
@@ -10,4 +10,5 @@ Shelves import one way: models <- view <- values <- forecast <- placement <- adm
 6. `forecast/request_forecast.py`: the answers to what placement and admission ask.
 7. `forecast/prefill_queue_model.py`: one worker's queue, step by step.
 8. `models/refinement.py`: how latency models follow what workers measure.
+9. `scaling/autopilot.py`: which roles the workers should have.
 """

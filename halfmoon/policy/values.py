@@ -125,6 +125,7 @@ class PlacementRequest:
     least_tokens: int = 0  # the answer has at least as many
     is_failover: bool = False  # it had workers, and lost one of them; its prompt includes the tokens that it has
     targets: AdmissionTargets = NO_TARGETS  # workers that meet them are preferred
+    qos_class: str = ""
     cached_blocks: NDArray[np.int64] = field(
         default_factory=lambda: NOTHING_CACHED, compare=False, repr=False
     )  # `BlockIndex.match`

@@ -18,11 +18,12 @@ from halfmoon.errors import Unavailable
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import ReplayTargets
 from halfmoon.rpc.tls.http_context import client_context
-from halfmoon.up.service_specs import PreparedModel, gateway_spec
-from halfmoon.up.simulated import simulated_model, simulation_specs
+from halfmoon.up.specs.service_specs import gateway_spec
+from halfmoon.up.specs.simulated import simulated_model, simulation_specs
 from halfmoon.up.supervision.child import children_ready
+from halfmoon.up.supervision.log_files import LogFiles
 from halfmoon.up.supervision.supervisor import Supervisor
-from halfmoon.up.up_options import UpOptions, simulated_workers
+from halfmoon.up.up_options import PreparedModel, UpOptions, simulated_workers
 
 _POLL_S = 0.1
 _START_S = 60.0
@@ -42,7 +43,7 @@ class SimulatedTarget:
         self._simulation = options.simulation
         path = simulated_model(Path(model.path), options.simulation, options.state_dir)
         self._model = PreparedModel(str(path), model.name)
-        self._supervisor = Supervisor(options.state_dir / "logs", lambda service, event: None)
+        self._supervisor = Supervisor(LogFiles(options.state_dir / "logs"), lambda service, event: None)
 
     async def start(self, targets: ReplayTargets) -> Gateway:
         """Starts everything, with `targets` (in the trace's seconds) for every request. Raises Unavailable."""

@@ -43,6 +43,7 @@ class Outcome:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     sent_late_s: float = 0.0  # after it was due: the replayer's own delay
+    text: str = ""  # of the answer to a chat's turn, for those that follow, or of an error
 
     def meets(self, targets: ReplayTargets) -> bool:
         """Whether it was answered in time."""
@@ -76,6 +77,7 @@ class Summary:
     goodput_per_s: float  # requests in time, over the time in which requests arrived
     ttft_s: Spread  # of answered requests
     tbt_s: Spread
+    num_output_tokens: int  # of answered requests
     cached_share: float  # of their prompt tokens
     sent_late_p99_s: float
 
@@ -105,6 +107,7 @@ def summarized(outcomes: Sequence[Outcome], targets: ReplayTargets, duration_s: 
         goodput_per_s=in_time / duration_s if duration_s > 0 else math.nan,
         ttft_s=_spread([outcome.ttft_s for outcome in answered]),
         tbt_s=_spread([outcome.tbt_s for outcome in answered if outcome.num_tokens > 1]),
+        num_output_tokens=sum(outcome.num_tokens for outcome in answered),
         cached_share=sum(outcome.num_cached_tokens for outcome in answered) / prompt_tokens
         if prompt_tokens
         else math.nan,

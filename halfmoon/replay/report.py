@@ -28,15 +28,16 @@ def _figures(found: Summary) -> dict[str, str]:
         "failed": _counted(found.num_failed, found.failed_by),
         "goodput, requests/s": f"{found.goodput_per_s:.2f}",
         "TTFT mean, s": f"{found.ttft_s.mean:.2f}",
-        "TTFT p50 / p90 / p99, s": _percentiles(found.ttft_s, 1, ".2f"),
+        "TTFT p50 / p90 / p99, s": percentiles(found.ttft_s, 1, ".2f"),
         "TBT mean, ms": f"{1000 * found.tbt_s.mean:.1f}",
-        "TBT p50 / p90 / p99, ms": _percentiles(found.tbt_s, 1000, ".1f"),
+        "TBT p50 / p90 / p99, ms": percentiles(found.tbt_s, 1000, ".1f"),
         "prompt tokens cached": f"{found.cached_share:.1%}",
         "sent late p99, s": f"{found.sent_late_p99_s:.2f}",
     }
 
 
-def _percentiles(spread: Spread, factor: float, form: str) -> str:
+def percentiles(spread: Spread, factor: float, form: str) -> str:
+    """p50 / p90 / p99, each times `factor`."""
     return " / ".join(format(factor * one, form) for one in (spread.p50, spread.p90, spread.p99))
 
 

@@ -1,117 +1,141 @@
-"""A sweep over request rates: seeded requests in an open loop at each, and the highest rate that keeps the targets."""
+"""A sweep over request rates or numbers of sessions at once, on one server or several by turns.
+
+With several servers each point is measured on one after the other, and the order changes from point to point and from
+round to round, so that drifts of the machine affect all alike. The first server is the control arm.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from halfmoon.plan.search.bisect import highest_feasible
+from halfmoon.replay.bench_load import BenchLoad, Sent
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import ReplayTargets, Summary, summarized
-from halfmoon.replay.player import played
-from halfmoon.sim.workloads.drawn_workload import synthetic_workload
-from halfmoon.sim.workloads.lengths import Lengths
 
-_LEAST_REQUESTS = 20  # at each rate, so that a share of nine tenths means something
 _LOWEST = 1 / 64  # of the rate that a search starts at
 _REQUESTS_APART = 1 << 20  # between seeds: prompts of different seeds share nothing
+_SEEDS_APART = 10_007  # between rounds, whose lengths and arrivals differ
+_SETTLE_S = 1.0  # between two servers' turns: threads that wait for work spin for up to a fifth of a second
 
 
 @dataclass(frozen=True, slots=True)
-class SweepLoad:
-    """What is sent at each rate."""
+class SweepOptions:
+    """How points are measured and judged."""
 
-    lengths: Lengths
-    seconds: float  # of arrivals, at least
-    seed: int
     targets: ReplayTargets
-    attainment: float  # share of requests in time that makes a rate one that is kept
+    attainment: float  # share of requests in time that makes a point one that is kept
+    seed: int = 0
+    num_rounds: int = 1  # turns of each server at each point
 
 
 @dataclass(frozen=True, slots=True)
-class RatePoint:
-    """One rate, and how well it was served."""
+class Point:
+    """One server at one rate, or with so many sessions at once."""
 
-    rate_per_s: float
+    server: str
+    value: float
     is_kept: bool
     summary: Summary
+    output_tokens_per_s: float  # until the last answer ended
+    jobs_per_hour: float = 0.0  # sessions of which all turns were answered
+    jobs_in_time_per_hour: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """JSON values."""
-        return {"rate_per_s": self.rate_per_s, "is_kept": self.is_kept, **self.summary.as_json()}
+        return {
+            "server": self.server,
+            "value": self.value,
+            "is_kept": self.is_kept,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "jobs_per_hour": self.jobs_per_hour,
+            "jobs_in_time_per_hour": self.jobs_in_time_per_hour,
+            **self.summary.as_json(),
+        }
 
 
 @dataclass(slots=True)
 class Sweep:
-    """Owns the points measured so far. Every prompt is new: a cache helps no rate."""
+    """Owns the points measured so far. Every prompt is new: a cache helps a session's turns only, and what a trace's
+    requests share.
+    """
 
-    gateway: Gateway
-    load: SweepLoad
-    on_begin: Callable[[float, int], None] = lambda rate_per_s, num_requests: None
-    on_done: Callable[[], None] = lambda: None
-    points: list[RatePoint] = field(default_factory=list)
+    servers: Sequence[Gateway]
+    load: BenchLoad
+    options: SweepOptions
+    on_begin: Callable[[str, float, int], None] = lambda server, value, num_requests: None
+    points: list[Point] = field(default_factory=list)
     _num_sent: int = 0
+    _num_turns: int = 0
 
-    def measure(self, rate_per_s: float) -> RatePoint:
-        """Sends as many requests as arrive in `load.seconds`, and waits for all answers."""
-        load = self.load
-        num_requests = max(math.ceil(rate_per_s * load.seconds), _LEAST_REQUESTS)
-        workload = synthetic_workload(load.lengths, num_requests, rate_per_s, seed=load.seed)
-        self.on_begin(rate_per_s, num_requests)
-        first = load.seed * _REQUESTS_APART + self._num_sent
-        outcomes = asyncio.run(played(workload, self.gateway, self.on_done, first))
-        self._num_sent += num_requests
-        summary = summarized(outcomes, load.targets, max(workload.duration_s, num_requests / rate_per_s))
-        point = RatePoint(rate_per_s, summary.attainment >= load.attainment, summary)
-        self.points.append(point)
-        return point
+    def measure(self, value: float, servers: Sequence[Gateway] | None = None) -> None:
+        """Measures one point on all of `servers` (default: all), by turns."""
+        servers = self.servers if servers is None else servers
+        sent: dict[str, list[Sent]] = {server.name: [] for server in servers}
+        for number in range(self.options.num_rounds):
+            first = self._num_turns % len(servers)
+            self._num_turns += 1
+            for server in [*servers[first:], *servers[:first]]:
+                sent[server.name].append(self._turn(server, value, number))
+        self.points += [self._point(server.name, value, sent[server.name]) for server in servers]
 
-    def search(self, guess_per_s: float, tolerance: float, most_per_s: float = math.inf) -> float | None:
-        """Measures rates until the highest one that is kept is known within a factor of `tolerance`.
+    def search(self, guess: float, tolerance: float, most: float = math.inf) -> None:
+        """Measures points until each server's highest one that is kept is known within a factor of `tolerance`.
 
-        None: not even a small part of the guess is.
+        A point that is new is measured on all servers that have kept every lower one.
         """
-
-        def kept(rate_per_s: float) -> RatePoint | None:
-            point = self.measure(rate_per_s)
-            return point if point.is_kept else None
-
-        found = highest_feasible(kept, guess_per_s, tolerance, least=guess_per_s * _LOWEST, most=most_per_s)
-        return None if found is None else found.value
-
-
-def highest_kept(points: Sequence[RatePoint]) -> RatePoint | None:
-    """The point with the highest rate that was kept."""
-    return max((point for point in points if point.is_kept), key=lambda point: point.rate_per_s, default=None)
-
-
-def markdown_table(points: Sequence[RatePoint]) -> str:
-    """The points in order of their rates. Percentiles are those of answered requests."""
-    head = (
-        "rate/s",
-        "requests",
-        "in time",
-        "goodput/s",
-        "TTFT p50 / p90 / p99, s",
-        "TPOT p50 / p90 / p99, ms",
-        "failed",
-    )
-    rows = [head, ("---",) * len(head)]
-    for point in sorted(points, key=lambda one: one.rate_per_s):
-        found = point.summary
-        ttft, tbt = found.ttft_s, found.tbt_s
-        rows.append(
-            (
-                f"{point.rate_per_s:.3g}",
-                str(found.num_requests),
-                f"{found.attainment:.1%}",
-                f"{found.goodput_per_s:.3g}",
-                f"{ttft.p50:.3f} / {ttft.p90:.3f} / {ttft.p99:.3f}",
-                f"{1000 * tbt.p50:.1f} / {1000 * tbt.p90:.1f} / {1000 * tbt.p99:.1f}",
-                str(found.num_refused + found.num_failed),
+        for server in self.servers:
+            highest_feasible(
+                lambda value, server=server: self._kept(server, value),  # type: ignore[misc]
+                guess,
+                tolerance,
+                least=guess * _LOWEST,
+                most=most,
             )
+
+    def _kept(self, server: Gateway, value: float) -> Point | None:
+        if self._found(server.name, value) is None:
+            others = [one for one in self.servers if one is server or not self._failed_below(one.name, value)]
+            self.measure(value, [one for one in others if self._found(one.name, value) is None])
+        point = self._found(server.name, value)
+        return point if point is not None and point.is_kept else None
+
+    def _found(self, name: str, value: float) -> Point | None:
+        return next((point for point in self.points if point.server == name and point.value == value), None)
+
+    def _failed_below(self, name: str, value: float) -> bool:
+        return any(point.server == name and not point.is_kept and point.value <= value for point in self.points)
+
+    def _turn(self, server: Gateway, value: float, number: int) -> Sent:
+        num = self.load.num_requests(value)
+        self.on_begin(server.name, value, num)
+        if self._num_sent:
+            time.sleep(_SETTLE_S)
+        first = self.options.seed * _REQUESTS_APART + self._num_sent
+        self._num_sent += num
+        return asyncio.run(self.load.sent(server, value, self.options.seed + number * _SEEDS_APART, first))
+
+    def _point(self, name: str, value: float, sent: Sequence[Sent]) -> Point:
+        outcomes = [outcome for turn in sent for outcome in turn.outcomes]
+        summary = summarized(outcomes, self.options.targets, sum(turn.arrivals_s for turn in sent))
+        wall_s = sum(turn.wall_s for turn in sent)
+        return Point(
+            name,
+            value,
+            summary.attainment >= self.options.attainment,
+            summary,
+            summary.num_output_tokens / wall_s,
+            3600 * sum(turn.num_jobs for turn in sent) / wall_s,
+            3600 * sum(turn.num_jobs_in_time for turn in sent) / wall_s,
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def highest_kept(points: Sequence[Point], server: str) -> Point | None:
+    """A server's highest point that was kept."""
+    kept = [point for point in points if point.is_kept and point.server == server]
+    return max(kept, key=lambda point: point.value, default=None)

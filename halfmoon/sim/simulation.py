@@ -18,8 +18,10 @@ from halfmoon.sim.cluster.store_pool import StorePool
 from halfmoon.sim.cluster.store_traffic import StoreTraffic
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.cluster.worker_steps import WorkerSteps
+from halfmoon.sim.decode_moves import DecodeMoves, HotSpotControl
 from halfmoon.sim.event_queue import EventQueue
 from halfmoon.sim.result import EndedRequests, SimResult, end_so_far, run_result
+from halfmoon.sim.role_control import RoleControl, RoleController
 from halfmoon.sim.routers.attempts import Attempts
 from halfmoon.sim.routers.choose_router import PolicyUse, choose_router
 from halfmoon.sim.routers.policy_router import PolicyRouter
@@ -42,6 +44,7 @@ def simulate(
     policies: PolicyUse = "as needed",
     tracker: SloTracker | None = None,
     with_gaps: bool = True,
+    controller: RoleController | None = None,
 ) -> SimResult:
     """Simulates until every request has ended or `tracker` has decided. A decided run returns only the requests that
     arrived.
@@ -54,12 +57,13 @@ def simulate(
       slowly. `never` routes to the least loaded workers, for estimates. `once full` asks them for the passes that count
       for `tracker`.
     - with_gaps: computing gaps takes a third of the time of a run without policies; without them TBT is unknown.
+    - controller: changes the workers' roles meanwhile; policies place every request then.
 
     Raises InvalidRequest if the workload's prefix blocks are not a multiple of the cluster's blocks.
     """
     on_progress = on_progress or (lambda done, total: None)
     tracker = tracker or SloTracker(SloTargets(), "joint", len(workload))
-    return _Run(spec, workload, seed, on_progress, tracker, policies=policies, with_gaps=with_gaps).run()
+    return _Run(spec, workload, seed, on_progress, tracker, policies, with_gaps, controller).run()
 
 
 class _Run:
@@ -72,11 +76,12 @@ class _Run:
         seed: int,
         on_progress: Progress,
         tracker: SloTracker,
-        *,
         policies: PolicyUse,
         with_gaps: bool,
+        controller: RoleController | None,
     ) -> None:
         self._spec = spec
+        self._classes = spec.qos_classes
         self._workload = workload
         self._on_progress = on_progress
         self._tracker = tracker
@@ -89,6 +94,7 @@ class _Run:
         longest = int(workload.output_tokens.max(initial=1))
         pool = StorePool(spec, self._prefix_block_tokens) if spec.stores.count else None
         self._policy_router = PolicyRouter(spec, self._workers, prefixes, longest, seed, workload.tenants, pool)
+        policies = "always" if controller or spec.hot_spots else policies
         self._router = choose_router(spec, self._workers, longest, policies, self._policy_router, tracker)
         self._events = EventQueue()
         reader = self._policy_router if self._router.wants_reports else None
@@ -102,6 +108,13 @@ class _Run:
             size = self._prefix_block_tokens
             self._stores = StoreTraffic(pool, spec.stores, self._transfers, self._events, size, directory)
         self._attempts = Attempts(self._events, self._router, self._workers, longest, self._begin, self.end)
+        parts = self._workers, self._events, self._policy_router, self._steps
+        self._moves = DecodeMoves(*parts, self._transfers)
+        self._control = None
+        if controller is not None:
+            self._control = RoleControl(controller, spec, *parts, self._moves, self._attempts.note_joined)
+        if spec.hot_spots:
+            HotSpotControl(self._workers, self._events, self._policy_router, self._moves)
         self._inside: dict[int, Job] = {}
         self._jobs: dict[int, Job] = {}  # arrived and not ended
         self._num_arrived = 0
@@ -146,6 +159,9 @@ class _Run:
         prompt = int(workload.prompt_tokens[index])
         blocks = [] if workload.prefixes is None else workload.prefixes.sequence(index, prompt)
         job = Job(index, self._events.now_s, prompt, int(workload.output_tokens[index]), blocks)
+        if workload.classes is not None:
+            position = int(workload.classes[index])
+            job.classify(position, self._classes[position])
         self._jobs[index] = job
         self._num_arrived += 1
         self._tracker.came(index)
@@ -157,6 +173,8 @@ class _Run:
     def _begin(self, job: Job, placement: Placement) -> bool:
         """Puts a job on its workers; False if the decode worker has no room."""
         self._inside[job.index] = job
+        if self._control is not None and job.retries is None:
+            self._control.placed(job, placement.work_s)
         prefill, decode = self._by_name[placement.prefill.worker_id], self._by_name[placement.decode.worker_id]
         job.prefill, job.decode = prefill.number, decode.number
         job.at = job.prefill
@@ -234,6 +252,12 @@ class _Run:
                 receiver.backlog.append(job)
                 self.pull(receiver)
 
+    def after_step(self, worker: SimWorker) -> None:
+        """Handles a worker between two steps."""
+        self._moves.after_step(worker)
+        if self._control is not None:
+            self._control.after_step(worker)
+
     def pull(self, worker: SimWorker) -> None:
         """Hands over jobs that wait for room on this worker, in order of arrival."""
         while worker.backlog and worker.reserve(worker.backlog[0], self._events.now_s):
@@ -254,6 +278,8 @@ class _Run:
         if outcome == "completed" and job.later_s:
             job.longest_gap_s, job.tail_gap_s = gaps(job.first_s, job.later_s)
         self._tracker.end(job, self._spec.answer_s)
+        if self._control is not None:
+            self._control.ended(job)
         if self._inside.pop(job.index, None) is not None:
             self._router.forget(job, self._events.now_s)
         self._router.end(job, self._events.now_s)

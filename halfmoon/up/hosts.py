@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from halfmoon.errors import Incompatible
-from halfmoon.up.reserved_ports import LOOPBACK, ReservedPorts
 from halfmoon.up.supervision.child import Room, ServiceSpec
-from halfmoon.up.supervision.log_files import OnTrouble
+from halfmoon.up.supervision.log_files import LogFiles, OnTrouble
 from halfmoon.up.supervision.service_process import ServiceProcess
 from halfmoon.up.supervision.supervisor import launch_here
+from halfmoon.up.this_host.reserved_ports import LOOPBACK, ReservedPorts
 from halfmoon.up.up_options import UpOptions, WorkerStart
 
 
@@ -92,7 +92,7 @@ class ThisHost:
         """See `Hosts.close`."""
 
 
-async def opened_hosts(options: UpOptions, on_trouble: OnTrouble) -> Hosts:
+async def opened_hosts(options: UpOptions, logs: LogFiles, on_trouble: OnTrouble) -> Hosts:
     """Returns this host, or a cluster's once it has answered.
 
     Raises Incompatible without the package that the engine needs, and Unavailable if the cluster does not answer.
@@ -103,4 +103,4 @@ async def opened_hosts(options: UpOptions, on_trouble: OnTrouble) -> Hosts:
         from halfmoon.up.on_ray.ray_hosts import connected
     except ImportError as error:
         raise Incompatible("--on ray needs another package: pip install 'halfmoon[ray]'") from error
-    return await asyncio.to_thread(connected, options, on_trouble)
+    return await asyncio.to_thread(connected, options, logs, on_trouble)

@@ -14,19 +14,25 @@ from uuid import uuid4
 from rich.console import Console
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.addresses.loopback import is_loopback
 from halfmoon.rpc.addresses.towards import address_towards
 from halfmoon.rpc.credentials.issue import CREDENTIAL_FILE
 from halfmoon.rpc.credentials.sources import FILE_VARIABLE, SECRET_VARIABLE
 from halfmoon.rpc.tls.identity_files import TLS_VARIABLES, paths_in
 from halfmoon.up.ranks import rank_spec
 from halfmoon.up.run import prepared_model
-from halfmoon.up.service_specs import Spec, traced, worker_specs
+from halfmoon.up.specs.service_specs import Spec, traced
+from halfmoon.up.specs.worker_specs import worker_specs
 from halfmoon.up.supervision.announcements import UnreachedGateways, print_event
 from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.until_stopped import UpContext, until_stopped
 from halfmoon.up.up_options import UpOptions, engines
 
 _VARIABLES = (SECRET_VARIABLE, FILE_VARIABLE, *TLS_VARIABLES)
+_NO_SECRET = (
+    "joining {} needs the cluster's secret: copy the directory `worker` that `halfmoon secret issue-all` made on the "
+    "gateway's host, and name it by --secrets, or set HALFMOON_CLUSTER_SECRET_FILE"
+)
 
 
 async def join(options: UpOptions, stores: Sequence[str], secrets: Path | None, terminal: Console) -> bool:
@@ -37,6 +43,8 @@ async def join(options: UpOptions, stores: Sequence[str], secrets: Path | None, 
     assert options.joins is not None
     environment = _identity(secrets, os.environ)
     options = replace(options, host_address=options.host_address or _address_towards(options.joins))
+    if not environment and not is_loopback(options.host_address):
+        raise InvalidRequest(_NO_SECRET.format(options.joins), param="secrets")
     run = partial(_run, stores=stores, environment=environment)
     unreached = UnreachedGateways(terminal)
 
@@ -51,7 +59,10 @@ async def join_ranks(options: UpOptions, num_ranks: int, secrets: Path | None, t
     """Starts ranks for the worker that awaits them at `options.joins`, as `join` does workers."""
     assert options.joins is not None
     _address_towards(options.joins)  # it is one
-    run = partial(_run_ranks, num_ranks=num_ranks, environment=_identity(secrets, os.environ))
+    environment = _identity(secrets, os.environ)
+    if not environment.keys() & {SECRET_VARIABLE, FILE_VARIABLE}:  # no certificate will do, as ranks speak plain text
+        raise InvalidRequest(_NO_SECRET.format(options.joins), param="secrets")
+    run = partial(_run_ranks, num_ranks=num_ranks, environment=environment)
     return await until_stopped(options, terminal, run, UnreachedGateways(terminal).on_event)
 
 

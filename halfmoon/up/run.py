@@ -29,17 +29,16 @@ from halfmoon.rpc.credentials.sources import (
     secret_text,
     state_secret,
 )
-from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.fleet.fleet import WorkerFleet
 from halfmoon.up.fleet.fleet_servicer import fleet_address, fleet_server
 from halfmoon.up.fleet.from_plan import applied_options
-from halfmoon.up.gpus import visible_gpus
 from halfmoon.up.hosts import Hosts
-from halfmoon.up.metrics_targets import MetricsTargets
-from halfmoon.up.reserved_ports import ReservedPorts
-from halfmoon.up.service_specs import PreparedModel, WorkerSpec, gateway_spec, other_specs, traced, trusted, worker_spec
-from halfmoon.up.simulated import simulated_model
-from halfmoon.up.stores import idle_directories, remember_stores, store_names
+from halfmoon.up.specs.service_specs import gateway_spec, other_specs, traced, trusted
+from halfmoon.up.specs.simulated import simulated_model
+from halfmoon.up.specs.stores import idle_directories, remember_stores, store_names
+from halfmoon.up.specs.worker_specs import WorkerSpec, worker_spec
+from halfmoon.up.state.certificates import RoleCertificates
+from halfmoon.up.state.metrics_targets import MetricsTargets
 from halfmoon.up.supervision.announcements import (
     print_change,
     print_event,
@@ -48,8 +47,10 @@ from halfmoon.up.supervision.announcements import (
     print_trouble,
 )
 from halfmoon.up.supervision.child import ServiceSpec, children_ready
+from halfmoon.up.this_host.gpus import visible_gpus
+from halfmoon.up.this_host.reserved_ports import ReservedPorts
 from halfmoon.up.until_stopped import UpContext, exit_status, until_stopped
-from halfmoon.up.up_options import UpOptions, WorkerStart, engines
+from halfmoon.up.up_options import PreparedModel, UpOptions, WorkerStart, engines
 
 _HEALTH_POLL_S = 0.1
 
@@ -147,11 +148,11 @@ async def _change_workers(started: _Started, address: str, context: UpContext) -
 
     workers = [spec for spec in specs if isinstance(spec, WorkerSpec)]
     is_alone = options.on == "this-host" and options.device != "cpu"
-    gpus = await asyncio.to_thread(visible_gpus) if is_alone else ()
+    gpus = await asyncio.to_thread(visible_gpus) if is_alone else {}
     fleet = WorkerFleet(supervisor, workers, made, gpus, hosts.share)
     planned = partial(applied_options, options, model)
     access = CallAccess(credential_from(secret, "operator"))
-    async with fleet_server(address, fleet, planned, partial(print_change, terminal), access):
+    async with fleet_server(address, fleet, options, planned, partial(print_change, terminal), access):
         await asyncio.Event().wait()
 
 

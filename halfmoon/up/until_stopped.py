@@ -18,7 +18,8 @@ from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.rpc.processes.descriptors import raise_descriptor_limit
 from halfmoon.rpc.processes.private_files import PRIVATE_UMASK, make_private
 from halfmoon.up.hosts import Hosts, opened_hosts
-from halfmoon.up.state_lock import locked_state_dir
+from halfmoon.up.state.state_lock import locked_state_dir
+from halfmoon.up.state.written_state import WrittenState
 from halfmoon.up.supervision.announcements import (
     WeightsProgress,
     print_restart,
@@ -27,9 +28,9 @@ from halfmoon.up.supervision.announcements import (
     progress_bars,
 )
 from halfmoon.up.supervision.child import OnEvent
+from halfmoon.up.supervision.log_files import LogFiles
 from halfmoon.up.supervision.supervisor import Supervisor
 from halfmoon.up.up_options import UpOptions
-from halfmoon.up.written_state import WrittenState
 
 
 class UpContext(NamedTuple):
@@ -68,7 +69,9 @@ async def _until_stopped(options: UpOptions, terminal: Console, run: Run, on_eve
     stopping, killing = asyncio.Event(), asyncio.Event()
     written = WrittenState(options.state_dir, partial(print_trouble, terminal), options.joins or "")
     written.write(())  # what an earlier run has left there is not what runs
-    hosts = await opened_hosts(options, partial(print_trouble, terminal))
+    on_trouble = partial(print_trouble, terminal)
+    logs = LogFiles(options.state_dir / "logs", options.log_limits, on_trouble)
+    hosts = await opened_hosts(options, logs, on_trouble)
     with progress_bars(terminal) as bars:
         weights = WeightsProgress(bars)
 
@@ -77,11 +80,9 @@ async def _until_stopped(options: UpOptions, terminal: Console, run: Run, on_eve
             on_event(service, event)
 
         supervisor = Supervisor(
-            options.state_dir / "logs",
+            logs,
             on_line,
             partial(print_restart, terminal),
-            partial(print_trouble, terminal),
-            options.log_limits,
             launch=hosts.launch,
             on_change=lambda: written.write(supervisor.children),
         )

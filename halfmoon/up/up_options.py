@@ -13,8 +13,8 @@ from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.telemetry.tracing import check_endpoint
-from halfmoon.up.simulated import SimulatedWorkers
-from halfmoon.up.stores import StoreOptions
+from halfmoon.up.specs.simulated import SimulatedWorkers
+from halfmoon.up.specs.stores import StoreOptions
 from halfmoon.up.supervision.log_files import LogLimits
 
 ServiceSettings: TypeAlias = Mapping[str, Mapping[str, str]]
@@ -27,6 +27,7 @@ class WorkerStart(NamedTuple):
     num_gpus: int = 1
     on_cpu: bool = False  # even if other workers have GPUs
     unit: str = ""  # of workers that a plan puts on one host of several
+    gpu: str = ""  # the kind that a plan names
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +134,16 @@ def simulated_workers(options: UpOptions) -> list[tuple[Role, Mapping[str, str]]
 def option_values(arguments: Sequence[str]) -> dict[str, str]:
     """Returns the value of each option, from names and values in turns."""
     return dict(zip(arguments[::2], arguments[1::2], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model directory that all services of a host can read."""
+
+    path: str
+    name: str  # as served
+
+
+def variables(service: str, settings: ServiceSettings) -> dict[str, str]:
+    """Converts settings to environment variables: arguments are visible to other users, and some are secrets."""
+    return {f"HALFMOON_{service.upper()}_{name.upper()}": text for name, text in settings.get(service, {}).items()}

@@ -2,6 +2,7 @@
 
 The setting `role` decides which phase it serves: prefill, decode or both.
 
-Read in this order: main, engine_host, joined_rank, membership/registration, prefill_servicer, prefill_request_scope,
-layerwise_sender, decode_servicer, cache_servicer, token_streams, kept_answers, store/restorer.
+Read in this order: main, engine_host, joined_rank, membership/registration, servicers/prefill_servicer,
+servicers/prefill_request_scope, handover/layerwise_sender, servicers/decode_servicer, servicers/cache_servicer,
+servicers/token_streams, servicers/kept_answers, store/restorer.
 """

@@ -30,17 +30,17 @@ from halfmoon.rpc.telemetry.spans import Tracer
 from halfmoon.rpc.telemetry.tracing import tracing
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
-from halfmoon.worker.cache_servicer import CacheServicer
-from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.engine_host import loaded_host
-from halfmoon.worker.kept_answers import KeptAnswers
-from halfmoon.worker.kv_channels import KVChannels
-from halfmoon.worker.link_codecs import LinkCodecs
+from halfmoon.worker.handover.kv_channels import KVChannels
+from halfmoon.worker.handover.link_codecs import LinkCodecs
 from halfmoon.worker.membership.calibration import Profile
 from halfmoon.worker.membership.decode_peers import DecodePeers
 from halfmoon.worker.membership.serving_calibration import StepTap, calibrated_serving
 from halfmoon.worker.metrics import WorkerMetrics
-from halfmoon.worker.prefill_servicer import PrefillServicer
+from halfmoon.worker.servicers.cache_servicer import CacheServicer
+from halfmoon.worker.servicers.decode_servicer import DecodeServicer
+from halfmoon.worker.servicers.kept_answers import KeptAnswers
+from halfmoon.worker.servicers.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import ROLES, Serving, worker_services
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.settings import WorkerSettings
@@ -209,6 +209,7 @@ def _identity(
         layer_passes=facts.layer_passes,
         adapter_fingerprints=facts.adapters,
         host=settings.host_name or socket.gethostname(),
+        unit=settings.unit,
     )
 
 

@@ -16,11 +16,11 @@ from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
-from halfmoon.worker.cache_servicer import CacheServicer
-from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.membership.gateways import Gateways
 from halfmoon.worker.membership.registration import Registration
-from halfmoon.worker.prefill_servicer import PrefillServicer
+from halfmoon.worker.servicers.cache_servicer import CacheServicer
+from halfmoon.worker.servicers.decode_servicer import DecodeServicer
+from halfmoon.worker.servicers.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
 

@@ -28,6 +28,11 @@ class WorkerSettings(WorkerConfig, QuantizationConfig, ObservedConfig, BaseSetti
         "the gateway",
     )
     host_name: str | None = Field(None, description="this host's name for operators; default: its hostname")
+    unit: str = Field(
+        "",
+        description="paired unit of a plan that this worker belongs to: its prefill workers hand KV over to its decode "
+        "workers while there are any",
+    )
     model: str = Field("demo", description="'demo', a directory, a .gguf file or a Hugging Face id")
     model_name: str | None = Field(None, description="name under which the model is served; default: its own")
     lora: Texts = Field(

@@ -13,16 +13,16 @@ from halfmoon.kv.keys import adapter_of
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.rpc.transport.estimate import LinkEstimate
-from halfmoon.worker.kept_answers import KeptAnswers
 from halfmoon.worker.membership.block_feed import CachedBlocks
 from halfmoon.worker.membership.compute_rate import ComputeRate
 from halfmoon.worker.membership.decode_peers import DecodePeers
 from halfmoon.worker.membership.worker_role import WorkerRole
 from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.servicers.kept_answers import KeptAnswers
+from halfmoon.worker.servicers.token_streams import TokenStreams
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.source_links import SourceLinks
-from halfmoon.worker.token_streams import TokenStreams
 
 _NUM_REMEMBERED = 10_000
 _MAX_TIMINGS = 64  # in one report
@@ -182,12 +182,14 @@ class WorkerState:
 
 def _timing(step: StepResult, ended_before_s: float) -> gateway_pb2.StepTiming:
     return gateway_pb2.StepTiming(
-        batch=step.num_decode_rows,
+        batch=step.num_decode_seqs,
         context_tokens=step.decode_context_tokens,
         seconds=step.duration_s,
         prefill_tokens=step.num_prefill_tokens,
         prefill_pairs=step.num_prefill_pairs,
         ended_before_s=ended_before_s,
+        drafts=step.num_drafts,
+        right_drafts=step.num_right_drafts,
     )
 
 

@@ -14,5 +14,5 @@ Reading order:
 
 Shelves import one way: each may import those before it in the order `cluster`, `http`, `sandbox`, `replies`,
 `openai`, `progress`, `repeatable`, `request`, `detached_request` and `leased_tasks` (files), `telemetry`, `routing`,
-`control`, `responses`, `batches`. All may import `settings.py`; the other files of this folder import them all.
+`peers`, `control`, `responses`, `batches`. All may import `settings.py`; the other files of this folder import all.
 """

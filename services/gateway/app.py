@@ -13,6 +13,7 @@ from halfmoon.rpc.context import request_scope
 from services.gateway.batches.batch_endpoints import BatchEndpoints
 from services.gateway.batches.file_endpoints import FileEndpoints
 from services.gateway.control.active_admission import AdmissionEndpoint
+from services.gateway.control.autopilot_endpoints import AutopilotEndpoints
 from services.gateway.control.class_endpoints import ClassEndpoints
 from services.gateway.control.console_endpoints import ConsoleEndpoints
 from services.gateway.control.live_workload import WorkloadEndpoint
@@ -72,6 +73,7 @@ class Endpoints:
     classes: ClassEndpoints
     tenants: TenantEndpoints
     admission: AdmissionEndpoint
+    autopilot: AutopilotEndpoints
     console: ConsoleEndpoints
     workload: WorkloadEndpoint
     load_header: LoadHeader
@@ -142,7 +144,10 @@ def make_app(endpoints: Endpoints, access: Access) -> web.Application:
     app.router.add_get("/halfmoon/v1/workload", endpoints.workload.workload)
     app.router.add_get("/halfmoon/v1/admission", admission.get)
     app.router.add_put("/halfmoon/v1/admission", admission.put)
-    tenants = endpoints.tenants
+    autopilot, tenants = endpoints.autopilot, endpoints.tenants
+    app.router.add_get("/halfmoon/v1/autopilot", autopilot.get)
+    app.router.add_put("/halfmoon/v1/autopilot", autopilot.put)
+    app.router.add_post("/halfmoon/v1/autopilot/observation", autopilot.observe)
     app.router.add_get("/halfmoon/v1/tenants", tenants.list)
     app.router.add_put("/halfmoon/v1/tenants/{name}", tenants.put)
     app.router.add_delete("/halfmoon/v1/tenants/{name}", tenants.delete)

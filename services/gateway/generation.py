@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from halfmoon.kv.keys import adapter_salt
+from halfmoon.policy.admission.refusal import PredictedLatency
 from halfmoon.policy.admission.tenants import kv_salt
 from services.gateway.cluster.held_answers import HeldAnswers
 from services.gateway.cluster.membership import Membership
@@ -28,11 +29,12 @@ from services.gateway.openai.generation_request import GenerationRequest
 from services.gateway.openai.requested_constraint import CheckConstraint, check_requested
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
+from services.gateway.peers.offer import Offer, OtherModel
 from services.gateway.replies.chat_format import ChatFormat
 from services.gateway.replies.completion_format import CompletionFormat
 from services.gateway.replies.embeddings_format import EmbeddingsFormat
 from services.gateway.replies.messages_format import MessagesFormat
-from services.gateway.replies.replies import OutputSink, Reply, WholeReply
+from services.gateway.replies.replies import Begin, OutputSink, Reply, WholeReply
 from services.gateway.replies.reply_format import ReplyFormat
 from services.gateway.replies.responses_format import ResponsesFormat
 from services.gateway.replies.text_stream import TextPiece
@@ -88,13 +90,32 @@ class Generation:
 
         return parse(self._model) if is_quickly_parsed(raw) else await self._threads.run(parse, self._model, len(raw))
 
-    def identify(self, request: GatewayRequest, body: AnyBody, headers: Mapping[str, str] | None) -> None:
-        """Notes the model, the class of a request with these headers, and whose KV it shares."""
+    def identify(
+        self, request: GatewayRequest, body: AnyBody, headers: Mapping[str, str] | None, offer: Offer | None = None
+    ) -> None:
+        """Notes the model, the class of a request with these headers or this offer, and whose KV it shares.
+
+        Raises OtherModel.
+        """
         request.model = self._model.named(body.model)
         if headers is not None:
             request.qos = self._early_rejection.class_of(headers, body.model or request.model, request.tenant)
-        tenant_salt = kv_salt(request.tenant, body.cache_salt, is_shared=self._is_cache_shared)
+        cache_salt = body.cache_salt
+        if offer is not None:
+            if offer.model != self.fingerprint(request):
+                raise OtherModel
+            request.qos = offer.in_class(request.qos, self._early_rejection.classes, request.tenant)
+            request.is_offered, cache_salt = True, offer.cache_salt
+        tenant_salt = kv_salt(request.tenant, cache_salt, is_shared=self._is_cache_shared)
         request.tenant_salt = adapter_salt(self._model.adapters.get(request.model, ""), tenant_salt)
+
+    def fingerprint(self, request: GatewayRequest) -> str:
+        """The fingerprint of what answers an identified request: the model, or an adapter of it."""
+        return self._model.adapters.get(request.model, self._model.fingerprint)
+
+    async def predict(self, request: GatewayRequest) -> PredictedLatency:
+        """The latency of a prepared request, which is not run. Raises what `Relay.predict` raises."""
+        return await self._relay.predict(request.by_prompt)
 
     async def prepare(self, request: GatewayRequest, read: ReadBody, *, finds: bool, is_meant: bool = True) -> None:
         """Everything before the first worker is asked. `finds`: workers may hold the answer of an earlier request.
@@ -116,13 +137,13 @@ class Generation:
             self._limits.take_tokens(request.tenant, num_expected_tokens)
             request.num_expected_tokens = num_expected_tokens
 
-    def whole_reply(self, request: GatewayRequest) -> WholeReply:
-        """The reply at once."""
+    def whole_reply(self, request: GatewayRequest, on_begin: Begin | None = None) -> WholeReply:
+        """The reply at once. `on_begin` is called at the first token."""
         embedding, num_outputs = request.generation.embedding, len(request.outputs)
         if embedding is not None:
             embeddings = EmbeddingsFormat(request.model, embedding, request.embedding)
-            return WholeReply(embeddings, num_outputs, request.usage)
-        return WholeReply(self.reply_format(request), num_outputs, request.usage)
+            return WholeReply(embeddings, num_outputs, request.usage, on_begin)
+        return WholeReply(self.reply_format(request), num_outputs, request.usage, on_begin)
 
     def reply_format(self, request: GatewayRequest) -> ReplyFormat:
         """The shape of the reply."""
@@ -147,13 +168,15 @@ class Generation:
         if request.generation.sampling.max_tokens == 0:  # an echo and nothing else
             await reply.begin()
             for output in request.outputs:
-                reply.put(output.index, TextPiece("", (), (), "length"))
+                reply.put(output.index, TextPiece("", (), "length"))
             return
         singly, only_prompt = request.repeat is not None, request.generation.only_prompt
         await self._relay.run(
             request.by_prompt,
             lambda output: OutputSink(output.index, output.text, reply, singly=singly, only_prompt=only_prompt),
         )
+        if request.is_kept:
+            self._relay.bring_next_turn(request.outputs[0])
 
     def _context_tokens(self) -> int:
         return self._membership.context_tokens(self._model.context_tokens)

@@ -6,25 +6,29 @@ Receive the body; `generation.py` makes an answer of it; send that whole or as a
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from functools import partial
 
 from aiohttp import web
 
-from halfmoon.errors import HalfmoonError
+from halfmoon.errors import HalfmoonError, NoCapacity
 from halfmoon.rpc.telemetry.spans import span_scope
 from services.gateway.cluster.token_router import GatewayStopping, TakenOver
 from services.gateway.generation import Generation, ReadBody
 from services.gateway.http.drain_gate import DrainGate
-from services.gateway.http.error_responses import kind_of
+from services.gateway.http.error_responses import error_response, kind_of
 from services.gateway.http.ignored_parameters import note_ignored
-from services.gateway.http.rate_limits import RateLimits
+from services.gateway.http.rate_limits import RateLimited, RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.http.request_ids import LAST_EVENT_HEADER, is_meant_for_repeats, is_repeatable, repeat_key
 from services.gateway.openai.bodies.responses_body import ResponsesBody
 from services.gateway.openai.endpoint_bodies import AnyBody, body_digest, is_quickly_parsed
+from services.gateway.peers.offer import offer_of
+from services.gateway.peers.offering import PeerGateways
 from services.gateway.repeatable import RepeatableRequest
 from services.gateway.replies.event_ids import MAX_OUTPUTS, EventIds
+from services.gateway.replies.passed_answer import counted_end
 from services.gateway.replies.replies import Keep, StreamReply, WholeReply
 from services.gateway.replies.sse_body import ClientGone, SSEBody
 from services.gateway.request import GatewayRequest
@@ -37,6 +41,7 @@ from services.gateway.telemetry.request_record import RequestRecorder
 log = logging.getLogger(__name__)
 
 _CLIENT_CLOSED = 499  # only the ledger sees it
+_WHOLE_HEADERS = {"Content-Type": "application/json; charset=utf-8"}
 
 
 class GenerationEndpoints:
@@ -52,6 +57,7 @@ class GenerationEndpoints:
         conversations: Conversations,
         background: BackgroundResponses,
         kept: ResponseEndpoints,
+        peers: PeerGateways,
     ) -> None:
         self._generation = generation
         self._recorder = recorder
@@ -61,6 +67,7 @@ class GenerationEndpoints:
         self._conversations = conversations
         self._background = background
         self._kept = kept
+        self._peers = peers
 
     async def chat(self, http_request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -110,7 +117,10 @@ class GenerationEndpoints:
         raw = await receive_body(http_request)
         body, ignored = await self._generation.parse(request, raw)
         note_ignored(http_request, ignored)
-        self._generation.identify(request, body, http_request.headers)
+        offer = offer_of(http_request)
+        self._generation.identify(request, body, http_request.headers, offer)
+        if offer is not None and offer.step == "ask":
+            return await self._asked(http_request, request, ReadBody(body, len(raw)))
         if is_repeatable(http_request):
             request.repeat = await self._repeatable(http_request, request, body, raw)
         read, keep = ReadBody(body, len(raw)), None
@@ -120,10 +130,42 @@ class GenerationEndpoints:
                 return await self._in_background(http_request, request, turn, body)
             read = ReadBody(turn.body, turn.num_bytes)
             keep = partial(self._conversations.keep, turn, request.tenant.name) if turn.is_kept else None
-        answer = partial(self._answer, http_request, request, read, keep)
+        may_pass = offer is None and _is_whole(body)
+        answer = partial(self._answer_or_pass, http_request, request, read, keep, raw if may_pass else None)
         if request.repeat is None:
             return await answer()
         return await self._repeats.run(request.repeat, answer, lambda: request.ttft_s is not None)
+
+    async def _asked(self, http_request: web.Request, request: GatewayRequest, read: ReadBody) -> web.Response:
+        """Tells another gateway what is predicted for its request. Nothing is recorded of it."""
+        try:
+            await self._generation.prepare(request, read, finds=False)
+            latency = await self._generation.predict(request)
+        except HalfmoonError as error:
+            return error_response(error, http_request)
+        finally:
+            self._recorder.postpone(request)
+        return web.json_response({"ttft_s": latency.ttft_s, "tbt_s": latency.tbt_s})
+
+    async def _answer_or_pass(
+        self,
+        http_request: web.Request,
+        request: GatewayRequest,
+        read: ReadBody,
+        keep: Keep | None,
+        raw: bytes | None,
+    ) -> web.StreamResponse:
+        """Answers a request, or has a peer answer it where it would be refused. `raw`: None if no peer may."""
+        try:
+            return await self._answer(http_request, request, read, keep)
+        except NoCapacity as refusal:
+            if raw is None or isinstance(refusal, RateLimited) or request.ttft_s is not None:
+                raise
+            answer = await self._peers.answer(http_request, request, raw, self._generation.fingerprint(request))
+            if answer is None:
+                raise
+        self._recorder.end(request)
+        return answer
 
     async def _in_background(
         self, http_request: web.Request, request: GatewayRequest, turn: Turn, body: ResponsesBody
@@ -159,7 +201,20 @@ class GenerationEndpoints:
             reply_format = self._generation.reply_format(request)
             reply = StreamReply(sse_body, reply_format, request.usage, _event_ids(request))
             return await self._stream(request, reply, keep)
+        if request.is_offered:
+            return await self._whole_early(http_request, request)
         return await self._whole(request, self._generation.whole_reply(request), keep)
+
+    async def _whole_early(self, http_request: web.Request, request: GatewayRequest) -> web.StreamResponse:
+        """Answers another gateway at once, with a head at the first token: until then, that one may still refuse."""
+        answer = SSEBody(http_request, _WHOLE_HEADERS)
+        reply = self._generation.whole_reply(request, answer.begin)
+        await self._generation.run(request, reply)
+        body = reply.body(request.generation.num_choices, request.generation.best_of)
+        answer.write(json.dumps(body).encode() + counted_end(request.usage()))
+        response = await answer.end()
+        self._recorder.end(request)
+        return response
 
     async def _whole(self, request: GatewayRequest, reply: WholeReply, keep: Keep | None) -> web.StreamResponse:
         await self._generation.run(request, reply)
@@ -184,7 +239,7 @@ class GenerationEndpoints:
             response = await reply.fail(error, waits=True)
             self._recorder.end(request, "error", kind_of(error).status, error.message)
             return response
-        response = await reply.finish(keep)
+        response = await reply.finish(keep, counted_end(request.usage()) if request.is_offered else b"")
         self._recorder.end(request)
         return response
 
@@ -196,6 +251,11 @@ class GenerationEndpoints:
             raise error from None
         self._recorder.leave(request)
         return response
+
+
+def _is_whole(body: AnyBody) -> bool:
+    """Whether an answer needs nothing but the body, and leaves nothing behind: another gateway may give it, too."""
+    return not isinstance(body, ResponsesBody) or (body.store is False and not body.previous_response_id)
 
 
 def _event_ids(request: GatewayRequest) -> EventIds | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, Phase
-from halfmoon.pb.types_pb2 import PromptLogprob
+from halfmoon.pb.types_pb2 import PromptLogprob, Token
 from halfmoon.policy.models.overheads import handover_s
 
 
@@ -37,6 +37,7 @@ class Progress:
         self.prefill_s: float | None = None
         self.ttft_s: float | None = None
         self.gaps_s: list[float] = []  # TBT, one for each token after the first
+        self.num_drafts = self.num_right_drafts = 0  # tokens that workers guessed, and how many were right
         self._last_token_s = arrived_s
 
     def note_prefill(self, first: FirstToken) -> None:
@@ -67,6 +68,12 @@ class Progress:
                 self.gaps_s.append(max(0.0, at_s - self._last_token_s))
             self._last_token_s = at_s
             self.output_token_ids.append(token_id)
+
+    def note_drafts(self, tokens: Iterable[Token]) -> None:
+        """Takes the outcome of the guesses of the steps that gave these tokens."""
+        for token in tokens:
+            self.num_drafts += token.num_drafts
+            self.num_right_drafts += token.num_right_drafts
 
     def note_resumed(self, first: FirstToken, cached_tokens: int, token_ids: Sequence[int], at_s: float) -> None:
         """Takes what an earlier request computed. Its first token came when the worker says, its gaps are unknown."""

@@ -16,6 +16,7 @@ from services.gateway.openai.sampling import of_output
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.progress import Progress
 from services.gateway.repeatable import RepeatableOutput, RepeatableRequest
+from services.gateway.replies.passed_answer import PassedAnswer
 from services.gateway.replies.reply_format import Usage
 from services.gateway.replies.text_stream import TextStream
 
@@ -58,7 +59,9 @@ class GatewayRequest:
     tenant_salt: bytes = b""  # KV is shared among requests of one salt, which also names the adapter
     repeat: RepeatableRequest | None = None  # None: its client gave it no id
     reply_id: str = ""  # what the id of a response is made of
+    is_kept: bool = False  # others may go on from its response
     is_metered: bool = True  # counts towards its tenant's rates
+    is_offered: bool = False  # by another gateway
 
     # known once its prompts are tokenized
     generation: GenerationRequest = NOT_TOKENIZED
@@ -68,6 +71,7 @@ class GatewayRequest:
 
     # known once admission has refused it
     refusal: Refused | None = None
+    passed: PassedAnswer | None = None  # where a peer answers it instead
 
     def begin_outputs(self, generation: GenerationRequest, model: ServedModel) -> None:
         """Takes the tokenized prompts. Each output is a request of its own to the workers."""
@@ -84,13 +88,27 @@ class GatewayRequest:
 
     def usage(self) -> Usage:
         """Token counts so far. A prompt counts once however many outputs it has; discarded outputs count, too."""
+        if self.passed is not None:
+            return self.passed.usage
         leaders = [outputs[0].progress for outputs in self.by_prompt]
         return Usage(
             prompt_tokens=sum(leader.prompt_tokens for leader in leaders),
             cached_tokens=sum(leader.cached_tokens for leader in leaders),
             completion_tokens=sum(output.text.num_tokens for output in self.outputs),
+            num_drafts=sum(output.progress.num_drafts for output in self.outputs),
+            num_right_drafts=sum(output.progress.num_right_drafts for output in self.outputs),
+            num_reasoning_tokens=self._num_reasoning_tokens(),
             timing=self._timing() if self.generation.reply_options.timing else None,
         )
+
+    def _num_reasoning_tokens(self) -> int:
+        """Of all outputs, tags included. Where they are no tokens of their own nothing is counted."""
+        if self.generation.reasoning_tags is None:
+            return 0
+        begin, end = self.generation.reasoning_tags
+        outputs = [output.progress.output_token_ids for output in self.outputs]
+        thoughts = [output for output in outputs if begin is None or begin in output[:1]]
+        return sum(output.index(end) + 1 if end in output else len(output) for output in thoughts)
 
     def _timing(self) -> dict[str, float | None]:
         """Seconds: of the first output's prompt, of all outputs' tokens, and since the request arrived."""
@@ -119,12 +137,16 @@ class GatewayRequest:
     @property
     def ttft_s(self) -> float | None:
         """Seconds until the first token of any output."""
+        if self.passed is not None:
+            return self.passed.ttft_s
         first_s = (output.progress.ttft_s for output in self.outputs)
         return min((ttft_s for ttft_s in first_s if ttft_s is not None), default=None)
 
     @property
     def gaps_s(self) -> list[float]:
         """TBT of all outputs."""
+        if self.passed is not None:
+            return self.passed.gaps_s
         return [gap_s for output in self.outputs for gap_s in output.progress.gaps_s]
 
     @property

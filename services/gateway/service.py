@@ -7,7 +7,7 @@ import random
 import secrets
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
 from halfmoon.policy.admission.admission_controller import AdmissionController
+from halfmoon.policy.placement.device_rules import DeviceRule
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.credentials.access import CallAccess
@@ -38,6 +39,7 @@ from services.gateway.cluster.store_watch import StoreWatch
 from services.gateway.control.active_admission import ActiveAdmission, AdmissionEndpoint
 from services.gateway.control.active_classes import ActiveClasses, declarations_of
 from services.gateway.control.active_tenants import ActiveTenants, declared_tenants
+from services.gateway.control.autopilot_endpoints import AutopilotEndpoints
 from services.gateway.control.class_endpoints import ClassEndpoints
 from services.gateway.control.console_endpoints import ConsoleEndpoints
 from services.gateway.control.known_rows import KnownRows
@@ -63,11 +65,13 @@ from services.gateway.http.sibling_backlog import SiblingBacklog
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
+from services.gateway.peers.offering import PeerSettings, peer_gateways
 from services.gateway.responses.background import BackgroundResponses
 from services.gateway.responses.conversations import Conversations
 from services.gateway.responses.response_endpoints import ResponseEndpoints
 from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.handover_codec import HandoverCodec
+from services.gateway.routing.hot_spots import HotSpotWatch
 from services.gateway.routing.relay import Relay
 from services.gateway.routing.routing_context import RoutingContext
 from services.gateway.running_repeats import RunningRepeats
@@ -110,19 +114,20 @@ async def running_gateway(
     tls = _tls(settings)
     membership = Membership(model.fingerprint, settings.heartbeat_interval_s, settings.kv_store, model.adapters)
     drain_gate = DrainGate(settings.drain_s)
-    gateway_id = f"gateway-{secrets.token_hex(4)}"
+    gateway_id, telemetry = f"gateway-{secrets.token_hex(4)}", RecentTelemetry()
     async with (
         open_ledger(settings.ledger, gateway_id, may_be_away=True) as ledger,
         running_cluster(gateway_id, membership, credential=credential) as cluster,
         Sandbox() as sandbox,
         TokenizerThreads() as threads,
+        peer_gateways(_peers(settings), gateway_id, telemetry, cluster.clock) as peers,
     ):
         if settings.trust_request_chat_template:
             model = replace(model, render_template=RequestTemplates(sandbox, asyncio.get_running_loop()).render)
-        routing = _routing(settings, cluster, credential)
-        telemetry = routing.telemetry
+        routing = _routing(settings, cluster, credential, telemetry)
         metrics = GatewayMetrics(membership, ledger, telemetry, routing.copies, model.name)
-        relay = _relay(settings, cluster, routing)
+        hot_spots = HotSpotWatch(routing)
+        relay = _relay(settings, cluster, routing, hot_spots)
         stores = StoreView(lambda: membership.stores, credential)
         known_classes = KnownRows(settings.state_dir, "classes", settings.ledger)
         known_tenants = KnownRows(settings.state_dir, "tenants", settings.ledger)
@@ -183,17 +188,19 @@ async def running_gateway(
                 conversations,
                 background,
                 kept_responses,
+                peers,
             ),
             kept_responses,
             files,
             BatchEndpoints(ledger.batches, batches, limits, is_open=settings.batch_concurrency > 0),
             TokenizerEndpoints(model, membership, threads, limits, is_cache_shared=settings.shared_cache),
-            ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
+            ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry, peers),
             OperatorEndpoints(model, cluster, stores, settings),
             WorkerEndpoints(cluster, ledger.worker_changes, settings.role_dwell_s),
             ClassEndpoints(classes),
             TenantEndpoints(ledger, tenants, stores),
             AdmissionEndpoint(admission),
+            AutopilotEndpoints(cluster, ledger, telemetry.traffic, settings.num_gateways),
             ConsoleEndpoints(cluster, ledger, classes, telemetry, stores),
             WorkloadEndpoint(ledger),
             LoadHeader(membership),
@@ -210,6 +217,7 @@ async def running_gateway(
             running(logged(background.tasks.follow())),
             running(logged(batches.tasks.follow())),
             running(logged(telemetry.follow(membership, cluster.clock))),
+            running(logged(hot_spots.follow())) if settings.hot_spots else nullcontext(),
             running_server(
                 settings.cluster_listen,
                 [add],
@@ -232,18 +240,28 @@ async def running_gateway(
                 await stores.close()
 
 
-def _routing(settings: GatewaySettings, cluster: Cluster, credential: Credential | None) -> RoutingContext:
-    rules = PlacementRules(settings.placement, settings.balancing_threshold, settings.conditional_disaggregation)
+def _routing(
+    settings: GatewaySettings, cluster: Cluster, credential: Credential | None, telemetry: RecentTelemetry
+) -> RoutingContext:
+    devices = tuple(map(DeviceRule.parse, settings.prefill_devices))
+    rules = PlacementRules(
+        settings.placement, settings.balancing_threshold, settings.conditional_disaggregation, devices
+    )
     admission = AdmissionController(settings.admission, rules, random.Random(), is_alone=settings.num_gateways == 1)
     copies_bytes_per_s = settings.replica_mbps * 1e6 if settings.placement == "kvcache-centric" else 0.0
     copies = PrefixCopies(cluster.membership, copies_bytes_per_s, credential)
-    return RoutingContext(admission, cluster.membership, cluster.clock, RecentTelemetry(), copies)
+    return RoutingContext(admission, cluster.membership, cluster.clock, telemetry, copies)
 
 
-def _relay(settings: GatewaySettings, cluster: Cluster, routing: RoutingContext) -> Relay:
+def _peers(settings: GatewaySettings) -> PeerSettings:
+    deadline_s = settings.request_deadline_s
+    return PeerSettings(settings.peer, settings.peer_key, settings.peer_ca, settings.peer_wait_s, deadline_s)
+
+
+def _relay(settings: GatewaySettings, cluster: Cluster, routing: RoutingContext, hot_spots: HotSpotWatch) -> Relay:
     codec = HandoverCodec.parse(settings.handover_codec)
     wait_limits = WaitLimits(settings.failover_wait_s, settings.return_wait_s)
-    return Relay(cluster, routing, settings.request_deadline_s, wait_limits, codec)
+    return Relay(cluster, routing, settings.request_deadline_s, wait_limits, codec, hot_spots)
 
 
 async def _runner(

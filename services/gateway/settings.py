@@ -58,5 +58,8 @@ class GatewaySettings(
         """Every setting, without the ledger's password and the keys, which the rules of classes hold, too."""
         keys = [HIDDEN] * len(self.api_key)
         token = None if self.operator_token is None else HIDDEN
-        masked = {"ledger_url": masked_url(self.ledger), "api_key": keys, "operator_token": token}
+        peers = [HIDDEN] * len(self.peer_key)
+        masked = {
+            "ledger_url": masked_url(self.ledger), "api_key": keys, "operator_token": token, "peer_key": peers
+        }  # fmt: skip
         return {**self.model_dump(mode="json"), **masked, "classes": list(self.classes), "tenants": list(self.tenants)}

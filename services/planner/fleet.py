@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from halfmoon.errors import Incompatible
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
 
@@ -45,6 +46,15 @@ class Fleet:
             async with peer.stream(stub.Change, request, deadline_s=_CHANGE_S) as updates:
                 async for update in updates:
                     yield update
+
+    async def add(self, role: Role) -> None:
+        """Starts one worker more and returns when it has joined."""
+        async with self._peer() as peer:
+            request = planner_pb2.AddWorkerRequest(role=role)
+            stub = planner_pb2_grpc.FleetStub(peer.channel)
+            async with peer.stream(stub.Add, request, deadline_s=_CHANGE_S) as updates:
+                async for _ in updates:
+                    pass
 
     @asynccontextmanager
     async def _peer(self) -> AsyncIterator[Peer]:

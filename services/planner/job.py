@@ -15,11 +15,12 @@ from halfmoon.plan.request import PlanRequest
 
 @dataclass(frozen=True, slots=True)
 class PlanJob:
-    """One search for a plan."""
+    """One search for a plan, or for a map over targets."""
 
     request: PlanRequest
     num_processes: int
     with_curves: bool
+    is_map: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,4 +46,4 @@ def job_line(job: PlanJob) -> dict[str, Any]:
 
 def job_from(line: dict[str, Any]) -> PlanJob:
     """Converts the line back to the job."""
-    return PlanJob(PlanRequest(**line["request"]), line["num_processes"], line["with_curves"])
+    return PlanJob(PlanRequest(**line["request"]), line["num_processes"], line["with_curves"], line["is_map"])

@@ -13,8 +13,13 @@ from typing import Any, TextIO
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.planning import make_plan
+from halfmoon.plan.search.search import Progress
 from halfmoon.plan.summary import summary_of
-from services.planner.job import job_from
+from halfmoon.plan.targets.map_plot import map_spec
+from halfmoon.plan.targets.map_summary import map_summary
+from halfmoon.plan.targets.target_grid import around
+from halfmoon.plan.targets.target_map import make_map
+from services.planner.job import PlanJob, job_from
 
 _NICE = 5  # below the priority of workers on the same host
 _PROGRESS_EVERY_S = 0.1
@@ -48,12 +53,20 @@ def main() -> None:
     job = job_from(json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
-        result = make_plan(job.request, job.num_processes, updates.progress, with_curves=job.with_curves)
-        updates.send({"result": {"summary": summary_of(result), "plan_yaml": result.file_text}})
+        updates.send({"result": _result(job, updates.progress)})
     except InvalidRequest as error:
         updates.send({"error": {"message": error.message, "param": error.param}})
     except RecursionError:
         updates.send({"error": {"message": "a file of the request is nested too deeply", "param": "files"}})
+
+
+def _result(job: PlanJob, on_progress: Progress) -> dict[str, Any]:
+    if job.is_map:
+        ttfts_s, tpots_s = (around(one) if one else () for one in (job.request.ttft_s, job.request.tpot_s))
+        summary = map_summary(make_map(job.request, ttfts_s, tpots_s, job.num_processes, on_progress))
+        return {"summary": summary, "chart": map_spec(summary)}
+    result = make_plan(job.request, job.num_processes, on_progress, with_curves=job.with_curves)
+    return {"summary": summary_of(result), "plan_yaml": result.file_text}
 
 
 def _end_with_stdin() -> None:

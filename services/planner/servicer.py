@@ -19,7 +19,7 @@ from services.planner.fleet import Fleet
 from services.planner.job import JobProgress, PlanJob
 from services.planner.jobs import Jobs, JobWaits
 from services.planner.kept_plans import KeptPlans
-from services.planner.wire import files_of, plan_request, plan_yaml, set_fields, stored_plan
+from services.planner.wire import files_of, plan_request, plan_yaml, set_fields, stored_plan, target_map
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +51,15 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
     ) -> AsyncIterator[planner_pb2.PlanUpdate]:
         """See planner.proto."""
         options, files = plan_request(request), files_of(request.files)
-        job = PlanJob(options, self._num_processes, request.with_curves)
+        job = PlanJob(options, self._num_processes, request.with_curves, request.is_map)
         async with aclosing(self._jobs.updates(job, files)) as updates:
             async for update in updates:
                 if isinstance(update, JobWaits):
                     yield planner_pb2.PlanUpdate(waiting=_waiting(update))
                 elif isinstance(update, JobProgress):
                     yield planner_pb2.PlanUpdate(progress=_progress(update))
+                elif job.is_map:
+                    yield planner_pb2.PlanUpdate(map=target_map(update.result))
                 else:
                     result = update.result
                     new = NewPlan(

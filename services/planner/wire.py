@@ -24,10 +24,11 @@ _FILE_OPTIONS = ("model", "workload", "latency")  # options that may name a file
 
 def plan_request(message: planner_pb2.PlanRequest) -> PlanRequest:
     """Converts a message to plan options. Raises InvalidRequest, naming the field."""
-    for name in ("model", "gpu", "workload", "ttft_s", "tpot_s"):
+    for name in ("model", "gpu", "workload", *(() if message.is_map else ("ttft_s", "tpot_s"))):
         if not getattr(message, name):
             raise InvalidRequest(f"a plan needs {name}", param=name)
-    return _checked({**set_fields(message), "prices": dict(message.prices)})
+    targets = {"ttft_s": message.ttft_s, "tpot_s": message.tpot_s}
+    return _checked({**set_fields(message), **targets, "prices": dict(message.prices)})
 
 
 def files_of(messages: Sequence[planner_pb2.File]) -> dict[str, bytes]:
@@ -53,6 +54,11 @@ def files_of(messages: Sequence[planner_pb2.File]) -> dict[str, bytes]:
 def set_fields(message: Message) -> dict[str, Any]:
     """Returns the set fields of a message that hold a text or a number."""
     return {field.name: value for field, value in message.ListFields() if isinstance(value, str | float | int)}
+
+
+def target_map(result: Mapping[str, Any]) -> planner_pb2.TargetMap:
+    """Converts a map's summary and chart to a message."""
+    return planner_pb2.TargetMap(summary_json=json.dumps(result["summary"]), chart_json=json.dumps(result["chart"]))
 
 
 def stored_plan(stored: StoredPlan) -> planner_pb2.StoredPlan:

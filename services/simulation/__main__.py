@@ -38,6 +38,7 @@ async def serve(settings: SimulationSettings) -> None:
         report_s,
         own_credential("worker"),
         settings.kv_store,
+        settings.unit,
     )
     with tracing("simulation", settings.otlp_endpoint) as tracer:
         async with running_simulation(_model(settings), cluster, tracer) as simulation:

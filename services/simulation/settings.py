@@ -32,5 +32,6 @@ class SimulationSettings(SimulationConfig, ObservedConfig, BaseSettings):
         None, ge=1, description="most prompt tokens in a step with running decodes; default: the profile's"
     )
     max_running: int | None = Field(None, ge=1, description="most sequences in one batch; default: the profile's")
+    unit: str = Field("", description="paired unit, of a plan, that the workers belong to")
     lease_s: float = Field(10.0, ge=5, description="seconds of silence after which a sender's KV reservation ends")
     drain_s: float = Field(2.0, ge=0, description="at SIGTERM, seconds that running requests get to finish")

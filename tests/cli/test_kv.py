@@ -21,7 +21,7 @@ from halfmoon.cli.app import app
 from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.rpc.store.chain import Chain
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
-from halfmoon.up.stores import remember_stores
+from halfmoon.up.specs.stores import remember_stores
 from services.gateway.control.store_view import StoreView
 from tests.services.kvstore.blocks import LAYOUT, content, key
 

@@ -20,9 +20,9 @@ from halfmoon.plan.summary import summary_of
 from halfmoon.sim.cluster.spec_file import read_cluster
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import Override, read_config
-from halfmoon.up.gpus import whole_gpus
-from halfmoon.up.service_specs import PreparedModel, other_specs
-from halfmoon.up.up_options import UpOptions
+from halfmoon.up.specs.service_specs import other_specs
+from halfmoon.up.this_host.gpus import whole_gpus
+from halfmoon.up.up_options import PreparedModel, UpOptions
 
 BASE = {
     "--model": "opt-13b",
@@ -204,11 +204,11 @@ def test_a_plan_and_counts_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_workers_of_several_gpus_have_their_own() -> None:
-    seen = [one["CUDA_VISIBLE_DEVICES"] for one in whole_gpus(("a", "b", "c"), [2, 1])]
+    seen = [one["CUDA_VISIBLE_DEVICES"] for one in whole_gpus(dict.fromkeys("abc", ""), [2, 1])]
     assert seen == ["a,b", "c"]
-    assert whole_gpus((), [2, 1]) == [{}, {}]
+    assert whole_gpus({}, [2, 1]) == [{}, {}]
     with pytest.raises(InvalidRequest, match="need 4 GPUs, and this host has 3"):
-        whole_gpus(("a", "b", "c"), [2, 2])
+        whole_gpus(dict.fromkeys("abc", ""), [2, 2])
 
 
 def test_simulated_workers_of_a_plan_need_no_files_of_its_model(tmp_path: Path) -> None:

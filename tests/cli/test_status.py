@@ -15,10 +15,10 @@ from halfmoon.cli.app import app
 from halfmoon.cli.status import cluster, health, services_table
 from halfmoon.cli.terminal.host_tables import hosts_tables
 from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerLoad
-from halfmoon.up.state_lock import locked_state_dir
+from halfmoon.up.state.state_lock import locked_state_dir
+from halfmoon.up.state.written_state import ListedService, ServiceList, WrittenState, read_services
 from halfmoon.up.until_stopped import UpContext, until_stopped
 from halfmoon.up.up_options import UpOptions
-from halfmoon.up.written_state import ListedService, ServiceList, WrittenState, read_services
 from tests.services.gateway.fakes import running_fleet
 
 

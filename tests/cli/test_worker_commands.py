@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from halfmoon.cli.app import app
-from halfmoon.cli.workers.control_api import GatewayOptions, control_api
 from halfmoon.cli.workers.drain import until_left
+from halfmoon.cli.workers.gateway_options import GatewayOptions
 from halfmoon.cli.workers.restart import restart_one
 from halfmoon.errors import InvalidRequest, Unavailable
 from tests.services.gateway.fakes import FakeWorker, Fleet, running_fleet
@@ -30,7 +30,7 @@ async def leave_and_return(fleet: Fleet, worker: FakeWorker) -> None:
 
 
 async def test_it_returns_when_the_worker_has_left(tmp_path: Path) -> None:
-    async with running_fleet(tmp_path) as fleet, control_api(GatewayOptions(gateway=fleet.http)) as api:
+    async with running_fleet(tmp_path) as fleet, GatewayOptions(gateway=fleet.http).control_api() as api:
         await fleet.pair()
         worker = await fleet.add("e0", "decode")
         leaving = asyncio.create_task(leave(worker))
@@ -42,7 +42,7 @@ async def test_it_returns_when_the_worker_has_left(tmp_path: Path) -> None:
 
 
 async def test_a_restart_waits_for_the_successor(tmp_path: Path) -> None:
-    async with running_fleet(tmp_path) as fleet, control_api(GatewayOptions(gateway=fleet.http)) as api:
+    async with running_fleet(tmp_path) as fleet, GatewayOptions(gateway=fleet.http).control_api() as api:
         await fleet.pair()
         worker = await fleet.add("e0", "decode")
         returning = asyncio.create_task(leave_and_return(fleet, worker))
@@ -53,7 +53,7 @@ async def test_a_restart_waits_for_the_successor(tmp_path: Path) -> None:
 
 
 async def test_a_role_is_changed_in_the_users_name(tmp_path: Path) -> None:
-    async with running_fleet(tmp_path) as fleet, control_api(GatewayOptions(gateway=fleet.http)) as api:
+    async with running_fleet(tmp_path) as fleet, GatewayOptions(gateway=fleet.http).control_api() as api:
         await fleet.pair()
         await fleet.add("e0", "decode")
         changed = await api.change("e0", "role", {"role": "prefill"})
@@ -70,20 +70,20 @@ def test_a_role_that_does_not_exist_is_not_asked_for() -> None:
 
 
 async def test_a_refusal_says_why(tmp_path: Path) -> None:
-    async with running_fleet(tmp_path) as fleet, control_api(GatewayOptions(gateway=fleet.http)) as api:
+    async with running_fleet(tmp_path) as fleet, GatewayOptions(gateway=fleet.http).control_api() as api:
         await fleet.pair()
         with pytest.raises(InvalidRequest, match="last worker that can decode"):
             await restart_one(api, "d0", force=False)
 
 
 async def test_who_does_not_leave_is_told(tmp_path: Path) -> None:
-    async with running_fleet(tmp_path) as fleet, control_api(GatewayOptions(gateway=fleet.http)) as api:
+    async with running_fleet(tmp_path) as fleet, GatewayOptions(gateway=fleet.http).control_api() as api:
         await fleet.pair()
         with pytest.raises(Unavailable, match=r"still here within 0\.05 s"):
             await api.until(lambda workers: not workers, 0.05, "still here")
 
 
 async def test_a_gateway_that_is_not_there() -> None:
-    async with control_api(GatewayOptions(gateway="http://127.0.0.1:9")) as api:
+    async with GatewayOptions(gateway="http://127.0.0.1:9").control_api() as api:
         with pytest.raises(Unavailable, match="does not answer"):
             await api.workers()

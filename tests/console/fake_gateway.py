@@ -113,6 +113,27 @@ ADMISSION: dict[str, Any] = {
         {"version": 1, "edited_at": "2026-01-01T00:00:00+00:00", "mode": None},
     ],
 }  # fmt: skip
+DECISION: dict[str, Any] = {
+    "decided_at": "2026-01-01T00:00:00+00:00", "mode": "act", "action": "change_role", "reason": "decode is pressed",
+    "worker_id": "prefill-1", "before": "prefill", "after": "decode", "split": "3:1:0", "target": "2:2:0",
+    "num_needed": 0, "prefill": 0.4, "decode": 1.25, "predicted_prefill": 0.6, "predicted_decode": 0.7,
+    "attainment": 0.5, "outcome": "done", "measured_at": "2026-01-01T00:00:20+00:00", "measured_prefill": 0.65,
+    "measured_decode": 0.6, "measured_attainment": 0.95,
+}  # fmt: skip
+AUTOPILOT: dict[str, Any] = {
+    "mode": "observe", "set": None, "version": 0, "edits": [], "status_at": "2126-01-01T00:00:00+00:00",
+    "status": {
+        "own_mode": "observe", "mode": "observe", "action": "hold", "reason": "nothing is pressed", "outcome": "",
+        "worker_id": "", "role": None, "split": [3, 1, 0], "target": [2, 2, 0], "num_needed": 0,
+        "pressure": {"prefill": 0.4, "decode": None}, "predicted": {"prefill": 0.4, "decode": None},
+        "attainment": 0.5, "rate_per_s": 3.0,
+        "outlook": {
+            "rate_per_s": 4.0, "method": "arima", "error": 0.07, "target": [1, 3, 0], "attainment": 0.9,
+            "is_followed": True,
+        },
+    },
+    "decisions": [DECISION],
+}  # fmt: skip
 PREVIEW = {
     "num_requests": 200, "num_refused": 2, "num_would_be_refused": 10, "num_served": 190, "num_meeting": 188,
     "num_newly_admitted": 0,
@@ -149,6 +170,7 @@ class FakeGateway:
             "/halfmoon/v1/tenants/acme/keys": (201, _KEY | {"key": "hm-new"}),
             "/halfmoon/v1/tenants/acme/keys/36047ea5510dfcd1": (204, None),
             "/halfmoon/v1/admission": (200, ADMISSION),
+            "/halfmoon/v1/autopilot": (200, AUTOPILOT),
             "/halfmoon/v1/class_edits": (200, EDITS),
             "/halfmoon/v1/class_previews/gold": (200, PREVIEW),
             "/v1/chat/completions": (200, [{"choices": [{"delta": {"content": text}}]} for text in ("Hel", "lo")]),

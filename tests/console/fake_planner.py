@@ -52,6 +52,20 @@ def plan(number: int) -> planner_pb2.StoredPlan:
     )  # fmt: skip
 
 
+_ROW = {"ttft": 200.0, "tpot": 20.0, "winner": "disaggregated", "doublings": 0.3, "label": "+23%"}
+TARGET_MAP = planner_pb2.TargetMap(
+    summary_json=json.dumps(
+        {"model": "llama-3-8b", "gpu": "2 x h200", "workload": "chat", "sentence": "Separate workers win all."}
+    ),
+    chart_json=json.dumps(
+        {
+            "usermeta": {"how_to_read": "orange means separate"},
+            "data": {"values": [_ROW]},
+            "mark": "rect",
+            "encoding": {},
+        }
+    ),
+)
 CHANGE = planner_pb2.WorkerChange(
     now=[planner_pb2.WorkerGroup(role="prefill", count=1), planner_pb2.WorkerGroup(role="decode", count=1)],
     then=[planner_pb2.WorkerGroup(role="both", count=2, options="--max-running 32")],
@@ -119,6 +133,8 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
         if self.found is None:
             context.set_trailing_metadata((("halfmoon-error", "InvalidRequest"),))
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "TTFT 0.25 s cannot be met")
+        elif request.is_map:
+            yield planner_pb2.PlanUpdate(map=TARGET_MAP)
         else:
             self.plans.insert(0, self.found)
             yield planner_pb2.PlanUpdate(plan=self.found)

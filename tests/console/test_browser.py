@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ playwright = pytest.importorskip(
 )
 
 from tests.e2e.system import ROOT, System, running_system  # noqa: E402
+from tests.services.gateway.fakes import Script, running_fleet, served_model  # noqa: E402
 
 pytestmark = [
     pytest.mark.e2e,
@@ -31,7 +33,7 @@ pytestmark = [
 ]
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 PATIENCE_MS = 90_000  # for what must come; never slept
-PAGES = ("Placements", "Cache", "SLO", "Planner", "Try it", "Overview")
+PAGES = ("Placements", "Cache", "SLO", "Planner", "Autopilot", "Try it", "Overview")
 ADDRESSES = {title: title.split()[0].lower() for title in PAGES}
 TOKEN = "moon"
 
@@ -160,6 +162,29 @@ async def test_every_page_shows_256_workers(tmp_path: Path) -> None:
         assert errors == []
 
 
+async def test_reasoning_is_seen_while_it_comes_and_folded_away_behind_its_answer(tmp_path: Path) -> None:
+    gate, model = asyncio.Event(), replace(served_model(), reasons=True)
+    said = Script("<think>\nRome or Paris?\n</think>\n\nIt is **Paris**.", decode_gate=gate, tokens_before_gate=22)
+    async with (
+        running_fleet(tmp_path, model=model) as fleet,
+        running_console(fleet.http) as console,
+        browsing() as (page, errors),
+    ):
+        await fleet.pair(said)
+        await page.goto(f"{console}/try")
+        await is_whole(page, "Try it")
+        await page.get_by_test_id("stChatInputTextArea").fill("The capital of France?")
+        await page.keyboard.press("Enter")
+        thought = page.get_by_test_id("stExpander").get_by_text("Rome or Paris?")
+        await thought.wait_for()
+        gate.set()
+        await page.get_by_text("Paris", exact=True).wait_for()
+        await thought.wait_for(state="hidden")
+        await page.get_by_test_id("stExpander").get_by_text("Reasoning").click()
+        await thought.wait_for()
+        assert errors == []
+
+
 async def open_page(page: Any, title: str) -> None:
     """By its link."""
     await page.get_by_test_id("stSidebarNav").get_by_text(title, exact=True).click()
@@ -195,6 +220,11 @@ async def nothing_is_wider_than_a_narrow_window(page: Any) -> None:
     await page.set_viewport_size({"width": 420, "height": 800})
     await page.locator(".drawn svg").nth(6).wait_for()
     main = page.get_by_test_id("stMain")
+    assert await main.evaluate("one => one.scrollWidth <= one.clientWidth")
+    await page.set_viewport_size({"width": 400, "height": 800})
+    await page.goto(page.url.rpartition("/")[0] + "/autopilot")
+    await enter(page, TOKEN)
+    await is_whole(page, "Autopilot")
     assert await main.evaluate("one => one.scrollWidth <= one.clientWidth")
     await page.set_viewport_size({"width": 1440, "height": 900})
     await page.get_by_test_id("stSidebarNav").wait_for()

@@ -28,7 +28,7 @@ from tests.console.fake_gateway import (  # noqa: E402
     running_fake_gateway,
 )
 
-PAGES = ("overview", "placements", "cache", "slo", "tenants", "try")
+PAGES = ("overview", "placements", "cache", "slo", "autopilot", "tenants", "try")
 
 
 def one_page(page: str, url: str) -> None:

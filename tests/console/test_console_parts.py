@@ -21,7 +21,7 @@ from console.plain_text import plain
 from console.quantities import ago, count, seconds, share, size
 from console.sign_in import is_right
 from console.views.cache_page import decision_rows, restored
-from console.views.overview_page import attainment, outcome_rates
+from console.views.overview_page import attainment, outcome_rates, peer_row
 from console.views.placements_page import candidate_parts, pairs, prompt_side
 from halfmoon.policy.values import Disaggregation
 from tests.console.fake_gateway import CACHE, CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, STORES, WORKER
@@ -109,6 +109,19 @@ def test_64_hosts_with_1024_workers_are_one_drawing() -> None:
 def test_a_link_between_hosts_as_a_row() -> None:
     (link,) = on_hosts(2, 1)["host_links"]
     assert link_row(link) == {"from": "host-0", "to": "host-1", "GB/s": 1.25, "latency (ms)": 2.0, "links": 4}
+
+
+def test_a_peer_has_a_row_of_what_became_of_its_offers() -> None:
+    offers = {"served": 3, "declined": 1, "late": 2, "slow": 1, "paused": 4}
+    row = peer_row({"url": "http://b", "state": "open", "offers": offers})
+    assert row == {
+        "peer": "http://b",
+        "state": "left alone after failures",
+        "answered": 3,
+        "too late there, too": 3,
+        "failed": 1,
+        "not asked": 4,
+    }
 
 
 def test_names_from_elsewhere_are_escaped() -> None:

@@ -35,8 +35,13 @@ Document = dict[str, Any]
 
 
 def compose() -> dict[str, Document]:
-    """Our own services in docker-compose.yml."""
-    return {name: service for name, service in _services().items() if "build" in service}
+    """Our own services in docker-compose.yml, without those of the profile `gpu`."""
+    return {name: service for name, service in _services().items() if "build" in service and name not in compose_gpu()}
+
+
+def compose_gpu() -> dict[str, Document]:
+    """The services of the profile `gpu`."""
+    return {name: service for name, service in _services().items() if service.get("profiles") == ["gpu"]}
 
 
 def compose_others() -> dict[str, Document]:

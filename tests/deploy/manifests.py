@@ -18,7 +18,7 @@ KUBERNETES = ROOT / "deploy" / "kubernetes"
 NAME = "app.kubernetes.io/name"
 
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-each_overlay = pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+each_overlay = pytest.mark.parametrize("overlay", ["cpu", "gpu", "many"])
 
 
 def written(directory: Path) -> Iterator[Document]:

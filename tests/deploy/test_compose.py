@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,9 @@ from halfmoon.rpc.credentials.issue import CREDENTIAL_FILE
 from halfmoon.rpc.credentials.sources import FILE_VARIABLE
 from halfmoon.rpc.tls.identity_files import TLS_VARIABLES, paths_in
 from halfmoon.up.config.system_config import SystemConfig
-from halfmoon.up.metrics_targets import TARGETS_FILE
 from halfmoon.up.service import CONFIG_VARIABLE, SERVICES
-from tests.deploy.deployments import ROLES, ROOT, SETTINGS, compose, compose_others, dockerfile, options
+from halfmoon.up.state.metrics_targets import TARGETS_FILE
+from tests.deploy.deployments import ROLES, ROOT, SETTINGS, compose, compose_gpu, compose_others, dockerfile, options
 
 MOUNTED = Path("/run/halfmoon")
 PROMETHEUS = ROOT / "deploy" / "prometheus"
@@ -92,9 +95,20 @@ def test_each_role_gets_its_own_credential_and_no_other() -> None:
         assert f"/secrets/{ROLES[name]}" in dockerfile()
 
 
-def test_what_knows_no_model_starts_without_torch() -> None:
-    program = "import sys; sys.modules['torch'] = None; import services.kvstore.__main__, console.__main__"
+def test_images_without_torch_lack_nothing_that_they_import() -> None:
+    lacking = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'gguf')))"
+    theirs = [name for name in SERVICES if "FROM service AS " + name + "\n" in dockerfile()]
+    assert theirs == ["gateway", "kvstore", "console"]
+    run = ", ".join("console.__main__" if name == "console" else f"services.{name}.__main__" for name in theirs)
+    program = f"{lacking}; import {run}, services.gateway.service, halfmoon.cli.app, halfmoon.rpc.health_probe"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_containers_may_write_to_their_volumes_alone() -> None:
+    for name, service in {**compose(), **compose_gpu()}.items():
+        assert service["read_only"], name
+        assert (service["tmpfs"], service["cap_drop"]) == (["/tmp"], ["ALL"])
+        assert service["security_opt"] == ["no-new-privileges:true"]
 
 
 def test_workers_are_dialled_at_addresses_of_their_own() -> None:
@@ -103,6 +117,39 @@ def test_workers_are_dialled_at_addresses_of_their_own() -> None:
         assert "advertise" not in own
         assert own["listen"].startswith("0.0.0.0:")
         assert "ports" not in compose()[name]
+
+
+def test_workers_of_the_profile_gpu_are_the_others_with_a_gpu_each() -> None:
+    found = compose_gpu()
+    assert found.keys() == {"prefill-gpu", "decode-gpu"}
+    for name, service in found.items():
+        other = compose()[name.removesuffix("-gpu")]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+        assert service["image"] == f"{other['image']}:cuda"
+        assert service["build"]["target"] == other["build"]["target"]
+        assert service["build"]["args"]["TORCH_BACKEND"] == "${HALFMOON_CUDA_BACKEND:-cu128}"
+        assert service["networks"]["default"]["aliases"] == [name.removesuffix("-gpu")]  # where Prometheus looks
+        own = {"build", "image", "scale", "networks", "deploy", "profiles"}
+        assert {key: value for key, value in service.items() if key not in own} == {
+            key: value for key, value in other.items() if key not in own
+        }
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
+@pytest.mark.parametrize("overlay", [(), ("-f", "docker-compose.yml", "-f", "deploy/vllm/compose.yml")])
+def test_docker_compose_takes_the_profiles(overlay: Sequence[str]) -> None:
+    for profile, services in (("gpu", {"prefill-gpu", "decode-gpu"}), ("monitoring", {"prometheus", "grafana"})):
+        environment = {**os.environ, "HALFMOON_CPU_WORKERS": "0"}
+        command = ["docker-compose", *overlay, "--profile", profile, "config"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
+        assert done.returncode == 0, done.stderr
+        found = yaml.safe_load(done.stdout)["services"]
+        assert services <= found.keys()
+        assert found["decode"]["scale"] == found["prefill"]["scale"] == 0
+        reserved = {name for name, service in found.items() if "devices" in str(service.get("deploy"))}
+        assert reserved <= {"prefill-gpu", "decode-gpu"}  # some releases leave out what is of other profiles
+        assert profile != "gpu" or reserved == services
 
 
 def test_the_services_share_the_ledger_that_is_started() -> None:

@@ -173,7 +173,7 @@ def test_limits_have_room_for_what_the_file_configures(overlay: str) -> None:
     assert bytes_of(store["ephemeral-storage"]) >= config.stores.disk_bytes + (1 << 30)
     for name in ("prefill", "decode"):
         limits = container(found[name])["resources"]["limits"]
-        if overlay == "gpu":
+        if overlay != "cpu":
             assert limits["nvidia.com/gpu"] == container(found[name])["resources"]["requests"]["nvidia.com/gpu"] == "1"
             assert config.workers.all.device == "cuda"
             assert container(found[name])["image"].endswith(":cuda")
@@ -192,9 +192,11 @@ def test_nodes_can_be_drained_one_pod_of_a_workload_at_a_time(overlay: str) -> N
 
 
 @needs_kubectl
-def test_on_the_gpu_host_pods_share_weights_and_exchange_gpus() -> None:
-    claims = of_kind(rendered("gpu"), "PersistentVolumeClaim")
-    for deployment in of_kind(rendered("gpu"), "Deployment").values():
+@pytest.mark.parametrize(("overlay", "mode"), [("gpu", "ReadWriteOnce"), ("many", "ReadWriteMany")])
+def test_on_gpu_hosts_pods_share_weights_and_exchange_gpus(overlay: str, mode: str) -> None:
+    claims = of_kind(rendered(overlay), "PersistentVolumeClaim")
+    assert claims["models"]["spec"]["accessModes"] == [mode]
+    for deployment in of_kind(rendered(overlay), "Deployment").values():
         pod = deployment["spec"]["template"]["spec"]
         (cache,) = [volume for volume in pod["volumes"] if volume["name"] == "cache"]
         assert cache["persistentVolumeClaim"]["claimName"] in claims
@@ -216,3 +218,24 @@ def test_a_changed_file_starts_pods_anew(overlay: str) -> None:
         file = Path(environment(pod)[CONFIG_VARIABLE])
         assert (str(file.parent), {file.name}) == (mount["mountPath"], config["data"].keys())
         assert yaml.safe_load(config["data"][file.name])["model"]
+
+
+@needs_kubectl
+def test_workers_of_many_hosts_are_spread_and_scaled() -> None:
+    deployments, scalers = of_kind(rendered("many"), "Deployment"), of_kind(rendered("many"), "HorizontalPodAutoscaler")
+    rules = yaml.safe_load((KUBERNETES / "many" / "adapter.yaml").read_text())["rules"]["external"]
+    assert scalers.keys() == {"prefill", "decode"}
+    asked = []
+    for name, scaler in scalers.items():
+        spec, pod = scaler["spec"], pods("many")[name]
+        assert (spec["scaleTargetRef"]["kind"], spec["scaleTargetRef"]["name"]) == ("Deployment", name)
+        (down,) = spec["behavior"]["scaleDown"]["policies"]
+        assert (down["type"], down["value"]) == ("Pods", 1)
+        assert down["periodSeconds"] >= pod["terminationGracePeriodSeconds"]  # one drains at a time
+        assert "replicas" not in deployments[name]["spec"]  # or each `kubectl apply` would set them back
+        asked += [metric["external"]["metric"]["name"] for metric in spec["metrics"]]
+        (spread,) = pod["topologySpreadConstraints"]
+        assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert sorted(asked) == sorted(rule["name"]["as"] for rule in rules)
+    gateways = pods("many")["gateway"]  # several of them share a ledger
+    assert environment(gateways)["HALFMOON_GATEWAY_NUM_GATEWAYS"] == str(deployments["gateway"]["spec"]["replicas"])

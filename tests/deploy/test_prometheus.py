@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.deploy.metric_families import all_families
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
+ADAPTER = ROOT / "deploy" / "kubernetes" / "many" / "adapter.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "halfmoon.json"
 _METRIC = re.compile(r"\b(?:halfmoon_|vllm:)\w+")
 
@@ -30,6 +32,11 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def panel_queries() -> list[str]:
     panels: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
     return [target["expr"] for panel in panels for target in panel.get("targets", ())]
+
+
+def scaling_queries() -> list[str]:
+    rules: list[dict[str, Any]] = yaml.safe_load(ADAPTER.read_text())["rules"]["external"]
+    return [rule["metricsQuery"] for rule in rules]
 
 
 @needs_promtool
@@ -47,8 +54,9 @@ def test_alerts_fire_when_they_should() -> None:
 
 @needs_promtool
 @pytest.mark.parametrize("broken", [False, True])
-def test_promtool_takes_every_panel(tmp_path: Path, broken: bool) -> None:
+def test_promtool_takes_every_query(tmp_path: Path, broken: bool) -> None:
     queries = [query.replace("$__rate_interval", "1m").replace("$gateway", ".*") for query in panel_queries()]
+    queries += scaling_queries()
     queries += ["sum(rate(x[1m])"] if broken else []
     rules = [{"record": f"panel:{number}", "expr": query} for number, query in enumerate(queries)]
     file = tmp_path / "panels.yml"
@@ -62,7 +70,12 @@ async def test_nothing_asks_for_a_metric_that_is_not_there(tmp_path: Path) -> No
     for family in await all_families(tmp_path):
         suffixes = ("_bucket", "_count", "_sum") if family.kind == "histogram" else ("",)
         there |= {family.name + suffix for suffix in suffixes}
-    files = [*panel_queries(), (PROMETHEUS / "alerts.yml").read_text(), (PROMETHEUS / "alerts_test.yml").read_text()]
+    files = [
+        *panel_queries(),
+        *scaling_queries(),
+        (PROMETHEUS / "alerts.yml").read_text(),
+        (PROMETHEUS / "alerts_test.yml").read_text(),
+    ]
     asked = {name for text in files for name in _METRIC.findall(text)}
     assert asked
     assert asked <= there

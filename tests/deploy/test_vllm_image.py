@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import yaml
 
 from halfmoon.vllm_engine.frontend.versions import check_release
 from services.decode.settings import DecodeSettings
 from services.prefill.settings import PrefillSettings
-
-ROOT = Path(__file__).parents[2]
+from tests.deploy.deployments import ROOT, compose_gpu
 
 
 def test_its_vllm_is_one_that_we_work_with() -> None:
@@ -23,8 +21,9 @@ def test_its_vllm_is_one_that_we_work_with() -> None:
 def test_its_variables_are_settings_of_the_service() -> None:
     services = yaml.safe_load((ROOT / "deploy/vllm/compose.yml").read_text())["services"]
     own = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    gpus = yaml.safe_load((ROOT / "deploy/gpu.yml").read_text())["services"]
-    assert gpus.keys() == services.keys()
+    assert services.keys() == {"prefill", "decode"} | compose_gpu().keys()
+    for name in compose_gpu():
+        assert services[name] == services[name.removesuffix("-gpu")]
     for name, settings in (("prefill", PrefillSettings), ("decode", DecodeSettings)):
         prefix = f"HALFMOON_{name.upper()}_"
         names = [variable.removeprefix(prefix).lower() for variable in services[name]["environment"]]

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from halfmoon.cli.workers.control_api import ControlApi
+from halfmoon.rpc.control_api import ControlApi
 from tests.e2e.system import running_system
 from tests.e2e.test_life import CONSTRAINED, begun_streams, whole
 
@@ -29,7 +29,7 @@ BODIES = [
 async def test_answers_move_and_stay_the_same(tmp_path: Path) -> None:
     options = ("--dtype", "float32", "--prefill", "1", "--decode", "2")
     async with running_system(tmp_path, *options) as system, aiohttp.ClientSession(system.url) as http:
-        api = ControlApi(http, "")
+        api = ControlApi(http, "", "test")
         undisturbed = [*await asyncio.gather(*(whole(http, body) for body in BODIES))]
         streams = await begun_streams(http, BODIES)
         while not (

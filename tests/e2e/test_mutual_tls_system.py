@@ -19,8 +19,8 @@ from halfmoon.rpc.credentials.sources import client_credential, state_secret
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.tls.authority import Authority
 from halfmoon.rpc.tls.identity_files import identity_files, paths_in
-from halfmoon.up.certificates import RoleCertificates
-from halfmoon.up.stores import known_stores
+from halfmoon.up.specs.stores import known_stores
+from halfmoon.up.state.certificates import RoleCertificates
 from tests.e2e.system import System, running_system
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import yaml
 
-from halfmoon.up.written_state import read_services
+from halfmoon.up.state.written_state import read_services
 from tests.e2e.small_model import small_model
 from tests.e2e.system import System, running_system
 from tests.ray_cluster import RayCluster, ray_cluster

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from halfmoon.cli.workers.control_api import ControlApi
+from halfmoon.rpc.control_api import ControlApi
 from tests.e2e.system import running_system
 from tests.e2e.test_life import whole
 from tests.e2e.test_rolling_restart import NUM_CLIENTS, body
@@ -24,7 +24,7 @@ async def roles(api: ControlApi) -> Counter[str]:
 async def test_roles_change_there_and_back_under_load(tmp_path: Path) -> None:
     options = ("--dtype", "float32", "--prefill", "1", "--decode", "2", "--set", "gateway.role_dwell_s=0")
     async with running_system(tmp_path, *options) as system, aiohttp.ClientSession(system.url) as http:
-        api, is_over, texts = ControlApi(http, ""), asyncio.Event(), dict[tuple[int, int], str]()
+        api, is_over, texts = ControlApi(http, "", "test"), asyncio.Event(), dict[tuple[int, int], str]()
         expected = {(client, turn): await whole(http, body(client, turn)) for client in range(4) for turn in range(3)}
         answered = asyncio.Event()
 

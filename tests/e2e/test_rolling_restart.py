@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from halfmoon.cli.workers.control_api import ControlApi
 from halfmoon.cli.workers.restart import restart_one
+from halfmoon.rpc.control_api import ControlApi
 from tests.e2e.system import running_system
 from tests.e2e.test_life import whole
 
@@ -33,7 +33,7 @@ def body(client: int, turn: int) -> dict[str, Any]:
 async def test_a_rolling_restart_loses_nothing_and_a_drained_worker_stays_away(tmp_path: Path) -> None:
     options = ("--dtype", "float32", "--prefill", "2", "--decode", "2")
     async with running_system(tmp_path, *options) as system, aiohttp.ClientSession(system.url) as http:
-        api, is_over, texts = ControlApi(http, ""), asyncio.Event(), dict[tuple[int, int], str]()
+        api, is_over, texts = ControlApi(http, "", "test"), asyncio.Event(), dict[tuple[int, int], str]()
         expected = {(client, turn): await whole(http, body(client, turn)) for client in range(4) for turn in range(3)}
 
         async def ask_on(client: int) -> None:

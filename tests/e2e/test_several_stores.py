@@ -12,7 +12,7 @@ import pytest
 
 from halfmoon.rpc.credentials.sources import client_credential
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
-from halfmoon.up.stores import known_stores
+from halfmoon.up.specs.stores import known_stores
 from tests.e2e.small_model import small_model
 from tests.e2e.system import System, running_system
 

@@ -26,7 +26,7 @@ from halfmoon.rpc.credentials.operator_token import kept_token
 from halfmoon.rpc.credentials.refusals import NEEDS_CREDENTIAL
 from halfmoon.rpc.credentials.roles import CALLERS, CLUSTER_ROLES, ClusterRole
 from halfmoon.rpc.peer import Peer
-from halfmoon.up.stores import known_stores
+from halfmoon.up.specs.stores import known_stores
 from tests.e2e.system import System, running_system
 
 DEADLINE_S = 30.0

@@ -10,12 +10,20 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
@@ -44,6 +52,28 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 128,
+    "short_factor": [1.0 + 0.1 * index for index in range(8)],
+    "long_factor": [4.0] * 8,
+}
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_DEEPSEEK: dict[str, Any] = {
+    **_SMALL,
+    "intermediate_size": 96,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+}
+_DEEPSEEK_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_GATED),
@@ -55,6 +85,40 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "llama-wide-heads": lambda: LlamaConfig(**_GATED, head_dim=32),
     "mistral": lambda: MistralConfig(**_GATED, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**_GATED, sliding_window=21),
+    "phi3": lambda: Phi3Config(**_GATED, sliding_window=37, rope_parameters=_PARTIAL),
+    "phi3-longrope": lambda: Phi3Config(**_GATED, rope_parameters=_LONGROPE),
+    "gemma2": lambda: Gemma2Config(
+        **_GATED, head_dim=32, sliding_window=21, query_pre_attn_scalar=48, attn_logit_softcapping=2.0
+    ),
+    "gemma3": lambda: Gemma3TextConfig(**_GATED, head_dim=32, sliding_window=21, layer_types=_ALTERNATING),
+    "gemma3-short": lambda: Gemma3TextConfig(**_GATED, head_dim=32, sliding_window=4096, layer_types=_ALTERNATING),
+    "qwen2-windows": lambda: Qwen2Config(**_GATED, use_sliding_window=True, sliding_window=21, max_window_layers=1),
+    "mixtral": lambda: MixtralConfig(**_GATED, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2-moe": lambda: Qwen2MoeConfig(
+        **_GATED,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=80,
+        mlp_only_layers=[1],
+    ),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **_GATED, head_dim=32, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True
+    ),
+    "deepseek-v2": lambda: DeepseekV2Config(
+        **_DEEPSEEK,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(
+        **_DEEPSEEK, q_lora_rank=40, first_k_dense_replace=1, n_group=4, topk_group=2, rope_parameters=_DEEPSEEK_YARN
+    ),
     "qwen2": lambda: Qwen2Config(**_GATED),
     "qwen3": lambda: Qwen3Config(**_GATED, head_dim=32, tie_word_embeddings=True),
     "opt": lambda: OPTConfig(**_SMALL, ffn_dim=96, word_embed_proj_dim=64),
@@ -82,7 +146,9 @@ def _random_model(config: Any) -> PreTrainedModel:
     make: Any = AutoModelForCausalLM.from_config
     model: PreTrainedModel = make(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("inv_freq"):
+                continue
             parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.15, generator=generator)
     return model
 

@@ -111,7 +111,7 @@ def test_blocks_take_the_place_of_numbers_in_memory(tmp_path: Path) -> None:
     assert isinstance(head, PackedBlocks)
     assert table is head  # one table, for both ends
     for layer in model._layers:
-        for linear, sizes in layer._matrices():
+        for linear, sizes in layer._matrices:
             assert linear._multiply.num_bytes == sum(sizes.values()) * linear._multiply.shape[1] // 32 * 18
 
 

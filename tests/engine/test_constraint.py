@@ -147,6 +147,19 @@ def test_a_mask_is_a_function_of_the_tokens(demo: Checkpoint) -> None:
         kept.allowed(constraint, tokenizer.encode("no JSON"))
 
 
+def test_old_constraints_are_forgotten_and_read_again(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfmoon.engine.constraint._MOST_SOURCE_CHARS", 20_000)
+    masks, whole = masks_of(demo), Tokenizer(demo).encode("1234567890")
+    asked = [Constraint("regex", f"(x{number}|[0-9]){{12}}") for number in range(9)]
+    for length in range(len(whole)):
+        for constraint in asked:
+            assert masks.allowed(constraint, whole[:length])[whole[length]]
+    assert masks.num_constraints == 4
+    huge = Constraint("regex", "a" * 30_000)
+    assert masks.allowed(huge, []).any()
+    assert masks.num_constraints == 1
+
+
 def test_what_cannot_be_used_is_refused_with_the_reason() -> None:
     for good in (json_schema({}), json_schema(PERSON), Constraint("grammar", GBNF), Constraint("choice", '["a", ""]')):
         check_constraint(good)

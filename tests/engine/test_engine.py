@@ -196,7 +196,7 @@ def test_a_configuration_alone_runs_with_dummy_weights(
         Engine(checkpoint, replace(config, weights="checkpoint"))
 
 
-@pytest.mark.parametrize("model", ["qwen3", "opt-norm-after", "mistral"])
+@pytest.mark.parametrize("model", ["qwen3", "opt-norm-after", "mistral", "gemma3", "qwen2-moe", "deepseek-v3"])
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
 def test_every_dtype_runs(model: str, dtype: str, make_engine: MakeEngine) -> None:
     engine = make_engine(model, dtype=dtype, chunk_tokens=4)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from halfmoon.engine.attention.attention import AttentionBatch, Segment
@@ -31,6 +35,18 @@ MODELS = (
     "llama-linear-rope",
     "llama-wide-heads",
     "mistral",
+    "mistral-window",
+    "phi3",
+    "mixtral",
+    "deepseek-v2",
+    "deepseek-v3",
+    "qwen2-moe",
+    "qwen3-moe",
+    "phi3-longrope",
+    "gemma2",
+    "gemma3",
+    "gemma3-short",
+    "qwen2-windows",
     "qwen2",
     "qwen3",
     "opt",
@@ -137,6 +153,19 @@ def test_weights_that_do_not_fit_are_refused(
     model = build_model(tiny_checkpoint(config_of).model_config, torch.float32, "cpu")
     with pytest.raises(Incompatible, match=message):
         load_weights(model, tiny_checkpoint(weights_of).weight_files)
+
+
+def test_layers_that_predict_further_tokens_are_ignored(
+    tmp_path: Path, tiny_checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    path = tmp_path / "mtp"
+    shutil.copytree(tiny_checkpoint("deepseek-v3").path, path)
+    save_file({"model.layers.3.enorm.weight": torch.ones(64)}, path / "further.safetensors")
+    files = [path / "model.safetensors", path / "further.safetensors"]
+    model_config = tiny_checkpoint("deepseek-v3").model_config
+    load_weights(build_model(replace(model_config, num_prediction_layers=1), torch.float32, "cpu"), files)
+    with pytest.raises(Incompatible, match=r"does not know: model.layers.3.enorm"):
+        load_weights(build_model(replace(model_config, num_prediction_layers=0), torch.float32, "cpu"), files)
 
 
 def test_loading_tells_its_progress(tiny_checkpoint: Callable[[str], Checkpoint]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.request import TokenLogprobs
-from halfmoon.worker.wire import prompt_logprob_message
+from halfmoon.worker.servicers.wire import prompt_logprob_message
 from tests.engine.engine_runs import MakeEngine, finish, generate, in_any_steps, request, requests, tokens
 
 

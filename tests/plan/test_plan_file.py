@@ -107,3 +107,10 @@ def test_expectations_are_those_of_the_evaluation() -> None:
         "rate_per_s": 10.0, "attainment": 0.95, "goodput_per_s": 7.25, "gpus": 2, "price_per_hour": 6.0
     }  # fmt: skip
     assert found["layout"] == "1 prefill TP1 + 1 decode TP1"
+
+
+def test_batching_that_no_worker_does_is_refused() -> None:
+    text = "model: x\ncluster: {workers: [{role: both, batching: %s}]}"
+    assert parse_plan(text % "chunked", Path("plan.yaml")).cluster.workers[0].batching == "chunked"
+    with pytest.raises(InvalidRequest, match="no worker batches prefill-first"):
+        parse_plan(text % "prefill-first", Path("plan.yaml"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,19 @@ def test_a_mixed_step_reads_the_weights_once() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 9])
 def test_pipelined_decode_is_bound_by_the_first_stage_or_by_the_passage(batch: int) -> None:
-    model = LatencyModel(SIMPLE.prefill, SIMPLE.step, 10_000, 1.0, "test", num_stages=4, launch_s=0.002)
+    model = replace(SIMPLE, num_stages=4, launch_s=0.002, fills_stages=True)
     base_s, slope_s = model.cycle(batch)
     groups = min(batch, 4)
     stage_s = 0.01 + 1e-3 * batch / groups + 1e-7 * 600 / groups
     passage_s = 4 * stage_s + 0.002
     first_stage_s = groups * (stage_s + 0.002)
     assert base_s + slope_s * 600 == pytest.approx(max(passage_s, first_stage_s))
+
+
+def test_an_engine_that_waits_for_its_tokens_passes_the_whole_batch_through_all_stages() -> None:
+    model = replace(SIMPLE, num_stages=4, launch_s=0.002)
+    base_s, slope_s = model.cycle(8)
+    assert base_s + slope_s * 600 == pytest.approx(4 * (0.01 + 8 * 1e-3 + 600 * 1e-7) + 0.002)
 
 
 def test_the_policies_models_are_those_of_a_linear_worker() -> None:

@@ -92,7 +92,9 @@ def test_a_pipeline_is_a_flow_shop(num_stages: int, num_chunks: int) -> None:
     """Each stage takes a chunk when the stage before is done with it and it is done with the chunk before:
     C(i, s) = max(C(i, s - 1), C(i - 1, s)) + t. Twelve prompts, chunks of 0.1 s a stage, come within two seconds."""
     start_s = np.sort(np.random.default_rng(num_stages).uniform(0, 2, 12))
-    prefill = group("prefill", latency=replace(MODEL, num_stages=num_stages), limits=BatchLimits(100))
+    prefill = group(
+        "prefill", latency=replace(MODEL, num_stages=num_stages, fills_stages=True), limits=BatchLimits(100)
+    )
     workload = work(*((at_s, 100 * num_chunks, 1) for at_s in start_s))
     found = simulate(ClusterSpec((prefill, group("decode")), FAST), workload)
     done_s = [0.0] * num_stages
@@ -108,7 +110,7 @@ def test_a_pipeline_is_a_flow_shop(num_stages: int, num_chunks: int) -> None:
 def test_four_stages_decode_in_rounds(num: int, round_s: float) -> None:
     """Eight sequences are four groups of two: a round is four times a stage's 12 ms. One or two of them are groups of
     one, which wait for all four stages."""
-    four = group("both", latency=replace(MODEL, num_stages=4))
+    four = group("both", latency=replace(MODEL, num_stages=4, fills_stages=True))
     found = simulate(ClusterSpec((four,), FAST), work(*((0.0, 1, 21) for _ in range(num))))
     assert found.longest_gap_s == pytest.approx([round_s] * num)
 

@@ -1,7 +1,8 @@
-"""The simulated worker and the engine's scheduler take the same steps: one clock tick each."""
+"""The simulated worker and the engine's scheduler take the same steps: one clock tick for each stage."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -13,6 +14,7 @@ from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
@@ -20,15 +22,19 @@ from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.workload import Workload
 
 BLOCK_TOKENS = 4
-TICK = LatencyModel(  # every step takes a second
+TICK = LatencyModel(  # every step takes a second in each stage
     (PrefillPiece(0, PrefillModel(1.0, 0.0, 0.0)),), (StepPiece(0, StepModel(1.0, 0.0, 0.0)),), 0, 1.0, "test"
 )
 
-Rows = list[tuple[int, int, int]]  # arrival, prompt, output
+Rows = list[tuple[int, int, int, int]]  # arrival, prompt, output, class
+CLASSES = QosClass("interactive"), QosClass("batch", priority=1), QosClass("idle", priority=2)
 
 
-def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tuple[int, int, int]]:
-    """When each request gets its first and its last token, and its longest gap, by the engine's scheduler."""
+def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int, num_stages: int = 1) -> list[tuple[int, int, int]]:
+    """When each request gets its first and its last token, and its longest gap, by the engine's scheduler.
+
+    `ParallelRunner.run` returns when the first stage is done, or with the sampled tokens if there are any.
+    """
     cache = PrefixCache(BlockPool(num_blocks), BLOCK_TOKENS, root=None)
     scheduler = Scheduler(
         cache, BLOCK_TOKENS, SchedulerLimits(limits.max_batch_tokens, limits.chunk_tokens, limits.max_running)
@@ -38,15 +44,25 @@ def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tuple
     longest: dict[int, int] = {}
     last: dict[int, int] = {}
     now, following = 0, 0
+    free = [0] * num_stages
     while len(last) < len(rows):
         while following < len(rows) and rows[following][0] <= now:
-            at, prompt, output = rows[following]
+            at, prompt, output, number = rows[following]
             sampling = SamplingParams(max_tokens=output, ignore_eos=True)
-            request = EngineRequest(str(following), tuple([1] * prompt), sampling, arrival_s=float(at))
+            priority = CLASSES[number].priority
+            request = EngineRequest(
+                str(following), (1,) * prompt, sampling, arrival_s=float(at), priority=priority, class_priority=priority
+            )
             scheduler.add(Sequence(request, following))
             following += 1
         schedule = scheduler.schedule()
-        now += 1
+        if not schedule.scheduled:
+            now = rows[following][0]
+            continue
+        through = now
+        for stage in range(num_stages):
+            through = free[stage] = max(through, free[stage]) + 1
+        now = through if any(part.samples for part in schedule.scheduled) else free[0]
         for part in schedule.scheduled:
             sequence, samples = part.sequence, part.samples
             sequence.num_computed += part.num_tokens
@@ -63,11 +79,14 @@ def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tuple
     return [(first[number], last[number], longest[number]) for number in range(len(rows))]
 
 
-def simulated_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tuple[int, int, int]]:
-    group = WorkerGroup("both", 1, TICK, limits, kv_tokens=num_blocks * BLOCK_TOKENS)
-    starts, prompts, outputs = (np.array(column) for column in zip(*rows, strict=True))
-    workload = Workload(starts.astype(float), prompts, outputs)
-    found = simulate(ClusterSpec((group,), block_tokens=BLOCK_TOKENS), workload)
+def simulated_times(
+    rows: Rows, limits: BatchLimits, num_blocks: int, num_stages: int = 1
+) -> list[tuple[int, int, int]]:
+    latency = replace(TICK, num_stages=num_stages)
+    group = WorkerGroup("both", 1, latency, limits, kv_tokens=num_blocks * BLOCK_TOKENS)
+    starts, prompts, outputs, classes = (np.array(column) for column in zip(*rows, strict=True))
+    workload = Workload(starts.astype(float), prompts, outputs, classes=classes)
+    found = simulate(ClusterSpec((group,), block_tokens=BLOCK_TOKENS, classes=CLASSES), workload)
     first_s = found.start_s + found.ttft_s
     columns = first_s, found.end_s, np.nan_to_num(found.longest_gap_s)
     return [(round(one), round(other), round(gap)) for one, other, gap in zip(*columns, strict=True)]
@@ -77,15 +96,16 @@ def simulated_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tu
 def cases(draw: st.DrawFn) -> tuple[Rows, BatchLimits, int]:
     num = draw(st.integers(1, 14))
     arrivals = list(accumulate(draw(st.lists(st.integers(1, 4), min_size=num, max_size=num))))
-    rows = [(at, draw(st.integers(1, 40)), draw(st.integers(1, 16))) for at in arrivals]
+    classes = st.integers(0, draw(st.sampled_from([0, len(CLASSES) - 1])))
+    rows = [(at, draw(st.integers(1, 40)), draw(st.integers(1, 16)), draw(classes)) for at in arrivals]
     limits = BatchLimits(draw(st.integers(10, 30)), draw(st.integers(2, 16)), draw(st.integers(1, 8)))
     return rows, limits, draw(st.sampled_from([15, 20, 40, 200]))  # 15 blocks hold the longest request
 
 
 A_STEP_THAT_PREEMPTS_AMID_DECODES = (
     [
-        (1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (5, 13, 9), (8, 37, 6), (9, 6, 1), (10, 5, 3), (11, 4, 7),
-        (12, 1, 1), (13, 1, 1), (14, 1, 1), (15, 1, 1), (16, 1, 1),
+        (1, 1, 1, 0), (2, 1, 1, 0), (3, 1, 1, 0), (4, 1, 1, 0), (5, 13, 9, 0), (8, 37, 6, 0), (9, 6, 1, 0),
+        (10, 5, 3, 0), (11, 4, 7, 0), (12, 1, 1, 0), (13, 1, 1, 0), (14, 1, 1, 0), (15, 1, 1, 0), (16, 1, 1, 0),
     ],
     BatchLimits(10, 9, 4),
     15,
@@ -97,6 +117,12 @@ A_STEP_THAT_PREEMPTS_AMID_DECODES = (
 @given(cases())
 def test_both_take_the_same_steps(case: tuple[Rows, BatchLimits, int]) -> None:
     assert simulated_times(*case) == engine_times(*case)
+
+
+@settings(max_examples=100)
+@given(cases(), st.integers(2, 4))
+def test_both_take_the_same_time_in_a_pipeline(case: tuple[Rows, BatchLimits, int], num_stages: int) -> None:
+    assert simulated_times(*case, num_stages) == engine_times(*case, num_stages)
 
 
 def test_the_cases_preempt() -> None:

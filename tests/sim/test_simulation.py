@@ -24,6 +24,8 @@ from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.workload import Workload
 from tests.sim.small_clusters import FAST, MODEL, group, pair, work
 
+FILLED = replace(MODEL, num_stages=4, fills_stages=True)
+
 
 def test_two_requests_by_hand() -> None:
     """Prompts of 100 and 50 tokens, one after the other; then they decode together for a while.
@@ -76,14 +78,14 @@ def test_distserves_low_rate(pp: int, ttft_s: float) -> None:
 
 def test_a_pipeline_takes_the_next_prompt_before_the_last_one_is_through() -> None:
     """Four stages of 0.1 s for 100 tokens: the second prompt follows a stage behind."""
-    groups = (group("prefill", latency=replace(MODEL, num_stages=4), limits=BatchLimits(100)), group("decode"))
+    groups = (group("prefill", latency=FILLED, limits=BatchLimits(100)), group("decode"))
     found = simulate(ClusterSpec(groups, FAST), work((0.0, 100, 1), (0.0, 100, 1)))
     assert found.ttft_s == pytest.approx([0.4, 0.5])
 
 
 def test_a_stage_waits_for_a_slower_prompt_ahead() -> None:
     """The bubble: 50 tokens behind 100 leave each stage as the longer ones let them."""
-    groups = (group("prefill", latency=replace(MODEL, num_stages=4), limits=BatchLimits(100)), group("decode"))
+    groups = (group("prefill", latency=FILLED, limits=BatchLimits(100)), group("decode"))
     found = simulate(ClusterSpec(groups, FAST), work((0.0, 100, 1), (0.0, 50, 1)))
     assert found.ttft_s == pytest.approx([0.4, 0.45])
 
@@ -152,7 +154,7 @@ def test_who_was_preempted_gets_what_was_reserved_for_those_whose_prefill_worker
     worker, and would be computed elsewhere.
     """
     parts: dict[str, object] = {
-        "latency": replace(MODEL, num_stages=4),
+        "latency": FILLED,
         "limits": BatchLimits(2048, 16),
         "kv_tokens": 64 * 18,
     }
@@ -242,7 +244,7 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
         draw(st.sampled_from([2, 8, 64])),
         draw(st.sampled_from(["chunked", "prefill-first"])),
     )
-    latency = replace(MODEL, num_stages=draw(st.sampled_from([1, 2, 4])))
+    latency = replace(MODEL, num_stages=draw(st.sampled_from([1, 2, 4])), fills_stages=draw(st.booleans()))
     one = {"limits": limits, "latency": latency, "kv_tokens": 64 * draw(st.sampled_from([18, 40, 200]))}
     num = draw(st.integers(1, 3))
     groups: tuple[WorkerGroup, ...] = (group("both", num, **one),)

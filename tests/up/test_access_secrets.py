@@ -12,8 +12,8 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.api_keys import key_digest
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import parse_config
-from halfmoon.up.service_specs import PreparedModel, gateway_spec, other_specs
-from halfmoon.up.up_options import UpOptions
+from halfmoon.up.specs.service_specs import gateway_spec, other_specs
+from halfmoon.up.up_options import PreparedModel, UpOptions
 from services.gateway.control.active_tenants import declared_tenants
 from services.gateway.settings import GatewaySettings
 

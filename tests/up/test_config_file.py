@@ -11,9 +11,9 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import Override, parse_config, read_config
 from halfmoon.up.config.settings_table import settings_table
-from halfmoon.up.service_specs import PreparedModel, gateway_spec, other_specs
+from halfmoon.up.specs.service_specs import gateway_spec, other_specs
 from halfmoon.up.supervision.child import ServiceSpec
-from halfmoon.up.up_options import UpOptions
+from halfmoon.up.up_options import PreparedModel, UpOptions
 from halfmoon.worker.engine_host import load_shared, loaded_host
 from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings

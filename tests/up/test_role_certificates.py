@@ -11,11 +11,11 @@ from halfmoon.rpc.credentials.roles import CLUSTER_ROLES
 from halfmoon.rpc.credentials.sources import own_credential
 from halfmoon.rpc.tls.authority import Authority
 from halfmoon.rpc.tls.identity_files import TLS_VARIABLES
-from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.service_environment import service_environment
 from halfmoon.up.config.system_config import SystemConfig
-from halfmoon.up.service_specs import trusted
+from halfmoon.up.specs.service_specs import trusted
+from halfmoon.up.state.certificates import RoleCertificates
 from halfmoon.up.supervision.child import ServiceSpec
 
 SECRET = "s" * 40

@@ -15,13 +15,13 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from halfmoon.rpc.credentials.operator_token import kept_token, made_token
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
-from halfmoon.up.certificates import RoleCertificates
 from halfmoon.up.run import cluster_secret, with_operator_token
-from halfmoon.up.service_specs import PreparedModel, gateway_spec, other_specs, trusted
-from halfmoon.up.simulated import SimulatedWorkers, simulated_model
-from halfmoon.up.stores import StoreOptions, known_stores, remember_stores
+from halfmoon.up.specs.service_specs import gateway_spec, other_specs, trusted
+from halfmoon.up.specs.simulated import SimulatedWorkers, simulated_model
+from halfmoon.up.specs.stores import StoreOptions, known_stores, remember_stores
+from halfmoon.up.state.certificates import RoleCertificates
 from halfmoon.up.supervision.announcements import print_ready
-from halfmoon.up.up_options import UpOptions
+from halfmoon.up.up_options import PreparedModel, UpOptions
 
 MODEL = PreparedModel("/models/m", "m")
 
@@ -60,7 +60,8 @@ def test_the_console_finds_the_planner_and_the_planner_the_ledger(tmp_path: Path
     specs = {spec.name: spec for spec in other_specs(options, MODEL, "x:1", ["x:2"], "127.0.0.1:7")}
     planner, console = specs["planner"], specs["console"]
     assert console.environment["HALFMOON_CONSOLE_PLANNER"] == "127.0.0.1:7"
-    assert planner.arguments[2:] == ("--listen", "127.0.0.1:7", "--state-dir", str(tmp_path))
+    gateway = ("--gateway", "http://127.0.0.1:8000")
+    assert planner.arguments[2:] == ("--listen", "127.0.0.1:7", "--state-dir", str(tmp_path), *gateway)
     assert planner.environment == {"HALFMOON_PLANNER_OPERATOR_TOKEN": "secret"}
 
 

@@ -17,8 +17,8 @@ from halfmoon.kv.codec import Codec
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
-from halfmoon.worker.cache_servicer import CacheServicer
 from halfmoon.worker.membership.block_feed import CachedBlocks
+from halfmoon.worker.servicers.cache_servicer import CacheServicer
 from halfmoon.worker.store.holder import NamedHolder
 from halfmoon.worker.store.load_rate import LoadRate
 from tests.rpc.store.test_kvstore_client import client, served

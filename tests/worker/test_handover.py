@@ -25,7 +25,7 @@ from halfmoon.kv.frame import KVRange
 from halfmoon.kv.keys import adapter_salt
 from halfmoon.pb import decode_pb2, prefill_pb2, types_pb2
 from halfmoon.rpc.transfer import transfer_to
-from halfmoon.worker.wire import request_from
+from halfmoon.worker.servicers.wire import request_from
 from tests.worker.conftest import RunningWorker
 
 Start = Callable[..., Awaitable[RunningWorker]]

@@ -16,7 +16,7 @@ from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes, gainful
 from halfmoon.kv.kv_layout import KVDtype
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.rpc.transport import receiving
-from halfmoon.worker.wire import codec_from
+from halfmoon.worker.servicers.wire import codec_from
 from tests.worker.conftest import RunningWorker
 from tests.worker.test_handover import generation, listening, prefilled, until
 

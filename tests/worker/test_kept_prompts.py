@@ -7,7 +7,7 @@ import pytest
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.errors import NoCapacity, Unavailable
 from halfmoon.pb import prefill_pb2
-from halfmoon.worker.wire import request_from
+from halfmoon.worker.servicers.wire import request_from
 from tests.worker.test_handover import (
     Start,
     generation,

@@ -10,7 +10,7 @@ import pytest
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.errors import Unavailable
 from halfmoon.pb import prefill_pb2, types_pb2
-from halfmoon.worker.cache_servicer import CacheServicer
+from halfmoon.worker.servicers.cache_servicer import CacheServicer
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, stored

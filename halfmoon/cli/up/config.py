@@ -77,6 +77,7 @@ def as_yaml(config: SystemConfig) -> str:
                 rule["value"] = HIDDEN
     for tenant in shown["tenants"].values():
         tenant["keys"] = [HIDDEN for _ in tenant["keys"]]
+    shown["gateway"]["peer_key"] = [HIDDEN for _ in config.gateway.peer_key]
     security = shown["security"]
     security["api_key"] = [HIDDEN for _ in config.security.api_key]
     for name in ("operator_token", "cluster_secret"):

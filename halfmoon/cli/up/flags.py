@@ -82,6 +82,8 @@ PANELS: Mapping[str, Sequence[Flag]] = {
         Flag("--conditional-disaggregation", "gateway.conditional_disaggregation"),
         Flag("--admission", "gateway.admission"),
         Flag("--drain-s", "gateway.drain_s"),
+        Flag("--peer", "gateway.peer"),
+        Flag("--peer-key", "gateway.peer_key", "HALFMOON_PEER_KEYS"),
     ),
     "KV store": (
         Flag("--stores", "stores.count"),

@@ -1,2 +1,2 @@
-"""Commands about single workers of a running system. Reading order: `control_api`, `drain`, `restart`,
+"""Commands about single workers of a running system. Reading order: `gateway_options`, `drain`, `restart`,
 `role`."""

@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 
 from halfmoon.cli.terminal.option_groups import with_option_groups
-from halfmoon.cli.workers.control_api import ControlApi, GatewayOptions, run_command
+from halfmoon.cli.workers.gateway_options import GatewayOptions, run_command
+from halfmoon.rpc.control_api import ControlApi
 
 DRAIN_S = 660.0  # a request runs for ten minutes at most, unless gateways were told otherwise
 

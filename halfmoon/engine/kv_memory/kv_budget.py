@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.models import build_model
 from halfmoon.errors import Incompatible

@@ -1,6 +1,6 @@
 """Our transformers. A model owns its weights; the KV memory and the batch are passed to `forward`.
 
-Read in this order: llama, opt, embedding, linear, blocks, layer_ops, rotary, weights, model_part, triton_ops.
+Read in this order: llama, opt, layers, embedding, linear, blocks, layer_ops, rotary, weights, model_part, triton_ops.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.models.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ class Model(Protocol):
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Views of the weights under the names (and with the shapes) they have in a checkpoint."""
+        ...
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint has the tensor `name` for something that we do not compute."""
         ...
 
     def put_blocks(self, name: str, blocks: Blocks) -> bool:

@@ -6,7 +6,7 @@ A model is built with one table and calls it; nothing is chosen while it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.attention.attention_backend import StepAttention
-from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.models.linear import Linear
 from halfmoon.engine.models.rotary import Rotary, rotate
 
@@ -64,6 +64,25 @@ class LayerOps:
     join: Callable[[Sequence[LayerWeights], ModelConfig, Rotary], RunLayers | None] = lambda *of: None
 
 
+def suited_ops(ops: LayerOps, config: ModelConfig) -> LayerOps:
+    """`ops`, with torch's functions where kernels do not compute what `config` says: wide norms, partial rotation."""
+    if config.norm_offset:
+        ops = replace(ops, rms_norm=_wide_rms_norm, add_rms_norm=_add_wide_rms_norm)
+    if config.rotary_size != config.head_dim:
+        ops = replace(ops, rotation=_rotation)
+    return ops
+
+
+def _wide_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight: float32, with the offset."""
+    return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def _add_wide_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return _wide_rms_norm(total, weight, eps), total
+
+
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, eps)
 
@@ -84,7 +103,10 @@ def _rotation(rotary: Rotary, positions: Tensor) -> Rotation:
 
 
 def _rotate_and_split(cos: Tensor, sin: Tensor, qk: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    q, k = torch.split(rotate(qk, cos, sin), [num_heads, qk.shape[1] - num_heads], dim=1)
+    rotated = rotate(qk[..., : cos.shape[-1]], cos, sin)
+    if cos.shape[-1] < qk.shape[-1]:
+        rotated = torch.cat((rotated, qk[..., cos.shape[-1] :]), dim=-1)
+    q, k = torch.split(rotated, [num_heads, qk.shape[1] - num_heads], dim=1)
     return q, k
 
 

@@ -114,6 +114,9 @@ class Linear:
         return self._multiply(x, self.bias)
 
 
+FusedMatrix = tuple[Linear, dict[str, int]]  # with the rows of the checkpoint's matrices that it fuses
+
+
 def _side_by_side(pieces: list[Tensor | Blocks], packed: list[Multiply | None]) -> Multiply:
     """Multiplies with pieces of different kinds, and puts their outputs side by side."""
     multiplies = [multiply or _plain(piece) for piece, multiply in zip(pieces, packed, strict=True)]

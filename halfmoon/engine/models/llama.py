@@ -1,22 +1,23 @@
-"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 (biases on Q, K, V) and Qwen3 (norms on query and key heads).
+"""The Llama family: embedding, layers (`layers/`), head. Its members differ in what their `ModelConfig` says.
 
-Q, K, V are fused into one matrix, and so are gate and up. Knows nothing of requests or blocks.
+Knows nothing of requests or blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention.attention_backend import StepAttention
-from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.models.blocks import Blocks
 from halfmoon.engine.models.embedding import Embedding
 from halfmoon.engine.models.forward_batch import ForwardBatch
-from halfmoon.engine.models.layer_ops import LayerOps, LayerWeights, Rotation, RunLayers
-from halfmoon.engine.models.linear import Linear, PackWeight, put_rows, split_rows
+from halfmoon.engine.models.layer_ops import LayerOps, RunLayers, suited_ops
+from halfmoon.engine.models.layers.decoder_layer import DecoderLayer
+from halfmoon.engine.models.linear import Linear, PackWeight
 from halfmoon.engine.models.model_part import ModelPart, whole_model
 from halfmoon.engine.models.rotary import Rotary
 
@@ -29,11 +30,13 @@ class LlamaModel:
     ) -> None:
         self._part = part = part or whole_model(config)
         self._config = config = part.config
-        self._ops = ops
+        self._ops = ops = suited_ops(ops, config)
         num_embedded = config.vocab_size if part.is_first else 0
         self._embedding = Embedding(num_embedded, config.hidden_size, dtype, device)
-        self._layers = [_Layer(part, dtype, device, ops) for _ in range(config.num_layers)]
-        self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self._layers = [DecoderLayer(part, index, dtype, device, ops) for index in range(config.num_layers)]
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))  # as transformers rounds it
+        wide = torch.float32 if config.norm_offset else dtype
+        self._norm = torch.empty(config.hidden_size, dtype=wide, device=device)
         rows = part.vocab_rows
         self._is_tied = config.tie_word_embeddings and part.is_first
         self._head = Linear(
@@ -42,6 +45,11 @@ class LlamaModel:
             else self._embedding.weight.new_empty(len(rows), config.hidden_size)
         )
         self._rotary = Rotary(config, dtype, device)
+        self._window_rotary = self._rotary  # of layers with a window
+        if config.window_rope_theta is not None:
+            self._window_rotary = Rotary(
+                replace(config, rope_type="default", rope_theta=config.window_rope_theta), dtype, device
+            )
         self._all_layers: RunLayers | None = None  # once packed
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -58,6 +66,12 @@ class LlamaModel:
         for index, layer in enumerate(self._layers, self._part.shard.layer_start):
             named |= {f"model.layers.{index}.{name}": view for name, view in layer.parameters().items()}
         return named
+
+    def ignores(self, name: str) -> bool:
+        """See `Model.ignores`."""
+        whole = self._part.whole
+        further = range(whole.num_layers, whole.num_layers + whole.num_prediction_layers)
+        return any(name.startswith(f"model.layers.{layer}.") for layer in further)
 
     def put_blocks(self, name: str, blocks: Blocks) -> bool:
         """See `Model.put_blocks`."""
@@ -84,13 +98,18 @@ class LlamaModel:
             self._embedding.pack(pack_weight, self._head.row_source if has_all else None)
         for layer in self._layers:
             layer.pack(pack_weight)
-        if self._part.all_reduce is None and self._layers:
-            self._all_layers = self._ops.join([layer.weights() for layer in self._layers], self._config, self._rotary)
+        if self._config.norm_offset:
+            self._norm += 1
+        weights = [one for one in (layer.weights() for layer in self._layers) if one is not None]
+        if self._part.all_reduce is None and len(weights) == len(self._layers) > 0:
+            self._all_layers = self._ops.join(weights, self._config, self._rotary)
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """See `Model.forward`."""
         if hidden is None:
             hidden = self._embedding(batch.token_ids)  # [num_tokens, hidden_size]
+            if self._embedding_scale != 1.0:
+                hidden = hidden * self._embedding_scale
         hidden, delta = self._through_layers(hidden, batch, kv)
         if not self._part.is_last:
             return hidden + delta
@@ -98,100 +117,19 @@ class LlamaModel:
         normed = self._ops.add_rms_norm(delta[rows], hidden[rows], self._norm, self._config.norm_eps)[0]
         if batch.on_outputs is not None:
             batch.on_outputs(normed)
-        return self._head(normed)
+        logits, softcap = self._head(normed), self._config.logit_softcap
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def _through_layers(self, hidden: Tensor, batch: ForwardBatch, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the last layer's contribution apart: its addition is fused with the next norm."""
         if self._all_layers is not None and self._all_layers.takes(batch.attention):
             return self._all_layers.run(hidden, batch.positions, batch.attention, kv)
-        rotation = self._ops.rotation(self._rotary, batch.positions)
+        rotation = windowed = self._ops.rotation(self._rotary, batch.positions)
+        if self._window_rotary is not self._rotary:
+            windowed = self._ops.rotation(self._window_rotary, batch.positions)
         delta = None
-        for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
-            hidden, delta = layer.forward(hidden, delta, rotation, layer_kv, batch.attention)
+        for index, (layer, layer_kv) in enumerate(zip(self._layers, kv.unbind(0), strict=True)):
+            own = rotation if self._config.window(index) is None else windowed
+            hidden, delta = layer.forward(hidden, delta, own, layer_kv, batch.attention)
         assert delta is not None, "a model without layers"
         return hidden, delta
-
-
-class _Layer:
-    def __init__(self, part: ModelPart, dtype: torch.dtype, device: str, ops: LayerOps) -> None:
-        self._config = config = part.config
-        self._ops = ops
-        hidden, inner = config.hidden_size, config.intermediate_size
-        qkv_size = config.q_size + 2 * config.kv_size
-        self._input_norm = torch.empty(hidden, dtype=dtype, device=device)
-        self._qkv = Linear.empty(qkv_size, hidden, config.qkv_bias, dtype, device)
-        self._q_norm = torch.empty(config.head_dim, dtype=dtype, device=device)
-        self._k_norm = torch.empty(config.head_dim, dtype=dtype, device=device)
-        self._output = part.summed(Linear.empty(hidden, config.q_size, config.output_bias, dtype, device))
-        self._mlp_norm = torch.empty(hidden, dtype=dtype, device=device)
-        self._gate_up = Linear.empty(2 * inner, hidden, config.mlp_bias, dtype, device)
-        self._down = part.summed(Linear.empty(hidden, inner, config.mlp_bias, dtype, device))
-
-    def parameters(self) -> dict[str, Tensor]:
-        config = self._config
-        named = {"input_layernorm.weight": self._input_norm, "post_attention_layernorm.weight": self._mlp_norm}
-        if config.qk_norm:
-            named |= {"self_attn.q_norm.weight": self._q_norm, "self_attn.k_norm.weight": self._k_norm}
-        for linear, sizes in self._matrices():
-            named |= split_rows(linear, sizes)
-        return named
-
-    def put_blocks(self, name: str, blocks: Blocks) -> bool:
-        return any(put_rows(linear, sizes, name, blocks) for linear, sizes in self._matrices())
-
-    def _matrices(self) -> tuple[tuple[Linear, dict[str, int]], ...]:
-        """Each matrix with the rows of the checkpoint's matrices that it fuses."""
-        config = self._config
-        qkv = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
-        inner = config.intermediate_size
-        return (
-            (self._qkv, {f"self_attn.{part}_proj": size for part, size in qkv.items()}),
-            (self._output, {"self_attn.o_proj": config.hidden_size}),
-            (self._gate_up, {"mlp.gate_proj": inner, "mlp.up_proj": inner}),
-            (self._down, {"mlp.down_proj": config.hidden_size}),
-        )
-
-    def pack(self, pack_weight: PackWeight) -> None:
-        for linear, _ in self._matrices():
-            linear.pack(pack_weight)
-
-    def weights(self) -> LayerWeights:
-        q_norm, k_norm = (self._q_norm, self._k_norm) if self._config.qk_norm else (None, None)
-        matrices = (self._qkv, self._output, self._gate_up, self._down)
-        return LayerWeights(self._input_norm, self._mlp_norm, q_norm, k_norm, matrices)
-
-    def forward(
-        self, hidden: Tensor, delta: Tensor | None, rotation: Rotation, layer_kv: Tensor, batch: StepAttention
-    ) -> tuple[Tensor, Tensor]:
-        """Takes hidden [num_tokens, hidden_size] without the last layer's `delta`; returns it without this layer's."""
-        if delta is None:
-            heads = self._qkv(self._ops.rms_norm(hidden, self._input_norm, self._config.norm_eps))
-        else:
-            heads, hidden = self._after_norm(self._qkv, delta, hidden, self._input_norm)
-        delta = self._output(self._attention(heads, rotation, layer_kv, batch))
-        gate_up, hidden = self._after_norm(self._gate_up, delta, hidden, self._mlp_norm)
-        down = self._down
-        if down.fused is not None:
-            return hidden, down.fused.gated(gate_up, down.bias)
-        return hidden, down(self._ops.silu_mul(gate_up))
-
-    def _after_norm(self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The product with the norm of x + residual, and x + residual."""
-        eps = self._config.norm_eps
-        if linear.fused is not None:
-            return linear.fused.normed(x, residual, weight, eps, linear.bias), residual
-        normed, total = self._ops.add_rms_norm(x, residual, weight, eps)
-        return linear(normed), total
-
-    def _attention(self, heads: Tensor, rotation: Rotation, layer_kv: Tensor, batch: StepAttention) -> Tensor:
-        config = self._config
-        heads = heads.view(heads.shape[0], -1, config.head_dim)  # [num_tokens, q, k and v heads, head_dim]
-        num_qk = config.num_heads + config.num_kv_heads
-        qk, v = heads[:, :num_qk], heads[:, num_qk:]
-        q, k = rotation(self._norm_heads(qk) if config.qk_norm else qk, config.num_heads)
-        return batch.attend(q, k, v, layer_kv, config.head_dim**-0.5)
-
-    def _norm_heads(self, qk: Tensor) -> Tensor:
-        q, k = torch.split(qk, [self._config.num_heads, self._config.num_kv_heads], dim=1)
-        norm, eps = self._ops.rms_norm, self._config.norm_eps
-        return torch.cat((norm(q, self._q_norm, eps), norm(k, self._k_norm, eps)), dim=1)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfmoon.engine.checkpoint.model_config import Activation, ModelConfig
+from halfmoon.architectures.model_config import Activation, ModelConfig
+from halfmoon.engine.attention.attention_backend import AttentionRule
 from halfmoon.engine.models.blocks import Blocks
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
@@ -61,6 +62,10 @@ class OPTModel:
         if self._part.is_last and not self._config.tie_word_embeddings:
             named["lm_head.weight"] = self._head.weight
         return named
+
+    def ignores(self, name: str) -> bool:
+        """See `Model.ignores`."""
+        return False
 
     def put_blocks(self, name: str, blocks: Blocks) -> bool:
         """See `Model.put_blocks`: no GGUF file of an OPT is read."""
@@ -156,7 +161,7 @@ class _Layer:
             batch.on_inputs(x)
         head_dim = self._config.head_dim
         q, k, v = self._qkv(x).view(x.shape[0], 3, -1, head_dim).unbind(1)  # each [num_tokens, num_heads, head_dim]
-        return self._output(batch.attention.attend(q, k, v, layer_kv, head_dim**-0.5))
+        return self._output(batch.attention.attend(q, k, v, layer_kv, AttentionRule(head_dim**-0.5)))
 
     def _mlp(self, x: Tensor) -> Tensor:
         return self._down(self._activation(self._up(x)))

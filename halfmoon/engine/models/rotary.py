@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.architectures.model_config import ModelConfig
 
 
 class Rotary:
@@ -17,33 +17,34 @@ class Rotary:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
         inv_freq, scaling = _frequencies(config)
         positions = torch.arange(config.context_tokens, dtype=torch.float32)
-        angles = torch.outer(positions, inv_freq.float())  # [context_tokens, head_dim / 2]
-        self._cos = (angles.cos() * scaling).repeat(1, 2).to(device, dtype)  # [context_tokens, head_dim]
+        angles = torch.outer(positions, inv_freq.float())  # [context_tokens, rotary_size / 2]
+        self._cos = (angles.cos() * scaling).repeat(1, 2).to(device, dtype)  # [context_tokens, rotary_size]
         # The first half is negated here, so that a row needs no negation: x * cos + swap_halves(x) * sin.
         sin = angles.sin() * scaling
-        self._sin = torch.cat((-sin, sin), dim=1).to(device, dtype)  # [context_tokens, head_dim]
+        self._sin = torch.cat((-sin, sin), dim=1).to(device, dtype)  # [context_tokens, rotary_size]
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for `rotate`, each [num_tokens, 1, head_dim]; once per forward pass."""
+        """Cosine and sine for `rotate`, each [num_tokens, 1, rotary_size]; once per forward pass."""
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
     def halves(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every position for the kernel, each [context_tokens, head_dim / 2]."""
+        """Cosine and sine of every position for the kernel, each [context_tokens, rotary_size / 2]."""
         half = self._cos.shape[1] // 2
         return self._cos[:, :half], self._sin[:, half:]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x: [num_tokens, num_heads, head_dim] by halves (the layout of transformers' Llama)."""
+    """Rotates x: [num_tokens, num_heads, rotary_size] by halves (the layout of transformers' Llama)."""
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return torch.addcmul(x * cos, swapped, sin)
 
 
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies [head_dim / 2] and the factor on cosine and sine."""
+    """Inverse frequencies [rotary_size / 2] and the factor on cosine and sine."""
+    size = config.rotary_size
     if config.rope_type in ("default", "dynamic"):
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         return 1.0 / (config.rope_theta**exponents), 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -51,9 +52,9 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     hf_config = LlamaConfig(
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_heads,
-        head_dim=config.head_dim,
+        head_dim=size,
         max_position_embeddings=config.max_positions,
-        rope_parameters=dict(config.rope_parameters),
+        rope_parameters={**config.rope_parameters, "partial_rotary_factor": 1.0},  # of `size`
     )
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[config.rope_type](hf_config, torch.device("cpu"))
     return inv_freq, float(scaling)

@@ -40,7 +40,7 @@ def load_weights(
     for file in files:
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if checkpoint_name(name) in taken:
+                if checkpoint_name(name) in taken or model.ignores(checkpoint_name(name)):
                     continue
                 tensor = tensors.get_tensor(name)
                 _fill(wanted, checkpoint_name(name), tensor)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention.attention_backend import TokenSpan
+from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.kv_memory.kv_arena import slot_runs
 from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.errors import Incompatible
@@ -27,9 +27,9 @@ class NativeBatch:
     plan: tuple[Tensor, Tensor, Tensor]  # segments [n, 4], runs [n, 2], tasks [n, 10]; int64
     partials: tuple[Tensor, Tensor]  # sums of rows whose keys several tasks share, and counters; float32, int64
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
-        """See `StepAttention.attend`."""
-        return self.library.attend(q, k, v, layer_kv, self.slots, self.plan, self.partials, scale)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
+        """See `StepAttention.attend`; of a rule only its scale is known here (`device_path`)."""
+        return self.library.attend(q, k, v, layer_kv, self.slots, self.plan, self.partials, rule.scale)
 
 
 class NativeBackend:

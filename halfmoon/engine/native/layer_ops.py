@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.models.layer_ops import LayerOps, LayerWeights, Rotation, RunLayers
 from halfmoon.engine.models.rotary import Rotary
 from halfmoon.engine.native.layers import NativeLayers, can_join

@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.attention.attention_backend import StepAttention
 from halfmoon.engine.attention.watched_attention import GatedAttention, WatchedAttention
-from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.models.layer_ops import LayerWeights
 from halfmoon.engine.models.rotary import Rotary
 from halfmoon.engine.native.attention import NativeBatch
@@ -126,7 +126,7 @@ class NativeLayers:
             *(kv.stride(dimension) * item_bytes for dimension in range(4)),
             *(len(self._weights), num_tokens, len(tasks), config.num_heads, config.num_kv_heads),
             *(config.head_dim, config.hidden_size, self._cos.stride(0)),
-            *(config.norm_eps, config.head_dim**-0.5, kv.dtype == torch.int8, library.num_threads),
+            *(config.norm_eps, config.score_scale, kv.dtype == torch.int8, library.num_threads),
             *(_Between(listeners.between) if calls else _Between(), calls),
         )
         library.run_layers(self._table, ctypes.byref(step))

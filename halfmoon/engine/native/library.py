@@ -19,7 +19,6 @@ from halfmoon.engine.native.block_kernels import BlockKernels, PackedBlocks
 from halfmoon.errors import Incompatible
 
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_PANEL = 64  # kernels.c: columns
 _TASK_FIELDS = 10  # int64 fields of attention_plan.h's task_t
 
 _NORM = (*[c_void_p] * 4, *[c_int64] * 3, c_float, c_int)
@@ -48,6 +47,7 @@ class NativeLibrary:
         self.dtype, self.item_size = dtype, 4 // dtype.itemsize  # product.h: numbers per item
         self.bf16_instructions: str = _function(library, "bf16_instructions", (), c_char_p)().decode()
         self.linear = _function(library, f"linear_{suffix}", _LINEAR)
+        self.panel_columns = int(_function(library, f"panel_columns_{suffix}", (), c_int64)())
         self.pack_linear = _function(library, f"pack_linear_{suffix}", _PACK_LINEAR)
         self.block_kernels = BlockKernels(library, suffix, dtype, lambda: self.num_threads)
         self.run_layers = _function(library, f"run_layers_{suffix}", (c_void_p, c_void_p))
@@ -180,7 +180,8 @@ class PackedNumbers:
         self._library = library
         self.shape = num_columns, num_inputs = weight.shape[0], weight.shape[1]
         weight, self._depth = weight.contiguous(), num_inputs // library.item_size
-        self._packed = torch.empty(-(-num_columns // _PANEL), self._depth, _PANEL, dtype=torch.int32)
+        panel = library.panel_columns
+        self._packed = torch.empty(-(-num_columns // panel), self._depth, panel, dtype=torch.int32)
         library.pack_linear(weight.data_ptr(), self._packed.data_ptr(), num_columns, self._depth)
 
     @property

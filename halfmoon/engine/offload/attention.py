@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from halfmoon.engine.attention.attention import store
-from halfmoon.engine.attention.attention_backend import StepAttention
+from halfmoon.engine.attention.attention_backend import AttentionRule, StepAttention
 from halfmoon.engine.offload.link import Fetch
 from halfmoon.engine.offload.staging import Pipeline, Staged
 from halfmoon.engine.offload.tiers import Content, TieredKV, as_rows
@@ -85,17 +85,17 @@ class OffloadedAttention:
         self.times = PassTimes()
         self.waited_s = 0.0  # for the link, in all layers
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
         """See `StepAttention.attend`."""
-        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        out = q.new_empty(q.shape[0], q.shape[1] * rule.out_size(q.shape[2]))
         if self._hot is not None:
             rows, attention = self._hot
-            out[rows] = attention.attend(q[rows], k[rows], v[rows], layer_kv, scale)
+            out[rows] = attention.attend(q[rows], k[rows], v[rows], layer_kv, rule)
         for group in self._groups:
             staged = self._pipeline.take()
             self._complete(group, staged)
             rows = group.rows
-            out[rows] = group.attention.attend(q[rows], k[rows], v[rows], staged.kv, scale)
+            out[rows] = group.attention.attend(q[rows], k[rows], v[rows], staged.kv, rule)
             self._keep(group, k, v, layer_kv)
         self._note_time()
         self._layer += 1

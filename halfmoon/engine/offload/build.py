@@ -6,8 +6,8 @@ import logging
 from dataclasses import asdict
 from typing import NamedTuple
 
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.attention.attention_backend import AttentionBackend
-from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import OffloadConfig
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.model_runner import ModelRunner

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.kv.kv_layout import Shard
 from halfmoon.policy.parallelism import check_parallelism
 
@@ -45,7 +45,7 @@ class Grid:
             self.pipeline_size,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=config.divided_inner,
             num_layers=config.num_layers,
         )
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -159,17 +159,19 @@ def join(address: str, key: bytes, host: str, process: str, index: int) -> Joine
     """Joins the worker at `address` with one rank. Raises OSError while none listens, Unavailable, Incompatible."""
     connections: dict[str, Pipe] = {}
     try:
-        for kind in _KINDS:
-            connected = socket.create_connection(_split(address), timeout=_PROOF_S)
-            here, there = connected.getsockname()[0], connected.getpeername()[0]
-            connection = connections[kind] = _connection(connected)
-            answer_challenge(connection, key)
-            deliver_challenge(connection, key)
-            connection.send(Introduction(_VERSION, host, process, index, kind))
-            refused = connection.recv()
-            if isinstance(refused, Refused):
-                raise Incompatible(refused.reason)
-            _wait_forever(connection)
+        with ExitStack() as opened:
+            for kind in _KINDS:
+                connected = socket.create_connection(_split(address), timeout=_PROOF_S)
+                here, there = connected.getsockname()[0], connected.getpeername()[0]
+                connection = connections[kind] = opened.enter_context(_connection(connected))
+                answer_challenge(connection, key)
+                deliver_challenge(connection, key)
+                connection.send(Introduction(_VERSION, host, process, index, kind))
+                refused = connection.recv()
+                if isinstance(refused, Refused):
+                    raise Incompatible(refused.reason)
+                _wait_forever(connection)
+            opened.pop_all()
     except AuthenticationError as error:
         raise Unavailable(f"the worker at {address} has another cluster secret: copy its own to this host") from error
     except EOFError as error:

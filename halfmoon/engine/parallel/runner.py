@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
-from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.chunk import chunk_of
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes

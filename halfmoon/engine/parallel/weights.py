@@ -38,10 +38,10 @@ def load_part(
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 ours, source = checkpoint_name(name), tensors.get_slice(name)
-                if not _is_known(ours, tuple(source.get_shape()), shapes) or ours not in wanted:
+                if model.ignores(ours) or not _is_known(ours, tuple(source.get_shape()), shapes) or ours not in wanted:
                     continue
                 view = wanted.pop(ours)
-                _fill(view, source, part.slices(ours))
+                _fill(view, source, part.pieces(ours))
                 done_bytes += view.nbytes
                 if on_progress is not None:
                     on_progress(done_bytes, total_bytes)
@@ -55,7 +55,7 @@ def fill_dummy_part(model: Model, part: ModelPart) -> None:
     shapes = _whole_shapes(part)
     for name, view in model.parameters().items():
         _fill(
-            view, dummy_values(name, torch.empty(shapes[name], dtype=view.dtype, device=view.device)), part.slices(name)
+            view, dummy_values(name, torch.empty(shapes[name], dtype=view.dtype, device=view.device)), part.pieces(name)
         )
 
 
@@ -75,10 +75,10 @@ def _is_known(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int,
     return True
 
 
-def _fill(view: Tensor, source: Any, where: tuple[slice, ...] | None) -> None:
-    if where is None:
+def _fill(view: Tensor, source: Any, pieces: tuple[tuple[slice, ...], ...]) -> None:
+    if not pieces:
         view.zero_()
         return
-    piece = source[where]
-    assert math.prod(piece.shape) == view.numel(), "the part's rules and its tensors disagree"
-    view.copy_(piece)
+    values = torch.cat([source[where] for where in pieces]) if len(pieces) > 1 else source[pieces[0]]
+    assert math.prod(values.shape) == view.numel(), "the part's rules and its tensors disagree"
+    view.copy_(values)

@@ -29,6 +29,7 @@ class SchedulerLimits:
     chunk_tokens: int = 512
     max_running: int = 64
     speculates: bool = False  # decodes also run guessed tokens (`speculation.py`)
+    window_tokens: int | None = None  # no layer lets a token see further back, itself included; None: some does
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,9 +340,22 @@ class Scheduler:
         sequence.state = "running"
         self._running.append(sequence)
 
+    def drop_behind_window(self, sequence: Sequence) -> None:
+        """Releases leading blocks that no token from now on sees; the cache keeps them until others need them.
+
+        A prompt that is handed over keeps its blocks: where it goes, they are asked for by position.
+        """
+        window = self._limits.window_tokens
+        if window is None or sequence.request.prefill_only or sequence.restore is not None:
+            return
+        num_unseen = max(0, sequence.num_computed + 1 - window) // self._block_tokens
+        if num_unseen > sequence.num_dropped:
+            self._cache.release(sequence.blocks[sequence.num_dropped : num_unseen])
+            sequence.num_dropped = num_unseen
+
     def _free(self, sequence: Sequence) -> None:
-        self._cache.release(sequence.blocks)
-        sequence.blocks = []
+        self._cache.release(sequence.blocks[sequence.num_dropped :])
+        sequence.blocks, sequence.num_dropped = [], 0
 
     def _room(self, sequence: Sequence, num_blocks: int) -> int:
         return max(self._blocks_for(sequence.max_tokens_ever) - num_blocks, 0)

@@ -13,6 +13,7 @@ from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams,
 from halfmoon.engine.scheduling.restore_order import Restore
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.kv.frame_plan import Written
+from halfmoon.policy.preemption import Pauses
 
 SequenceState = Literal["waiting", "running", "reserved", "held", "removed"]
 
@@ -20,12 +21,15 @@ SequenceState = Literal["waiting", "running", "reserved", "held", "removed"]
 class Sequence:
     """Owns the token ids of one request and how many of them have their K and V in memory.
 
-    `blocks` are references that the scheduler took from the pool. A prefill-only sequence that has its token is `held`.
+    `blocks` are references that the scheduler took from the pool; it has given back the first `num_dropped`, which are
+    behind the window of every layer: their ids only keep the others' places. A prefill-only sequence that has its token
+    is `held`.
     """
 
     def __init__(self, request: EngineRequest, order: int, restore: Restore | None = None) -> None:
         self.request = request
         self.rank = (request.priority, request.arrival_s, order)  # smaller runs first; unique
+        self.pauses = Pauses(request.class_priority, request.max_pause_s)
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_computed = 0  # leading tokens whose K and V are in `blocks`
         self.num_cached = 0  # of those, how many came from the prefix cache
@@ -33,6 +37,7 @@ class Sequence:
         self.num_loaded = 0  # of those, how many were loaded while others were computed
         self.restore = restore  # what remains to be loaded
         self.blocks: list[int] = []
+        self.num_dropped = 0
         self.block_keys: list[bytes] = []  # of the leading full blocks, as far as they have been needed
         self.num_known_blocks = 0  # leading blocks that the prefix cache has seen
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the tokens after the first, if wanted, as far as computed

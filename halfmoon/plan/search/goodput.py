@@ -119,6 +119,11 @@ def steady_at(trial: Trial, rate_per_s: float) -> Steady:
     return _passes(trial, rate_per_s, num, _MAX_UNDER_WAY)
 
 
+def estimated_steady_at(trial: Trial, rate_per_s: float) -> Steady:
+    """The same with least-loaded routing."""
+    return _passes(trial, rate_per_s, len(trial.workload) // 2, _MAX_UNDER_WAY, "never")
+
+
 def held_at(trial: Trial, rate_per_s: float, policies: PolicyUse = "as needed") -> SimResult | None:
     """The requests of the pass that counts if the goal is met indefinitely, else None. Stops as soon as that is
     decided.

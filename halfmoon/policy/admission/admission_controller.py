@@ -12,7 +12,7 @@ from halfmoon.policy.admission.degradation import (
     degraded_requests,
     may_place_elsewhere,
 )
-from halfmoon.policy.admission.fair_shares import FairShares, token_cost
+from halfmoon.policy.admission.fair_shares import FairShares
 from halfmoon.policy.admission.feedback import Feedback, TargetKind, Tightening
 from halfmoon.policy.admission.idle_probe import IdleProbe
 from halfmoon.policy.admission.judged_tbt import JudgedTbt
@@ -26,17 +26,19 @@ from halfmoon.policy.admission.refusal import (
     over_target,
     overload_targets,
 )
-from halfmoon.policy.admission.requests_inside import Inside, RequestsInside
+from halfmoon.policy.admission.requests_inside import RequestsInside
 from halfmoon.policy.admission.shedding import Shedding
 from halfmoon.policy.admission.tenants import ANYONE, Tenant
-from halfmoon.policy.forecast.request_forecast import RequestForecast, RunningRequest
+from halfmoon.policy.forecast.request_forecast import RequestForecast
 from halfmoon.policy.models.output_lengths import OutputLengths
+from halfmoon.policy.placement.hot_spots import RunningAnswer
 from halfmoon.policy.placement.move import move_target
 from halfmoon.policy.placement.place import PlacementRules, place
 from halfmoon.policy.values import AdmissionTargets, Placement, PlacementRequest
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
+_OVERTIME = 0.25  # as `DecodeForecast` expects
 _MIN_TBT_TOKENS = 20  # in shorter answers the mean gap is mostly the hand-over, which a stricter target cannot shorten
 
 
@@ -49,10 +51,10 @@ class _EarlyJudgement(NamedTuple):
 
 
 class AdmissionController:
-    """Owns what admission knows of the requests inside: forecast, lengths, shares, feedback. Has no clock.
+    """Owns what admission has learned: lengths, feedback, shedding; and the requests `inside`. Has no clock.
 
-    The gateway and the simulator report the life of each request: `decide`, `enter`, `begin_decode`, `leave`. A new
-    `mode` applies from the next `decide` on.
+    The gateway and the simulator report the life of each request: `decide`, `inside.enter`, `inside.begin_decode`,
+    `leave`. A new `mode` applies from the next `decide` on.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class AdmissionController:
         self._rules = rules
         self._rng = rng
         self._forecast = RequestForecast(rules.fetching_threshold)
-        self._inside = RequestsInside()
+        self.inside = RequestsInside(self._forecast, self.shares)
         self._judged_tbt = JudgedTbt(self._forecast)
         self._feedback = Feedback()
         self._shedding = Shedding()
@@ -212,66 +214,6 @@ class AdmissionController:
         """The targets of the class that feedback has tightened, and why."""
         return self._feedback.tightenings(qos)
 
-    def enter(
-        self,
-        request_id: str,
-        view: ClusterView,
-        admitted: Admitted,
-        num_prompt_tokens: int,
-        now_s: float,
-        tenant: Tenant = ANYONE,
-    ) -> None:
-        """Sends a request, reserved or not, to its workers."""
-        self._let_in(request_id, admitted, num_prompt_tokens, now_s, tenant)
-        self.move(request_id, view, admitted.placement, now_s)
-
-    def reserve(
-        self,
-        request_id: str,
-        view: ClusterView,
-        admitted: Admitted,
-        num_prompt_tokens: int,
-        now_s: float,
-        tenant: Tenant = ANYONE,
-    ) -> None:
-        """Counts an admitted request before its turn comes, so that others of the same client are judged with it."""
-        work = self._let_in(request_id, admitted, num_prompt_tokens, now_s, tenant, waits=True)
-        self._forecast.reserve(request_id, view, work, admitted.placement, now_s)
-
-    def activate(self, request_id: str, now_s: float) -> None:
-        """Takes a reserved request out of the forecast, to be placed next: it must not compete with itself."""
-        self._forecast.leave(request_id, now_s)
-
-    def release(self, request_id: str, now_s: float) -> None:
-        """Drops a reserved request without a trace."""
-        self._let_out(request_id, now_s)
-        self.shares.leave(request_id, 0.0)
-
-    def _let_in(
-        self,
-        request_id: str,
-        admitted: Admitted,
-        num_prompt_tokens: int,
-        now_s: float,
-        tenant: Tenant,
-        *,
-        waits: bool = False,
-    ) -> RunningRequest:
-        cost = token_cost(num_prompt_tokens, admitted.num_output)
-        num_kv_tokens = num_prompt_tokens + round(admitted.num_output)
-        self.shares.enter(request_id, admitted.qos.priority, tenant, cost, num_kv_tokens)
-        unloaded = self._forecast.unloaded_latency(admitted.placement, num_prompt_tokens, admitted.num_output)
-        return self._inside.enter(request_id, admitted, num_prompt_tokens, unloaded, now_s, waits=waits)
-
-    def _let_out(self, request_id: str, now_s: float) -> Inside:
-        inside = self._inside.leave(request_id)
-        self._forecast.leave(request_id, now_s)
-        return inside
-
-    def move(self, request_id: str, view: ClusterView, placement: Placement, now_s: float) -> None:
-        """Sends a request to these workers, and takes it off any others."""
-        self._forecast.move(request_id, view, self._inside[request_id].work, placement, now_s)
-
     def move_target(
         self, view: ClusterView, request: PlacementRequest, same_kv: Bools, now_s: float
     ) -> Placement | None:
@@ -279,14 +221,23 @@ class AdmissionController:
         loads = self._forecast.decode_loads(view, now_s, now_s)
         return move_target(view, request, loads, same_kv, self._rng)
 
-    def begin_decode(self, request_id: str, now_s: float) -> None:
-        """Notes the first token of a request."""
-        self.shares.begin(request_id)
-        self._forecast.begin_decode(request_id, now_s)
+    def running_answer(
+        self, request_id: str, row: int, num_tokens: int, num_generated: int, most_left: int
+    ) -> RunningAnswer | None:
+        """An answer that decodes on `row`, with what is predicted of its rest; None if it is not inside.
+
+        One that is longer than predicted goes on for a quarter of its length so far.
+        """
+        inside = self.inside.get(request_id)
+        if inside is None:
+            return None
+        num_left = inside.work.num_output - num_generated
+        num_left = min(num_left if num_left > 0 else _OVERTIME * num_generated, most_left)
+        return RunningAnswer(request_id, row, num_tokens, num_left, most_left)
 
     def note_overheads(self, before_token_s: float, handover_s: float | None, request_id: str = "") -> None:
         """Learns the measured overheads of one request, still inside: `RequestForecast.note_overheads`."""
-        inside = self._inside.get(request_id)
+        inside = self.inside.get(request_id)
         if handover_s is not None and inside is not None:
             handover_s -= inside.handover_s
         self._forecast.note_overheads(before_token_s, handover_s)
@@ -295,8 +246,7 @@ class AdmissionController:
         self, request_id: str, now_s: float, *, num_output: int, ttft_s: float | None, tbt_s: float | None
     ) -> None:
         """Removes a request that has ended. Learns from it, unless `ttft_s` is None, which marks an aborted one."""
-        inside = self._let_out(request_id, now_s)
-        self.shares.leave(request_id, token_cost(inside.work.num_prompt_tokens, num_output))
+        inside = self.inside.leave(request_id, now_s, num_output)
         self._probe.reset()
         if ttft_s is not None:
             self.lengths.add(inside.qos.name, inside.work.num_prompt_tokens, num_output)
@@ -325,13 +275,13 @@ class AdmissionController:
     ) -> Refused:
         assert row is not None
         of_row = None if self.mode == "load" else row
-        ends_in_s = self._forecast.decodes.next_ends(of_row, now_s, self._inside.waiting) - now_s
+        ends_in_s = self._forecast.decodes.next_ends(of_row, now_s, self.inside.waiting) - now_s
         tightening = self._feedback.tightenings(qos).get(missed)
         return over_target(qos, missed, latency, targets, tightening, ends_in_s)
 
     def is_probe(self, now_s: float) -> bool:
         """Whether to admit a refused request because nothing has run for long: `IdleProbe`."""
-        return not self._inside and self._probe.is_due(now_s)
+        return not self.inside and self._probe.is_due(now_s)
 
     def note_no_room(self, request_id: str, now_s: float) -> None:
         """Notes that an admitted request found no room on its workers."""
@@ -360,6 +310,4 @@ class AdmissionController:
     def _has_share(self, view: ClusterView, request: PlacementRequest, admitted: Admitted, now_s: float) -> bool:
         num_tokens = request.num_prompt_tokens + round(admitted.num_output)
         capacity, in_use = view.decode_tokens, view.decoding_tokens
-        return self._inside.reservations.may_use(
-            admitted.qos, num_tokens, capacity, self.classes.classes, now_s, in_use
-        )
+        return self.inside.reservations.may_use(admitted.qos, num_tokens, capacity, self.classes.classes, now_s, in_use)

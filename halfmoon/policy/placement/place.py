@@ -10,6 +10,7 @@ import numpy as np
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.placement.conditional import ConditionalDisaggregation, ConditionalMode, KeepingMode
+from halfmoon.policy.placement.device_rules import DeviceRule, allowed_rows
 from halfmoon.policy.placement.forecast import Forecast
 from halfmoon.policy.placement.ranking import PlacementMode, Ranking
 from halfmoon.policy.values import Placement, PlacementRequest, TtftPrediction
@@ -38,6 +39,7 @@ class PlacementRules:
     mode: PlacementMode = "kvcache-centric"
     balancing_threshold: float = 2.0  # best prefix / local prefix above which the best is fetched
     conditional: ConditionalMode = "off"  # whether decode workers compute prompts; only in modes that predict TTFT
+    devices: tuple[DeviceRule, ...] = ()  # which prompts workers of a device compute
 
     @property
     def fetching_threshold(self) -> float | None:
@@ -70,6 +72,7 @@ def place(
     """
     keeping = rules.keeping_mode(is_failover=request.is_failover)
     rows = _eligible(view, request, goes_alone=request.is_failover and keeping != "off")
+    rows = allowed_rows(rules.devices, view, request, rows)
     ranking = Ranking(view, rules.mode, request)
     conditional = ConditionalDisaggregation(view, request, keeping, forecast, now_s)
 
@@ -106,7 +109,8 @@ def place(
         begins_s = now_s + chosen.ttft_s
         loads = forecast.decode_loads(view, begins_s, now_s)
         handover = forecast.handover(view, request, chosen, begins_s)
-        decode, decode_reason = ranking.best_decode(loads, handover, rows.decode, rng)
+        decodes = _paired(view, prefill, rows.decode)
+        decode, decode_reason = ranking.best_decode(loads, handover, decodes, rng)
         load = loads.of(decode)
         chosen = replace(
             chosen,
@@ -125,6 +129,13 @@ def place(
     worker = view.worker(decode)
     tbt_s = worker.step_model.seconds(load.batch + 1, load.context_tokens + request.num_prompt_tokens)
     return forecast.refine_decode(view, replace(chosen, decode=worker, tbt_s=tbt_s), now_s)
+
+
+def _paired(view: ClusterView, prefill: int, decodes: Bools) -> Bools:
+    """The decode workers of the prefill worker's unit (DistServe, Algorithm 2); all where there are none."""
+    unit = view.in_unit_of(prefill)
+    within = decodes if unit is None else decodes & unit
+    return within if np.logical_or.reduce(within) else decodes
 
 
 def _on_prefill_worker(view: ClusterView, row: int, ttft: TtftPrediction) -> Placement:

@@ -123,6 +123,20 @@ class ClusterView:
         """The rows of these workers, without those that are not members."""
         return [self._rows[worker_id] for worker_id in worker_ids if worker_id in self._rows]
 
+    def on_device(self, device: str) -> Bools:
+        """Mask [num_rows] of the members whose device begins so, in any case."""
+        rows, begins = np.zeros(self.num_rows, dtype=np.bool_), device.lower()
+        rows[[self._rows[name] for name, one in self._views.items() if one.device.lower().startswith(begins)]] = True
+        return rows
+
+    def in_unit_of(self, row: int) -> Bools | None:
+        """Mask [num_rows] of the members in the paired unit of a member, itself included; None if it is in none."""
+        unit, rows = self.worker(row).unit, np.zeros(self.num_rows, dtype=np.bool_)
+        if not unit:
+            return None
+        rows[[self._rows[name] for name, one in self._views.items() if one.unit == unit]] = True
+        return rows
+
     def colocated_with(self, worker_id: str) -> Bools:
         """Mask [num_rows + 1] of the other members on the host of a member; its last entry is False."""
         row = self._rows[worker_id]

@@ -47,11 +47,14 @@ class WorkerView:
     contention: float = 0.0  # slowdown of its prefills per busy worker of its host, as a share of the time alone
     step_contention: float = 0.0  # the same for its decode steps
     store_holder: int = -1  # number of the pool of stores that it restores from; -1 if it has none
+    device: str = ""  # that it computes on: cpu, cuda
+    unit: str = ""  # of a plan's paired workers, which hand KV over among themselves
+    host_name: str = ""  # as it reports it: pods and containers of one host have addresses of their own
 
     @property
     def host(self) -> str:
-        """The host it runs on. Workers of one host are colocated."""
-        return self.address.rpartition(":")[0] or self.address
+        """The host it runs on, by its address if it reports no name. Workers of one host are colocated."""
+        return self.host_name or self.address.rpartition(":")[0] or self.address
 
     @property
     def num_requests(self) -> int:

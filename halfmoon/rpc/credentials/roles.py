@@ -51,6 +51,7 @@ CALLERS: Mapping[str, frozenset[ClusterRole]] = {
     "/halfmoon.Planner/Apply": _OPERATOR,
     "/halfmoon.Fleet/Preview": _PLANNER,
     "/halfmoon.Fleet/Change": _PLANNER,
+    "/halfmoon.Fleet/Add": _PLANNER,
 }
 
 

@@ -8,9 +8,11 @@ from typing import Literal
 
 from halfmoon.catalog.entry import Tier
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.eviction import PolicyName
 from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
+from halfmoon.policy.placement.device_rules import DeviceRule
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
@@ -63,6 +65,7 @@ class WorkerGroup:
     )
     price_per_hour: float = 0.0  # of one worker
     layer_passes: int = 0  # parts in which layers of a fetched prefix arrive while its step computes; 0: by block
+    device: str = ""  # for `ClusterSpec.devices`
 
     def __post_init__(self) -> None:
         _check(self.count >= 0, "count", "must not be negative")
@@ -209,6 +212,9 @@ class ClusterSpec:
     conditional: ConditionalMode = DEFAULT_MODE  # whether decode workers compute prompts
 
     stores: Stores = NO_STORES
+    devices: tuple[DeviceRule, ...] = ()  # which prompts workers of a device compute
+    hot_spots: bool = False  # running answers leave busy decode workers where that pays
+    classes: tuple[QosClass, ...] = ()  # of the workload's requests; empty: one, with `targets`
 
     def __post_init__(self) -> None:
         _check(self.block_tokens >= 1, "block_tokens", "must be at least 1")
@@ -227,6 +233,12 @@ class ClusterSpec:
             "failures",
             f"must name workers from 0 to {num - 1}",
         )
+
+    @property
+    def qos_classes(self) -> tuple[QosClass, ...]:
+        """The classes; policies see no limit on the longest gap."""
+        one = QosClass("simulated", ttft_s=self.targets.ttft_s, tbt_s=self.targets.tpot_s)
+        return self.classes or (one,)
 
     @property
     def learns_overheads(self) -> bool:

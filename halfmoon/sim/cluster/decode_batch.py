@@ -36,8 +36,8 @@ class DecodeBatch:
         """Adds a job, which decodes from the next step on and needs at least one more token."""
         job.join_step, job.join_length = self.steps, length
         self._offsets[(length - 1 - self.steps) % self._block_tokens] += 1
-        heapq.heappush(self._ends, (self.steps + job.num_left, job.index, job.attempt, job))
-        self.jobs[job.index] = job
+        heapq.heappush(self._ends, (self.steps + job.num_left, job.rank, job.attempt, job))
+        self.jobs[job.rank] = job
         self.size += 1
         self.context += length
 
@@ -53,15 +53,15 @@ class DecodeBatch:
         job.generated += self.steps - job.join_step
         job.join_step, job.join_length = self.steps, length
         self._offsets[(length - 1 - self.steps) % self._block_tokens] -= 1
-        del self.jobs[job.index]
+        del self.jobs[job.rank]
         self.size -= 1
         self.context -= length
 
     def steps_left(self) -> int:
         """Steps until the first job has all its tokens; the batch must not be empty."""
         while True:
-            end_step, index, attempt, job = self._ends[0]
-            if self.jobs.get(index) is job and job.attempt == attempt and end_step == self._end_step(job):
+            end_step, rank, attempt, job = self._ends[0]
+            if self.jobs.get(rank) is job and job.attempt == attempt and end_step == self._end_step(job):
                 return end_step - self.steps
             heapq.heappop(self._ends)
 

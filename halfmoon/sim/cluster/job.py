@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from halfmoon.policy.admission.qos_classes import QosClass
+from halfmoon.policy.preemption import Pauses
 from halfmoon.policy.retries import Retries
 from halfmoon.sim.workloads.workload import Floats
 
@@ -48,10 +50,12 @@ class Job:
         "num_refusals",
         "outcome",
         "output",
+        "pauses",
         "prefill",
         "prefix_blocks",
         "priority",
         "prompt",
+        "qos_class",
         "rank",
         "reserved_blocks",
         "retries",
@@ -64,6 +68,8 @@ class Job:
     def __init__(self, index: int, start_s: float, prompt: int, output: int, prefix_blocks: list[int]) -> None:
         self.index = index
         self.rank_by(0)
+        self.qos_class = 0  # position among the cluster's classes
+        self.pauses = Pauses()
         self.start_s = start_s
         self.prompt = prompt
         self.output = output
@@ -108,6 +114,12 @@ class Job:
         """Ranks it by priority, smaller first, then by arrival."""
         self.priority = priority
         self.rank = (priority << _INDEX_BITS) + self.index
+
+    def classify(self, position: int, qos: QosClass) -> None:
+        """Puts it into a class of the cluster."""
+        self.qos_class = position
+        self.rank_by(qos.priority)
+        self.pauses = Pauses(qos.priority)
 
     @property
     def uncomputed(self) -> int:

@@ -165,6 +165,10 @@ class KvTransfers:
             target.kv.adopt(blocks)
             self._steps.wake(target)
 
+    def copied_s(self, sender: SimWorker, receiver: SimWorker, num_tokens: int) -> float:
+        """When the KV of that many tokens, sent now, is there."""
+        return self._fetched_s(_end(sender), receiver, _kv_bytes(sender, num_tokens), self._events.now_s)
+
     def wait_from_s(self, parts: Sequence[LoadPart], target: SimWorker) -> float:
         """Seconds until the paths from all of these, and what they read from, are free."""
         now_s = self._events.now_s

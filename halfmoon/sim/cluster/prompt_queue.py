@@ -20,6 +20,11 @@ class PromptChunk(NamedTuple):
     cached: int
     num_tokens: int
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt is complete with it, so that a token is sampled."""
+        return self.cached + self.num_tokens == self.job.target
+
 
 class Admission(Protocol):
     """What the queue needs of the worker's memory."""

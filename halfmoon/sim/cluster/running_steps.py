@@ -70,10 +70,12 @@ class RunningSteps:
         self._end_after(num_steps)
 
     def begin_prompts(self, sets: list[list[PromptChunk]], batch: int, context: int, now_s: float) -> None:
-        """Begins a step with prompts. In a pipeline the sets follow each other, each with its share of the batch."""
+        """Begins a step with prompts. In a filled pipeline the sets follow each other, each with its share of the
+        batch.
+        """
         latency = self._latency
         stages = latency.num_stages
-        groups = max(min(stages, batch), 1)
+        groups = latency.num_groups(batch)
         longest_s = first_stage_s = 0.0
         for chunks in sets:
             new, pairs, seen = _work(chunks)
@@ -82,18 +84,22 @@ class RunningSteps:
             first_stage_s += stage_s + latency.launching_s(seen + context / groups)
         self._begin(now_s, now_s + self.pace * max(longest_s, first_stage_s))
 
-    def enter_pipeline(self, chunks: list[PromptChunk], now_s: float) -> None:
-        """Sends chunks through the pipeline. A stage starts when its predecessor and its own earlier chunks are
-        done.
+    def enter_pipeline(
+        self, chunks: list[PromptChunk], now_s: float, batch: int = 0, context: int = 0, *, waits: bool = False
+    ) -> None:
+        """Sends chunks, and `batch` decodes beside them, through the pipeline. A stage starts when its predecessor and
+        its own earlier chunks are done.
+
+        `waits`: the step ends when its tokens are known, otherwise when the first stage is done.
         """
         latency, free_s = self._latency, self._stage_free_s
         new, pairs, seen = _work(chunks)
-        stage_s = self.pace * latency.stage_s(new, pairs, 0, 0)
-        at_s = now_s + self.pace * latency.launching_s(seen)
+        stage_s = self.pace * latency.stage_s(new, pairs, batch, context)
+        at_s = now_s + self.pace * latency.launching_s(seen + context)
         for stage, stage_free_s in enumerate(free_s):
             at_s = free_s[stage] = max(at_s, stage_free_s) + stage_s
         self.passage_s = at_s
-        self._begin(now_s, free_s[0])
+        self._begin(now_s, at_s if waits else free_s[0])
 
     def num_begun(self, now_s: float) -> int:
         """Steps of the run that have begun, which is the number of the running one."""

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
+from halfmoon.policy.placement.device_rules import DeviceRule
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import (
@@ -59,6 +60,7 @@ class _Workers(_Strict):
     kv_tokens: int | None = Field(default=None, ge=1)
     prefix_cache: bool = True
     layer_passes: int = Field(default=0, ge=0)
+    device: str = ""
     max_batch_tokens: int | None = None  # None, here and below: the profile's value, else the default
     chunk_tokens: int | None = None
     max_running: int | None = None
@@ -83,6 +85,8 @@ class _Cluster(_Strict):
     report_s: float = 1.0
     failures: tuple[dict[str, float | None], ...] = ()
     conditional_disaggregation: ConditionalMode = DEFAULT_MODE
+    prefill_devices: tuple[str, ...] = ()
+    hot_spots: bool = False
     stores: dict[str, Any] = {}
 
     @field_validator("admission", "conditional_disaggregation", mode="before")
@@ -140,6 +144,8 @@ def read_cluster(
         answer_s or 0.0,
         read.conditional_disaggregation,
         _validated(path, Stores, read.stores, "stores"),
+        tuple(map(DeviceRule.parse, read.prefill_devices)),
+        read.hot_spots,
     )
 
 
@@ -162,6 +168,7 @@ def _group(workers: _Workers, model: LatencyModel, limits: BatchLimits) -> Worke
         workers.first_node,
         price,
         workers.layer_passes,
+        workers.device,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from halfmoon.policy.preemption import in_turn, last_in_turn
 from halfmoon.sim.cluster.cluster_spec import WorkerGroup
 from halfmoon.sim.cluster.decode_batch import DecodeBatch
 from halfmoon.sim.cluster.job import Job
@@ -180,10 +181,10 @@ class SimWorker:
         if limits.batching == "prefill-first":
             sets = self._next_prompts(0, now_s)
             if not sets and self.decodes.size:
-                self._take_step_blocks()
+                self._take_step_blocks(now_s)
         else:
             if self.decodes.size:
-                self._take_step_blocks()
+                self._take_step_blocks(now_s)
             sets = self._next_prompts(self.decodes.size, now_s)
         self._does_decode = bool(self.decodes.size) and (limits.batching == "chunked" or not sets)
         if sets:
@@ -247,37 +248,34 @@ class SimWorker:
             self.decodes.add(job, job.target + 1)
         self.arrived.clear()
 
-    def _take_step_blocks(self) -> None:
+    def _take_step_blocks(self, now_s: float) -> None:
         """Takes blocks for one step of the whole batch. Preempts jobs from the last rank on while there are too few."""
         num_blocks = self.decodes.new_blocks(0, 1)
         if num_blocks <= self.kv.available:
             self.kv.take(num_blocks)
             return
         served: set[int] = set()
-        for rank in sorted(self.decodes.jobs):
-            job = self.decodes.jobs.get(rank)
-            if job is None or not self.decodes.needs_block(job):
+        jobs = self.decodes.jobs
+        for job in in_turn(jobs.values(), now_s):
+            if job.rank not in jobs or not self.decodes.needs_block(job):
                 continue
-            while not self.kv.available and rank in self.decodes.jobs:
-                self._preempt(served)
-            if rank in self.decodes.jobs:
+            while not self.kv.available and job.rank in jobs:
+                self._preempt(served, now_s)
+            if job.rank in jobs:
                 self.kv.take(1)
-                served.add(rank)
+                served.add(job.rank)
 
-    def _preempt(self, served: set[int]) -> None:
+    def _preempt(self, served: set[int], now_s: float) -> None:
         """Queues the last job again, to be recomputed with its tokens. Jobs in `served` have this step's block
         already.
         """
-        prefilling = self.prompts.prefilling
-        last = max(self.decodes.jobs)
-        if prefilling and prefilling[-1].index > last:
-            job = prefilling[-1]
+        job = last_in_turn([*self.prompts.prefilling[-1:], *self.decodes.jobs.values()], now_s)
+        if job.state == "prefilling":
             self.prompts.remove(job)
             self.blocks.release(job)
         else:
-            job = self.decodes.jobs[last]
             self.decodes.drop(job)
-            self.kv.give(1 if last in served else 0)
+            self.kv.give(1 if job.rank in served else 0)
             self.blocks.leave(job)
             job.target = job.join_length
         job.computed, job.front_end = 0, -1
@@ -287,12 +285,13 @@ class SimWorker:
         self.prompts.add(job)
 
     def _next_prompts(self, num_decodes: int, now_s: float) -> list[list[PromptChunk]]:
-        """Chunks for the next step: one set for each group of decodes in the pipeline."""
+        """Chunks for the next step: one set for each group of decodes in a filled pipeline."""
         limits, prompts = self.group.limits, self.prompts
         if not prompts.prefilling and not prompts.waiting:
             return []
         sets = []
-        for _ in range(self.group.latency.num_stages if self.group.role != "prefill" else 1):
+        latency = self.group.latency
+        for _ in range(latency.num_stages if latency.fills_stages and self.group.role != "prefill" else 1):
             chunks = prompts.last_tokens(now_s)
             together = num_decodes + len(chunks)
             most = limits.max_batch_tokens - together
@@ -303,12 +302,17 @@ class SimWorker:
         return sets
 
     def _begin_prompts(self, sets: list[list[PromptChunk]], now_s: float) -> list[PromptChunk]:
-        if self.group.role == "prefill" and self.steps.is_pipeline:
-            self.steps.enter_pipeline(sets[0], now_s)
-            return sets[0]
         batch, context = (self.decodes.size, self.decodes.context) if self._does_decode else (0, 0)
-        self._chunks = [chunk for chunks in sets for chunk in chunks]
-        self.steps.begin_prompts(sets, batch, context, now_s)
+        chunks = [chunk for chunks in sets for chunk in chunks]
+        fills = self.group.latency.fills_stages
+        if self.steps.is_pipeline and not (fills and (batch or self.group.role != "prefill")):
+            samples = not fills and (batch > 0 or any(chunk.is_last for chunk in chunks))
+            self.steps.enter_pipeline(chunks, now_s, batch, context, waits=samples)
+            if not samples:
+                return chunks
+        else:
+            self.steps.begin_prompts(sets, batch, context, now_s)
+        self._chunks = chunks
         return []
 
     def _begin_decodes(self, most: int, now_s: float) -> None:

@@ -25,6 +25,9 @@ class Requests(Protocol):
     def pull(self, worker: SimWorker) -> None:
         """Lets waiting KV move to a worker that has room again."""
 
+    def after_step(self, worker: SimWorker) -> None:
+        """Handles a worker between two steps."""
+
 
 class WorkerSteps:
     """Owns the scheduled wake-up of each worker. Knows nothing of requests."""
@@ -85,6 +88,8 @@ class WorkerSteps:
         self._reports.note(worker)
         if worker.backlog and (finished.ended or finished.prompts):  # a preempted job may end with its prompt
             self._requests.pull(worker)
+        if worker.steps.wake_s is None:
+            self._requests.after_step(worker)
         if worker.steps.wake_s is None:
             self._start(worker)
 

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from halfmoon.architectures.weight_format import BFLOAT16
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.policy.models.latency import StepSample
 from halfmoon.sim.latency_sources.hardware import Device, device
@@ -111,6 +112,7 @@ def sampled(compiled: Compiled, of: KernelTimes, on: Device, tensor: int, pipeli
         error=FitError(prefill_error, step_error),
         num_stages=pipeline,
         num_devices=tensor * pipeline,
+        fills_stages=True,
     )
 
 
@@ -174,8 +176,20 @@ def _compiled(shape: ModelShape, on: Device, backend: str, tensor: int, pipeline
 def llama_config(shape: ModelShape) -> dict[str, Any]:
     """The config.json of a Llama of this shape. Qwen's extras (biases, head norms) take negligible time.
 
-    Raises InvalidRequest for models with ungated MLPs.
+    Raises InvalidRequest for models with ungated MLPs, and for what differs from Llama in more than its size.
     """
+    special = {
+        "a mixture of experts": shape.experts is not None,
+        "attention over latents": shape.latent is not None,
+        "windows": bool(shape.windows),
+        f"weights in {shape.weights.name}": shape.weights != BFLOAT16,
+    }
+    if any(special.values()):
+        raise InvalidRequest(
+            f"{shape.name} has {' and '.join(what for what, has in special.items() if has)}, for which its times are "
+            f"not asked here: plan with the roofline (roofline:{shape.name})",
+            param="latency",
+        )
     if shape.mlp_matrices != 3:
         raise InvalidRequest(f"aiconfigurator knows no models like {shape.name}, without gates", param="model")
     return {

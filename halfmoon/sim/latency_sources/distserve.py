@@ -73,6 +73,7 @@ def _model(of: DistServeCoefficients, fit: Any, kv_tokens: int, tp: int, pp: int
         source=f"DistServe's coefficients of {of.name} on {_GPU} ({of.engine}), TP{tp} x PP{pp}",
         num_stages=pp,
         num_devices=tp * pp,
+        fills_stages=True,
         launch_s=_LAUNCH_S,
         launch_s_per_token=_LAUNCH_S_PER_TOKEN,
     )

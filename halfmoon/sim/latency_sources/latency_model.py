@@ -66,6 +66,9 @@ class Cycle(NamedTuple):
 class LatencyModel:
     """One worker of `num_stages` pipeline stages. The pieces describe one stage; all stages take the same time.
 
+    A step that samples ends when its tokens are known, as in this project's engine: it leaves every stage idle but one.
+    An engine that `fills_stages` splits its decodes into as many groups as there are stages, which follow each other.
+
     The prompts of a step take `a + b*new + c*pairs`, where `pairs` sums `new * (cached + new / 2)` over them, so
     several prompts share `a`. Sequences that decode in the same step share the matrix products: each counts as one more
     new token and adds its attention, `f*context`. The first stage also launches the step.
@@ -79,6 +82,7 @@ class LatencyModel:
     error: FitError = NOT_MEASURED
     num_stages: int = 1
     num_devices: int = 1
+    fills_stages: bool = False
     launch_s: float = 0.0
     launch_s_per_token: float = 0.0  # of all sequences in the step
 
@@ -106,17 +110,21 @@ class LatencyModel:
     def cycle(self, batch: int) -> Cycle:
         """The time until each of `batch` sequences has its next token, without prompts in between.
 
-        With several stages the batch is split into that many groups, which follow each other in rounds. A round takes
-        as long as the first stage needs for all groups; with fewer sequences than stages, it takes as long as one group
-        needs for all stages.
+        Without groups it passes through all stages. Groups follow each other in rounds. A round takes as long as the
+        first stage needs for all groups; with fewer sequences than stages, it takes as long as one group needs for all
+        stages.
         """
-        groups = min(self.num_stages, batch)
+        groups = self.num_groups(batch)
         step = _held_at(self.step, batch / groups)
         rounds = self.num_stages
         launches = groups if groups == self.num_stages else 1
         base_s = rounds * (step.d + step.e * batch / groups) + launches * self.launch_s
         slope_s = (rounds * step.f + launches * self.launch_s_per_token) / groups
         return Cycle(base_s, slope_s)
+
+    def num_groups(self, batch: int) -> int:
+        """Groups of sequences that decode in different stages at the same time."""
+        return max(min(self.num_stages if self.fills_stages else 1, batch), 1)
 
     @cached_property
     def policy_prefill(self) -> PrefillModel:
@@ -138,14 +146,17 @@ class LatencyModel:
 
     def scaled(self, factor: float) -> LatencyModel:
         """A worker that is `factor` times as fast."""
+        faster = self.with_errors(1 / factor, 1 / factor)
+        return replace(faster, launch_s=self.launch_s / factor, launch_s_per_token=self.launch_s_per_token / factor)
+
+    def with_errors(self, prefill: float, step: float) -> LatencyModel:
+        """A worker whose prompts take `prefill` times as long, and its decode steps `step` times."""
         return replace(
             self,
             prefill=tuple(
-                Piece(piece.least, PrefillModel(*(x / factor for x in piece.model))) for piece in self.prefill
+                Piece(piece.least, PrefillModel(*(x * prefill for x in piece.model))) for piece in self.prefill
             ),
-            step=tuple(Piece(piece.least, StepModel(*(x / factor for x in piece.model))) for piece in self.step),
-            launch_s=self.launch_s / factor,
-            launch_s_per_token=self.launch_s_per_token / factor,
+            step=tuple(Piece(piece.least, StepModel(*(x * step for x in piece.model))) for piece in self.step),
         )
 
     @property

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.kv_layout import row_items
 from halfmoon.sim.latency_sources.aiconfigurator import BACKENDS, KernelTimes
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.latency_sources.hardware import device
@@ -23,10 +21,8 @@ _KNOWN = (
     "a profile's path (profile.json), Splitwise's table with a model (perf_model.csv:llama-2-70b), distserve:MODEL, "
     "distserve-vllm:MODEL, roofline:MODEL[@GPU], roofline-2023:MODEL[@GPU], aiconfigurator:MODEL[@GPU] or "
     "aiconfigurator-BACKEND:MODEL[@GPU], where MODEL may be the path of a config.json, and of a roofline may end "
-    "in +int8-kv"
+    "in a format of its weights or KV (+awq, +fp8, +int8-kv)"
 )
-
-_INT8_KV = "+int8-kv"
 
 _KERNEL_TIMES = MappingProxyType(
     {"aiconfigurator": BACKENDS[0], **{f"aiconfigurator-{backend}": backend for backend in BACKENDS}}
@@ -42,10 +38,9 @@ def latency_source(text: str) -> LatencySource:
         return DistServeCoefficients(rest, "vllm")
     if kind in ("roofline", "roofline-2023") and rest:
         name, _, gpu = rest.partition("@")
-        shape = model_shape(name.removesuffix(_INT8_KV))
-        if name.endswith(_INT8_KV):
-            shape = replace(shape, bytes_per_kv=row_items(shape.head_dim, "int8") / shape.head_dim)
-        return Roofline(shape, Efficiency() if kind == "roofline" else OF_2023, device(gpu).name if gpu else None)
+        return Roofline(
+            model_shape(name), Efficiency() if kind == "roofline" else OF_2023, device(gpu).name if gpu else None
+        )
     if kind in _KERNEL_TIMES and rest:
         name, _, gpu = rest.partition("@")
         return KernelTimes(model_shape(name), _KERNEL_TIMES[kind], device(gpu).name if gpu else None)

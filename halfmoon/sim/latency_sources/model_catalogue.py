@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from urllib.request import Request, urlopen
 
-from halfmoon.errors import InvalidRequest
-from halfmoon.sim.latency_sources.model_shape import ModelShape
+from halfmoon.architectures.config_json import parse_architecture
+from halfmoon.architectures.weight_format import FORMATS, weight_format
+from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.kv.kv_layout import row_items
+from halfmoon.sim.latency_sources.model_shape import ModelShape, shape_of
 
 _HUB_TIMEOUT_S = 5.0
 _SUFFIXES = ("-hf", "-chat", "-instruct", "-it", "-base")
@@ -25,8 +29,53 @@ def _opt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
     return ModelShape(name, layers, hidden, heads, heads, hidden // heads, inner, 50272, 2, True, 2048)
 
 
+def _parsed(name: str, family: str, layers: int, hidden: int, heads: int, inner: int, vocab: int, **more: Any) -> Any:
+    """A model by what its config.json says."""
+    config: dict[str, Any] = {
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": inner,
+        "vocab_size": vocab,
+        **more,
+    }
+    return shape_of(name, parse_architecture(config), weight_format(config.get("quantization_config")))
+
+
+def _deepseek(name: str, family: str, layers: int, hidden: int, heads: int, inner: int, vocab: int, **more: Any) -> Any:
+    attention = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    known = {"max_position_embeddings": 163840, "num_key_value_heads": heads, **attention, **more}
+    return _parsed(name, family, layers, hidden, heads, inner, vocab, **known)
+
+
+def _mixture(num_experts: int, num_chosen: int, inner: int, **more: Any) -> dict[str, Any]:
+    return {"num_experts": num_experts, "num_experts_per_tok": num_chosen, "moe_intermediate_size": inner, **more}
+
+
+def _qwen3(kv_heads: int) -> dict[str, Any]:
+    return {"num_key_value_heads": kv_heads, "head_dim": 128, "norm_topk_prob": True, "max_position_embeddings": 40960}
+
+
+def _groups(num_groups: int, num_chosen: int, dense: int, shared: int) -> dict[str, Any]:
+    method = "group_limited_greedy" if num_groups > 1 else "greedy"
+    chosen = {"n_group": num_groups, "topk_group": num_chosen, "topk_method": method, "routed_scaling_factor": 1.0}
+    return {**chosen, "first_k_dense_replace": dense, "n_shared_experts": shared}
+
+
+_V3 = {
+    **_mixture(256, 8, 2048, n_group=8, topk_group=4, first_k_dense_replace=3, n_shared_experts=1, q_lora_rank=1536),
+    "num_nextn_predict_layers": 1,
+    "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+    "quantization_config": {"quant_method": "fp8"},
+}
 _SMOL = {"head_dim": 64, "tied_embeddings": True, "context_tokens": 8192}
 _LONG = {"context_tokens": 131072}
+
+_KV_BYTES: Mapping[str, Callable[[int], float]] = MappingProxyType(
+    {"int8-kv": lambda head_dim: row_items(head_dim, "int8") / head_dim, "fp8-kv": lambda head_dim: 1.0}
+)
+"""Bytes of a value of KV: our engine's rows in int8 have a scale, vLLM's fp8 has one for all."""
 
 MODELS: MappingProxyType[str, ModelShape] = MappingProxyType(
     {
@@ -56,49 +105,166 @@ MODELS: MappingProxyType[str, ModelShape] = MappingProxyType(
             _gated("qwen3-8b", 36, 4096, 32, 8, 12288, 151936, context_tokens=40960),
             _gated("qwen3-14b", 40, 5120, 40, 8, 17408, 151936, context_tokens=40960),
             _gated("qwen3-32b", 64, 5120, 64, 8, 25600, 151936, context_tokens=40960),
+            _parsed(
+                "mistral-7b-v0.1",
+                "mistral",
+                32,
+                4096,
+                32,
+                14336,
+                32000,
+                num_key_value_heads=8,
+                sliding_window=4096,
+                max_position_embeddings=32768,
+            ),
+            _parsed("phi-3-mini", "phi3", 32, 3072, 32, 8192, 32064, sliding_window=2047),
+            _parsed("phi-3-medium", "phi3", 40, 5120, 40, 17920, 32064, num_key_value_heads=10, sliding_window=2047),
+            _parsed(
+                "phi-4", "phi3", 40, 5120, 40, 17920, 100352, num_key_value_heads=10, max_position_embeddings=16384
+            ),
+            _parsed("gemma-2-2b", "gemma2", 26, 2304, 8, 9216, 256000, num_key_value_heads=4),
+            _parsed("gemma-2-9b", "gemma2", 42, 3584, 16, 14336, 256000, num_key_value_heads=8),
+            _parsed(
+                "gemma-2-27b",
+                "gemma2",
+                46,
+                4608,
+                32,
+                36864,
+                256000,
+                num_key_value_heads=16,
+                head_dim=128,
+                query_pre_attn_scalar=144,
+            ),
+            _parsed(
+                "gemma-3-1b",
+                "gemma3_text",
+                26,
+                1152,
+                4,
+                6912,
+                262144,
+                num_key_value_heads=1,
+                sliding_window=512,
+                max_position_embeddings=32768,
+            ),
+            _parsed("mixtral-8x7b", "mixtral", 32, 4096, 32, 14336, 32000, max_position_embeddings=32768),
+            _parsed("mixtral-8x22b", "mixtral", 56, 6144, 48, 16384, 32768, max_position_embeddings=65536),
+            _parsed(
+                "qwen1.5-moe-a2.7b",
+                "qwen2_moe",
+                24,
+                2048,
+                16,
+                5632,
+                151936,
+                **_mixture(60, 4, 1408),
+                shared_expert_intermediate_size=5632,
+                max_position_embeddings=8192,
+            ),
+            _parsed(
+                "qwen2-57b-a14b",
+                "qwen2_moe",
+                28,
+                3584,
+                28,
+                18944,
+                151936,
+                **_mixture(64, 8, 2560),
+                shared_expert_intermediate_size=20480,
+                num_key_value_heads=4,
+                max_position_embeddings=32768,
+            ),
+            _parsed("qwen3-30b-a3b", "qwen3_moe", 48, 2048, 32, 6144, 151936, **_mixture(128, 8, 768), **_qwen3(4)),
+            _parsed("qwen3-235b-a22b", "qwen3_moe", 94, 4096, 64, 12288, 151936, **_mixture(128, 8, 1536), **_qwen3(4)),
+            _deepseek(
+                "deepseek-v2-lite",
+                "deepseek_v2",
+                27,
+                2048,
+                16,
+                10944,
+                102400,
+                **_mixture(64, 6, 1408),
+                **_groups(1, 1, 1, 2),
+                q_lora_rank=None,
+            ),
+            _deepseek(
+                "deepseek-v2",
+                "deepseek_v2",
+                60,
+                5120,
+                128,
+                12288,
+                102400,
+                **_mixture(160, 6, 1536),
+                **_groups(8, 3, 1, 2),
+                q_lora_rank=1536,
+            ),
+            _deepseek("deepseek-v3", "deepseek_v3", 61, 7168, 128, 18432, 129280, **_V3),
+            _deepseek("deepseek-r1", "deepseek_v3", 61, 7168, 128, 18432, 129280, **_V3),
             _gated("smollm2-135m", 30, 576, 9, 3, 1536, 49152, **_SMOL),
             _gated("smollm2-360m", 32, 960, 15, 5, 2560, 49152, **_SMOL),
             _gated("smollm2-1.7b", 24, 2048, 32, 32, 8192, 49152, **_SMOL),
         )
     }
 )
-_ALIASES = MappingProxyType({"demo": "smollm2-135m"})
-
-SERVED = MappingProxyType(
+_ALIASES = MappingProxyType(
     {
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "opt": "OPTForCausalLM",
+        "demo": "smollm2-135m",
+        "mixtral-8x7b-v0.1": "mixtral-8x7b",
+        "mixtral-8x22b-v0.1": "mixtral-8x22b",
+        "phi-3-mini-4k": "phi-3-mini",
+        "phi-3-medium-4k": "phi-3-medium",
+        "deepseek-v3-0324": "deepseek-v3",
+        "deepseek-r1-0528": "deepseek-r1",
     }
 )
-"""The served families, by `model_type`, with the architecture of their `config.json`."""
 
 
 def known_shape(name: str) -> ModelShape | None:
-    """A shape of the catalogue. `llama-3.1-8b` and meta-llama/Llama-3.1-8B-Instruct are the same."""
-    short = name.lower().rsplit("/", 1)[-1].removeprefix("meta-")
+    """A shape of the catalogue. `llama-3.1-8b` and meta-llama/Llama-3.1-8B-Instruct are the same.
+
+    See `model_shape` for what may follow the name. Raises InvalidRequest for a format that is unknown.
+    """
+    base, *marks = name.split("+")
+    short = base.lower().rsplit("/", 1)[-1].removeprefix("meta-")
     for suffix in _SUFFIXES:
-        short = short.replace(suffix, "") if name.count("/") == 1 else short
-    return MODELS.get(_ALIASES.get(short, short))
+        short = short.replace(suffix, "") if base.count("/") == 1 else short
+    known = MODELS.get(_ALIASES.get(short, short))
+    return None if known is None else _written(known, marks)
 
 
 def model_shape(name: str) -> ModelShape:
     """The shape of a known model, of a config.json (or the directory with one), or of a Hugging Face id.
 
-    Fetches the config.json of an id, which blocks for a few seconds if the hub does not answer. Raises InvalidRequest,
-    which names the known models.
+    After a +, a name may say how weights (`+awq`) or KV (`+int8-kv`) are written instead. Fetches the config.json of an
+    id, which blocks for a few seconds if the hub does not answer. Raises InvalidRequest, which names the known models.
     """
-    path = Path(name).expanduser()
-    if name and path.exists() and name.lower() not in (*MODELS, *_ALIASES):
-        return _read_file(path / "config.json" if path.is_dir() else path)
+    base, *marks = (name,) if name and Path(name).expanduser().exists() else name.split("+")
+    path = Path(base).expanduser()
+    if base and path.exists() and base.lower() not in (*MODELS, *_ALIASES):
+        return _written(_read_file(path / "config.json" if path.is_dir() else path), marks)
     known = known_shape(name)
     if known is not None:
         return known
-    if name.count("/") == 1 and not name.startswith((".", "~", "/")) and not name.endswith(".json"):
-        return _read(_fetched(name), name, f"the config.json of {name}")
-    raise InvalidRequest(f"unknown model {name!r}: {_choices()}", param="model")
+    if base.count("/") == 1 and not base.startswith((".", "~", "/")) and not base.endswith(".json"):
+        return _written(_read(_fetched(base), base, f"the config.json of {base}"), marks)
+    raise InvalidRequest(f"unknown model {base!r}: {_choices()}", param="model")
+
+
+def _written(shape: ModelShape, marks: list[str]) -> ModelShape:
+    """The model with other weights or KV."""
+    for mark in marks:
+        name = f"{shape.name}+{mark}"
+        if mark in _KV_BYTES:
+            shape = replace(shape, name=name, bytes_per_kv=_KV_BYTES[mark](shape.head_dim))
+        elif mark in FORMATS:
+            shape = replace(shape, name=name, weights=FORMATS[mark])
+        else:
+            known = ", ".join((*FORMATS, *_KV_BYTES))
+            raise InvalidRequest(f"{name}: unknown format {mark!r}; known are {known}", param="model")
+    return shape
 
 
 def _choices() -> str:
@@ -137,55 +303,8 @@ def _read(text: str, name: str, where: str) -> ModelShape:
         document = json.loads(text)
         if not isinstance(document, dict):
             raise ValueError("it is not a JSON object")
-        return _from_config(name, document)
-    except KeyError as error:
-        raise InvalidRequest(f"{where} describes no model that is served: {error} is missing", param="model") from error
-    except (TypeError, ValueError) as error:
+        return shape_of(name, parse_architecture(document), weight_format(document.get("quantization_config")))
+    except Incompatible as error:
+        raise InvalidRequest(f"{where} describes no model that is served: {error.message}", param="model") from error
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
         raise InvalidRequest(f"{where} describes no model that is served: {error}", param="model") from error
-
-
-def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    is_opt = _architecture(config) == SERVED["opt"]
-    for sign in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if config.get(sign):
-            raise ValueError(f"it has {sign}, and mixtures of experts are not served")
-    if config.get("kv_lora_rank"):
-        raise ValueError("it has kv_lora_rank, and latent attention is not served")
-    if config.get("quantization_config"):
-        raise ValueError("its weights are quantised, which is not served")
-    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
-    kv_heads = _positive(config, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ValueError(f"{heads} attention heads are not a multiple of {kv_heads} key-value heads")
-    return ModelShape(
-        name,
-        _positive(config, "num_hidden_layers"),
-        hidden,
-        heads,
-        kv_heads,
-        _positive(config, "head_dim", max(hidden // heads, 1)),
-        _positive(config, "ffn_dim" if is_opt else "intermediate_size"),
-        _positive(config, "vocab_size"),
-        2 if is_opt else 3,
-        bool(config.get("tie_word_embeddings", is_opt)),
-        _positive(config, "max_position_embeddings", 0) or None,
-    )
-
-
-def _architecture(config: Mapping[str, Any]) -> str | None:
-    """The architecture, which must be one that is served; None if the file does not say."""
-    model_type = config.get("model_type")
-    result = next(iter(config.get("architectures") or ()), None) or SERVED.get(str(model_type), model_type)
-    if result is not None and result not in SERVED.values():
-        raise ValueError(f"it is of {result}; served are {', '.join(SERVED.values())}")
-    return None if result is None else str(result)
-
-
-def _positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number above 0, or the default if the file has none."""
-    value = config[name] if default is None else config.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
-    return value

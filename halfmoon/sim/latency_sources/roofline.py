@@ -5,9 +5,12 @@ with stated losses.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.sim.latency_sources.expert_load import expert_loads
 from halfmoon.sim.latency_sources.hardware import Device, device
 from halfmoon.sim.latency_sources.latency_model import FitError, LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.latency_sources.model_shape import ModelShape
@@ -33,6 +36,7 @@ class Efficiency:
     kv_memory: float = 0.9  # of the device's memory, for weights, activations and KV
     step_bytes: float = 2.0**30  # minimum for activations and staging, as a worker keeps
     batch_tokens: int = 2048  # of the largest step, whose activations must fit
+    expert_skew: float = 0.3  # how unevenly tokens choose experts, an assumption: see expert_load.py
     error: FitError = _MODERN_ERROR  # median over the ten measured tables of docs/evaluation/simulator.md
 
 
@@ -77,27 +81,26 @@ def _model(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: i
         needed_gb = shape.weight_bytes / 1e9
         raise InvalidRequest(
             f"{shape.name} does not fit on {tp * pp} x {on.name}: its weights alone are {needed_gb:.3g} GB, and "
-            f"each has {on.memory_bytes * efficiency.kv_memory / 1e9:.3g} GB for weights, activations and KV",
+            f"each has {on.memory_bytes * efficiency.kv_memory / 1e9:.3g} GB for weights, activations and KV"
+            f"{_enough(shape, on, efficiency)}",
             param="tensor_parallel",
         )
     share = shape.stage_share(pp)
-    flops, memory = on.flops * efficiency.flops, on.memory_bytes_per_s * efficiency.memory
-    params = shape.layer_params * share + shape.head_params / pp
-    product_s = 2 * params / tp / flops  # per token
-    weights_s = params * shape.bytes_per_weight / tp / memory
-    pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
-    pair_s = pair_flops * share / tp / (on.flops * efficiency.attention_flops)
-    context_s = shape.kv_bytes_per_token * share / min(tp, shape.num_kv_heads) / memory
+    memory = on.memory_bytes_per_s * efficiency.memory
+    attention_flops = on.flops * efficiency.attention_flops
+    pair_s = shape.prompt_pair_flops * share / tp / attention_flops
+    read_s = shape.kv_bytes_per_token * share / min(tp, shape.num_kv_heads) / memory
+    context_s = max(read_s, shape.decode_pair_flops * share / tp / attention_flops)
     fixed_s, token_s = _beside(shape, on, efficiency, tp, pp)
-    turn = weights_s / product_s  # tokens in a step beyond which arithmetic takes longer than reading the weights
+    pieces = _product_pieces(shape, on, efficiency, tp, pp)
     return LatencyModel(
-        prefill=(
-            PrefillPiece(0, PrefillModel(fixed_s + weights_s, token_s, pair_s)),
-            PrefillPiece(turn, PrefillModel(fixed_s, product_s + token_s, pair_s)),
+        prefill=tuple(
+            PrefillPiece(least, PrefillModel(fixed_s + base_s, each_s + token_s, pair_s))
+            for least, base_s, each_s in pieces
         ),
-        step=(
-            StepPiece(0, StepModel(fixed_s + weights_s, token_s, context_s)),
-            StepPiece(turn, StepModel(fixed_s, product_s + token_s, context_s)),
+        step=tuple(
+            StepPiece(least, StepModel(fixed_s + base_s, each_s + token_s, context_s))
+            for least, base_s, each_s in pieces
         ),
         kv_tokens=kv_tokens,
         kv_bytes_per_token=shape.kv_bytes_per_token,
@@ -107,6 +110,59 @@ def _model(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: i
         num_devices=tp * pp,
         launch_s=efficiency.step_s,
     )
+
+
+def _enough(shape: ModelShape, on: Device, efficiency: Efficiency) -> str:
+    """The fewest devices that leave room for KV, with layers shared by eight at most."""
+    for total in (2**power for power in range(11)):
+        for tensor in (one for one in (8, 4, 2, 1) if one <= total):
+            try:
+                shape.check(tensor, total // tensor)
+            except Incompatible:
+                continue
+            if kv_capacity_tokens(shape, on, tensor, total // tensor, efficiency) > 0:
+                return f"; it fits on {total} (TP{tensor} x PP{total // tensor})"
+    return ""
+
+
+class _ProductPiece(NamedTuple):
+    """From `least` tokens in a step on, the products of one stage take `base_s + each_s * tokens`."""
+
+    least: float
+    base_s: float
+    each_s: float
+
+
+def _product_pieces(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: int) -> list[_ProductPiece]:
+    """Reading the weights takes longer up to some tokens, multiplying them from there on.
+
+    Experts have a limit of their own, and are read as far as they are chosen: their time is exact at `KNOTS` and
+    interpolated between.
+    """
+    flops = on.product_flops(shape.weights.arithmetic) * efficiency.flops
+    memory = on.memory_bytes_per_s * efficiency.memory
+    layers, head = shape.common_params * shape.stage_share(pp), shape.head_params / pp
+    slower = on.product_flops(shape.weights.arithmetic) / on.flops  # the head computes in bfloat16
+    product_s = 2 * (layers + head * slower) / tp / flops  # per token
+    weights_s = (layers * shape.weights.bytes_per_weight + head * 2.0) / tp / memory
+    if shape.experts is None:
+        return [_ProductPiece(0, weights_s, 0.0), _ProductPiece(weights_s / product_s, 0.0, product_s)]
+    experts, num_layers = shape.experts, shape.stage_mixtures(pp)
+    expert_read_s = num_layers * shape.expert_params * shape.weights.bytes_per_weight / memory
+    expert_product_s = num_layers * shape.expert_params * 2 / flops
+    points = [
+        (
+            load.num_tokens,
+            max(weights_s, product_s * load.num_tokens)
+            + max(expert_read_s * load.num_read, expert_product_s * load.num_products),
+        )
+        for load in expert_loads(experts.num_experts, experts.num_chosen, tp, efficiency.expert_skew)
+    ]
+    pieces = [_ProductPiece(0, points[0][1], 0.0)]
+    for (tokens, seconds), (after, after_s) in pairwise(points):
+        each_s = (after_s - seconds) / (after - tokens)
+        pieces.append(_ProductPiece(tokens, seconds - each_s * tokens, each_s))
+    return pieces
 
 
 def _beside(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: int) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -66,6 +67,13 @@ class Members:
         self._members[view.worker_id] = Member(view, row, now_s)
         return row
 
+    def change_role(self, worker: SimWorker) -> None:
+        """Shows a worker's new role."""
+        member = self._members[worker.name]
+        member.view = replace(member.view, role=worker.group.role)
+        self._view.put(member.view)
+        self._show(member)
+
     def leave(self, name: str) -> None:
         """Removes a worker from the view."""
         del self._members[name]
@@ -97,6 +105,12 @@ class Members:
         member = self._members[name]
         member.prompts.remove(job.index)
         self._show(member)
+
+    def moved(self, job: Job, sender: str, receiver: str) -> None:
+        """Notes that a running answer goes on elsewhere."""
+        self.forget(job, sender)
+        self._members[receiver].decoding.add(job.index)
+        self._show(self._members[receiver])
 
     def forget(self, job: Job, name: str) -> None:
         """Takes a request off a worker, if that is still there."""
@@ -172,6 +186,7 @@ def view_of(
         holder=index.number(worker.name) if kv.is_cache else -1,
         store_holder=store_holder,
         fetch_s_per_token=fetch_s if kv.is_cache else math.inf,
+        device=group.device,
         contention=colocation.prefill,
         step_contention=colocation.step,
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.degradation import LIKELY, Admitted
-from halfmoon.policy.admission.qos_classes import ClassTable, QosClass
+from halfmoon.policy.admission.qos_classes import ClassTable
 from halfmoon.policy.admission.tenants import ANYONE, Tenant
 from halfmoon.policy.forecast.restore_plan import (
     LAYERS_OVERHEAD_S,
@@ -21,6 +22,7 @@ from halfmoon.policy.forecast.restore_plan import (
 )
 from halfmoon.policy.forecast.ttft import MAX_SOURCES, best_sources
 from halfmoon.policy.models.overheads import handover_s
+from halfmoon.policy.placement.hot_spots import HotMove, HotSpots
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.values import NOTHING_CACHED, Placement, PlacementRequest
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
@@ -38,8 +40,6 @@ from halfmoon.sim.routers.store_directory import StoreDirectory
 from halfmoon.sim.routers.worker_copies import WorkerCopies
 from halfmoon.sim.token_times import in_order
 from halfmoon.sim.workloads.workload import Ints, Prefixes
-
-_CLASS = "simulated"
 
 
 class PolicyRouter:
@@ -72,11 +72,10 @@ class PolicyRouter:
         self.view = ClusterView()
         self._colocation = SimulatedColocation(spec.contention, workers, self.view)
         self._members = Members(self.view, self.index)
-        targets = spec.targets
-        self._qos = QosClass(_CLASS, ttft_s=targets.ttft_s, tbt_s=targets.tpot_s)
-        rules = PlacementRules(spec.placement, spec.balancing_threshold, spec.conditional)
+        self._classes = spec.qos_classes
+        rules = PlacementRules(spec.placement, spec.balancing_threshold, spec.conditional, spec.devices)
         self._admission = AdmissionController(spec.admission, rules, random.Random(seed))
-        self._admission.classes = ClassTable((self._qos,))
+        self._admission.classes = ClassTable(self._classes)
         self._tenants = [] if tenants is None else [Tenant(str(number)) for number in tenants]
         self._admission.shares.is_on = len({tenant.name for tenant in self._tenants}) > 1
         self._longest = longest_output  # what clients send as `max_tokens`
@@ -96,11 +95,23 @@ class PolicyRouter:
         view = view_of(
             worker, self._spec, self._colocation.known(worker), self.index, holder, self._prefix_block_tokens
         )
-        row = self._members.join(view, now_s)
-        self.view.links.report(row, SimulatedLinks(worker, self._spec.network, self._workers, self._colocation))
+        self._members.join(view, now_s)
+        self._report_links(worker)
         if worker.kv.is_cache:
             self._holders[view.holder] = worker
             self.index.apply(view.holder, BlockEvents(0, is_snapshot=True))
+
+    def change_role(self, worker: SimWorker) -> None:
+        """Shows a worker's new role; what it was sent stays."""
+        self._members.change_role(worker)
+        for sender in self._workers:  # links lead to workers that decode
+            self._report_links(sender)
+
+    def _report_links(self, worker: SimWorker) -> None:
+        row = self.view.row(worker.name)
+        if row is not None:
+            links = SimulatedLinks(worker, self._spec.network, self._workers, self._colocation)
+            self.view.links.report(row, links)
 
     def leave(self, worker: SimWorker) -> None:
         """Removes a worker."""
@@ -118,18 +129,18 @@ class PolicyRouter:
 
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
         """Places a request. Raises Refused, ContextLengthExceeded or Unavailable, as the live gateway's policies do."""
-        name = str(job.index)
+        name, qos = str(job.index), self._classes[job.qos_class]
         cached_blocks = self._cached_blocks(job)
         if job.index not in self._admitted:
             max_tokens = max(min(self._longest, self._max_output(job.target)), job.output)
             tenant = self._tenants[job.index] if self._tenants else ANYONE
-            job.rank_by(self._admission.shares.priority(self._qos.priority, tenant, 0))
+            job.rank_by(self._admission.shares.priority(qos.priority, tenant, 0))
             request = PlacementRequest(
                 job.target, max_tokens, exclude, priority=job.priority, cached_blocks=cached_blocks
             )
-            admitted = self._admission.decide(self.view, request, self._qos, now_s, tenant)
+            admitted = self._admission.decide(self.view, request, qos, now_s, tenant)
             self._admitted.add(job.index)
-            self._admission.enter(name, self.view, admitted, job.target, now_s, tenant)
+            self._admission.inside.enter(name, self.view, admitted, job.target, now_s, tenant)
             placement = admitted.placement
         else:
             request = PlacementRequest(
@@ -142,8 +153,8 @@ class PolicyRouter:
             )
             if job.retries is not None and job.retries.last_reason == "no room":
                 self._admission.note_no_room(name, now_s)
-            placement = self._admission.place_again(self.view, request, self._qos, now_s)
-            self._admission.move(name, self.view, placement, now_s)
+            placement = self._admission.place_again(self.view, request, qos, now_s)
+            self._admission.inside.move(name, self.view, placement, now_s)
         self._members.send(job, placement.prefill.worker_id, placement.decode.worker_id)
         if self.stores is not None and self._keys is not None:
             worker = self._by_name[placement.prefill.worker_id]
@@ -161,17 +172,18 @@ class PolicyRouter:
         max_output = max(min(self._longest, self._max_output(job.prompt)), job.output)
         work_s = prefill.view.prefill_model.seconds(job.prompt)
         tbt_s = decode.view.step_model.seconds(max(decode.reported_requests, 1), decode.context)
-        num_output = self._admission.lengths.predict(_CLASS, job.prompt, max_output, LIKELY)
+        qos = self._classes[job.qos_class]
+        num_output = self._admission.lengths.predict(qos.name, job.prompt, max_output, LIKELY)
         placement = Placement(prefill.view, decode.view, work_s, tbt_s, work_s=work_s)
         self._admitted.add(job.index)
-        admitted = Admitted(placement, self._qos, max_output, False, num_output)
-        self._admission.enter(str(job.index), self.view, admitted, job.prompt, now_s)
+        admitted = Admitted(placement, qos, max_output, False, num_output)
+        self._admission.inside.enter(str(job.index), self.view, admitted, job.prompt, now_s)
         self._colocation.placed(job, placement, now_s)
 
     def learn(self, job: Job) -> None:
         """Learns the answer length of a request that was never here."""
         if job.outcome == "completed":
-            self._admission.lengths.add(_CLASS, job.prompt, job.generated)
+            self._admission.lengths.add(self._classes[job.qos_class].name, job.prompt, job.generated)
 
     def source(self, holder: int) -> SimWorker:
         """The worker with this number in the block index, from which a prefix is to be fetched."""
@@ -211,7 +223,35 @@ class PolicyRouter:
         """Handles the first token of this attempt."""
         self._members.prefilled(job, worker.name)
         self._colocation.prefilled(job, worker, now_s)
-        self._admission.begin_decode(str(job.index), now_s)
+        self._admission.inside.begin_decode(str(job.index), now_s)
+
+    def move_target(
+        self, job: Job, worker: SimWorker, num_tokens: int, num_left: int, now_s: float
+    ) -> Placement | None:
+        """Where a running answer would go on instead of at `worker`."""
+        request = PlacementRequest(num_tokens, num_left, (worker.name,), priority=job.priority)
+        same_kv = np.ones(self.view.num_rows, dtype=np.bool_)
+        return self._admission.move_target(self.view, request, same_kv, now_s)
+
+    def hot_moves(self, policy: HotSpots, running: Iterable[tuple[Job, SimWorker]], now_s: float) -> list[HotMove]:
+        """The running answers that are to leave busy workers now."""
+        answers = []
+        for job, worker in running:
+            row, length = self.view.row(worker.name), worker.decodes.length(job)
+            most_left = max(self._longest - (length - job.prompt), 0)
+            if row is not None:
+                name, num_generated = str(job.index), length - job.prompt
+                answers.append(self._admission.running_answer(name, row, length, num_generated, most_left))
+        known = [answer for answer in answers if answer is not None]
+        same_kv = np.ones(self.view.num_rows, dtype=np.bool_)
+        return policy.choose(self.view, known, lambda row: same_kv, now_s)
+
+    def moved(self, job: Job, sender: SimWorker, receiver: SimWorker, now_s: float) -> None:
+        """Notes that a running answer goes on elsewhere."""
+        self._members.moved(job, sender.name, receiver.name)
+        view = self._members[receiver.name].view
+        self._admission.inside.move(str(job.index), self.view, Placement(view, view), now_s)
+        self._admission.inside.begin_decode(str(job.index), now_s)
 
     def forget(self, job: Job, now_s: float) -> None:
         """Removes this attempt from its workers."""

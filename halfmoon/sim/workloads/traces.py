@@ -29,6 +29,11 @@ def read_workload(path: Path) -> Workload:
 
     Plain rows may also have `hash_ids`, for blocks of 512 tokens or of their own `block_tokens`.
     """
+    return _from_rows(path, trace_rows(path))
+
+
+def trace_rows(path: Path) -> Sequence[Any]:
+    """The rows of a file as they are, at least one. Raises InvalidRequest."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -36,7 +41,7 @@ def read_workload(path: Path) -> Workload:
     rows = _csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text)
     if not rows:
         raise InvalidRequest(f"the workload {path} has no requests", param="workload")
-    return _from_rows(path, rows)
+    return rows
 
 
 def _csv_rows(path: Path, text: str) -> list[dict[str, Any]]:
@@ -93,18 +98,21 @@ def _from_rows(path: Path, rows: Sequence[Any]) -> Workload:
 def _figures(row: Mapping[str, Any]) -> tuple[float, int, int]:
     """Seconds, prompt tokens and output tokens of either kind of row."""
     if "timestamp" in row:
-        return _time(row, "timestamp") / 1000, _length(row, "input_length", 1), _length(row, "output_length", 0)
-    return _time(row, "start_time"), _length(row, "prompt_len", 1), _length(row, "output_len", 0)
+        lengths = row_length(row, "input_length", 1), row_length(row, "output_length", 0)
+        return row_time(row, "timestamp") / 1000, *lengths
+    return row_time(row, "start_time"), row_length(row, "prompt_len", 1), row_length(row, "output_len", 0)
 
 
-def _time(row: Mapping[str, Any], name: str) -> float:
+def row_time(row: Mapping[str, Any], name: str) -> float:
+    """A row's finite number. Raises KeyError or ValueError."""
     result = row[name]
     if isinstance(result, bool) or not isinstance(result, (int, float)) or not math.isfinite(result):
         raise ValueError(f"{name} is {result!r}, and must be a finite number")
     return result
 
 
-def _length(row: Mapping[str, Any], name: str, least: int) -> int:
+def row_length(row: Mapping[str, Any], name: str, least: int) -> int:
+    """A row's number of tokens, at least `least`. Raises KeyError or ValueError."""
     result = row[name]
     if isinstance(result, bool) or int(result) != float(result) or not least <= int(result) <= LONGEST_TOKENS:
         raise ValueError(f"{name} is {result!r}, and must be a whole number from {least} to {LONGEST_TOKENS:,}")

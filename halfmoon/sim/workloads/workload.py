@@ -75,6 +75,7 @@ class Workload:
     name: str = field(default="workload")
     file_rows: Ints | None = None  # [num_requests]: position of each in its file; None: the same order
     tenants: Ints | None = None  # [num_requests]: number of each one's tenant; None: all are of one
+    classes: Ints | None = None  # [num_requests]: position of each one's class among the cluster's; None: the first
 
     def __post_init__(self) -> None:
         num = len(self.start_s)
@@ -86,8 +87,9 @@ class Workload:
         for name in ("prompt_tokens", "output_tokens"):
             too_small = np.flatnonzero(columns[name] < 1)
             _check(not len(too_small), name, f"must be at least 1, and is not in request {too_small[:1]}")
-        if self.tenants is not None:
-            _check(self.tenants.shape == (num,), "tenants", f"has {len(self.tenants)} rows, start_s has {num}")
+        for name, numbers in (("tenants", self.tenants), ("classes", self.classes)):
+            if numbers is not None:
+                _check(numbers.shape == (num,), name, f"has {len(numbers)} rows, start_s has {num}")
         if self.prefixes is not None:
             _check(len(self.prefixes.offsets) == num + 1, "prefixes", f"are of another number of requests than {num}")
 
@@ -130,6 +132,7 @@ class Workload:
             prefixes=None if self.prefixes is None else self.prefixes.repeated(times),
             file_rows=None,
             tenants=None if self.tenants is None else np.tile(self.tenants, times),
+            classes=None if self.classes is None else np.tile(self.classes, times),
         )
 
     def arriving(self, start_s: Floats) -> Workload:
@@ -148,8 +151,8 @@ class Workload:
         prefixes = None if self.prefixes is None else self.prefixes.taken(rows)
         file_rows = None if self.file_rows is None else self.file_rows[rows]
         lengths = self.prompt_tokens[rows], self.output_tokens[rows]
-        tenants = None if self.tenants is None else self.tenants[rows]
-        return Workload(self.start_s[rows], *lengths, prefixes, self.name, file_rows, tenants)
+        tenants, classes = (None if each is None else each[rows] for each in (self.tenants, self.classes))
+        return Workload(self.start_s[rows], *lengths, prefixes, self.name, file_rows, tenants, classes)
 
     def first(self, num_requests: int) -> Workload:
         """The earliest `num_requests`, or all of them."""

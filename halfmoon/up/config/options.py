@@ -13,8 +13,8 @@ from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape
 from halfmoon.up.config.system_config import SystemConfig, WorkerGroup
 from halfmoon.up.fleet.from_plan import with_planned_workers
-from halfmoon.up.simulated import SimulatedWorkers
-from halfmoon.up.stores import StoreOptions
+from halfmoon.up.specs.simulated import SimulatedWorkers
+from halfmoon.up.specs.stores import StoreOptions
 from halfmoon.up.supervision.log_files import LogLimits
 from halfmoon.up.up_options import UpOptions, WorkerStart, engines
 

@@ -9,7 +9,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.up.config.options import service_settings, texts
 from halfmoon.up.config.system_config import SystemConfig
-from halfmoon.up.service_specs import variables
+from halfmoon.up.up_options import variables
 
 _PLACES = frozenset({"host", "port", "replicas"})  # the container sets them, not the file
 _CONSOLE = "HALFMOON_CONSOLE_"

@@ -11,9 +11,10 @@ from halfmoon.background import cancelled
 from halfmoon.errors import HalfmoonError, Incompatible, NoCapacity, ServiceFailed
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.up.fleet.fleet_diff import WorkerChange, worker_change
-from halfmoon.up.service_specs import WorkerSpec
+from halfmoon.up.specs.worker_specs import WorkerSpec
 from halfmoon.up.supervision.child import Child
 from halfmoon.up.supervision.supervisor import Supervisor
+from halfmoon.up.this_host.gpus import HostGPUs
 from halfmoon.up.up_options import UpOptions, WorkerStart, wanted_workers
 
 JOIN_S = 900.0  # time for a worker to load its weights and join
@@ -36,7 +37,7 @@ class WorkerFleet:
         supervisor: Supervisor,
         workers: Sequence[WorkerSpec],
         make: MakeSpec,
-        host_gpus: Sequence[str],
+        host_gpus: HostGPUs,
         share: Callable[[Sequence[WorkerSpec]], None] = lambda specs: None,
     ) -> None:
         self._share = share
@@ -72,9 +73,23 @@ class WorkerFleet:
 
         Raises NoCapacity while another change is in progress, and Incompatible if too few GPUs are free.
         """
+        change = worker_change(self.workers, wanted_workers(planned))
+        return self._begin(change, planned, stop_first, on_progress)
+
+    def begin_adding(self, options: UpOptions, role: Role, on_progress: OnProgress) -> asyncio.Task[WorkerChange]:
+        """Starts one worker more, with the options of one that runs, best of that role. Raises as `begin` does."""
+        workers = self.workers
+        alike = sorted(workers, key=lambda spec: spec.role != role)
+        if not alike:
+            raise Incompatible("no worker runs that another one could be like")
+        change = WorkerChange(tuple(workers), (), ((role, alike[0].start),))
+        return self._begin(change, options, False, on_progress)
+
+    def _begin(
+        self, change: WorkerChange, planned: UpOptions, stop_first: bool, on_progress: OnProgress
+    ) -> asyncio.Task[WorkerChange]:
         if self._change is not None and not self._change.done():
             raise NoCapacity("another change of the workers is in progress", retry_after_ms=_RETRY_AFTER_MS)
-        change = worker_change(self.workers, wanted_workers(planned))
         visible = change.gpus(self._host_gpus, stop_first)
         new = [
             self._make(planned, role, self._num_made + offset, start, gpus)

@@ -10,8 +10,7 @@ from halfmoon.plan.plan_file import PlannedLayout, PlannedWorkers, parse_plan
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
 from halfmoon.sim.latency_sources.model_shape import ModelShape
-from halfmoon.up.service_specs import PreparedModel
-from halfmoon.up.up_options import UpOptions, WorkerStart
+from halfmoon.up.up_options import PreparedModel, UpOptions, WorkerStart
 
 
 def applied_options(options: UpOptions, model: PreparedModel, plan_yaml: str) -> UpOptions:
@@ -50,8 +49,10 @@ def with_planned_workers(options: UpOptions, planned: PlannedLayout) -> UpOption
 
 
 def _start(worker: PlannedWorkers, options: UpOptions) -> WorkerStart:
-    is_paired = options.on != "this-host" and worker.first_node is not None
-    return WorkerStart(worker.arguments, worker.tp * worker.pp, unit=f"unit-{worker.first_node}" if is_paired else "")
+    unit = "" if worker.first_node is None else f"unit-{worker.first_node}"
+    arguments = (*worker.arguments, *(("--unit", unit) if unit else ()))
+    start = WorkerStart(arguments, worker.tp * worker.pp, gpu=worker.gpu or "")
+    return start if options.on == "this-host" else start._replace(unit=unit)
 
 
 def _is_served(name: str, options: UpOptions, model: PreparedModel) -> bool:

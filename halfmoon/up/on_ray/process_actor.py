@@ -13,8 +13,8 @@ from pathlib import Path
 import halfmoon
 from halfmoon.rpc.processes.private_files import PRIVATE_UMASK
 from halfmoon.up.on_ray.rooms import Place
-from halfmoon.up.reserved_ports import ReservedPorts
 from halfmoon.up.supervision.service_process import LocalProcess, ProcessStart, local_process
+from halfmoon.up.this_host.reserved_ports import ReservedPorts
 
 _GATHER_S = 0.02  # for which lines are gathered: each message of Ray costs about a millisecond
 

@@ -22,12 +22,12 @@ from halfmoon.rpc.tls.identity_files import TLS_VARIABLES
 from halfmoon.up.on_ray.process_actor import ProcessActor
 from halfmoon.up.on_ray.remote_process import Actor, RemoteProcess
 from halfmoon.up.on_ray.remote_ranks import RemoteRanks, ranks_in
-from halfmoon.up.on_ray.rooms import Place, on_host, resources, worker_room
-from halfmoon.up.reserved_ports import LOOPBACK, ReservedPorts
+from halfmoon.up.on_ray.rooms import LargestHosts, Place, further_resources, on_host, resources, wanted, worker_room
 from halfmoon.up.supervision.child import Room, ServiceSpec
-from halfmoon.up.supervision.log_files import LogFiles, LogLimits, OnTrouble
+from halfmoon.up.supervision.log_files import LogFiles, OnTrouble
 from halfmoon.up.supervision.service_process import ServiceProcess
 from halfmoon.up.supervision.supervisor import launch_here
+from halfmoon.up.this_host.reserved_ports import LOOPBACK, ReservedPorts
 from halfmoon.up.up_options import UpOptions, WorkerStart, option_values
 
 _CONNECT_S = 5.0
@@ -47,7 +47,7 @@ class _Running(NamedTuple):
 
 @dataclass(slots=True)
 class _Unit:
-    """Services that share a host, and the room of them all while any of them runs."""
+    """Services that share a host, and the room of them all while any of them runs or waits for it."""
 
     rooms: list[Room]
     strategy: str  # Ray's, of its placement group
@@ -60,23 +60,25 @@ class RayHosts:
     def __init__(
         self,
         address: str,
-        most: Mapping[str, float],
+        largest: LargestHosts,
         directory: Path,
+        logs: LogFiles,
         on_trouble: OnTrouble,
     ) -> None:
-        """`address`: that of this host. `most`: what the largest host has, by Ray's name of the resource.
+        """`address`: that of this host. `largest`: among the hosts of the cluster.
 
-        `directory`: where services keep files, the same on every host.
+        `directory`: where services keep files, the same on every host. `logs`: those of the supervisor.
         """
         self.address = address
-        self._most = most
-        self._logs = LogFiles(directory / "logs", LogLimits(), on_trouble)
+        self._largest = largest
+        self._logs = logs
         self._directory = str(directory)
         self._on_trouble = on_trouble
         self._stores: dict[str, str] = {}  # addresses by node
         self._addresses: dict[str, str] = {}  # of the hosts of stores, by the stores' names
         self._reserved: dict[str, _Running] = {}  # whose service has not started, by its name
         self._running: dict[str, _Running] = {}
+        self._starting: set[str] = set()  # names of services that wait for their room or start there
         self._units: dict[str, _Unit] = {}  # by the names of their services
 
     def metrics_address(self, spec: ServiceSpec) -> str | None:
@@ -92,10 +94,11 @@ class RayHosts:
 
     def worker_room(self, start: WorkerStart, device: str) -> Room:
         """See `Hosts.worker_room`. A processor for each rank, or a GPU."""
-        on_gpus = self._most.get("GPU", 0) > 0 and device != "cpu" and not start.on_cpu
+        on_gpus = self._largest.has_gpus and device != "cpu" and not start.on_cpu
         tensor = int(option_values(start.arguments).get("--tensor-parallel", 1))
-        most = int(self._most.get("GPU" if on_gpus else "CPU", 0))
-        return worker_room(start.num_gpus, tensor, on_gpus, most, start.unit)
+        gpu = self._largest.kind(start.gpu) if on_gpus and start.gpu else ""
+        most = self._largest.most_gpus(gpu) if on_gpus else self._largest.most_cpus()
+        return worker_room(start.num_gpus, tensor, on_gpus, most, start.unit, gpu)
 
     async def stores(self, names: Sequence[str], ports: ReservedPorts) -> dict[str, tuple[str, Room | None]]:
         """See `Hosts.stores`. Each host has one in turn, and a store stays on its host."""
@@ -127,12 +130,20 @@ class RayHosts:
         """
         if spec.room is None:
             return await launch_here(spec)
+        self._starting.add(spec.name)
+        try:
+            return await self._launch(spec, spec.room)
+        finally:
+            self._starting.discard(spec.name)
+            self._give_back(spec.name)
+
+    async def _launch(self, spec: ServiceSpec, room: Room) -> ServiceProcess:
         try:
             running = self._reserved.pop(spec.name, None) or await self._placed(spec)
             port = await running.actor.port.remote() if "--metrics-port" in spec.arguments else 0
             here = on_host(spec, running.place, port, self._stores)
             ranks = None
-            if spec.room.rest:
+            if room.rest:
                 here, ranks = await self._with_ranks(here, running)
             start = replace(here.process_start, environment=dict(here.environment))
             pid = await running.actor.start.remote(start, self._directory, _files(spec.environment))
@@ -168,21 +179,23 @@ class RayHosts:
         """Returns an actor on its host. Raises RayError if that host is or gets lost, and Incompatible."""
         actor = _remote().options(**self._options(spec, await _nodes())).remote()
         placing = asyncio.ensure_future(actor.place.remote())
-        if not (await asyncio.wait({placing}, timeout=_TELL_S))[0]:
-            wanted = " and ".join(f"{number:g} {kind}" for kind, number in resources(_room(spec)).items() if number)
-            self._on_trouble(f"{spec.name} waits for a host of the Ray cluster with {wanted or 'room'} free")
-        place, version = await placing
-        if version != halfmoon.__version__:
+        try:
+            if not (await asyncio.wait({placing}, timeout=_TELL_S))[0]:
+                self._on_trouble(f"{spec.name} waits for a host of the Ray cluster with {wanted(_room(spec))} free")
+            place, version = await placing
+            if version != halfmoon.__version__:
+                text = f"{place.host} has Halfmoon {version}, and this host {halfmoon.__version__}"
+                raise Incompatible(f"{text}: install the same on each")
+        except BaseException:
+            placing.cancel()
             ray.kill(actor)
-            raise Incompatible(
-                f"{place.host} has Halfmoon {version}, and this host {halfmoon.__version__}: install the same on each"
-            )
+            raise
         return _Running(actor, place, spec)
 
     def _options(self, spec: ServiceSpec, nodes: Sequence[str]) -> dict[str, Any]:
         room, unit = _room(spec), self._units.get(spec.name)
         strategy: Any = "SPREAD"
-        further: dict[str, float] = {}
+        further = further_resources(room)
         if room.node in nodes:
             strategy = NodeAffinitySchedulingStrategy(room.node, soft=False)
         elif room.node:  # a host that comes back is another node with the same address
@@ -199,15 +212,19 @@ class RayHosts:
         if ranks is not None:
             ranks.end()
         del self._running[name]
+        self._give_back(name)
+
+    def _give_back(self, name: str) -> None:
+        """Removes the room of a service's unit once none of its services runs or waits for it."""
         unit = self._units.get(name)
         if unit is None or unit.group is None:
             return
-        if not any(self._units.get(other) is unit for other in self._running):
+        if not any(self._units.get(other) is unit for other in (*self._running, *self._starting)):
             remove_placement_group(unit.group)
             unit.group = None
 
 
-def connected(options: UpOptions, on_trouble: OnTrouble) -> RayHosts:
+def connected(options: UpOptions, logs: LogFiles, on_trouble: OnTrouble) -> RayHosts:
     """Connects to the Ray cluster. Raises Unavailable if none answers. May block for seconds."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     tree = Path(halfmoon.__file__).parents[1]
@@ -229,8 +246,7 @@ def connected(options: UpOptions, on_trouble: OnTrouble) -> RayHosts:
         ) from error
     address = options.host_address or _own_address()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    most = {name: max(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
-    return RayHosts(address, most, options.state_dir, on_trouble)
+    return RayHosts(address, LargestHosts(nodes), options.state_dir, logs, on_trouble)
 
 
 def _reason(error: RayError) -> str:

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from halfmoon.rpc.credentials.operator_token import token_file
-from halfmoon.up.cores import threads_text
 from halfmoon.up.fleet.fleet_diff import WorkerChange
-from halfmoon.up.service_specs import http_url
-from halfmoon.up.simulated import ignored_settings
+from halfmoon.up.specs.service_specs import http_url
+from halfmoon.up.specs.simulated import ignored_settings
 from halfmoon.up.supervision.child import Child
+from halfmoon.up.this_host.cores import threads_text
 from halfmoon.up.up_options import UpOptions, simulated_workers
 
 

@@ -32,14 +32,15 @@ OnKilled = Callable[["Child", str], None]
 class Room:
     """What a service reserves on a host that a cluster engine chooses. Services of one `unit` get the same host.
 
-    `node`: the engine's name of the one host that will do; "" for any. `rest`: what the further ranks of a worker
-    reserve that has no room on one host, by host.
+    `node`: the engine's name of the one host that will do; "" for any. `gpu`: its name of a kind of GPU; "" for any.
+    `rest`: what the further ranks of a worker reserve that has no room on one host, by host.
     """
 
     num_cpus: float = 1.0
     num_gpus: int = 0
     unit: str = ""
     node: str = ""
+    gpu: str = ""
     rest: tuple[Room, ...] = ()
 
 

@@ -39,8 +39,8 @@ class LogFiles:
     def __init__(
         self,
         directory: Path,
-        limits: LogLimits,
-        on_trouble: OnTrouble,
+        limits: LogLimits = LogLimits(),  # noqa: B008 (immutable)
+        on_trouble: OnTrouble = lambda sentence: None,
         opener: Opener = open_append,
     ) -> None:
         self._directory = directory

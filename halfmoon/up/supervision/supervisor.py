@@ -10,13 +10,12 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from functools import partial
-from pathlib import Path
 
 from halfmoon.background import cancelled
 from halfmoon.errors import HalfmoonError, ServiceFailed
 from halfmoon.rpc.processes.template_process import was_ended_from_outside
 from halfmoon.up.supervision.child import Child, OnEvent, ServiceSpec
-from halfmoon.up.supervision.log_files import LogFiles, LogLimits, OnTrouble
+from halfmoon.up.supervision.log_files import LogFiles
 from halfmoon.up.supervision.restarts import DELAYS_S, RestartPolicy
 from halfmoon.up.supervision.service_process import ServiceProcess, local_process
 
@@ -35,23 +34,20 @@ async def launch_here(spec: ServiceSpec) -> ServiceProcess:
 class Supervisor:
     """Owns the children. `start` may be called until `stop`.
 
-    `on_restart(reason, wait_s)` is called before a child is started again, `on_trouble(sentence)` when logs cannot be
-    written.
+    `on_restart(reason, wait_s)` is called before a child is started again.
     """
 
     def __init__(
         self,
-        log_dir: Path,
+        logs: LogFiles,
         on_event: OnEvent,
         on_restart: OnRestart = lambda why, wait_s: None,
-        on_trouble: OnTrouble = lambda sentence: None,
-        log_limits: LogLimits = LogLimits(),  # noqa: B008 (immutable)
         restart_s: Sequence[float] = DELAYS_S,
         launch: Launch = launch_here,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is called when a child has started or ended."""
-        self._logs = LogFiles(log_dir, log_limits, on_trouble)
+        self._logs = logs
         self._on_event = on_event
         self._on_restart = on_restart
         self._restarts = RestartPolicy(restart_s)

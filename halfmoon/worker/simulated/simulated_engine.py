@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,22 +20,21 @@ from halfmoon.engine.engine_core import EngineCore, Step
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.engine.kv_memory.kv_watch import OnKV
-from halfmoon.engine.request import EngineRequest, FinishReason, SampledToken, TokenLogprobs
+from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.prefix_cache import CacheChanges
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.scheduling.scheduler import SchedulerLimits
-from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import HalfmoonError, NotFound
 from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes
 from halfmoon.kv.device_bytes import KVPlace, KVSource
-from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 from halfmoon.worker.simulated.simulated_links import SimulatedLinks
+from halfmoon.worker.simulated.simulated_requests import SimulatedRequests
 
 T = TypeVar("T")
 
@@ -50,16 +49,6 @@ _NEED_A_MODEL = {
     "pooling": _NO_LOGITS,
     "num_prompt_logprobs": _NO_LOGITS,
 }
-
-
-@dataclass(slots=True)
-class _Entry:
-    """One present request: the length of its answer, and how much of its KV has crossed the modelled link."""
-
-    request: EngineRequest
-    num_output: int
-    num_queued: int = 0  # tokens whose KV was put on the link
-    num_sent: int = 0  # tokens whose KV has crossed it
 
 
 class SimulatedEngine:
@@ -91,9 +80,9 @@ class SimulatedEngine:
         self.chunk_tokens = profile.chunk_tokens
         self.step_tokens = profile.max_batch_tokens
         self.links = SimulatedLinks(profile, clock)
+        self._requests = SimulatedRequests(answers, self.links)
         self.num_blocks = profile.kv_tokens // layout.block_tokens
         self._profile = profile
-        self._answers = answers
         self._on_step = on_step
         self._clock = clock
         self._core = EngineCore(
@@ -101,9 +90,8 @@ class SimulatedEngine:
             RequestLimits(answers.vocab_size, profile.context_tokens, self.num_blocks, layout, _NEED_A_MODEL),
             SchedulerLimits(profile.max_batch_tokens, profile.chunk_tokens, profile.max_running),
             root,
-            self._finish_reason,
+            self._requests.finish_reason,
         )
-        self._entries: dict[str, _Entry] = {}
         self._wake = asyncio.Event()
         self._is_stepping = False
         self._deferred: list[Callable[[], None]] = []  # until the step has ended
@@ -118,15 +106,15 @@ class SimulatedEngine:
 
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
         """See `AsyncEngine.add`. Raises InvalidRequest for requests that need a model."""
-        on_link = None if on_kv is None else partial(self._put_on_link, request.request_id, on_kv)
+        on_link = None if on_kv is None else partial(self._requests.put_on_link, request.request_id, on_kv)
         self._core.add(request, on_link, order)
-        self._enter(request)
+        self._requests.enter(request)
         self._wake.set()
 
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
         """See `AsyncEngine.reserve`."""
         held_tokens = self._core.reserve(request, on_kv)
-        self._enter(request)
+        self._requests.enter(request)
         return held_tokens
 
     async def start(self, request_id: str, first_token_id: int, *, is_private: bool = False) -> None:
@@ -136,7 +124,7 @@ class SimulatedEngine:
 
     async def cancel(self, request_id: str) -> bool:
         """See `AsyncEngine.cancel`; does not wait for the end of a step."""
-        self._entries.pop(request_id, None)
+        self._requests.leave(request_id)
         self._wake.set()  # requests that wait for blocks may get some now
         return self._core.cancel(request_id)
 
@@ -165,11 +153,11 @@ class SimulatedEngine:
         codec: Codec = Codec.RAW,
     ) -> memoryview:
         """See `AsyncEngine.kv_read`; the bytes are meaningless."""
-        entry = self._entries.get(request_id)
-        if entry is None or not entry.request.prefill_only:
+        if not self._requests.is_held(request_id):
             raise NotFound(f"request {request_id} is not held here")
-        if token_start + num_tokens > entry.num_sent:
-            raise NotWritten(f"KV of {entry.num_sent} tokens is written so far, not {token_start + num_tokens}")
+        num_sent = self._requests.num_sent(request_id)
+        if token_start + num_tokens > num_sent:
+            raise NotWritten(f"KV of {num_sent} tokens is written so far, not {token_start + num_tokens}")
         if isinstance(out, memoryview):
             return out
         shape = self.layout.shape(layer_end - layer_start, num_tokens)
@@ -269,60 +257,13 @@ class SimulatedEngine:
         )
 
     def _ended(self, step: Step, seconds: float) -> StepResult:
-        sampled = [self._next_token(item.sequence) for item in step.schedule.scheduled if item.samples]
+        sampled = [self._requests.next_token(item.sequence) for item in step.schedule.scheduled if item.samples]
         result = self._core.end_step(step, sampled)
         for output in result.outputs:
-            if output.finish_reason is not None and not self._entries[output.request_id].request.prefill_only:
-                del self._entries[output.request_id]
+            if output.finish_reason is not None and not self._requests.is_held(output.request_id):
+                self._requests.leave(output.request_id)
         self._core.last_step_s = max(seconds, _LEAST_STEP_S)
         return replace(result, duration_s=self._core.last_step_s, ended_s=self._clock())
-
-    def _enter(self, request: EngineRequest) -> None:
-        sampling = request.sampling
-        num_output = self._answers.num_tokens(
-            sampling.seed, sampling.max_tokens, sampling.min_tokens, ignore_eos=sampling.ignore_eos
-        )
-        for position in range(sampling.min_tokens, num_output) if sampling.stop_token_ids else ():
-            if self._token_id(request, position) in sampling.stop_token_ids:
-                num_output = position + 1
-                break
-        num_output = max(num_output, len(request.output_token_ids) + 1)
-        self._entries[request.request_id] = _Entry(request, num_output)
-
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        if sequence.num_output < self._entries[sequence.request_id].num_output:
-            return None
-        return "length" if sequence.num_output >= sequence.sampling.max_tokens else "stop"
-
-    def _next_token(self, sequence: Sequence) -> SampledToken:
-        logprobs = None if sequence.sampling.num_top_logprobs is None else TokenLogprobs(0.0, ())
-        return SampledToken(self._token_id(sequence.request, sequence.num_output), logprobs)
-
-    def _token_id(self, request: EngineRequest, position: int) -> int:
-        return self._answers.token_id(request.sampling.seed, position, request.prompt_token_ids)
-
-    def _put_on_link(self, request_id: str, on_kv: OnKV, written: Written | None) -> None:
-        """Puts newly computed KV on the link and reports it when it has crossed."""
-        if written is None:
-            on_kv(None)
-            return
-        entry, num_tokens = self._entries[request_id], written.num_tokens
-        if num_tokens <= entry.num_queued:  # computed again after a preemption
-            return
-        num_crossing = max(num_tokens - max(entry.num_queued, entry.request.held_tokens), 0)
-        entry.num_queued = num_tokens
-        wait_s = self.links.crossing_s(num_crossing)
-        if wait_s > 0:
-            asyncio.get_running_loop().call_later(wait_s, self._report, entry, on_kv, num_tokens)
-        else:
-            self._report(entry, on_kv, num_tokens)
-
-    def _report(self, entry: _Entry, on_kv: OnKV, num_tokens: int) -> None:
-        """Reports KV that crossed. Timers of one moment fire in any order, so the count never goes back."""
-        is_here = self._entries.get(entry.request.request_id) is entry
-        if is_here and num_tokens > entry.num_sent:
-            entry.num_sent = num_tokens
-            on_kv(Written(num_tokens))
 
 
 def _note_death(task: asyncio.Task[None], death: asyncio.Future[BaseException]) -> None:

@@ -27,12 +27,12 @@ from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
-from halfmoon.worker.cache_servicer import CacheServicer
-from halfmoon.worker.decode_servicer import LEASE_S, DecodeServicer
-from halfmoon.worker.kv_channels import KVChannels
+from halfmoon.worker.handover.kv_channels import KVChannels
 from halfmoon.worker.membership.decode_peers import DecodePeers
 from halfmoon.worker.metrics import WorkerMetrics
-from halfmoon.worker.prefill_servicer import PrefillServicer
+from halfmoon.worker.servicers.cache_servicer import CacheServicer
+from halfmoon.worker.servicers.decode_servicer import LEASE_S, DecodeServicer
+from halfmoon.worker.servicers.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import ROLES, Serving, worker_services
 from halfmoon.worker.simulated.simulated_engine import SimulatedEngine
 from halfmoon.worker.state import WorkerState
@@ -79,6 +79,7 @@ class SimulatedCluster:
     report_s: float = 1.0  # longest interval between load reports
     credential: Credential | None = None  # of all workers
     stores: tuple[str, ...] = ()  # host:port of each; assigned to the workers of each role in turn
+    unit: str = ""  # paired unit of all workers
 
 
 class SimulatedWorker:
@@ -209,6 +210,7 @@ class Simulation:
             kv_store=worker.kv_store or "",
             can_fetch=True,
             can_change_role=True,
+            unit=self._cluster.unit,
         )
 
 

@@ -15,7 +15,7 @@ from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.policy.forecast.restore_plan import LAYER_PASSES, LAYERS_OVERHEAD_S, LayerLoads, RestorePlan
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient, TierName
-from halfmoon.worker.link_codecs import LinkCodecs
+from halfmoon.worker.handover.link_codecs import LinkCodecs
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.state import WorkerState

@@ -15,13 +15,9 @@ from halfmoon.background import logged, running
 from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.pb.decode_pb2 import TokensRequest
 from halfmoon.pb.gateway_pb2 import (
-    CacheMembers,
-    DecodeMembers,
     Drain,
     GatewayMessage,
-    ResendBlocks,
     RoleChange,
-    Stores,
     Welcome,
     WorkerIdentity,
     WorkerLoad,
@@ -36,6 +32,7 @@ from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.request_ends import DEADLINE_S, RETRY_S, RequestEnds
 from services.gateway.cluster.token_router import GatewayStopping, TokenRouter
 from services.gateway.cluster.worker import Worker
+from services.gateway.cluster.worker_news import take_news
 
 log = logging.getLogger(__name__)
 
@@ -233,32 +230,8 @@ class Cluster(ClusterServicer):
                 if reading.done():
                     await reading
                     return
-                worker.has_news.clear()
-                orders, worker.orders = worker.orders, []
-                for order in orders:
-                    yield order
-                if worker.missed_blocks:
-                    worker.missed_blocks = False
-                    yield GatewayMessage(resend_blocks=ResendBlocks())
-                if members := self._decode_members(worker):  # also where it may prefill later
-                    yield GatewayMessage(decode_members=members)
-                if worker.member.identity.can_fetch and (caches := self._cache_members(worker)):
-                    yield GatewayMessage(cache_members=caches)
-                if (stores := self.membership.stores) != worker.told_stores:
-                    worker.told_stores = stores
-                    yield GatewayMessage(stores=Stores(addresses=sorted(stores)))
-
-    def _decode_members(self, worker: Worker) -> DecodeMembers | None:
-        """What has changed since the worker was told; None for nothing."""
-        now, told = self.membership.decode_addresses, worker.told
-        worker.told = now
-        return DecodeMembers(joined=now - told, left=told - now) if now != told else None
-
-    def _cache_members(self, worker: Worker) -> CacheMembers | None:
-        """Likewise, of the workers whose prefix caches it may read."""
-        now, told = self.membership.cache_addresses, worker.told_caches
-        worker.told_caches = now
-        return CacheMembers(joined=now - told, left=told - now) if now != told else None
+                for message in take_news(worker, self.membership):
+                    yield message
 
     async def _read_reports(self, worker: Worker, messages: AsyncIterator[WorkerMessage]) -> None:
         async for message in messages:

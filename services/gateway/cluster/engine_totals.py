@@ -22,6 +22,6 @@ class EngineTotals:
         if before.sequence:
             self.num_preempted += max(0, load.num_preempted_total - before.num_preempted_total)
         for step in load.steps:
-            num_tokens = step.batch + step.prefill_tokens
+            num_tokens = step.batch + step.drafts + step.prefill_tokens
             self.step_tokens += num_tokens
             self.num_steps[bisect_left(STEP_TOKENS, num_tokens)] += 1

@@ -66,7 +66,9 @@ class LearnedModels:
 
         decodes = [step for step in steps if not step.prefill_tokens]
         if decodes:
-            samples = [StepSample(step.batch, step.context_tokens, step.seconds) for step in decodes]
+            samples = [
+                StepSample(step.batch, step.context_tokens, step.seconds / _tokens_each(step)) for step in decodes
+            ]
             latency.observe_steps(samples, num_busy(decodes))
             self._step_models.note(worker_id, kind, latency.step, len(decodes), now_s)
         model = latency.step
@@ -111,4 +113,9 @@ class LearnedModels:
 
 
 def _decoding_s(step: StepTiming, model: StepModel) -> float:
-    return model.seconds(step.batch, step.context_tokens) if step.batch else 0.0
+    return _tokens_each(step) * model.seconds(step.batch, step.context_tokens) if step.batch else 0.0
+
+
+def _tokens_each(step: StepTiming) -> float:
+    """Tokens that the step gave each of its decoding sequences, in the mean: right guesses shorten their TBT."""
+    return 1 + step.right_drafts / max(step.batch, 1)

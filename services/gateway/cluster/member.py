@@ -118,6 +118,9 @@ class Member:
             kv_bytes_per_token=self.kv_bytes_per_token,
             fetch_s_per_token=self._fetch_s_per_token,
             store_holder=self.store_holder,
+            device=identity.device,
+            unit=identity.unit,
+            host_name=identity.host,
         )
 
     def fetch_links(self, holder_of: Callable[[str], int], pool: int) -> list[FetchLink]:

@@ -60,6 +60,8 @@ class Membership:
         self._decoders: dict[str, str] = {}  # of each running request: its decode worker
         self._last_left_s: float | None = None
         self._last_capacity_tokens: int | None = None  # at the time the last member left
+        self._decode_addresses: frozenset[str] | None = None  # None: members have changed; each of them asks for all
+        self._cache_addresses: frozenset[str] | None = None
         self._holders: dict[str, int] = {}  # numbers of workers in the index, by address
         self._pool = self.index.number(_POOL)
         self._view.fetch_links.note_store(self._pool)
@@ -104,6 +106,7 @@ class Membership:
             identity, now_s, now_s, load, latency, holder, ReportedPrompts(now_s), process_key, store_holder
         )
         self._members[identity.worker_id] = member
+        self._decode_addresses = self._cache_addresses = None
         self._view.fetch_links.note_holder(holder, serves=identity.can_fetch)
         if before is not None:
             self._forget_address(before)
@@ -122,6 +125,8 @@ class Membership:
         Returns whether the worker has another role by now.
         """
         member.heard_s, has_changed = now_s, member.take_role(load, now_s)
+        if has_changed:
+            self._decode_addresses = None
         self.totals.note(member.load, load)
         member.load = load
         member.prompts.report(load.waiting_prefill_tokens, now_s)
@@ -148,14 +153,20 @@ class Membership:
         return self.index.apply(member.holder, BlockEvents(events.sequence, stored, evicted, events.is_snapshot))
 
     @property
-    def decode_addresses(self) -> set[str]:
+    def decode_addresses(self) -> frozenset[str]:
         """Addresses that prompts may be handed over to."""
-        return {member.identity.address for member in self._members.values() if member.role != "prefill"}
+        if self._decode_addresses is None:
+            members = self._members.values()
+            self._decode_addresses = frozenset(one.identity.address for one in members if one.role != "prefill")
+        return self._decode_addresses
 
     @property
-    def cache_addresses(self) -> set[str]:
+    def cache_addresses(self) -> frozenset[str]:
         """Addresses of the workers whose prefix caches others may read."""
-        return {member.identity.address for member in self._members.values() if member.identity.can_fetch}
+        if self._cache_addresses is None:
+            members = self._members.values()
+            self._cache_addresses = frozenset(one.identity.address for one in members if one.identity.can_fetch)
+        return self._cache_addresses
 
     @property
     def pool(self) -> int:
@@ -231,6 +242,7 @@ class Membership:
         self._last_left_s = now_s
         self._last_capacity_tokens = self._capacity_tokens()
         del self._members[member.worker_id]
+        self._decode_addresses = self._cache_addresses = None
         self._view.remove(member.worker_id)
         self._forget_address(member)
         self._forget_layout(member)

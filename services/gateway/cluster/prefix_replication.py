@@ -24,6 +24,7 @@ from halfmoon.policy.view.block_index import short_keys
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
+from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
 
 log = logging.getLogger(__name__)
@@ -165,6 +166,21 @@ class PrefixCopies:
             prompts = [copy_prompt(fingerprint, blocks, target.num_blocks, some) for some in sources if some]
             if prompts:
                 self._request(_WorkerCopy(worker.address, prompts))
+        return decision
+
+    def bring(self, source: Member, target: Member, blocks: PromptBlocks, now_s: float) -> CopyDecision | None:
+        """Requests a copy of what one worker has to another that is likely to need it next. Returns as `consider`."""
+        can_copy = source.identity.can_fetch and target.identity.can_fetch
+        if self._replication is None or not blocks.keys or not can_copy:
+            return None
+        keys, num_blocks = short_keys(blocks.keys), len(blocks.keys)
+        num_missing = num_blocks - int(self._membership.index.match(keys)[target.holder])
+        num_bytes = num_missing * blocks.layout.block_bytes
+        decision = self._replication.decide(target.worker_id, int(keys[-1]), num_bytes, now_s)
+        if decision == "copy":
+            holder = KVSource(address=source.identity.address, kind=KVSource.WORKER, num_blocks=num_blocks)
+            prompt = copy_prompt(self._membership.model_fingerprint, blocks, num_blocks, [holder])
+            self._request(_WorkerCopy(target.identity.address, [prompt]))
         return decision
 
     @property

@@ -32,7 +32,7 @@ class Worker:
         self.move_turns = asyncio.Semaphore(_MOVES_AT_ONCE)
         self.missed_blocks = False
         self.orders: list[GatewayMessage] = []  # of operators
-        self.told: set[str] = set()
+        self.told: frozenset[str] = frozenset()
         self.told_stores: frozenset[str] | None = None
-        self.told_caches: set[str] = set()
+        self.told_caches: frozenset[str] = frozenset()
         self.gone: asyncio.Future[HalfmoonError] = asyncio.get_running_loop().create_future()

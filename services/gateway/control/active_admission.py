@@ -14,7 +14,7 @@ from aiohttp import web
 from pydantic import Field
 
 from halfmoon.errors import Incompatible
-from halfmoon.ledger.edits.admission import AdmissionEdit, AdmissionEdits
+from halfmoon.ledger.edits.mode_edits import ModeEdit, ModeEdits
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.refusal import AdmissionMode
 from services.gateway.http.received_request import receive_body
@@ -37,7 +37,7 @@ class AdmissionBody(Part):
 class ActiveAdmission:
     """Owns the admission controller's mode. Edits and reads of the ledger take turns."""
 
-    def __init__(self, stored: AdmissionEdits, controller: AdmissionController, own: AdmissionMode) -> None:
+    def __init__(self, stored: ModeEdits, controller: AdmissionController, own: AdmissionMode) -> None:
         self._stored = stored
         self._controller = controller
         self._own = own
@@ -48,7 +48,7 @@ class ActiveAdmission:
         async with self._turn:
             self._apply(await self._stored.newest(1))
 
-    async def put(self, body: AdmissionBody) -> AdmissionEdit:
+    async def put(self, body: AdmissionBody) -> ModeEdit:
         """Sets the mode for all gateways. Raises VersionConflict or Unavailable; nothing has changed then."""
         async with self._turn:
             edit = await self._stored.put(body.mode, body.version)
@@ -66,7 +66,7 @@ class ActiveAdmission:
             "edits": [{**edit._asdict(), "edited_at": edit.edited_at.isoformat()} for edit in edits],
         }
 
-    def _apply(self, newest: Sequence[AdmissionEdit]) -> None:
+    def _apply(self, newest: Sequence[ModeEdit]) -> None:
         mode = _known((newest[0].mode if newest else None) or self._own)
         if mode != self._controller.mode:
             log.info("admission.changed", extra={"mode": mode, "before": self._controller.mode})

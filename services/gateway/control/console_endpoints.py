@@ -110,6 +110,7 @@ class ConsoleEndpoints:
     def _decisions(self) -> list[dict[str, Any]]:
         """What this gateway, and the workers that are here, have decided about the pool, and how often."""
         counts = Counter(self._telemetry.pool_decisions)
+        counts.update({("prefill_device", one): count for one, count in self._telemetry.prefill_devices.items()})
         for member in self._cluster.membership.members():
             for one in member.load.decisions:
                 counts[one.decision, one.reason] += one.count

@@ -20,6 +20,7 @@ from services.gateway.http.received_request import query_number
 from services.gateway.openai.document.docs_page import docs_page
 from services.gateway.openai.document.openapi import openapi_document
 from services.gateway.openai.served_model import ServedModel
+from services.gateway.peers.offering import PeerGateways
 from services.gateway.telemetry.host_links import hosts_of
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
@@ -41,6 +42,7 @@ class ControlEndpoints:
         metrics: GatewayMetrics,
         drain_gate: DrainGate,
         telemetry: RecentTelemetry,
+        peers: PeerGateways,
     ) -> None:
         self._model = model
         self._cluster = cluster
@@ -48,6 +50,7 @@ class ControlEndpoints:
         self._metrics = metrics
         self._drain_gate = drain_gate
         self._telemetry = telemetry
+        self._peers = peers
         self._started_s = cluster.clock()
 
     async def models(self, request: web.Request) -> web.Response:
@@ -113,6 +116,10 @@ class ControlEndpoints:
                 "silent_after_s": membership.silent_after_s,
                 "departed": self._telemetry.recently_left.shown(now_s),
                 "hosts": [host._asdict() for host in hosts.hosts],
+                "peers": [
+                    {"url": url, "state": state, "offers": self._telemetry.offers_to(url)}
+                    for url, state in self._peers.states()
+                ],
                 "host_links": [link._asdict() for link in hosts.links],
                 "workers": [_worker(membership, member, now_s, shows_links) for member in members],
             }
@@ -141,6 +148,7 @@ def _worker(membership: Membership, member: Member, now_s: float, shows_links: b
         "role_s": now_s - member.role_since_s if member.role_epoch else None,  # since the change
         "address": identity.address,
         "host": member.host,
+        "unit": identity.unit or None,
         "device": identity.device,
         "model": identity.model,
         "pid": identity.pid,

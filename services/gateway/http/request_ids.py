@@ -13,6 +13,7 @@ from halfmoon.errors import InvalidRequest
 HEADER = "X-Request-Id"
 LAST_EVENT_HEADER = "Last-Event-ID"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
+OFFERED_ID_HEADER = "X-Halfmoon-Request-Id"  # of another gateway's request: for the log, not for repeats
 
 _REQUEST_ID = web.RequestKey("request_id", str)
 _OUTSIDE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -37,7 +38,8 @@ def request_id_of(request: web.Request) -> str:
 
 def assign_request_id(request: web.Request) -> str:
     """Assigns the client's id, reduced to safe characters, or a random one."""
-    given = request.headers.get(HEADER) or request.headers.get(IDEMPOTENCY_HEADER) or ""
+    names = (HEADER, IDEMPOTENCY_HEADER, OFFERED_ID_HEADER)
+    given = next((text for name in names if (text := request.headers.get(name))), "")
     request[_REQUEST_ID] = _OUTSIDE.sub("", given)[:_MAX_CHARS] or secrets.token_hex(12)
     return request[_REQUEST_ID]
 

@@ -19,11 +19,13 @@ from services.gateway.openai.prompts import chat_prompt, completion_prompts
 from services.gateway.openai.requested_constraint import RequestedConstraint, constraint_of
 from services.gateway.openai.sampling import sampling_of, stops_of
 from services.gateway.openai.served_model import ServedModel, SpecialTokens
-from services.gateway.openai.tooling.tool_use import tool_use_of
-from services.gateway.replies.call_parts import NewToolParser
+from services.gateway.openai.tooling.tool_use import tool_format_of, tool_use_of
+from services.gateway.replies.call_parts import NewToolParser, ToolParser
 from services.gateway.replies.embeddings_format import EmbeddingOptions
+from services.gateway.replies.harmony import ANSWER_HEADER, HarmonyMessages
 from services.gateway.replies.reasoning import ReasoningSplitter
 from services.gateway.replies.reply_format import ReplyOptions
+from services.gateway.replies.tool_parsers import FirstCall
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _SPARE_VALUES = 100_000  # JSON values beside the prompt
@@ -54,6 +56,7 @@ class GenerationRequest:
     labels: dict[str, Any] = field(default_factory=dict)  # for the log
     echoed: dict[str, Any] = field(default_factory=dict)  # fields that the response repeats from the body
     new_tool_parser: NewToolParser | None = None  # None: no tool calls in the text
+    reasoning_tags: tuple[int | None, int] | None = None  # tokens around reasoning; no first one: it has begun
     context_tokens: int = 1 << 31  # most tokens of a prompt and its output together
 
     @property
@@ -71,6 +74,12 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: 
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     use = tool_use_of(body, model)
     prompt = chat_prompt(body, use.messages, model, context_tokens, salt=salt, tools=use.rendered)
+    constraint = use.forced or constraint_of(body.response_format, body.structured_outputs)
+    has_channels = tool_format_of(body, model) == "harmony" and not body.continue_final_message
+    if has_channels and constraint is not None:
+        prompt = prompt._replace(
+            token_ids=(*prompt.token_ids, *model.tokenizer.encode(ANSWER_HEADER, with_special=False))
+        )
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if limit == 0:
@@ -86,16 +95,27 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: 
         [prompt.token_ids],
         max_tokens,
         num_top_logprobs,
-        forced=use.forced,
+        constraint=constraint,
         tags=tags and (None if prompt.begins_reasoning else tags[0], tags[1]),
     )
     if use.needs_marks and generation.special_tokens == "hidden":
         generation = replace(generation, special_tokens="marks")
-    if not model.reasons or (generation.constraint is not None and tags is None):  # it begins with the answer
-        return replace(generation, new_tool_parser=use.new_parser)
     is_shown = body.include_reasoning is not False
+    if has_channels and constraint is None:
+        return _in_channels(generation, is_shown=is_shown, one_call=body.parallel_tool_calls is False)
+    if not model.reasons or (constraint is not None and tags is None):  # it begins with the answer
+        return replace(generation, new_tool_parser=use.new_parser)
     new_parser = partial(_splitter, use.new_parser, is_begun=prompt.begins_reasoning, is_shown=is_shown)
     return replace(generation, new_tool_parser=new_parser)
+
+
+def _in_channels(generation: GenerationRequest, *, is_shown: bool, one_call: bool) -> GenerationRequest:
+    def new_parser() -> ToolParser:
+        messages = HarmonyMessages(is_shown=is_shown)
+        return FirstCall(messages) if one_call else messages
+
+    seen = "marks" if generation.special_tokens == "hidden" else generation.special_tokens
+    return replace(generation, new_tool_parser=new_parser, special_tokens=seen)
 
 
 def _splitter(new_parser: NewToolParser | None, *, is_begun: bool, is_shown: bool) -> ReasoningSplitter:
@@ -138,7 +158,15 @@ def completion_request(body: CompletionBody, model: ServedModel, context_tokens:
     prompt_texts = tuple(model.tokenizer.decode(prompt) for prompt in prompts) if body.echo else ()
     max_tokens = 1 if body.wants_prompt_alone else max_tokens
     generation = _generation(
-        body, model, context_tokens, prompts, max_tokens, body.logprobs, prompt_texts, body.best_of
+        body,
+        model,
+        context_tokens,
+        prompts,
+        max_tokens,
+        body.logprobs,
+        prompt_texts,
+        body.best_of,
+        constraint_of(body.response_format, body.structured_outputs),
     )
     return replace(generation, only_prompt=body.wants_prompt_alone)
 
@@ -177,17 +205,16 @@ def _generation(
     num_top_logprobs: int | None,
     prompt_texts: tuple[str, ...] = (),
     best_of: int | None = None,
-    forced: RequestedConstraint | None = None,
+    constraint: RequestedConstraint | None = None,
     tags: tuple[int | None, int] | None = None,
 ) -> GenerationRequest:
-    """tags: the tokens around reasoning, which a constraint does not bind; no first one: it has begun."""
+    """tags: those of `GenerationRequest`. A constraint does not bind the reasoning."""
     num_choices = body.n or 1
     best_of = best_of or num_choices
     if len(prompts) * best_of > _MAX_CHOICES:
         raise InvalidRequest(f"n: prompts times n are more than {_MAX_CHOICES} outputs; send fewer", param="n")
     if best_of > 1:
         _check_repetition(prompts, prompt_texts, best_of, with_ids=bool(body.return_token_ids))
-    constraint = forced or constraint_of(body.response_format, body.structured_outputs)
     if constraint is not None and tags is not None:
         bound = replace(constraint.constraint, begins_reasoning=tags[0], ends_reasoning=tags[1])
         constraint = constraint._replace(constraint=bound)
@@ -207,6 +234,7 @@ def _generation(
             num_prompt_logprobs,
         ),
         constraint=constraint,
+        reasoning_tags=tags,
         stops=stops_of(body),
         stream=bool(body.stream),
         reply_options=reply_options,

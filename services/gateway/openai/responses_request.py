@@ -20,7 +20,7 @@ _OWN_NAMES = {
 
 def responses_request(body: ResponsesBody, model: ServedModel, context_tokens: int, salt: bytes) -> GenerationRequest:
     """Tokenizes the body. Raises InvalidRequest or ContextLengthExceeded with this endpoint's parameter names."""
-    if body.top_logprobs is not None and not body.include:
+    if body.top_logprobs is not None and not body.wants_logprobs:
         message = "top_logprobs needs include to hold message.output_text.logprobs"
         raise InvalidRequest(message, param="top_logprobs")
     generation = equivalent_chat_request(body.as_chat(), _OWN_NAMES, model, context_tokens, salt)

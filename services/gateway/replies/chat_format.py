@@ -124,7 +124,7 @@ class ChatFormat:
     def _extras(self, piece: TextPiece) -> dict[str, Any]:
         logprobs = None
         if self._options.logprobs:
-            logprobs = {"content": logprob_entries(piece.tokens, self._tokenizer, self._options), "refusal": None}
+            logprobs = {"content": logprob_entries(piece.content, self._tokenizer, self._options), "refusal": None}
         return {"logprobs": logprobs, **token_ids(piece, self._options)}
 
 

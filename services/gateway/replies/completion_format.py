@@ -60,7 +60,7 @@ class CompletionFormat:
         """A chunk with the prompt, if its text or its token ids are requested."""
         if not (self._prompt_texts or self._options.token_ids):
             return []
-        choice = self._choice(index, TextPiece("", (), (), None), has_prompt=True)
+        choice = self._choice(index, TextPiece("", (), None), has_prompt=True)
         return [{**self._head, "choices": [choice]}]
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
@@ -112,9 +112,8 @@ class CompletionFormat:
         for text in texts:
             offsets.append(self._num_chars[index])
             self._num_chars[index] += len(text)
-        pairs = zip(texts, entries, strict=True)
         return {
-            "tokens": [token_name(text, entry.token_id, self._options) for text, entry in pairs],
+            "tokens": [self._name(entry.token_id) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
             "top_logprobs": [self._tops(entry) for entry in entries],
             "text_offset": offsets,
@@ -126,8 +125,13 @@ class CompletionFormat:
             return None
         tops: dict[str, float] = {}
         for token_id, logprob in (*entry.tops, (entry.token_id, entry.logprob)):
-            tops.setdefault(token_name(self._tokenizer.decode([token_id]), token_id, self._options), logprob)
+            tops.setdefault(self._name(token_id), logprob)
         return tops
+
+    def _name(self, token_id: int) -> str:
+        """A token in the lists, also one that is no text: the last one may have ended the output."""
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return token_name(text, token_id, self._options)
 
 
 class _Entry(NamedTuple):

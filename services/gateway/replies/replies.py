@@ -25,6 +25,10 @@ _QUOTED_MARK = encode_basestring_ascii(_MARK).encode()
 _NO_USAGE = Usage(0, 0, 0)
 
 
+Begin = Callable[[], Awaitable[None]]
+"""Begins a reply."""
+
+
 class Reply(Protocol):
     """What the outputs of a request see of its reply."""
 
@@ -57,7 +61,7 @@ class OutputSink:
     def push(self, tokens: Sequence[Token]) -> bool:
         """Takes tokens; True when the output is whole."""
         if self._only_prompt:
-            self._reply.put(self._index, TextPiece("", (), (), "length"))
+            self._reply.put(self._index, TextPiece("", (), "length"))
             return True
         if self._singly and len(tokens) > 1:
             return any(self.push([token]) for token in tokens)
@@ -69,13 +73,19 @@ class OutputSink:
 class WholeReply:
     """Owns the text of a response that is sent at once."""
 
-    def __init__(self, reply_format: WholeFormat, num_outputs: int, usage: UsageNow) -> None:
+    def __init__(
+        self, reply_format: WholeFormat, num_outputs: int, usage: UsageNow, on_begin: Begin | None = None
+    ) -> None:
+        """`on_begin` is called when the first token is there, and must be idempotent."""
         self._format = reply_format
         self._usage = usage
+        self._on_begin = on_begin
         self._pieces: list[list[TextPiece]] = [[] for _ in range(num_outputs)]
 
     async def begin(self) -> None:
-        """Sends nothing before the end."""
+        """Sends nothing before the end by itself."""
+        if self._on_begin is not None:
+            await self._on_begin()
 
     def put(self, index: int, piece: TextPiece) -> None:
         """Keeps the text."""
@@ -147,19 +157,22 @@ class StreamReply:
         events = []
         if index not in self._opened:
             self._opened.add(index)
-            before = partial(_usage_before, self._usage, len(piece.token_ids))
+            before = partial(_usage_before, self._usage, len(piece.tokens))
             events += [sse(self._format.frame(chunk, before)) for chunk in self._format.opening(index)]
         events += [sse(self._format.frame(chunk, self._usage)) for chunk in self._format.chunks(index, piece)]
         self._write(index, events)
 
-    async def finish(self, keep: Keep | None = None) -> web.StreamResponse:
-        """Sends the usage, if requested, and the end, once `keep` has the response. Raises ClientGone."""
+    async def finish(self, keep: Keep | None = None, after: bytes = b"") -> web.StreamResponse:
+        """Sends the usage, if requested, and the end, once `keep` has the response. Raises ClientGone.
+
+        `after` is written behind the end.
+        """
         closing = self._format.closing(self._usage())
         if keep is not None:
             await keep(closing[-1]["response"])
         self._write(0, [sse(chunk) for chunk in closing])
-        if self._format.end:
-            self._body.write(self._format.end)
+        if last := (self._format.end or b"") + after:
+            self._body.write(last)
         return await self._body.end()
 
     async def fail(self, error: HalfmoonError, *, waits: bool) -> web.StreamResponse:
@@ -201,7 +214,7 @@ class TextEvents:
 
     def _split(self, index: int) -> tuple[bytes, bytes]:
         """Splits an example event at its text, which comes after everything that a client or a model may name."""
-        (chunk,) = self._format.chunks(index, TextPiece(_MARK, (), (), None))
+        (chunk,) = self._format.chunks(index, TextPiece(_MARK, (), None))
         before, mark, after = sse(self._format.frame(chunk, lambda: _NO_USAGE)).rpartition(_QUOTED_MARK)
         assert mark
         return before, after

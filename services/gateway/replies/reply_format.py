@@ -17,6 +17,9 @@ class Usage(NamedTuple):
     cached_tokens: int
     completion_tokens: int
     timing: Mapping[str, float | None] | None = None  # None: not asked for
+    num_drafts: int = 0  # tokens that workers guessed
+    num_right_drafts: int = 0  # of these, how many were what was drawn
+    num_reasoning_tokens: int = 0  # of the completion's
 
     def timed(self) -> dict[str, Any]:
         """The field `timing`, where it was asked for."""
@@ -24,12 +27,19 @@ class Usage(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """The usage in the shape of chat completions and completions."""
-        return {
+        usage = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        details = {"reasoning_tokens": self.num_reasoning_tokens} if self.num_reasoning_tokens else {}
+        if self.num_drafts:  # as OpenAI counts predicted outputs
+            details |= {
+                "accepted_prediction_tokens": self.num_right_drafts,
+                "rejected_prediction_tokens": self.num_drafts - self.num_right_drafts,
+            }
+        return {**usage, "completion_tokens_details": details} if details else usage
 
 
 PromptLogprobsOf = Callable[[int], Sequence[PromptLogprob]]
@@ -57,7 +67,7 @@ class ReplyOptions:
 
     def shows(self, piece: TextPiece) -> bool:
         """Whether a chunk of `piece` carries anything, even with an empty text."""
-        return bool(piece.text or (self.logprobs and piece.tokens) or (self.token_ids and piece.token_ids))
+        return bool(piece.text or (self.logprobs and piece.content) or (self.token_ids and piece.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +148,7 @@ def ending(piece: TextPiece) -> dict[str, Any]:
 
 def token_ids(piece: TextPiece, options: ReplyOptions) -> dict[str, Any]:
     """The ids of a piece's tokens, if they are options."""
-    return {"token_ids": list(piece.token_ids)} if options.token_ids else {}
+    return {"token_ids": [token.token_id for token in piece.tokens]} if options.token_ids else {}
 
 
 def prompt_token_ids(prompt: Sequence[int], options: ReplyOptions) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class ResponsesFormat:
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """Deltas of items, which begin and end as the model goes from text to calls."""
         if self._options.logprobs:
-            self._entries += logprob_entries(piece.tokens, self._tokenizer, self._options)
+            self._entries += logprob_entries(piece.content, self._tokenizer, self._options)
         parts: Sequence[ParsedPart] = [piece.text] if self._turn is None else self._turn.parts(piece)
         events = []
         for part in parts:
@@ -201,6 +201,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

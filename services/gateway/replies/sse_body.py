@@ -1,9 +1,10 @@
-"""The body of an event stream, as bytes on the client's connection."""
+"""The body of an event stream, or of another response that begins before its end, as bytes on the connection."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import HttpVersion11, web
@@ -30,11 +31,13 @@ class SSEBody:
     coroutines, more than everything else that is done for a token.
     """
 
-    def __init__(self, request: web.Request, *, outlives_client: bool = False) -> None:
+    def __init__(
+        self, request: web.Request, headers: Mapping[str, str] = _HEADERS, *, outlives_client: bool = False
+    ) -> None:
         """`outlives_client`: what is written after the client has gone is dropped, and only `end` notices."""
         self._request = request
         self._outlives_client = outlives_client
-        self._response = web.StreamResponse(headers=_HEADERS)
+        self._response = web.StreamResponse(headers=headers)
         self._is_chunked = request.version >= HttpVersion11
         if self._is_chunked:
             self._response.enable_chunked_encoding()

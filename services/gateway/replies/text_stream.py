@@ -36,13 +36,17 @@ class Decodes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What some tokens yield: certain text, the tokens with content (for logprobs), all token ids, and the end."""
+    """What some tokens yield: certain text and the end."""
 
     text: str
-    tokens: tuple[Token, ...]
-    token_ids: tuple[int, ...]  # including the token that ended the sequence
+    tokens: tuple[Token, ...]  # including the one that ended the sequence
     finish_reason: Ending | None  # None: the output goes on
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
+
+    @property
+    def content(self) -> tuple[Token, ...]:
+        """The tokens with content: without an end-of-sequence or stop token."""
+        return tuple(token for token in self.tokens if token.finish_reason != STOP)
 
 
 def joined(pieces: Sequence[TextPiece]) -> TextPiece:
@@ -50,7 +54,6 @@ def joined(pieces: Sequence[TextPiece]) -> TextPiece:
     return TextPiece(
         text="".join(piece.text for piece in pieces),
         tokens=tuple(token for piece in pieces for token in piece.tokens),
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
         finish_reason=pieces[-1].finish_reason,
         stop_reason=pieces[-1].stop_reason,
     )
@@ -79,12 +82,10 @@ class TextStream:
 
         A token that ends the sequence (finish reason STOP: end-of-sequence or a stop token) has no text.
         """
-        text, content, token_ids = "", [], []
+        text, num_taken = "", 0
         for token in tokens:
-            self.num_tokens += 1
-            token_ids.append(token.token_id)
+            num_taken += 1
             if token.finish_reason != STOP:
-                content.append(token)
                 text += self._stops.push(self._detokenizer.push(token.token_id))
             if self._stops.matched is None and token.finish_reason != NOT_FINISHED:
                 text += self._stops.push(self._detokenizer.flush())
@@ -94,7 +95,8 @@ class TextStream:
                 self.finish_reason = "stop"
             if self.finish_reason is not None:
                 break
-        return TextPiece(text, tuple(content), tuple(token_ids), self.finish_reason, self._stop_reason(tokens))
+        self.num_tokens += num_taken
+        return TextPiece(text, tuple(tokens[:num_taken]), self.finish_reason, self._stop_reason(tokens))
 
     def _stop_reason(self, tokens: Sequence[Token]) -> str | int | None:
         if self._stops.matched is not None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from services.gateway.replies.bare_calls import Llama3Calls, PythonicCalls
 from services.gateway.replies.call_parts import CallPart, NewToolParser, ParsedPart, ToolParser, new_call_id
+from services.gateway.replies.harmony import HARMONY_MARKS, HarmonyMessages
 from services.gateway.replies.tagged_calls import (
     DEEPSEEK,
     DEEPSEEK_MARKS,
@@ -20,7 +21,7 @@ from services.gateway.replies.tagged_calls import (
     TaggedCalls,
 )
 
-ToolFormat = Literal["hermes", "llama3_json", "pythonic", "mistral", "deepseek"]
+ToolFormat = Literal["hermes", "llama3_json", "pythonic", "mistral", "deepseek", "harmony"]
 """How a model writes calls: in `<tool_call>` tags, as bare JSON, as a list in Python, or with own special tokens."""
 
 PARSERS: Mapping[ToolFormat, NewToolParser] = {
@@ -29,12 +30,18 @@ PARSERS: Mapping[ToolFormat, NewToolParser] = {
     "mistral": MistralCalls,
     "pythonic": PythonicCalls,
     "llama3_json": Llama3Calls,
+    "harmony": HarmonyMessages,
 }
 
-MARKS: Mapping[str | None, frozenset[str]] = {"mistral": MISTRAL_MARKS, "deepseek": DEEPSEEK_MARKS}
+MARKS: Mapping[str | None, frozenset[str]] = {
+    "mistral": MISTRAL_MARKS,
+    "deepseek": DEEPSEEK_MARKS,
+    "harmony": HARMONY_MARKS,
+}
 """Special tokens of some formats: without a text of theirs no call would be found."""
 
 _SIGNS: Mapping[str, ToolFormat] = {
+    "<|channel|>": "harmony",
     HERMES.open: "hermes",
     DEEPSEEK.open: "deepseek",
     "[TOOL_CALLS]": "mistral",

@@ -69,7 +69,7 @@ class Conversations:
             why = "store must not be false" if self._mode == "default" else "send store: true"
             raise InvalidRequest(f"background responses have to be kept: {why}", param="background")
         key = response_id.removeprefix("resp_") if response_id else _key(request) if is_kept else request.request_id
-        request.reply_id = key
+        request.reply_id, request.is_kept = key, is_kept
         own = input_items(body)
         turns = await self._turns(body, request.tenant.name)
         kept = [item for turn in turns for item in (*turn.input, *turn.response["output"])]

@@ -78,6 +78,7 @@ class Adoption:
         due = self._order.push_together(tokens)
         cached_tokens = held.cached_tokens if held.attempt else first.num_cached_tokens
         self._output.progress.note_resumed(first, cached_tokens, [token.token_id for token in due], at_s)
+        self._output.progress.note_drafts(due)
         self._repeat.tokens.extend(due)
         return due
 

@@ -20,6 +20,7 @@ from halfmoon.pb.types_pb2 import (
     Token,
 )
 from halfmoon.policy.models.latency import PrefillSample
+from halfmoon.policy.placement.hot_spots import RunningAnswer
 from halfmoon.policy.values import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
 from halfmoon.rpc.telemetry.spans import NO_SPAN, current_span, operation
@@ -125,6 +126,7 @@ class Attempt:
             operation(current_span().child("attempt", attributes=workers)) as self._span,
             self._cluster.router.route(self._wire_id, route),
             nullcontext() if self._output.repeat is None else self._output.repeat.request.routed(flow.put),
+            nullcontext() if self._moves is None else self._moves.hot_spots.watching(self),
         ):
             now_s = self._cluster.clock()
             membership.note_placed(self._wire_id, prefill, decode, num_prompt, now_s)
@@ -197,9 +199,24 @@ class Attempt:
 
     def _consider_move(self) -> None:
         """Prepares to go on elsewhere if the decode worker will no longer decode, and the answer is there."""
-        is_prepared = self._move is not None and not self._move.is_over
-        if self._moves is not None and self._handed_over and self._decode.member.is_leaving and not is_prepared:
+        if self._moves is not None and self._decode.member.is_leaving and self._may_move:
             self._move = self._moves.begin(self._decode, self._flow.put)
+
+    @property
+    def _may_move(self) -> bool:
+        is_prepared = self._move is not None and not self._move.is_over
+        return self._handed_over and not is_prepared
+
+    def running_answer(self) -> RunningAnswer | None:
+        """See `Movable`."""
+        if self._moves is None or not self._may_move or not self._order.has_begun:
+            return None
+        return self._moves.routing.running_answer(self._decode.member)
+
+    def move_to(self, placement: Placement) -> None:
+        """See `Movable`."""
+        if self._moves is not None and self._may_move:
+            self._move = self._moves.begin(self._decode, self._flow.put, placement)
 
     @property
     def _needs_prefill(self) -> bool:
@@ -270,6 +287,7 @@ def accepted(order: TokenOrder, output: RequestOutput, token: Token, at_s: float
         raise TakenOver
     due = order.push(token)
     output.progress.note_tokens([token.token_id for token in due], at_s)
+    output.progress.note_drafts(due)
     if output.repeat is not None:
         output.repeat.tokens.extend(due)
     return due

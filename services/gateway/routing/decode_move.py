@@ -21,6 +21,7 @@ from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.prefix_replication import PromptBlocks, copy_prompt
 from services.gateway.cluster.token_router import Event, Moving
 from services.gateway.cluster.worker import Worker
+from services.gateway.routing.hot_spots import HotSpotWatch
 from services.gateway.routing.request_routing import RequestRouting
 
 log = logging.getLogger(__name__)
@@ -37,10 +38,14 @@ class DecodeMoves:
 
     cluster: Cluster
     routing: RequestRouting
+    hot_spots: HotSpotWatch
 
-    def begin(self, source: Worker, put: Callable[[Event], None]) -> DecodeMove:
-        """Prepares a move away from `source`; `put` takes the event that ends the present attempt."""
-        move = DecodeMove(self.cluster, self.routing, source, put)
+    def begin(self, source: Worker, put: Callable[[Event], None], target: Placement | None = None) -> DecodeMove:
+        """Prepares a move away from `source`; `put` takes the event that ends the present attempt.
+
+        With a `target`, the answer moves there or stays; without one, to any worker, until `source` has left.
+        """
+        move = DecodeMove(self.cluster, self.routing, source, put, target)
         move.task = self.cluster.spawn(move.run())
         return move
 
@@ -48,13 +53,21 @@ class DecodeMoves:
 class DecodeMove:
     """Owns the preparation of one answer's move: where to, how many blocks are there, and the task that does it."""
 
-    def __init__(self, cluster: Cluster, routing: RequestRouting, source: Worker, put: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        routing: RequestRouting,
+        source: Worker,
+        put: Callable[[Event], None],
+        target: Placement | None,
+    ) -> None:
         self._cluster = cluster
         self._routing = routing
         self._source = source
         self._put = put
         self._block_tokens = source.member.identity.layout.block_tokens
-        self._target: Placement | None = None
+        self._target = target
+        self._only = None if target is None else target.decode.worker_id
         self._num_copied = 0  # leading blocks that the target has
         self._num_failed = 0
         self._block_ended = asyncio.Event()
@@ -83,17 +96,21 @@ class DecodeMove:
         except HalfmoonError as error:
             log.warning("move.failed", extra={"worker_id": self._source.member.worker_id, "reason": error.message})
             outcome = "failed"
-        self._routing.note_move(outcome)
+        self._routing.note_move(outcome, is_hot=self._only is not None)
         if outcome == "moved" and self._target is not None:
             self._put(Moving(self._target, self._from_source, self.loaded_tokens))
 
     async def _prepare(self) -> str:
         """Returns what became of it, one of the reasons of the decision `move`."""
-        while self._source.member.is_leaving and not self._source.gone.done():
+        while (self._source.member.is_leaving or self._only is not None) and not self._source.gone.done():
+            if self._source.member.is_leaving:
+                self._only = None
             if self._routing.room_tokens <= self._block_tokens:
                 return "ends_soon"
             async with self._source.move_turns:
                 self._choose_target()
+                if self._only is not None and (self._target is None or self._target.decode.worker_id != self._only):
+                    return "stays"
                 if self._target is not None and await self._is_there(self._target):
                     return "moved"
             if self._num_failed >= _NUM_TRIES:

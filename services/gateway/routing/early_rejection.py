@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound
-from halfmoon.policy.admission.qos_classes import Caller, QosClass
+from halfmoon.policy.admission.qos_classes import Caller, ClassTable, QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.admission.tenants import Tenant
 from halfmoon.rpc.credentials.api_keys import bearer, sent_value
@@ -23,6 +23,11 @@ class EarlyRejection:
 
     def __init__(self, context: RoutingContext) -> None:
         self._context = context
+
+    @property
+    def classes(self) -> ClassTable:
+        """The classes in force."""
+        return self._context.admission.classes
 
     def class_of(self, headers: Mapping[str, str], model: str, tenant: Tenant) -> QosClass:
         """The class of a tenant's request with these headers for the model of this name."""

@@ -1,4 +1,7 @@
-"""The use of a known prefix by one output: counted, and hot prefixes are copied to where they will be asked for."""
+"""The use of a known prefix by one output: counted, and copied to where it will be asked for.
+
+That is a hot prefix, and a turn of a conversation that is kept.
+"""
 
 from __future__ import annotations
 
@@ -38,3 +41,26 @@ def note_prefix_use(
         decision = context.copies.spread(request, placement, num_uses, blocks, now_s)
     if decision is not None:
         telemetry.pool_decisions["copy", decision] += 1
+
+
+def bring_next_turn(context: RoutingContext, output: RequestOutput) -> None:
+    """Has the KV of a finished turn copied from where it was decoded to where the next turn is likely to be read.
+
+    That is the prefill worker of this turn: it has the prompt's KV, and lacks the answer's.
+    """
+    membership, progress, tenant = context.membership, output.progress, output.tenant
+    members = {member.worker_id: member for member in membership.members()}
+    source, target = members.get(progress.decode_worker or ""), members.get(progress.prefill_worker or "")
+    if not progress.is_complete or source is None or target is None or source is target:
+        return
+    layout = membership.layout_of(target.worker_id)
+    if layout is None or layout != membership.layout_of(source.worker_id):
+        return
+    token_ids = [*output.prompt_token_ids, *progress.output_token_ids]
+    keys = PromptKeys(membership.model_fingerprint, [layout], output.tenant_salt)
+    keys.extend(token_ids[:-1])  # the last token of an answer is not computed
+    owner = KVOwner(tenant.name, tenant.kv_bytes or 0)
+    blocks = PromptBlocks(keys.chains[0].keys, layout, output.tenant_salt, owner, token_ids)
+    decision = context.copies.bring(source, target, blocks, context.clock())
+    if decision is not None:
+        context.telemetry.pool_decisions["copy", decision] += 1

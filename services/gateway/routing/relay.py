@@ -15,6 +15,7 @@ from statistics import median
 from typing import TypeVar
 
 from halfmoon.errors import DeadlineExceeded, HalfmoonError, NoCapacity, StalePlacement, Unavailable, leaf_errors
+from halfmoon.policy.admission.refusal import PredictedLatency
 from halfmoon.policy.placement.move import tail_tokens
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries
@@ -30,6 +31,8 @@ from services.gateway.routing.adoption import Adoption
 from services.gateway.routing.attempt import Attempt, DecodeWorkerLost, Moved
 from services.gateway.routing.decode_move import DecodeMoves
 from services.gateway.routing.handover_codec import HandoverCodec
+from services.gateway.routing.hot_spots import HotSpotWatch
+from services.gateway.routing.prefix_use import bring_next_turn
 from services.gateway.routing.request_routing import RequestRouting
 from services.gateway.routing.reserve_together import reserve_together
 from services.gateway.routing.routing_context import RoutingContext
@@ -56,10 +59,12 @@ class Relay:
         deadline_s: float,
         wait_limits: WaitLimits,
         codec: HandoverCodec,
+        hot_spots: HotSpotWatch,
     ) -> None:
         self._cluster = cluster
         self._context = context
         self._codec = codec
+        self._hot_spots = hot_spots
         self._deadline_s = deadline_s
         self._wait_limits = wait_limits
 
@@ -71,10 +76,7 @@ class Relay:
         ends all outputs. Whatever ends an output early, including a cancellation, is passed on to its workers.
         """
         with ExitStack() as stack:
-            routings = [
-                [stack.enter_context(closing(RequestRouting(self._context, output))) for output in outputs]
-                for outputs in by_prompt
-            ]
+            routings = self._routings(by_prompt, stack)
             if sum(map(len, routings)) == 1:
                 routing = routings[0][0]
                 await self._run_output(routing, sink_of(routing.output))
@@ -87,11 +89,34 @@ class Relay:
             except BaseExceptionGroup as failures:
                 raise leaf_errors(failures)[0] from None
 
+    def bring_next_turn(self, output: RequestOutput) -> None:
+        """Prepares for a request that goes on from this output: `bring_next_turn` of `prefix_use`."""
+        bring_next_turn(self._context, output)
+
+    async def predict(self, by_prompt: Sequence[Sequence[RequestOutput]]) -> PredictedLatency:
+        """The latency of a request that is not run now: that of its slowest output, from now.
+
+        Raises Refused when admission would forbid it, and what placement raises.
+        """
+        with ExitStack() as stack:
+            routings = self._routings(by_prompt, stack)
+            await _hash_prompts(routings)
+            each = [routing for of_prompt in routings for routing in of_prompt]
+            reserve_together(self._context, each)
+            latencies = [routing.predicted for routing in each if routing.predicted is not None]
+            for routing in each:
+                routing.release()
+        tbt_s = [latency.tbt_s for latency in latencies if latency.tbt_s is not None]
+        return PredictedLatency(max(latency.ttft_s for latency in latencies), max(tbt_s, default=None))
+
+    def _routings(self, by_prompt: Sequence[Sequence[RequestOutput]], stack: ExitStack) -> list[list[RequestRouting]]:
+        return [
+            [stack.enter_context(closing(RequestRouting(self._context, output))) for output in outputs]
+            for outputs in by_prompt
+        ]
+
     async def _reserve(self, by_prompt: Sequence[Sequence[RequestRouting]]) -> None:
-        for leader, *others in by_prompt:
-            await _hash_blocks(leader)
-            for other in others:
-                other.share_blocks(leader)
+        await _hash_prompts(by_prompt)
         routings = [routing for of_prompt in by_prompt for routing in of_prompt]
         new = [routing for routing in routings if _held(routing.output) is None]
         await self._within(partial(reserve_together, self._context, new), self._wait_s(is_inside=False))
@@ -139,7 +164,7 @@ class Relay:
     async def _run_attempts(self, routing: RequestRouting, sink: TokenSink) -> None:
         """Attempts the output until its last token, or until the sink has enough."""
         retries, progress, moved = Retries(), routing.output.progress, None
-        moves = DecodeMoves(self._cluster, routing)
+        moves = DecodeMoves(self._cluster, routing, self._hot_spots)
         await _hash_blocks(routing)
         while True:
             placement = await self._placement(routing, retries) if moved is None else moved.placement
@@ -230,6 +255,13 @@ def _failed(error: NoCapacity | Unavailable, placement: Placement, gave_tokens: 
     reason: Reason = next((reason for cls, reason in _REASONS.items() if isinstance(error, cls)), "lost")
     prefill, decode = placement.prefill.worker_id, placement.decode.worker_id
     return FailedAttempt(reason, prefill, decode, gave_tokens, error.retry_after_ms)
+
+
+async def _hash_prompts(by_prompt: Sequence[Sequence[RequestRouting]]) -> None:
+    for leader, *others in by_prompt:
+        await _hash_blocks(leader)
+        for other in others:
+            other.share_blocks(leader)
 
 
 async def _hash_blocks(routing: RequestRouting) -> None:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from halfmoon.pb.prefill_pb2 import KVSource
 from halfmoon.policy.admission.degradation import Admitted
 from halfmoon.policy.admission.qos_classes import QosClass
-from halfmoon.policy.admission.refusal import Refused
+from halfmoon.policy.admission.refusal import PredictedLatency, Refused
 from halfmoon.policy.forecast.ttft import MAX_SOURCES, best_sources
+from halfmoon.policy.placement.hot_spots import RunningAnswer
 from halfmoon.policy.values import NOTHING_CACHED, Placement, PlacementRequest
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.prompt_keys import PromptKeys
@@ -67,12 +68,18 @@ class RequestRouting:
         self._admit(admitted)
         self._is_reserved = True
         view, tenant = self._membership.view(), self.output.tenant
-        self._admission.reserve(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
+        self._admission.inside.reserve(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
+
+    @property
+    def predicted(self) -> PredictedLatency | None:
+        """What was predicted when it was admitted."""
+        admitted = self._admitted
+        return None if admitted is None else admitted.latency(admitted.mean_tbt_s)
 
     def release(self) -> None:
         """Undoes `reserve`, if it was called."""
         if self._is_reserved:
-            self._admission.release(self._name, self._context.clock())
+            self._admission.inside.release(self._name, self._context.clock())
             self._admitted, self._is_reserved, self.output = None, False, self._requested
 
     def place(self, exclude: Sequence[str]) -> Placement:
@@ -83,12 +90,12 @@ class RequestRouting:
             qos = replace(self.output.qos, ttft_s=None, tbt_s=None) if self._progress.is_resumed else self.output.qos
             return self._begin(request, self._decide(request, qos, now_s), now_s)
         if self._is_reserved:
-            self._admission.activate(self._name, now_s)
+            self._admission.inside.activate(self._name, now_s)
         placement = self._admission.place_again(view, request, self._admitted.qos, now_s)
         if self._is_reserved:
             self._is_reserved = False
             return self._begin(request, replace(self._admitted, placement=placement), now_s)
-        self._admission.move(self._name, view, placement, now_s)
+        self._admission.inside.move(self._name, view, placement, now_s)
         self._context.telemetry.note_placed(placement, is_failover=request.is_failover)
         move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
         self._context.telemetry.decisions.note_move(self.output.request_id, move)
@@ -111,16 +118,20 @@ class RequestRouting:
 
     def move_target(self, source: Member, present: Placement | None) -> Placement | None:
         """Where the running answer would go on instead of at `source`: at `present` if it still takes answers."""
-        view, now_s = self._membership.view(), self._context.clock()
-        workers, layout = view.workers, self._membership.layout_of(source.worker_id)
-        same_kv = np.zeros(view.num_rows, dtype=np.bool_)
-        alike = [one.worker_id for one in workers if self._membership.layout_of(one.worker_id) == layout]
-        same_kv[view.rows_of(alike)] = True
+        view, now_s, same_kv = self._membership.view(), self._context.clock(), self._context.same_kv(source.worker_id)
         if present is not None and same_kv[rows := view.rows_of([present.decode.worker_id])].any():
             same_kv[:] = False
             same_kv[rows] = True
         found = self._admission.move_target(view, self._placement_request((source.worker_id,)), same_kv, now_s)
         return self.move_target(source, None) if found is None and present is not None else found
+
+    def running_answer(self, worker: Member) -> RunningAnswer | None:
+        """How far the answer is that decodes on this worker."""
+        row = self._membership.view().row(worker.worker_id)
+        if row is None:
+            return None
+        num_generated = len(self._progress.output_token_ids)
+        return self._admission.running_answer(self._name, row, self.num_tokens, num_generated, self.room_tokens)
 
     def held_blocks(self, holder: int) -> int:
         """How many leading blocks of prompt and answer a holder is known to have."""
@@ -130,13 +141,13 @@ class RequestRouting:
     def move(self, placement: Placement) -> None:
         """Notes that the answer goes on at another decode worker."""
         now_s = self._context.clock()
-        self._admission.move(self._name, self._membership.view(), placement, now_s)
+        self._admission.inside.move(self._name, self._membership.view(), placement, now_s)
         move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
         self._context.telemetry.decisions.note_move(self.output.request_id, move)
 
-    def note_move(self, outcome: str) -> None:
-        """Counts what became of a move that was begun."""
-        self._context.telemetry.pool_decisions["move", outcome] += 1
+    def note_move(self, outcome: str, *, is_hot: bool) -> None:
+        """Counts what became of a move that was begun; `is_hot`: off a busy worker, not one that leaves."""
+        self._context.telemetry.pool_decisions["hot_spot" if is_hot else "move", outcome] += 1
 
     def codec(self, default: HandoverCodec) -> HandoverCodec:
         """The encoding of its KV in transfer: `default`, or a lossier one where admission degraded the output."""
@@ -157,7 +168,7 @@ class RequestRouting:
 
     def observing(self, sink: TokenSink) -> TokenSink:
         """`sink`, which reports the first token of each attempt to the admission controller."""
-        return NotifyingSink(sink, lambda: self._admission.begin_decode(self._name, self._context.clock()))
+        return NotifyingSink(sink, lambda: self._admission.inside.begin_decode(self._name, self._context.clock()))
 
     def note_no_room(self) -> None:
         """Reports that no worker had room for the output."""
@@ -205,6 +216,7 @@ class RequestRouting:
             priority=self._priority(),
             least_tokens=max(least, 0),
             is_failover=self._has_lost or num_output > 0,
+            qos_class=self.output.qos.name,
             cached_blocks=self._cached_blocks(),
         )
 
@@ -244,9 +256,10 @@ class RequestRouting:
         report_decision(self._context, self.output, request, now_s, placement)
         note_prefix_use(self._context, self.output, self._keys, request, now_s, placement)
         self._context.telemetry.note_placed(placement, is_failover=request.is_failover)
+        self._context.telemetry.traffic.came(placement.work_s, now_s)
         self._admit(admitted)
         view, tenant = self._membership.view(), self.output.tenant
-        self._admission.enter(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
+        self._admission.inside.enter(self._name, view, admitted, request.num_prompt_tokens, now_s, tenant)
         return placement
 
     def _cached_blocks(self) -> NDArray[np.int64]:

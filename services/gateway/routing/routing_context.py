@@ -6,10 +6,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.candidates import Candidate, ranked_candidates
 from halfmoon.policy.values import Placement, TtftPrediction
+from halfmoon.policy.view.capabilities import Bools
 from halfmoon.rpc.telemetry.spans import current_span
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import PrefixCopies
@@ -35,6 +38,14 @@ class RoutingContext:
     telemetry: RecentTelemetry
     copies: PrefixCopies
     names: Iterator[str] = field(default_factory=_names)
+
+    def same_kv(self, worker_id: str) -> Bools:
+        """The rows [num_rows] whose blocks are of the kind that a worker has."""
+        view, membership = self.membership.view(), self.membership
+        layout, rows = membership.layout_of(worker_id), np.zeros(view.num_rows, dtype=np.bool_)
+        alike = [one.worker_id for one in view.workers if membership.layout_of(one.worker_id) == layout]
+        rows[view.rows_of(alike)] = True
+        return rows
 
     def candidates(
         self, num_prompt_tokens: int, ranked_by: TtftPrediction | None, placement: Placement | None = None

@@ -94,6 +94,8 @@ class GatewayMetrics:
         registry.register(_Predictions(membership, telemetry))
         registry.register(_Copies(copies))
         registry.register(_PoolDecisions(telemetry))
+        registry.register(_PeerOffers(telemetry))
+        registry.register(_PrefillDevices(telemetry))
         registry.register(_LedgerRows(ledger))
         registry.register(VllmMetrics(model_name, membership, self._vllm_histograms(), self._vllm_counters()))
 
@@ -210,6 +212,40 @@ class _PoolDecisions(Collector):
             for reason in reasons:
                 decisions.add_metric([decision, reason], self._telemetry.pool_decisions[decision, reason])
         yield decisions
+
+
+class _PrefillDevices(Collector):
+    """Reads the counts of prompts by the kind of device that they were sent to."""
+
+    def __init__(self, telemetry: RecentTelemetry) -> None:
+        self._telemetry = telemetry
+
+    def collect(self) -> Iterator[Metric]:
+        prompts = CounterMetricFamily(
+            "halfmoon_gateway_prefill_devices",
+            "Prompts placed, by the device of the worker that was to compute them",
+            labels=["device"],
+        )
+        for device, count in self._telemetry.prefill_devices.items():
+            prompts.add_metric([device], count)
+        yield prompts
+
+
+class _PeerOffers(Collector):
+    """Reads the counts of what was offered to peer gateways."""
+
+    def __init__(self, telemetry: RecentTelemetry) -> None:
+        self._telemetry = telemetry
+
+    def collect(self) -> Iterator[Metric]:
+        offers = CounterMetricFamily(
+            "halfmoon_gateway_peer_offers",
+            "Requests that would be refused, by the peer gateway that they were offered to and what became of that",
+            labels=["peer", "outcome"],
+        )
+        for (peer, outcome), count in self._telemetry.peer_offers.items():
+            offers.add_metric([peer, outcome], count)
+        yield offers
 
 
 class _LedgerRows(Collector):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from halfmoon.ledger.models import RequestRow
 from halfmoon.policy.admission.qos_classes import QosClass
@@ -18,13 +18,20 @@ from services.gateway.cluster.membership import Membership
 from services.gateway.progress import Progress
 from services.gateway.request import GatewayRequest
 from services.gateway.telemetry.decisions import Decisions
+from services.gateway.telemetry.observed_cluster import ObservedTraffic
 from services.gateway.telemetry.time_series import Ended, Sample, Series
 
 _SAMPLE_S = 1.0
+BAD_REQUEST, RATE_LIMIT = "bad request", "rate limit"  # why a request was rejected, if it was not for the cluster
 _NO_CLASS = "none"  # of a request that was refused before its class was known
 _REMEMBERED_S = 120.0
 _MAX_LEFT = 256
 
+
+PeerOutcome = Literal["served", "declined", "late", "slow", "away", "unfit", "failed", "broken", "paused", "busy"]
+"""What became of offering a request to a peer gateway: docs/reference/metrics.md."""
+
+_MOVES = ("moved", "ends_soon", "not_loaded", "stays", "failed")
 
 POOL_DECISIONS: Mapping[str, tuple[str, ...]] = {
     "prefill_worker": get_args(PrefillReason),
@@ -33,7 +40,8 @@ POOL_DECISIONS: Mapping[str, tuple[str, ...]] = {
     "disaggregation": get_args(Disaggregation),
     "direct_restore": get_args(Disaggregation),
     "copy": get_args(CopyDecision),
-    "move": ("moved", "ends_soon", "not_loaded", "stays", "failed"),  # of an answer whose decode worker leaves
+    "move": _MOVES,  # of an answer whose decode worker leaves
+    "hot_spot": _MOVES,  # of an answer whose decode worker is busier than another
 }
 """What the gateway decides about the pool of KV, and the reasons that it counts."""
 
@@ -44,10 +52,13 @@ class RecentTelemetry:
     def __init__(self) -> None:
         self.series = Series()
         self.decisions = Decisions()
+        self.traffic = ObservedTraffic()
         self.prefixes = HotPrefixes()
         self.recently_left = RecentlyLeft()
         self.prediction_errors = {kind: PredictionErrors() for kind in ("ttft", "tbt", "transfer")}
         self.pool_decisions: Counter[tuple[str, str]] = Counter()  # by decision and reason: see `POOL_DECISIONS`
+        self.prefill_devices: Counter[str] = Counter()  # how often a worker of each was to compute a prompt
+        self.peer_offers: Counter[tuple[str, PeerOutcome]] = Counter()  # by the peer's address
 
     def note_members(self, members: Sequence[Member], now_s: float) -> None:
         """Takes the workers as they are now."""
@@ -70,6 +81,11 @@ class RecentTelemetry:
         for decision, reason in reasons.items():
             if reason is not None:
                 self.pool_decisions[decision, reason] += 1
+        self.prefill_devices[placement.prefill.device] += 1
+
+    def offers_to(self, peer: str) -> dict[PeerOutcome, int]:
+        """How often what became of offers to this peer."""
+        return {outcome: count for (url, outcome), count in self.peer_offers.items() if url == peer}
 
     def note_prediction(self, progress: Progress) -> None:
         """Compares predicted and measured times. Predictions are of the first attempt: others teach nothing."""
@@ -88,11 +104,12 @@ class RecentTelemetry:
         self, request: GatewayRequest, row: RequestRow, gaps_s: Sequence[float], reason: str, now_s: float
     ) -> None:
         """Takes a request that ended, with its row; `reason` says in a word why it was rejected, if it was."""
-        is_served = bool(request.by_prompt) and row.status == "ok"
+        refusal = reason if row.status == "rejected" else None
+        is_served = bool(request.by_prompt or request.passed) and row.status == "ok"
         ended = Ended(
-            qos_class=row.qos_class or _NO_CLASS,
+            qos_class=None if refusal == BAD_REQUEST else row.qos_class or _NO_CLASS,
             is_good=is_served and is_good(row, request.qos),
-            refusal=reason if row.status == "rejected" else None,
+            refusal=refusal,
             is_failed=row.status == "error",
             prompt_tokens=row.prompt_tokens,
             cached_tokens=row.cached_tokens,
@@ -100,6 +117,10 @@ class RecentTelemetry:
             gaps_s=gaps_s,
         )
         self.series.note(ended, now_s)
+        if refusal is None and request.by_prompt and row.status != "cancelled":
+            self.traffic.ended(row, request.qos, now_s)
+        elif refusal not in (None, BAD_REQUEST, RATE_LIMIT):
+            self.traffic.refused(now_s)
         for output in request.outputs:
             self.decisions.note_ended(output.request_id, output.progress, row.status, row.e2e_s)
 

@@ -23,7 +23,7 @@ from services.gateway.http.request_ids import request_id_of
 from services.gateway.request import GatewayRequest
 from services.gateway.telemetry.label_digests import LabelDigests
 from services.gateway.telemetry.metrics import GatewayMetrics
-from services.gateway.telemetry.recent_telemetry import RecentTelemetry
+from services.gateway.telemetry.recent_telemetry import BAD_REQUEST, RATE_LIMIT, RecentTelemetry
 from services.gateway.telemetry.request_span import begin_span, end_span
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class RequestRecorder:
         http_status: int = 200,
         error: str | None = None,
         *,
-        reason: str = "bad request",
+        reason: str = BAD_REQUEST,
     ) -> None:
         """Records a request that ended; `reason` says in a word why it was rejected, if it was.
 
@@ -159,9 +159,14 @@ def request_row(
     """The ledger row. Worker, queue and predictions are those of the first output; of a refused request the
     predictions are those that it was refused by."""
     usage, refusal = request.usage(), request.refusal
-    first = request.outputs[0] if request.by_prompt else None
+    passed = request.passed
+    first = request.outputs[0] if request.by_prompt and passed is None else None
     progress = None if first is None else first.progress
-    if progress is not None and refusal is None:
+    qos_class: str | None
+    predicted: tuple[float | None, float | None]
+    if passed is not None:
+        qos_class, predicted = request.qos.name, (passed.predicted_ttft_s, passed.predicted_tbt_s)
+    elif progress is not None and refusal is None:
         qos_class, predicted = progress.qos_class, (progress.predicted_ttft_s, progress.predicted_tbt_s)
     else:
         qos_class = request.qos.name if request.needs_workers else None
@@ -195,6 +200,7 @@ def request_row(
         predicted_prefill_s=progress and progress.predicted_prefill_s,
         refused_unread=refusal is not None and refusal.is_early,
         tenant=request.tenant.name or None,
+        peer=passed and passed.peer,
     )
 
 
@@ -203,7 +209,7 @@ def _reason(error: HalfmoonError) -> str:
     if isinstance(error, Refused):
         return error.reason
     if isinstance(error, RateLimited):
-        return "rate limit"
+        return RATE_LIMIT
     if isinstance(error, NoCapacity):
         return "no room"
-    return "no worker" if isinstance(error, Unavailable) else "bad request"
+    return "no worker" if isinstance(error, Unavailable) else BAD_REQUEST

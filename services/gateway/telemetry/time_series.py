@@ -27,7 +27,7 @@ Counts = NDArray[np.int64]
 class Ended(NamedTuple):
     """One request that ended, however it did."""
 
-    qos_class: str
+    qos_class: str | None  # None: a bad request, which counts for no class
     is_good: bool  # complete, and within its class's targets
     refusal: str | None  # why it was rejected; None if it was not
     is_failed: bool  # admitted, and ended early by an error
@@ -81,13 +81,14 @@ class Series:
     def note(self, ended: Ended, now_s: float) -> None:
         """Counts one request."""
         bucket = self._bucket(now_s)
-        counts = bucket.by_class.setdefault(ended.qos_class, Counter())
-        counts["ended"] += 1
-        counts["good"] += ended.is_good
-        counts["failed"] += ended.is_failed
         if ended.refusal is not None:
-            counts["refused"] += 1
             bucket.refusals[ended.refusal] += 1
+        if ended.qos_class is not None:
+            counts = bucket.by_class.setdefault(ended.qos_class, Counter())
+            counts["ended"] += 1
+            counts["good"] += ended.is_good
+            counts["failed"] += ended.is_failed
+            counts["refused"] += ended.refusal is not None
         if ended.ttft_s is not None:
             bucket.num_prompt_tokens += ended.prompt_tokens
             bucket.num_cached_tokens += ended.cached_tokens

@@ -29,7 +29,7 @@ from halfmoon.rpc.credentials.sources import client_credential  # noqa: E402
 from halfmoon.rpc.tls.authority import Authority  # noqa: E402
 from halfmoon.rpc.tls.identity_files import identity_files, state_paths  # noqa: E402
 from halfmoon.rpc.tls.server_credentials import server_credentials  # noqa: E402
-from halfmoon.up.certificates import RoleCertificates  # noqa: E402
+from halfmoon.up.state.certificates import RoleCertificates  # noqa: E402
 from tests.console.fake_gateway import CACHE, CLUSTER, FakeGateway, running_fake_gateway  # noqa: E402
 from tests.console.fake_planner import APART, SUMMARY, FakePlanner, plan, running_fake_planner  # noqa: E402
 
@@ -108,6 +108,15 @@ def test_a_search_is_asked_for_shown_and_its_plan_drawn(gateway: FakeGateway, pl
     }  # fmt: skip
     assert any("#2 llama-3-8b on h200" in one.value for one in shown.markdown)
     assert list(shown.dataframe[0].value["plan"]) == [2, 1]
+
+
+def test_a_map_is_asked_for_and_drawn(gateway: FakeGateway, planner: FakePlanner) -> None:
+    planner.go.set()
+    page = until_over(click(open_page(gateway, planner), "Map targets"))
+    assert planner.asked[0].is_map
+    assert not planner.asked[0].with_curves
+    assert "Separate workers win all." in [one.value for one in page.markdown]
+    assert "orange means separate" in [one.value for one in page.caption]
 
 
 def test_newer_options_are_asked_for(gateway: FakeGateway, planner: FakePlanner) -> None:

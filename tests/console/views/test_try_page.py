@@ -44,7 +44,8 @@ def test_calls_are_shown_and_their_results_go_on(gateway: FakeGateway) -> None:
     sent = gateway.bodies[-1]["messages"]
     assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
-    assert sent[1] == {"role": "assistant", "content": None, "tool_calls": [call]}
+    thought = "Which city? Paris."
+    assert sent[1] == {"role": "assistant", "content": None, "reasoning": thought, "tool_calls": [call]}
     assert sent[2] == {"role": "tool", "tool_call_id": "c1", "name": "get_weather", "content": "18 degrees"}
     assert any(one.value == "Hello" for one in shown.markdown)
     shown.chat_input[0].set_value("Thanks").run()
@@ -98,3 +99,10 @@ def test_an_answer_without_pieces() -> None:
     answer.take({"delta": {"role": "assistant"}, "finish_reason": "stop"})
     assert (answer.ttft_s, answer.tbt_s, answer.finish_reason) == (None, None, "stop")
     assert answer.message() == {"role": "assistant", "content": None}
+
+
+def test_reasoning_goes_back_with_its_answer() -> None:
+    answer = Answer()
+    answer.take({"delta": {"reasoning": "hm", "reasoning_content": "hm"}})
+    answer.take({"delta": {"content": "yes"}, "finish_reason": "stop"})
+    assert answer.message() == {"role": "assistant", "content": "yes", "reasoning": "hm"}

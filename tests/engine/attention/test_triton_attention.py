@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
-from halfmoon.engine.attention.attention_backend import TokenSpan
+from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.kv_memory.int8_rows import round_rows
 from halfmoon.errors import Incompatible
 
@@ -56,8 +56,8 @@ def test_a_step_is_that_of_the_reference(
     memory = round_rows(memory) if is_int8 else memory
     memories = [memory.clone(), memory.clone()]
     batch = SdpaBackend(BLOCK_TOKENS, DEVICE).step(spans(*ranges))
-    expected = attend_reference(q, k, v, memories[0], batch, 0.25)
-    got = backend(num_kv_heads).step(spans(*ranges)).attend(q, k, v, memories[1], 0.25)
+    expected = attend_reference(q, k, v, memories[0], batch, AttentionRule(0.25))
+    got = backend(num_kv_heads).step(spans(*ranges)).attend(q, k, v, memories[1], AttentionRule(0.25))
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
     assert torch.equal(memories[0], memories[1])
 

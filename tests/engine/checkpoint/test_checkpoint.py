@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.checkpoint.convert_gguf import transformers_name
+from halfmoon.engine.checkpoint.description import describe
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, UnknownModel
 from tests.engine.gguf_files import write_gguf
 
@@ -179,3 +180,29 @@ def test_gguf_names() -> None:
     assert transformers_name("output.weight") == "lm_head.weight"
     with pytest.raises(Incompatible, match=r"blk.0.ssm_a"):
         transformers_name("blk.0.ssm_a")
+
+
+def test_a_description_names_the_same_model_without_its_weights(
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    original = tiny_checkpoint("llama")
+    describe(original, tmp_path / "described")
+    described = prepare_checkpoint(str(tmp_path / "described"))
+    assert described == replace(original, path=described.path, name="described")
+    assert described.weight_files == ()
+    assert prepare_checkpoint(str(described.path), quantization="int8").fingerprint != original.fingerprint
+
+
+def test_the_demo_model_may_be_a_description(
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe(tiny_checkpoint("llama"), tmp_path / "described")
+    monkeypatch.setenv("HALFMOON_DEMO_DIR", str(tmp_path / "described"))
+    assert prepare_checkpoint("demo").fingerprint == tiny_checkpoint("llama").fingerprint
+
+
+def test_without_what_reads_gguf_files_another_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes(16))
+    monkeypatch.setattr("halfmoon.engine.checkpoint.checkpoint.find_spec", lambda name: None)
+    with pytest.raises(Incompatible, match=r"give the directory that .* makes"):
+        prepare_checkpoint(str(tmp_path / "model.gguf"), tmp_path / "cache")

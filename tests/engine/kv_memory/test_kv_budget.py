@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
-from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes, weight_bytes
 from halfmoon.engine.models import build_model

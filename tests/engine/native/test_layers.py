@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention.attention_backend import AttentionBackend, StepAttention, TokenSpan
+from halfmoon.engine.attention.attention_backend import AttentionBackend, AttentionRule, StepAttention, TokenSpan
 from halfmoon.engine.attention.watched_attention import GatedAttention, WatchedAttention
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization
 from halfmoon.engine.config import EngineConfig
@@ -35,8 +35,8 @@ class Between:
 
     inner: StepAttention
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
-        return self.inner.attend(q, k, v, layer_kv, scale)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
+        return self.inner.attend(q, k, v, layer_kv, rule)
 
 
 def computed(model: Model, batch: ForwardBatch, arena: KVArena) -> tuple[Tensor, Tensor]:

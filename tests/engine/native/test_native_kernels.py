@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
-from halfmoon.engine.attention.attention_backend import TokenSpan
+from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
 from halfmoon.engine.kv_memory.int8_rows import round_rows
 from halfmoon.engine.models.rotary import rotate
@@ -98,8 +98,8 @@ def test_attention_equals_the_reference(
     backend = NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
     batch, plain = backend.step(drawn), SdpaBackend(BLOCK_TOKENS, "cpu").step(drawn)
     for _ in range(2):  # a step has many layers
-        got = batch.attend(q, k, v, memories[0], head_dim**-0.5)
-        expected = attend_reference(q, k, v, memories[1], plain, head_dim**-0.5)
+        got = batch.attend(q, k, v, memories[0], AttentionRule(head_dim**-0.5))
+        expected = attend_reference(q, k, v, memories[1], plain, AttentionRule(head_dim**-0.5))
         assert torch.equal(memories[0].view(torch.uint8), memories[1].view(torch.uint8))
         torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(memories[0], memories[1], rtol=0, atol=0, equal_nan=True)
@@ -144,7 +144,7 @@ def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
                 torch.cat((own[start:end], own[start : start + 1].expand(neighbours, -1, -1))) for own in (q, k, v)
             )
             batch = backend.step(spans)
-            rows.append(batch.attend(queries, keys, values, memory, head_dim**-0.5)[: end - start])
+            rows.append(batch.attend(queries, keys, values, memory, AttentionRule(head_dim**-0.5))[: end - start])
         return torch.cat(rows)
 
     whole = attended(1, [(0, num_tokens)], list(range(8, 8 + num_blocks)), 0)
@@ -163,7 +163,7 @@ def test_a_broken_key_is_not_hidden(library: NativeLibrary, num_new: int, what: 
     batch = NativeBackend(library, BLOCK_TOKENS, 1, 1, 16).step(
         [TokenSpan(range(19), num_tokens - num_new, num_tokens)]
     )
-    assert batch.attend(q.abs(), k, v, memory, 0.25).isnan().all()
+    assert batch.attend(q.abs(), k, v, memory, AttentionRule(0.25)).isnan().all()
 
 
 def seen_slots(drawn: list[TokenSpan]) -> Tensor:
@@ -231,9 +231,9 @@ def test_a_packed_weight_gives_a_row_the_same_bits_in_any_batch(
     dtype = library.dtype
     multiply = library.pack_weight(random(num_columns, num_inputs, dtype=dtype))
     assert multiply is not None
-    x = random(300, num_inputs, dtype=dtype, seed=1)
+    x = random(1100, num_inputs, dtype=dtype, seed=1)
     whole = multiply(x, None)
-    for num_rows in (1, 2, 3, 5, 8, 17, 97, 128):
+    for num_rows in (1, 2, 3, 5, 8, 17, 97, 128, 500):
         for start in (0, 1, 130):
             assert torch.equal(multiply(x[start : start + num_rows], None), whole[start : start + num_rows]), num_rows
 

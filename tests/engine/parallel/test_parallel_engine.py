@@ -102,7 +102,7 @@ def wait_until_gone(pidfd: int) -> None:
         os.close(pidfd)
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "phi3", "gemma3", "qwen2-moe", "deepseek-v3", "opt"])
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
 def test_the_tokens_are_those_of_one_process(
     tensor: int, pipeline: int, model: str, start_engine: StartEngine, shared_engine: StartEngine

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
-from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.text.tokenizer import Detokenizer, Tokenizer
 from halfmoon.errors import InvalidRequest
 

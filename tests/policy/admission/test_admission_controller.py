@@ -32,7 +32,7 @@ def keeper(mode: AdmissionMode = "predicted", *classes: QosClass) -> AdmissionCo
 
 def enter(gate: AdmissionController, view: ClusterView, name: str, qos: QosClass, now_s: float = 0.0) -> Admitted:
     admitted = gate.decide(view, REQUEST, qos, now_s)
-    gate.enter(name, view, admitted, REQUEST.num_prompt_tokens, now_s)
+    gate.inside.enter(name, view, admitted, REQUEST.num_prompt_tokens, now_s)
     return admitted
 
 
@@ -93,7 +93,7 @@ def test_where_only_overload_is_refused_targets_that_an_idle_cluster_meets_are_k
 def test_a_refusal_tells_the_classs_own_target_and_why_another_one_is_applied() -> None:
     gate, view, gold = keeper(), ClusterView((P, D)), QosClass("gold", ttft_s=2.0)
     for number in range(30):
-        gate.enter(str(number), view, gate.decide(view, REQUEST, gold, 0.0), 100, 0.0)
+        gate.inside.enter(str(number), view, gate.decide(view, REQUEST, gold, 0.0), 100, 0.0)
         gate.leave(str(number), 0.0, num_output=1, ttft_s=2.4, tbt_s=None)
     assert gate.applied(gold) == AdmissionTargets(2.0, None)  # nobody has asked since
     told = "would be 1.85 s, class gold allows 2 s; now 1.8 s, because 90 % of its latest requests took up to 2.4 s"
@@ -149,7 +149,7 @@ def test_predicted_does_not_mind_who_will_have_left_load_does() -> None:
             gate.lengths.add("y", 100, 10)  # so short that they are gone when a prefill of one second ends
         for number in range(4):
             enter(gate, view, f"r{number}", loose)
-            gate.begin_decode(f"r{number}", 1.0)
+            gate.inside.begin_decode(f"r{number}", 1.0)
         if mode == "load":
             with pytest.raises(Refused, match="between tokens would be 50 ms, class x allows 25 ms") as caught:
                 gate.decide(view, REQUEST, strict, 1.0)
@@ -267,7 +267,7 @@ def test_a_request_that_moved_counts_where_it_is() -> None:
     first = enter(gate, view, "a", qos)
     assert gate.place_again(view, REQUEST, qos, 0.0).decode.worker_id != first.placement.decode.worker_id
     there = gate.place_again(view, replace(REQUEST, exclude=(first.placement.decode.worker_id,)), qos, 0.0)
-    gate.move("a", view, there, 0.0)
+    gate.inside.move("a", view, there, 0.0)
     assert gate.place_again(view, REQUEST, qos, 0.0).decode.worker_id == first.placement.decode.worker_id
 
 
@@ -348,7 +348,7 @@ def test_a_first_class_prompt_does_not_wait_for_those_behind_it() -> None:
     crowd = replace(REQUEST, priority=1_000)
     for number in range(5):
         admitted = gate.decide(view, crowd, QosClass("patient", 1), 0.0)
-        gate.enter(f"r{number}", view, admitted, crowd.num_prompt_tokens, 0.0)
+        gate.inside.enter(f"r{number}", view, admitted, crowd.num_prompt_tokens, 0.0)
     with pytest.raises(Refused, match="would be 6 s"):
         gate.decide(view, crowd, rest, 0.0)
     assert gate.decide(view, replace(REQUEST, priority=-1_000), lead, 0.0).placement.ttft_s <= 1.5
@@ -374,7 +374,7 @@ def test_a_far_end_of_prefill_is_no_way_around_the_decode_load() -> None:
         gate.lengths.add("y", 100, 100)
     for number in range(4):
         enter(gate, view, f"r{number}", loose)
-        gate.begin_decode(f"r{number}", 0.0)
+        gate.inside.begin_decode(f"r{number}", 0.0)
     with pytest.raises(Refused, match="time between tokens"):
         gate.decide(view, long, strict, 0.0)
     for _ in range(300):  # until such prompts are the usual ones

@@ -75,9 +75,9 @@ class Scene:
         for number, one in enumerate(sorted(self.earlier, key=lambda one: one.entered_s)):
             request = PlacementRequest(one.num_prompt, one.max_tokens, priority=one.priority)
             admitted = gate.decide(view, request, QosClass("no promises"), one.entered_s)
-            gate.enter(str(number), view, admitted, one.num_prompt, one.entered_s)
+            gate.inside.enter(str(number), view, admitted, one.num_prompt, one.entered_s)
             if one.decodes_since_s is not None:
-                gate.begin_decode(str(number), one.decodes_since_s)
+                gate.inside.begin_decode(str(number), one.decodes_since_s)
         gate.note_overheads(0.1, 0.2)
         return gate
 
@@ -212,7 +212,7 @@ def test_a_worker_that_seems_slower_than_another_may_be_quicker_in_truth() -> No
     qos, view = QosClass("x", ttft_s=0.2), ClusterView((P, D))
     gate = AdmissionController("predicted", PlacementRules("random"), random.Random(0))
     inside = gate.decide(view, PlacementRequest(1, 1), QosClass("free"), NOW_S)
-    gate.enter("r", view, inside, 1, NOW_S)
+    gate.inside.enter("r", view, inside, 1, NOW_S)
     view.put(replace(P, prefill_free_s=NOW_S + 0.4))  # less than a step: it may all be ours
     view.put(replace(P, worker_id="other", prefill_free_s=NOW_S + 0.3))
     gate.reject_early(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)

@@ -28,7 +28,7 @@ def gate_of(mode: AdmissionMode = "predicted") -> tuple[AdmissionController, Clu
 
 
 def hold(gate: AdmissionController, view: ClusterView, name: str, now_s: float = 0.0) -> None:
-    gate.reserve(name, view, gate.decide(view, ASKED, TWO, now_s), ASKED.num_prompt_tokens, now_s)
+    gate.inside.reserve(name, view, gate.decide(view, ASKED, TWO, now_s), ASKED.num_prompt_tokens, now_s)
 
 
 @pytest.mark.parametrize("mode", ["load", "predicted"])
@@ -41,23 +41,23 @@ def test_others_are_judged_beside_those_that_are_held(mode: AdmissionMode) -> No
         gate.decide(view, ASKED, TWO, 0.0)
     assert (caught.value.retry_after_ms, caught.value.is_by_others) == (60_000, False)  # who is held leaves after it
     for name in ("a", "b"):
-        gate.release(name, 0.0)
+        gate.inside.release(name, 0.0)
     assert gate.decide(view, ASKED, TWO, 0.0) == alone
 
 
 def test_who_is_called_up_is_not_beside_itself_and_counts_once() -> None:
     gate, view = gate_of()
     hold(gate, view, "a")
-    gate.activate("a", 1.0)
+    gate.inside.activate("a", 1.0)
     admitted = gate.decide(view, ASKED, TWO, 1.0)
     assert admitted.placement.tbt_s == pytest.approx(0.02)
-    gate.enter("a", view, admitted, ASKED.num_prompt_tokens, 1.0)
+    gate.inside.enter("a", view, admitted, ASKED.num_prompt_tokens, 1.0)
     hold(gate, view, "b", 1.0)
     with pytest.raises(Refused) as caught:
         gate.decide(view, ASKED, TWO, 1.0)
     assert caught.value.is_by_others
     gate.leave("a", 2.0, num_output=20, ttft_s=0.1, tbt_s=0.02)
-    gate.release("b", 2.0)
+    gate.inside.release("b", 2.0)
     assert gate.decide(view, ASKED, TWO, 2.0).placement.tbt_s == pytest.approx(0.02)
 
 
@@ -66,8 +66,8 @@ def test_an_idle_cluster_stays_idle_for_who_was_only_held() -> None:
     assert not gate.is_probe(0.0)
     hold(gate, view, "a", 5.0)
     assert not gate.is_probe(11.0)
-    gate.release("a", 11.0)
+    gate.inside.release("a", 11.0)
     assert gate.is_probe(11.0)
-    gate.enter("b", view, gate.decide(view, ASKED, TWO, 11.0), ASKED.num_prompt_tokens, 11.0)
+    gate.inside.enter("b", view, gate.decide(view, ASKED, TWO, 11.0), ASKED.num_prompt_tokens, 11.0)
     gate.leave("b", 12.0, num_output=1, ttft_s=None, tbt_s=None)
     assert not gate.is_probe(12.0)

@@ -44,10 +44,10 @@ def test_steps_are_read_again_where_they_changed() -> None:
     assert forecast.steps_left_s(view, NOW_S).tolist() == [0.0, 0.0, 0.0]
     for name, num_tokens in (("first", 100), ("second", 200)):
         request = PlacementRequest(num_tokens, 10)
-        gate.enter(name, view, gate.decide(view, request, free, NOW_S), num_tokens, NOW_S)
+        gate.inside.enter(name, view, gate.decide(view, request, free, NOW_S), num_tokens, NOW_S)
     first_s, second_s = (P.prefill_model.seconds(one) for one in (100, 200))
     assert forecast.steps_left_s(view, NOW_S + 0.05).tolist() == pytest.approx([first_s - 0.05, 0.0, 0.0])
-    gate.begin_decode("first", NOW_S + 0.1)
+    gate.inside.begin_decode("first", NOW_S + 0.1)
     assert forecast.steps_left_s(view, NOW_S + 0.1).tolist() == pytest.approx([second_s, 0.0, 0.0])
     gate.leave("second", NOW_S + 0.2, num_output=0, ttft_s=None, tbt_s=None)
     assert forecast.steps_left_s(view, NOW_S + 9).tolist() == [0.0, 0.0, 0.0]

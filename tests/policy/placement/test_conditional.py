@@ -221,7 +221,7 @@ class _Controller:
 
     def admit(self, name: str, qos: QosClass, now_s: float = 0.0, num_tokens: int = 100) -> Placement:
         admitted = self.gate.decide(self.view, PlacementRequest(num_tokens, 50), qos, now_s)
-        self.gate.enter(name, self.view, admitted, num_tokens, now_s)
+        self.gate.inside.enter(name, self.view, admitted, num_tokens, now_s)
         return admitted.placement
 
 
@@ -229,14 +229,14 @@ def test_the_targets_of_those_who_decode_there_count() -> None:
     for target_s, reason in ((0.1, "neighbours"), (0.2, "kept_short")):
         controller = _Controller()
         assert controller.admit("first", QosClass("tight", tbt_s=target_s)).disaggregation == "kept_short"
-        controller.gate.begin_decode("first", 0.1)
+        controller.gate.inside.begin_decode("first", 0.1)
         assert controller.admit("second", QosClass("loose", tbt_s=1.0), 0.1).disaggregation == reason
 
 
 def test_prompts_take_a_share_of_the_time_at_most() -> None:
     controller, loose = _Controller(), QosClass("loose", tbt_s=1.0)
     controller.admit("first", loose)
-    controller.gate.begin_decode("first", 0.1)  # decodes for a bit more than half a second
+    controller.gate.inside.begin_decode("first", 0.1)  # decodes for a bit more than half a second
     assert controller.admit("second", loose, 0.1, num_tokens=120).disaggregation == "kept_short"
     assert controller.admit("third", loose, 0.1, num_tokens=120).disaggregation == "neighbours"
 

@@ -77,6 +77,16 @@ def test_room_now_goes_before_few_requests() -> None:
     assert chosen(P0, replace(D0, free_blocks=2)) == ("p0", "d0")  # it may have some by then
 
 
+def test_a_paired_unit_hands_over_within_itself() -> None:
+    units = [replace(one, unit=f"unit-{one.worker_id[1]}") for one in (P0, P1, D0, D1)]
+    busy = [replace(one, num_running=20) if one.worker_id == "d0" else one for one in units]
+    first = replace(P1, unit="unit-1", waiting_prefill_tokens=500)
+    assert chosen(busy[0], first, *busy[2:]) == ("p0", "d0"), "d1 has nothing to do and is of the other unit"
+    assert chosen(busy[0], first, *busy[2:], exclude=("d0",)) == ("p0", "d1"), "none of its own is left"
+    assert chosen(P0, first, *busy[2:]) == ("p0", "d1"), "it is in no unit"
+    assert {chosen(*units, seed=seed) for seed in range(20)} == {("p0", "d0"), ("p1", "d1")}
+
+
 def test_a_worker_of_both_roles_is_both_halves() -> None:
     placement = placed(B0)
     assert placement.is_colocated

@@ -53,7 +53,7 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
-from halfmoon.worker.kept_answers import KeptAnswers
+from halfmoon.worker.servicers.kept_answers import KeptAnswers
 from services.gateway.cluster.member import ROLES
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.routing.prompt_prefix import KnownTokens
@@ -539,12 +539,13 @@ async def running_fleet(
     tmp_path: Path, tracer: Tracer = NO_TRACER, model: ServedModel | None = None, **settings: Any
 ) -> AsyncIterator[Fleet]:
     calm = {
+        "port": 0,
         "heartbeat_interval_s": 1000.0,
         "drain_s": 0.0,
         "join_wait_s": 0.0,
         "slo": "off",
     }
-    chosen = GatewaySettings(port=0, state_dir=tmp_path, **{**calm, **settings})
+    chosen = GatewaySettings(state_dir=tmp_path, **{**calm, **settings})
     async with AsyncExitStack() as stack:
         life = Life(chosen, tracer, model)
         gateway = await life.start()

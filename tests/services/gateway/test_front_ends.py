@@ -111,6 +111,33 @@ BODIES: dict[str, dict[str, Any]] = {
         "include_reasoning": True,
         **STREAM,
     },
+    "Jan and llama.cpp's page": {
+        "messages": [{"role": "user", "content": "hi"}],
+        **STREAM,
+        "cache_prompt": True,
+        "return_progress": True,
+        "timings_per_token": True,
+        "id_slot": -1,
+        "repeat_last_n": 64,
+        "repeat_penalty": 1.0,
+        "dry_multiplier": 0,
+        "xtc_probability": 0,
+        "typical_p": 1,
+        "mirostat": 0,
+    },
+    "LM Studio's fields": {
+        "messages": [{"role": "user", "content": "hi"}],
+        **STREAM,
+        "ttl": 300,
+        "draft_model": "small",
+    },
+    "OpenRouter's fields": {
+        "messages": [{"role": "user", "content": "hi"}],
+        **STREAM,
+        "provider": {"order": ["x"]},
+        "route": "fallback",
+        "usage": {"include": True},
+    },
 }
 HEADERS = {
     "Authorization": "Bearer none",
@@ -140,6 +167,21 @@ async def test_it_is_answered(tmp_path: Path, name: str) -> None:
             assert response.status == 200, text
             assert ("data: [DONE]" in text) == bool(BODIES[name]["stream"])
             assert '"usage"' in text
+
+
+@pytest.mark.parametrize(("sampler", "value"), [("typical_p", 0.9), ("mirostat", 2), ("dry_multiplier", 0.8)])
+async def test_a_sampler_of_other_servers_is_refused_unless_it_is_off(
+    tmp_path: Path, sampler: str, value: float
+) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], sampler: value}
+    async with (
+        running_fleet(tmp_path) as fleet,
+        aiohttp.ClientSession(fleet.http, headers=HEADERS) as session,
+        session.post(CHAT, json=body) as response,
+    ):
+        error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, sampler)
+    assert "temperature" in error["message"]
 
 
 async def test_a_picture_is_refused_by_name(tmp_path: Path) -> None:

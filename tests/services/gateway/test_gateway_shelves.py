@@ -23,6 +23,7 @@ ORDER = (
     "leased_tasks",
     "telemetry",
     "routing",
+    "peers",
     "control",
     "responses",
     "batches",

@@ -36,6 +36,18 @@ async def test_an_echo_has_those_of_the_prompt_first(tmp_path: Path) -> None:
     assert sorted(one.HasField("num_prompt_logprobs") for one in sampling) == [False, False, True, True]
 
 
+@pytest.mark.parametrize("text", ["d", ""])
+async def test_what_ends_the_output_is_the_last_entry(tmp_path: Path, text: str) -> None:
+    """lm-evaluation-harness takes the last entry for the output's, and all before it for the prompt's."""
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script(text))
+        _, said = await answer(fleet, prompt="abc", echo=True, logprobs=0, max_tokens=2)
+    (choice,) = said["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (f"abc{text}", "stop")
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0, *([-0.5] * (len(text) + 1))]
+    assert choice["logprobs"]["text_offset"] == list(range(len(text) + 4))
+
+
 async def test_an_echo_alone_needs_a_worker_and_returns_no_output(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         prefill, _ = await fleet.pair(Script("de"))

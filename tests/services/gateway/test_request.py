@@ -44,6 +44,16 @@ def test_a_prompt_counts_once_however_many_outputs_it_has() -> None:
     assert request.usage() == Usage(4, 2, 4)
 
 
+def test_guessed_tokens_are_counted_where_there_are_any() -> None:
+    request = a_request(best_of=2)
+    assert "completion_tokens_details" not in request.usage().as_dict()
+    first, second = (output.progress for output in request.outputs)
+    first.note_drafts([Token(), Token(num_drafts=5, num_right_drafts=2)])
+    second.note_drafts([Token(num_drafts=1)])
+    details = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}
+    assert request.usage().as_dict()["completion_tokens_details"] == details
+
+
 def test_times_are_those_of_all_outputs() -> None:
     request = a_request(best_of=2)
     assert (request.ttft_s, request.gaps_s, request.num_retries) == (None, [], 0)

@@ -112,11 +112,12 @@ async def test_the_drawn_token_is_among_the_likeliest_of_a_completion(tmp_path: 
         none = await fleet.client.completions.create(model=MODEL, prompt="x", logprobs=0)
         two = await fleet.client.completions.create(model=MODEL, prompt="x", logprobs=2)
     assert none.choices[0].logprobs is not None
-    assert none.choices[0].logprobs.top_logprobs == [{"a": -0.5}, {"b": -0.5}]
+    assert none.choices[0].logprobs.top_logprobs == [{"a": -0.5}, {"b": -0.5}, {"": -0.5}]  # the end has no text
     assert two.choices[0].logprobs is not None
     assert two.choices[0].logprobs.top_logprobs == [
         {"A": -0.5, "B": -1.5, "a": -0.5},
         {"A": -0.5, "B": -1.5, "b": -0.5},
+        {"A": -0.5, "B": -1.5, "": -0.5},
     ]
 
 
@@ -153,10 +154,11 @@ async def test_timing_is_in_the_body_where_it_is_asked_for(tmp_path: Path, path:
 
 
 async def test_calls_that_were_joined_from_a_stream_can_be_sent_back(tmp_path: Path) -> None:
-    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    litellm = {"provider_specific_fields": {"refusal": None}}
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", **litellm}}
     messages = [
         *HI,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": [call | litellm], "thinking_blocks": [], **litellm},
         {"role": "tool", "content": "1", "tool_call_id": "c"},
     ]
     async with running_fleet(tmp_path) as fleet:

@@ -17,7 +17,7 @@ from halfmoon.catalog.block_identity import block_id
 from halfmoon.catalog.entry import Tier
 from halfmoon.errors import InvalidRequest, NotFound, Unavailable
 from halfmoon.rpc.breaker import CircuitBreaker
-from halfmoon.up.reserved_ports import ReservedPorts
+from halfmoon.up.this_host.reserved_ports import ReservedPorts
 from services.kvstore.assembly import cold_client, running_store
 from services.kvstore.settings import KVStoreSettings
 from services.kvstore.tiers.cold import PREFIX, ColdClient, ColdTier

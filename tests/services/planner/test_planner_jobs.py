@@ -139,6 +139,19 @@ def _with_trace(content: bytes) -> planner_pb2.PlanRequest:
     return request
 
 
+async def test_a_map_is_drawn_by_its_process_and_not_kept() -> None:
+    asked = planner_pb2.PlanRequest(
+        model="llama-3-8b", gpu="h100", workload="in=512,out=16", gpus_per_node=2, num_requests=20, ttft_s=0.2,
+        is_map=True,
+    )  # fmt: skip
+    async with planner(run_job) as stub:
+        updates = await all_of(stub.Plan(asked, timeout=120))
+    assert {one.progress.what for one in updates[:-1]} == {"layouts", "other requests and times"}
+    summary, chart = (json.loads(text) for text in (updates[-1].map.summary_json, updates[-1].map.chart_json))
+    assert summary["ttfts_s"] == [0.05, 0.079, 0.13, 0.2, 0.32, 0.5, 0.8]
+    assert len(chart["data"]["values"]) == len(summary["cells"])
+
+
 async def test_a_plan_reads_the_files_that_came_with_it() -> None:
     request = _with_trace(json.dumps(ROWS).encode())
     request.with_curves = False

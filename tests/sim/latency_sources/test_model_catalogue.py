@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from halfmoon.engine.checkpoint.model_config import parse_model_config
-from halfmoon.errors import HalfmoonError, InvalidRequest
-from halfmoon.sim.latency_sources.model_catalogue import MODELS, SERVED, model_shape
+from halfmoon.architectures.config_json import FAMILIES, parse_model_config
+from halfmoon.engine.parallel.grid import Grid
+from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.sim.latency_sources.model_catalogue import MODELS, model_shape
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,15 +46,16 @@ def test_a_config_has_the_cost_of_the_known_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 256}, "DeepseekV3ForCausalLM; served are"),
-        ({"architectures": None, "model_type": "minicpm3"}, "it is of minicpm3"),
+        ({"architectures": None, "model_type": "minicpm3"}, "architecture 'minicpm3' is not supported"),
         ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
-        ({"architectures": None, "model_type": None, "kv_lora_rank": 512}, "latent attention"),
-        ({"architectures": None, "model_type": None, "num_local_experts": 8}, "mixtures of experts"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"architectures": None, "model_type": None}, "architecture 'None' is not supported"),
+        ({"quantization_config": {"quant_method": "magic"}}, "quantised by 'magic' are not known"),
+        ({"quantization_config": {"quant_method": "awq", "bits": "four"}}, "bits of quantization_config must be"),
+        ({"quantization_config": ["fp8"]}, "quantization_config must be an object"),
         ({"num_key_value_heads": 5}, "not a multiple of 5"),
-        ({"num_attention_heads": True}, "whole number"),
-        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"num_attention_heads": True}, "positive integer"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer"),
+        ({"model_type": "mixtral", "architectures": None, "num_experts_per_tok": 9}, "9 experts cannot be chosen of 8"),
     ],
 )
 def test_what_is_not_served_is_not_planned_for(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
@@ -60,17 +63,38 @@ def test_what_is_not_served_is_not_planned_for(tmp_path: Path, changed: dict[str
         model_shape(written(tmp_path, **changed))
 
 
-@pytest.mark.parametrize("model_type", [*SERVED, "deepseek_v3", "mixtral", "gemma2", "t5"])
-def test_planner_and_engine_take_the_same_architectures(tmp_path: Path, model_type: str) -> None:
-    opt = {"ffn_dim": 64, "max_position_embeddings": 64} if model_type == "opt" else {}
-    path = written(tmp_path, architectures=None, model_type=model_type, **opt)
-    try:
-        parse_model_config(json.loads((tmp_path / "config.json").read_text()))
-        is_served = True
-    except HalfmoonError:
-        is_served = False
-    if is_served:
-        assert model_shape(path).num_layers == 32
-    else:
-        with pytest.raises(InvalidRequest, match="served are"):
+@pytest.mark.parametrize("family", [*FAMILIES, "t5"])
+def test_planner_and_engine_take_the_same_architectures(tmp_path: Path, family: str) -> None:
+    more = {"ffn_dim": 64, "max_position_embeddings": 64} if family == "opt" else {}
+    path = written(tmp_path, architectures=None, model_type=family, **more)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    if family == "t5":
+        with pytest.raises(Incompatible):
+            parse_model_config(raw)
+        with pytest.raises(InvalidRequest, match="'t5' is not supported"):
             model_shape(path)
+        return
+    config, shape = parse_model_config(raw), model_shape(path)
+    assert (shape.num_layers, shape.context_tokens) == (config.num_layers, config.context_tokens)
+    assert (shape.experts, shape.latent, shape.windows) == (config.experts, config.latent, config.windows)
+    for tensor in (2, 3, 8, 64):
+        assert starts(Grid(tensor, 1).check, config) == starts(shape.check, tensor, 1)
+
+
+def starts(check: Callable[..., None], *arguments: Any) -> bool:
+    try:
+        check(*arguments)
+    except Incompatible:
+        return False
+    return True
+
+
+def test_quantised_checkpoints_are_planned_and_not_computed_by_our_engine(tmp_path: Path) -> None:
+    path = written(tmp_path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
+    with pytest.raises(Incompatible, match=r"quantised \(awq\)"):
+        parse_model_config(json.loads((tmp_path / "config.json").read_text()))
+    found, known = model_shape(path), MODELS["llama-3-8b"]
+    heads_bytes = 2 * known.head_params * 2
+    share = (found.weight_bytes - heads_bytes) / (known.weight_bytes - heads_bytes)
+    assert share == pytest.approx((4 + 20 / 128) / 16)
+    assert found.kv_bytes_per_token == known.kv_bytes_per_token

@@ -27,7 +27,7 @@ def test_cached_tokens_cost_attention_only(tensor: int, new: int, cached: int) -
 @given(TENSORS, st.integers(1, 256), st.integers(1, 4000))
 def test_a_step_is_never_faster_than_reading_weights_and_kv(tensor: int, batch: int, context: int) -> None:
     gpu, shape = DEVICES["h100"], LLAMA.shape
-    num_bytes = shape.layer_params * shape.bytes_per_weight + batch * context * shape.kv_bytes_per_token
+    num_bytes = shape.layer_params * shape.weights.bytes_per_weight + batch * context * shape.kv_bytes_per_token
     model = LLAMA.model("h100", tensor, 1)
     cycle = model.cycle(batch)
     assert (

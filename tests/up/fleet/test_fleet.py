@@ -25,9 +25,10 @@ from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from halfmoon.up.fleet.fleet import WorkerFleet
 from halfmoon.up.fleet.fleet_servicer import fleet_address, fleet_server
 from halfmoon.up.fleet.from_plan import applied_options
-from halfmoon.up.service_specs import PreparedModel, WorkerSpec
+from halfmoon.up.specs.worker_specs import WorkerSpec
+from halfmoon.up.supervision.log_files import LogFiles
 from halfmoon.up.supervision.supervisor import Supervisor
-from halfmoon.up.up_options import UpOptions, WorkerStart
+from halfmoon.up.up_options import PreparedModel, UpOptions, WorkerStart
 from services.planner.fleet import Fleet
 
 JOIN = """
@@ -60,10 +61,12 @@ class Host:
     def __init__(self, directory: Path) -> None:
         self.progress: list[tuple[str, int, int]] = []
         self.events: list[tuple[str, str]] = []
-        self.boss = Supervisor(directory, lambda name, event: self.events.append((name, str(event.get("event")))))
+        self.boss = Supervisor(
+            LogFiles(directory), lambda name, event: self.events.append((name, str(event.get("event"))))
+        )
         specs = [worker(UpOptions(), role, 0, WorkerStart(), {}) for role in ("prefill", "decode")]
         self.specs = specs
-        self.fleet = WorkerFleet(self.boss, specs, worker, ())
+        self.fleet = WorkerFleet(self.boss, specs, worker, {})
 
     async def change(self, planned: UpOptions, stop_first: bool = False) -> None:
         async with asyncio.timeout(60):
@@ -131,6 +134,17 @@ async def test_what_operators_did_since_is_what_a_plan_changes(tmp_path: Path) -
         assert [spec.name for spec in it.fleet.workers] == ["decode-0"]
 
 
+async def test_one_worker_more_is_like_one_that_runs(tmp_path: Path) -> None:
+    async with host(tmp_path) as it:
+        async with asyncio.timeout(60):
+            await it.fleet.begin_adding(UpOptions(), "decode", lambda *said: None)
+        assert it.roles_now() == ["decode", "decode", "prefill"]
+        for name in it.boss.names:
+            await it.boss.retire(name)
+        with pytest.raises(Incompatible, match="no worker runs"):
+            it.fleet.begin_adding(UpOptions(), "decode", lambda *said: None)
+
+
 async def test_one_change_at_a_time(tmp_path: Path) -> None:
     async with host(tmp_path) as it:
         it.fleet.begin(wanting(1, "silent"), False, lambda *said: None)
@@ -147,7 +161,7 @@ async def test_the_planner_asks_for_it_over_its_socket(tmp_path: Path) -> None:
             access = CallAccess(credential_from(secret, "operator"))
             reads = {"two": wanting(2), "bad": wanting(1, "fails")}
             note = lambda change: ended.append(change.exception())  # noqa: E731
-            async with fleet_server(address, it.fleet, reads.__getitem__, note, access):
+            async with fleet_server(address, it.fleet, UpOptions(), reads.__getitem__, note, access):
                 for other, refused in ((None, Unauthenticated), (credential_from(secret, "operator"), Forbidden)):
                     with pytest.raises(refused):
                         await Fleet(address, other).preview("two")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from halfmoon.errors import Incompatible
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.up.fleet.fleet_diff import worker_change
-from halfmoon.up.gpus import gpus_beside
-from halfmoon.up.service_specs import WorkerSpec
+from halfmoon.up.specs.worker_specs import WorkerSpec
+from halfmoon.up.this_host.gpus import gpus_beside
 from halfmoon.up.up_options import WorkerStart
 
 PLAIN = WorkerStart()
@@ -42,15 +43,24 @@ def test_other_options_are_another_worker() -> None:
 def test_new_workers_get_gpus_that_nobody_has() -> None:
     now = [running("a", "prefill", gpus="g0"), running("b", "decode", gpus="g1")]
     change = worker_change(now, [("prefill", WorkerStart()), ("both", WorkerStart()), ("both", WorkerStart())])
-    gpus = ("g0", "g1", "g2", "g3")
+    gpus = {"g0": "", "g1": "", "g2": "", "g3": ""}
+    three = dict(list(gpus.items())[:3])
     assert change.gpus(gpus, stop_first=False) == [{"CUDA_VISIBLE_DEVICES": name} for name in ("g2", "g3")]
-    assert change.gpus(gpus[:3], stop_first=True) == [{"CUDA_VISIBLE_DEVICES": name} for name in ("g1", "g2")]
+    assert change.gpus(three, stop_first=True) == [{"CUDA_VISIBLE_DEVICES": name} for name in ("g1", "g2")]
     with pytest.raises(Incompatible, match="need 2 GPUs, and 1 of this host's 3 are free"):
-        change.gpus(gpus[:3], stop_first=False)
+        change.gpus(three, stop_first=False)
 
 
 def test_when_all_gpus_are_taken_nobody_computes_elsewhere() -> None:
     with pytest.raises(Incompatible):
-        gpus_beside(("g0",), {"g0"}, [1])
-    assert gpus_beside(("g0",), {"g0"}, []) == []
-    assert gpus_beside((), (), [1, 2]) == [{}, {}]
+        gpus_beside({"g0": ""}, {"g0"}, [1])
+    assert gpus_beside({"g0": ""}, {"g0"}, []) == []
+    assert gpus_beside({}, (), [1, 2]) == [{}, {}]
+
+
+def test_a_worker_that_no_plan_started_is_kept_whatever_its_gpu() -> None:
+    now = [running("a", "prefill", gpus="g0")]
+    assert worker_change(now, [("prefill", WorkerStart(gpu="h200"))]).kept == tuple(now)
+    planned = [replace(now[0], start=WorkerStart(gpu="h200"))]
+    assert worker_change(planned, [("prefill", WorkerStart(gpu="l40s"))]).stopped == tuple(planned)
+    assert worker_change(planned, [("prefill", WorkerStart())]).kept == tuple(planned)

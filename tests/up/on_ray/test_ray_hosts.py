@@ -16,15 +16,18 @@ import pytest
 
 pytest.importorskip("ray")
 
+from ray.util import placement_group_table
+
 import halfmoon
 import halfmoon.up.on_ray.ray_hosts as ray_hosts_module
-from halfmoon.background import running
+from halfmoon.background import cancelled, running
 from halfmoon.errors import Incompatible, Unavailable
 from halfmoon.rpc.tls.identity_files import TLS_VARIABLES
 from halfmoon.up.on_ray.ray_hosts import RayHosts, connected
-from halfmoon.up.reserved_ports import ReservedPorts
 from halfmoon.up.supervision.child import Child, Room, ServiceSpec
+from halfmoon.up.supervision.log_files import LogFiles
 from halfmoon.up.supervision.supervisor import Supervisor
+from halfmoon.up.this_host.reserved_ports import ReservedPorts
 from halfmoon.up.up_options import UpOptions, WorkerStart
 from tests.ray_cluster import RayCluster, ray_cluster
 
@@ -63,9 +66,10 @@ class Told:
 @asynccontextmanager
 async def supervised(cluster: RayCluster, directory: Path, told: Told) -> AsyncIterator[tuple[Supervisor, RayHosts]]:
     options = UpOptions(on="ray", ray_address=cluster.address, state_dir=directory / "state")
-    hosts = await asyncio.to_thread(connected, options, told.sentences.put_nowait)
+    logs = LogFiles(directory / "logs")
+    hosts = await asyncio.to_thread(connected, options, logs, told.sentences.put_nowait)
     boss = Supervisor(
-        directory / "logs",
+        logs,
         told.event,
         lambda reason, wait_s: told.restarts.append(reason),
         restart_s=(0.0,),
@@ -142,6 +146,21 @@ async def test_a_unit_shares_a_node_and_one_that_finds_no_room_waits_and_says_so
         assert (await told.ready.get())[0] == "late"
 
 
+async def test_a_unit_that_ends_while_it_waits_gives_its_room_back(
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_hosts_module, "_TELL_S", 0.5)
+    told = Told()
+    async with supervised(cluster, tmp_path, told) as (boss, hosts):
+        large = spec("large", room=Room(num_cpus=100.0, unit="x"))  # which no node has
+        hosts.share([large])
+        waiting = asyncio.create_task(boss.start(large))
+        assert "large waits for a host" in await told.sentences.get()
+        await cancelled(waiting)
+        states = [group["state"] for group in placement_group_table().values()]
+        assert set(states) <= {"REMOVED"}
+
+
 async def test_each_host_has_a_store_which_its_workers_use(cluster: RayCluster, tmp_path: Path) -> None:
     told = Told()
     async with supervised(cluster, tmp_path, told) as (boss, hosts):
@@ -193,7 +212,18 @@ async def test_another_version_of_halfmoon_is_refused(
             await boss.start(spec("a"))
 
 
+async def test_a_worker_of_a_plan_gets_the_kind_of_gpu_that_it_names(cluster: RayCluster, tmp_path: Path) -> None:
+    nodes = {gpu: cluster.add(gpu) for gpu in ("A100", "H200")}
+    async with supervised(cluster, tmp_path, Told()) as (boss, hosts):
+        for planned in ("h200", "a100-80g"):
+            await boss.start(spec(planned, room=hosts.worker_room(WorkerStart(gpu=planned), "auto")))
+        assert node_of(hosts, "h200") == nodes["H200"]
+        assert node_of(hosts, "a100-80g") == nodes["A100"]
+    for node in nodes.values():
+        cluster.kill(node)
+
+
 def test_without_a_cluster_the_error_says_how_to_begin_one(tmp_path: Path) -> None:
     options = UpOptions(on="ray", ray_address="127.0.0.1:1", state_dir=tmp_path)
     with pytest.raises(Unavailable, match="ray start --head"):
-        connected(options, print)
+        connected(options, LogFiles(tmp_path), print)

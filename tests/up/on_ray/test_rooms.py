@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from halfmoon.errors import Incompatible
-from halfmoon.up.on_ray.rooms import Place, on_host, resources, worker_room
+from halfmoon.up.on_ray.rooms import LargestHosts, Place, on_host, resources, wanted, worker_room
 from halfmoon.up.supervision.child import Room, ServiceSpec
 
 PLACE = Place("node-b", "10.0.0.2", "beta", "/opt/python")
@@ -47,6 +47,31 @@ def test_an_interpreter_that_was_named_stays() -> None:
 def test_a_room_without_gpus_asks_for_none() -> None:
     assert resources(Room(num_cpus=2.0)) == {"CPU": 2.0}
     assert resources(Room(num_cpus=1.0, num_gpus=4)) == {"CPU": 1.0, "GPU": 4.0}
+
+
+def test_a_room_of_a_kind_of_gpu_asks_for_a_host_that_has_it() -> None:
+    room = worker_room(2, 2, True, 8, "", "H100")
+    assert room == Room(1.0, 2, gpu="H100")
+    assert resources(room) == {"CPU": 1.0, "GPU": 2.0, "accelerator_type:H100": 0.001}
+    assert wanted(room) == "1 CPU and 2 H100"
+    assert wanted(Room(num_cpus=0.0)) == "room"
+
+
+def test_kinds_of_gpu_are_those_that_hosts_name() -> None:
+    hosts = LargestHosts(
+        [
+            {"CPU": 8.0},
+            {"CPU": 4.0, "GPU": 8.0, "accelerator_type:A100": 1.0},
+            {"GPU": 4.0, "accelerator_type:H200": 1.0},
+        ]
+    )
+    assert (hosts.has_gpus, hosts.most_cpus()) == (True, 8)
+    assert [hosts.kind(planned) for planned in ("a100-80g", "h200", "h100")] == ["A100", "H200", "H100"]
+    assert [hosts.most_gpus(kind) for kind in ("A100", "H200", "H100", "")] == [8, 4, 8, 8]
+    named = LargestHosts([{"GPU": 8.0, "accelerator_type:A100": 1.0, "accelerator_type:A100-80G": 1.0}])
+    assert named.kind("a100-80g") == "A100-80G"
+    silent = LargestHosts([{"CPU": 2.0, "GPU": 1.0}])
+    assert (silent.kind("h200"), LargestHosts([]).has_gpus) == ("", False)
 
 
 def test_a_worker_that_no_host_has_room_for_is_divided_by_stages() -> None:

@@ -18,6 +18,7 @@ import pytest
 from halfmoon.background import running
 from halfmoon.errors import ServiceFailed
 from halfmoon.up.supervision.child import Child, ServiceSpec, children_ready
+from halfmoon.up.supervision.log_files import LogFiles
 from halfmoon.up.supervision.service_process import LocalProcess
 from halfmoon.up.supervision.supervisor import Supervisor
 
@@ -32,7 +33,7 @@ def spec(name: str, program: str) -> ServiceSpec:
 
 @asynccontextmanager
 async def supervisor(directory: Path, events: list[tuple[str, dict[str, Any]]]) -> AsyncIterator[Supervisor]:
-    found = Supervisor(directory, lambda name, event: events.append((name, event)))
+    found = Supervisor(LogFiles(directory), lambda name, event: events.append((name, event)))
     try:
         yield found
     finally:
@@ -143,7 +144,7 @@ async def test_lines_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
     """A full disk under the state directory once ended the whole system."""
     (tmp_path / "logs").touch()  # no file can be made below it
     sentences: list[str] = []
-    boss = Supervisor(tmp_path / "logs", lambda name, event: None, on_trouble=sentences.append)
+    boss = Supervisor(LogFiles(tmp_path / "logs", on_trouble=sentences.append), lambda name, event: None)
     try:
         child = await boss.start(spec("one", "print('plain', flush=True)\n" + READY + WAIT))
         await children_ready([child])
@@ -181,7 +182,7 @@ async def test_who_dies_is_started_again_after_ever_longer_waits(tmp_path: Path)
     restarts = Restarts(5)
     dying = f"import os; first = not os.path.exists('{tmp_path}/once'); open('{tmp_path}/once', 'w')\n"
     dying += f"if first: {READY}raise SystemExit(4)"
-    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(0.0005, 0.001, 0.002))
+    boss = Supervisor(LogFiles(tmp_path), lambda name, event: None, restarts.note, restart_s=(0.0005, 0.001, 0.002))
     try:
         lasting = await boss.start(spec("lasting", READY + WAIT))
         await children_ready([lasting])
@@ -231,7 +232,7 @@ class Serving:
 
 async def test_a_place_that_is_killed_ten_times_is_back_each_time_from_one_template(tmp_path: Path) -> None:
     serving, restarts = Serving(), Restarts(10)
-    boss = Supervisor(tmp_path, serving.note, restarts.note)
+    boss = Supervisor(LogFiles(tmp_path), serving.note, restarts.note)
     try:
         child = await boss.start(ServiceSpec("worker", ("-c", TEMPLATE), {}, restarts=True))
         async with running(boss.until_one_ends()), asyncio.timeout(60):
@@ -262,7 +263,7 @@ async def test_a_drained_service_is_started_again_only_if_it_returns(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     serving, restarts = Serving(), Restarts(1)
-    boss = Supervisor(tmp_path, serving.note, restarts.note)
+    boss = Supervisor(LogFiles(tmp_path), serving.note, restarts.note)
     try:
         await boss.start(spec("lasting", READY.replace('here:1"', 'here:1", "pid": 0') + WAIT))
         assert await serving.pids.get() == 0
@@ -285,7 +286,7 @@ async def test_a_drained_service_is_started_again_only_if_it_returns(
 
 async def test_a_service_whose_template_is_killed_serves_on_and_starts_cold_when_it_is_killed(tmp_path: Path) -> None:
     serving, restarts = Serving(), Restarts(1)
-    boss = Supervisor(tmp_path, serving.note, restarts.note)
+    boss = Supervisor(LogFiles(tmp_path), serving.note, restarts.note)
     try:
         child = await boss.start(ServiceSpec("worker", ("-c", TEMPLATE), {}, restarts=True))
         async with running(boss.until_one_ends()) as watching, asyncio.timeout(60):
@@ -306,7 +307,7 @@ async def test_a_service_whose_template_is_killed_serves_on_and_starts_cold_when
 
 async def test_a_service_without_its_template_ends_with_the_others(tmp_path: Path) -> None:
     serving = Serving()
-    boss = Supervisor(tmp_path, serving.note)
+    boss = Supervisor(LogFiles(tmp_path), serving.note)
     child = await boss.start(ServiceSpec("worker", ("-c", TEMPLATE), {}, restarts=True))
     async with asyncio.timeout(60):
         pid = await serving.pids.get()
@@ -316,7 +317,7 @@ async def test_a_service_without_its_template_ends_with_the_others(tmp_path: Pat
 
 
 async def test_a_template_whose_child_is_killed_before_it_served_ends(tmp_path: Path) -> None:
-    boss = Supervisor(tmp_path, lambda name, event: None)
+    boss = Supervisor(LogFiles(tmp_path), lambda name, event: None)
     dying = TEMPLATE.replace("print(", "os.kill(os.getpid(), 9)\nprint(")
     try:
         await boss.start(ServiceSpec("worker", ("-c", dying), {}, restarts=True))
@@ -329,7 +330,7 @@ async def test_a_template_whose_child_is_killed_before_it_served_ends(tmp_path: 
 
 async def test_nobody_is_started_after_the_stop(tmp_path: Path) -> None:
     restarts = Restarts(1)
-    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(3600.0,))
+    boss = Supervisor(LogFiles(tmp_path), lambda name, event: None, restarts.note, restart_s=(3600.0,))
     await boss.start(ServiceSpec("worker", ("-c", READY + "raise SystemExit(4)"), {}, restarts=True))
     watching = asyncio.ensure_future(boss.until_one_ends())
     async with asyncio.timeout(60):
@@ -342,7 +343,7 @@ async def test_nobody_is_started_after_the_stop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("announces", [True, False], ids=["which says when it is ready", "which never says it"])
 async def test_a_service_that_never_was_ready_ends_everything(tmp_path: Path, announces: bool) -> None:
     restarts = Restarts(1)
-    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note)
+    boss = Supervisor(LogFiles(tmp_path), lambda name, event: None, restarts.note)
     try:
         await boss.start(ServiceSpec("worker", ("-c", "raise SystemExit(4)"), {}, restarts=True, announces=announces))
         with pytest.raises(ServiceFailed, match="exit status 4"):
@@ -357,7 +358,7 @@ async def test_a_silent_service_that_has_lived_is_started_again(
 ) -> None:
     monkeypatch.setattr("halfmoon.up.supervision.child._SILENT_READY_S", 0.0)
     restarts = Restarts(2)
-    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(0.0,))
+    boss = Supervisor(LogFiles(tmp_path), lambda name, event: None, restarts.note, restart_s=(0.0,))
     try:
         await boss.start(ServiceSpec("console", ("-c", "raise SystemExit(4)"), {}, restarts=True, announces=False))
         watching = asyncio.ensure_future(boss.until_one_ends())
@@ -369,7 +370,7 @@ async def test_a_silent_service_that_has_lived_is_started_again(
 
 
 async def test_an_interpreter_that_is_not_there_is_told_at_the_first_start(tmp_path: Path) -> None:
-    boss = Supervisor(tmp_path, lambda name, event: None)
+    boss = Supervisor(LogFiles(tmp_path), lambda name, event: None)
     with pytest.raises(ServiceFailed, match=r"one could not be started: .*nowhere"):
         await boss.start(replace(spec("one", WAIT), python="/nowhere/python"))
     await boss.stop()

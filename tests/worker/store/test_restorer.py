@@ -18,7 +18,7 @@ from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.worker.membership.compute_rate import ComputeRate
-from halfmoon.worker.prefill_request_scope import PrefillRequestScope
+from halfmoon.worker.servicers.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.store.holder import Holder
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker

@@ -69,6 +69,7 @@ static void emulate_dot(int sums, int a, int b) {
 #define AMX_RELEASE() emulate_config(0)
 #define AMX_ZERO(tile) memset(emulated.items[tile], 0, sizeof emulated.items[tile])
 #define AMX_LOAD emulate_load
+#define AMX_STREAM emulate_load
 #define AMX_STORE emulate_store
 #define AMX_DOT emulate_dot
 
@@ -88,6 +89,7 @@ static int ask_for_amx(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PER
 #define AMX_RELEASE _tile_release
 #define AMX_ZERO _tile_zero
 #define AMX_LOAD _tile_loadd
+#define AMX_STREAM _tile_stream_loadd /* what comes once: it need not stay in the first-level cache */
 #define AMX_STORE _tile_stored
 #define AMX_DOT _tile_dpbf16ps
 #endif

@@ -8,12 +8,12 @@ typedef struct {
   int64_t a_stride, b_stride, num_steps; /* of 16 items */
 } amx_operands_t;
 
-/* 17 to 32 rows by 16 or 32 columns: sums in tiles 0 to 3, a in 4 and 5, b in 6 and 7. */
+/* 17 to 32 rows by 16 or 32 columns, of which b stays near: sums in tiles 0 to 3, a in 4 and 5, b in 6 and 7. */
 INLINE void amx_squares(const int num_columns, const amx_operands_t *o) {
   for (int64_t k = 0; k < o->num_steps; k++) {
     const uint32_t *a = o->a + k * AMX_ITEMS, *b = o->b + k * AMX_ROWS * o->b_stride;
-    AMX_LOAD(4, a, o->a_stride * 4);
-    AMX_LOAD(5, a + AMX_ROWS * o->a_stride, o->a_stride * 4);
+    AMX_STREAM(4, a, o->a_stride * 4);
+    AMX_STREAM(5, a + AMX_ROWS * o->a_stride, o->a_stride * 4);
     AMX_LOAD(6, b, o->b_stride * 4);
     AMX_DOT(0, 4, 6);
     AMX_DOT(2, 5, 6);
@@ -100,27 +100,46 @@ static void amx_rows(int64_t rows, int64_t more) {
   AMX_CONFIG(&config);
 }
 
+/* Rows by 32 at a time, all of them over two columns of tiles before the next two; `rows`: of a last, smaller square. */
+INLINE void amx_all_squares(int64_t num_rows, int64_t rows, int64_t num_columns, const uint32_t *a, int64_t a_stride,
+                            const uint32_t *b, int64_t b_stride, float *c, int64_t c_stride, int64_t depth,
+                            int accumulate) {
+  for (int64_t j = 0; j < num_columns; j += 2 * AMX_ITEMS)
+    for (int64_t i = 0; i < num_rows; i += rows) {
+#define SQUARE(columns)                                                                                             \
+  amx_block(1, columns, rows, a + i * a_stride, a_stride, b + j, b_stride, c + i * c_stride + j, c_stride, depth, \
+            accumulate)
+      if (num_columns - j > AMX_ITEMS)
+        SQUARE(2);
+      else
+        SQUARE(1);
+#undef SQUARE
+    }
+}
+
 /* As `product`. */
 static void product_amx(int64_t num_rows, int64_t num_columns, const uint32_t *a, int64_t a_stride, const uint32_t *b,
-                          int64_t b_stride, float *c, int64_t c_stride, int64_t depth, int accumulate) {
-#define AMX_BLOCK(is_square, columns)                                                                              \
-  amx_block(is_square, columns, rows, a + i * a_stride, a_stride, b + j, b_stride, c + i * c_stride + j, c_stride, \
-             depth, accumulate)
-  for (int64_t i = 0, rows; i < num_rows; i += rows) {
-    rows = num_rows - i < 2 * AMX_ROWS ? num_rows - i : 2 * AMX_ROWS;
-    int64_t j = 0;
-    if (rows > AMX_ROWS) {
-      amx_rows(AMX_ROWS, rows - AMX_ROWS);
-      for (; j + 2 * AMX_ITEMS <= num_columns; j += 2 * AMX_ITEMS) AMX_BLOCK(1, 2);
-      if (j < num_columns) AMX_BLOCK(1, 1);
-      continue;
-    }
-    amx_rows(rows, rows);
-    for (; j + 4 * AMX_ITEMS <= num_columns; j += 4 * AMX_ITEMS) AMX_BLOCK(0, 4);
-    for (; j + 2 * AMX_ITEMS <= num_columns; j += 2 * AMX_ITEMS) AMX_BLOCK(0, 2);
-    if (j < num_columns) AMX_BLOCK(0, 1);
+                        int64_t b_stride, float *c, int64_t c_stride, int64_t depth, int accumulate) {
+  const int64_t whole = num_rows / (2 * AMX_ROWS) * 2 * AMX_ROWS, rows = num_rows - whole;
+  if (whole) {
+    amx_rows(AMX_ROWS, AMX_ROWS);
+    amx_all_squares(whole, 2 * AMX_ROWS, num_columns, a, a_stride, b, b_stride, c, c_stride, depth, accumulate);
   }
-#undef AMX_BLOCK
+  a += whole * a_stride, c += whole * c_stride;
+  if (rows > AMX_ROWS) {
+    amx_rows(AMX_ROWS, rows - AMX_ROWS);
+    amx_all_squares(rows, rows, num_columns, a, a_stride, b, b_stride, c, c_stride, depth, accumulate);
+  } else if (rows) {
+    amx_rows(rows, rows);
+    int64_t j = 0;
+#define STRIP(columns)                                                                                 \
+  for (; j + columns * AMX_ITEMS <= num_columns; j += columns * AMX_ITEMS)                             \
+  amx_block(0, columns, rows, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate)
+    STRIP(4);
+    STRIP(2);
+    STRIP(1);
+#undef STRIP
+  }
   AMX_RELEASE();
 }
 

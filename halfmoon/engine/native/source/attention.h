@@ -33,31 +33,41 @@ typedef struct {
   float key_scales[KEYS] __attribute__((aligned(64))), value_scales[KEYS] __attribute__((aligned(64))); /* of int8 */
 } NAME(tile);
 
-/* One row's scores -> probabilities over its first `visible` keys; earlier sums are rescaled to the new maximum. */
-INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t head_dim, float scale, int is_int8) {
+/* One row's scores -> probabilities over its first `visible` keys; earlier sums are rescaled to the new maximum. Scores
+ * and `most` are powers of two. */
+INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t head_dim, float scale, const int is_int8,
+                         const int is_masked) {
   const i32v lanes = EACH_LANE;
   float *scores = tile->scores + row * KEYS;
   f32v s[KEYS / LANES], most = splat(-INFINITY);
+#pragma GCC unroll 8
   for (int j = 0; j < KEYS / LANES; j++) {
     s[j] = load_f32(scores + j * LANES) * scale;
     if (is_int8) s[j] *= load_f32(tile->key_scales + j * LANES);
-    if (visible < KEYS) s[j] = choose(lanes + j * LANES < (int32_t)visible, s[j], splat(-INFINITY));
+    if (is_masked) s[j] = choose(lanes + j * LANES < (int32_t)visible, s[j], splat(-INFINITY));
     most = max_f32(most, s[j]);
   }
   const float tile_most = max_of(most);
   if (tile_most > tile->most[row]) {
-    const float fade = expf(tile->most[row] - tile_most);
+    const float fade = exp2f(tile->most[row] - tile_most);
     tile->most[row] = tile_most;
     tile->sums[row] *= fade;
     for (float *out = tile->out + row * head_dim, *end = out + head_dim; out < end; out += LANES)
       store_f32(out, load_f32(out) * fade);
   }
+#pragma GCC unroll 8
   for (int j = 0; j < KEYS / LANES; j++) {
-    f32v p = exp_f32(s[j] - tile->most[row]);
-    if (visible < KEYS) p = choose(lanes + j * LANES < (int32_t)visible, p, splat(0));
+    f32v p = exp2_f32(s[j] - tile->most[row]);
+    if (is_masked) p = choose(lanes + j * LANES < (int32_t)visible, p, splat(0));
     tile->sums[row] += p;
     STORE_ITEMS(scores, j, is_int8 ? p * load_f32(tile->value_scales + j * LANES) : p);
   }
+}
+
+/* The scores of one token's heads, from `row` on. */
+INLINE void NAME(soften_token)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t row, int64_t visible, float scale,
+                               const int is_int8, const int is_masked) {
+  for (int64_t g = 0; g < a->group; g++) NAME(soften)(tile, row + g, visible, a->head_dim, scale, is_int8, is_masked);
 }
 
 /* Adds the `num_keys` keys in `tile->slots`, the first of which is the sequence's `first_key`, to the task's rows. */
@@ -67,6 +77,7 @@ static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, cons
   const uint8_t *keys = a->keys + task->kv_head * a->kv_head_bytes;
   const uint8_t *values = a->values + task->kv_head * a->kv_head_bytes;
   const int is_int8 = a->format.is_int8;
+  const float scale = a->scale * LOG2_E;
   if (is_int8) {
     NAME(row_scales)(&a->format, keys, tile->slots, num_keys, tile->key_scales);
     NAME(row_scales)(&a->format, values, tile->slots, num_keys, tile->value_scales);
@@ -76,7 +87,13 @@ static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, cons
   for (int64_t i = 0; i < num_tokens; i++) {
     int64_t visible = task->first_row_keys + i - first_key;
     visible = visible < 0 ? 0 : visible > num_keys ? num_keys : visible;
-    for (int64_t g = 0; g < a->group; g++) NAME(soften)(tile, i * a->group + g, visible, a->head_dim, a->scale, is_int8);
+    const int is_masked = visible < KEYS;
+    if (is_int8)
+      NAME(soften_token)(a, tile, i * a->group, visible, scale, 1, is_masked);
+    else if (is_masked)
+      NAME(soften_token)(a, tile, i * a->group, visible, scale, 0, 1);
+    else
+      NAME(soften_token)(a, tile, i * a->group, visible, scale, 0, 0);
   }
   NAME(pack_values)(&a->format, values, tile->slots, num_keys, tile->packed);
   PRODUCT(num_tokens * a->group, a->head_dim, (const uint32_t *)tile->scores, KEYS, tile->packed, a->head_dim,

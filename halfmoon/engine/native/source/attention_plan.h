@@ -24,8 +24,8 @@ typedef struct {
   int64_t part;
 } task_t;
 
-/* Adds a later part of each row's keys to the earlier ones: the largest scores, the sums of the weights that they give,
- * and the weighted values [num_rows, head_dim]. Never inlined: the compiler may fuse other products elsewhere.
+/* Adds a later part of each row's keys to the earlier ones: the largest scores (powers of two), the sums of the weights
+ * that they give, and the weighted values [num_rows, head_dim]. Never inlined: the compiler may fuse other products elsewhere.
  */
 static __attribute__((noinline)) void fold(int64_t num_rows, int64_t head_dim, float *most, float *sums, float *out,
                                            const float *part_most, const float *part_sums, const float *part_out) {
@@ -35,8 +35,8 @@ static __attribute__((noinline)) void fold(int64_t num_rows, int64_t head_dim, f
     memcpy(fades, most + row, count * sizeof(float));
     memcpy(weights, part_most + row, count * sizeof(float));
     const f32v before = load_f32(fades), later = load_f32(weights), all = max_f32(before, later);
-    store_f32(fades, exp_f32(before - all));
-    store_f32(weights, exp_f32(later - all));
+    store_f32(fades, exp2_f32(before - all));
+    store_f32(weights, exp2_f32(later - all));
     memcpy(most + row, &all, count * sizeof(float));
     for (int64_t i = row; i < row + count; i++) {
       const float fade = fades[i - row], weight = weights[i - row];

@@ -23,8 +23,10 @@ static int64_t end_row(long task, int64_t num_rows) {
 
 /* linear.h */
 #define PANEL 64
-#define LINEAR_ROWS 96
-#define LINEAR_DEPTH 1024 /* items of a panel that are multiplied before the next ones */
+#define LINEAR_ROWS 96      /* most rows of a task */
+#define LINEAR_DEPTH 1024   /* items of a panel that are multiplied before the next ones */
+#define LEAST_ROWS 32       /* of a task, if there are as many */
+#define TASKS_PER_THREAD 8
 
 /* float32 */
 #define T float
@@ -97,7 +99,13 @@ static void widen_bf16(float *items, const void *numbers, int64_t size) {
 #ifdef HAS_AMX
 #include "amx_product.h"
 #undef PRODUCT
+#undef PANEL
+#undef LINEAR_ROWS
+#undef LINEAR_DEPTH
 #define PRODUCT product_fastest
+#define PANEL 32          /* with the depth: 40 KiB, in the first-level cache while tiles of rows pass */
+#define LINEAR_ROWS 512
+#define LINEAR_DEPTH 320
 #endif
 #include "kv_rows.h"
 #include "attention.h"

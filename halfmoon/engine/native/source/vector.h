@@ -6,8 +6,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__AVX__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
 #define HAS_BF16_DOT 1
 #endif
 
@@ -70,23 +72,45 @@ INLINE uint16_t f32_to_bf16(float x) {
 }
 
 INLINE f32v choose(i32v which, f32v yes, f32v no) { return (f32v)(((i32v)yes & which) | ((i32v)no & ~which)); }
+
+/* The second of two of which one is NaN, as x86 has it. */
+#ifdef __AVX512F__
+INLINE f32v max_f32(f32v a, f32v b) { return (f32v)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE f32v min_f32(f32v a, f32v b) { return (f32v)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX__)
+INLINE f32v max_f32(f32v a, f32v b) { return (f32v)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE f32v min_f32(f32v a, f32v b) { return (f32v)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 INLINE f32v max_f32(f32v a, f32v b) { return choose(a > b, a, b); }
 INLINE f32v min_f32(f32v a, f32v b) { return choose(a < b, a, b); }
+#endif
 
-/* e^x to 2 ulp in [-87, 88], saturated outside, NaN of NaN: range reduction by ln 2, a polynomial (Cephes, expf). */
-INLINE f32v exp_f32(f32v x) {
-  const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold */
-  x = max_f32(splat(-87.0f), min_f32(splat(88.0f), x)); /* in this order both keep a NaN */
-  f32v shifted = x * 1.44269504f + magic;
-  f32v n = shifted - magic;
-  f32v r = x - n * 0.693359375f + n * 2.12194440e-4f;
+#define LOG2_E 1.44269504f
+#define ROUNDING 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold */
+
+/* 2^n e^r for r in [-ln 2 / 2, ln 2 / 2]: a polynomial (Cephes, expf). shifted: n + ROUNDING. */
+INLINE f32v exp_part(f32v shifted, f32v r) {
   f32v y = splat(1.9875691500e-4f) * r + 1.3981999507e-3f;
   y = y * r + 8.3334519073e-3f;
   y = y * r + 4.1665795894e-2f;
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
-  return (f32v)((i32v)y + (((i32v)shifted - (i32v)splat(magic)) << 23));
+  return (f32v)((i32v)y + (((i32v)shifted - (i32v)splat(ROUNDING)) << 23));
+}
+
+/* e^x to 2 ulp in [-87, 88], saturated outside, NaN of NaN. */
+INLINE f32v exp_f32(f32v x) {
+  x = max_f32(splat(-87.0f), min_f32(splat(88.0f), x)); /* in this order both keep a NaN */
+  const f32v shifted = x * LOG2_E + ROUNDING, n = shifted - ROUNDING;
+  return exp_part(shifted, x - n * 0.693359375f + n * 2.12194440e-4f);
+}
+
+/* 2^x to 2 ulp for x in [-126, 0], saturated below, NaN of NaN. */
+INLINE f32v exp2_f32(f32v x) {
+  x = max_f32(splat(-126.0f), x);
+  const f32v shifted = x + ROUNDING;
+  return exp_part(shifted, (x - (shifted - ROUNDING)) * 0.693147181f);
 }
 
 /* Shuffles are written for 8 lanes; with 16 the same happens in both halves. */

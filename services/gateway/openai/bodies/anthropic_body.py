@@ -110,11 +110,16 @@ class ChosenTool(Part):
 
 
 class Thinking(Part):
-    """Reasoning before the answer; it is not separated from other text here."""
+    """Reasoning before the answer, of a model that reasons."""
 
-    ignored_names = frozenset(("display",))
+    ignored_names = frozenset(("display", "budget_tokens"))  # the model decides how long it thinks
 
-    type: Literal["disabled"]
+    type: Literal["enabled", "adaptive", "disabled"]
+
+    def template_variables(self) -> dict[str, bool]:
+        """Under both names that chat templates have for it."""
+        is_on = self.type != "disabled"
+        return {"enable_thinking": is_on, "thinking": is_on}
 
 
 class Labels(Part):
@@ -151,7 +156,10 @@ class CountedBody(Part):
         None, description="functions that the model may call"
     )
     tool_choice: ChosenTool | None = Field(None, description="auto, any, one tool by name, or none")
-    thinking: Thinking | None = Field(None, description="only disabled")
+    thinking: Thinking | None = Field(
+        None,
+        description="enabled, adaptive or disabled: variables of the chat template, `enable_thinking` and `thinking`",
+    )
     output_config: OutputConfig | None = Field(
         None, description="effort: a variable of the chat template; format: a JSON schema"
     )
@@ -170,6 +178,7 @@ class CountedBody(Part):
             parallel_tool_calls=None if parallel else False,
             continue_final_message=True if last.role == "assistant" and not last.tool_calls else None,
             reasoning_effort=config.effort,
+            chat_template_kwargs=None if self.thinking is None else self.thinking.template_variables(),
             response_format=None if config.format is None else _json_schema(config.format),
             **options,
         )

@@ -67,6 +67,9 @@ class RenderedChat(Part):
         return {**effort, **(self.chat_template_kwargs or {}), **documents}
 
 
+_LITELLM = frozenset(("provider_specific_fields", "thinking_blocks"))  # what it says twice, and sends back
+
+
 class TextPart(Part):
     """One part of a message's content."""
 
@@ -79,6 +82,8 @@ class TextPart(Part):
 class CalledFunction(Part):
     """The function that an earlier answer called."""
 
+    ignored_names = _LITELLM
+
     name: str
     arguments: str = Field(description="a JSON object, as text")
 
@@ -86,7 +91,7 @@ class CalledFunction(Part):
 class CalledTool(Part):
     """One tool call of an earlier answer."""
 
-    ignored_names = frozenset(("index",))  # as in a stream, whose chunks some clients join and send back
+    ignored_names = _LITELLM | {"index"}  # as in a stream, whose chunks some clients join and send back
 
     id: str
     type: Literal["function"] = "function"
@@ -96,7 +101,7 @@ class CalledTool(Part):
 class Message(Part):
     """One message of a chat."""
 
-    ignored_names = frozenset(("cache_control",))
+    ignored_names = _LITELLM | {"cache_control"}
 
     role: str = Field(
         pattern=r"^[A-Za-z][A-Za-z0-9_-]*$",
@@ -144,6 +149,10 @@ class Message(Part):
                 seen[name] = value
         if (reasoning := self.reasoning_content or self.reasoning) is not None:
             seen["reasoning_content"] = reasoning
+            if not (self.tool_calls and self.text):
+                seen["thinking"] = (
+                    reasoning  # as gpt-oss' template calls it, which takes only one of text and reasoning
+                )
         if self.tool_calls:
             seen["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         return seen

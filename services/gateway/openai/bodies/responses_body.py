@@ -26,6 +26,18 @@ _MAX_PARTS = 1_000
 _MAX_TOOLS = 128
 _LOGPROBS = "message.output_text.logprobs"
 
+Included: TypeAlias = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""What clients ask for in addition. All but the first is of things that are not there, or in the output already."""
+
 
 class InputText(Part):
     """One part of an item's content. A part of an earlier output is accepted as it was returned."""
@@ -69,12 +81,25 @@ class FunctionCallOutput(Part):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
-class ReasoningItem(Part):
-    """Reasoning of an earlier output. The template is not given it."""
+class ReasoningText(Part):
+    """One part of reasoning."""
 
-    ignored_names = frozenset(("id", "summary", "content", "encrypted_content", "status"))
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Part):
+    """Reasoning of an earlier output, given to the chat template with what it led to."""
+
+    ignored_names = frozenset(("id", "summary", "encrypted_content", "status"))
 
     type: Literal["reasoning"]
+    content: Annotated[Items[ReasoningText], Field(max_length=_MAX_PARTS)] | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(part.text for part in self.content or ())
 
 
 def _kind_of_item(item: Any) -> str:
@@ -153,7 +178,9 @@ class ResponsesBody(OpenAIBody):
     store: bool | None = Field(None, description="whether the response is kept; default true, if the server keeps any")
     background: bool | None = Field(None, description="true: the response is returned at once, and computed later")
     max_output_tokens: int | None = Field(None, ge=1, description="default: the model's, or what fits")
-    include: Items[Literal["message.output_text.logprobs"]] | None = Field(None, description=f"`{_LOGPROBS}`")
+    include: Annotated[Items[Included], Field(max_length=_MAX_TOOLS)] | None = Field(
+        None, description=f"`{_LOGPROBS}`; OpenAI's other values add nothing"
+    )
     top_logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens; needs that value in include")
     tools: Annotated[Items[FunctionTool], Field(max_length=_MAX_TOOLS)] | None = Field(
         None, description="functions that the model may call; described in the system message where need be"
@@ -171,6 +198,11 @@ class ResponsesBody(OpenAIBody):
             raise misplaced("input", "reasoning alone is nothing to answer; add a message")
         return self
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the output's log-probabilities are asked for."""
+        return _LOGPROBS in (self.include or ())
+
     def as_chat(self) -> ChatBody:
         """The chat with the same prompt and the same sampling."""
         same = {name: getattr(self, name) for name in type(self).model_fields if name in ChatBody.model_fields}
@@ -181,7 +213,7 @@ class ResponsesBody(OpenAIBody):
                 "tools": [_tool(tool) for tool in self.tools or ()] or None,
                 "tool_choice": self._choice(),
                 "max_completion_tokens": self.max_output_tokens,
-                "logprobs": bool(self.include),
+                "logprobs": self.wants_logprobs,
                 "response_format": self._format(),
                 "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             }
@@ -190,14 +222,20 @@ class ResponsesBody(OpenAIBody):
     def _messages(self) -> list[Message]:
         items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
+        thought: str | None = None  # of the assistant's message that follows
         for item in items:
             match item:
+                case ReasoningItem():
+                    thought = (thought or "") + item.text or None
+                    continue
                 case FunctionCall():
-                    _add_call(messages, item)
+                    _add_call(messages, item, thought)
                 case FunctionCallOutput():
                     messages.append(Message(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
                 case InputMessage():
-                    messages.append(Message(role=item.role, content=_text(item.content)))
+                    own = thought if item.role == "assistant" else None
+                    messages.append(Message(role=item.role, content=_text(item.content), reasoning_content=own))
+            thought = None
         return messages
 
     def _choice(self) -> ToolChoice | None:
@@ -222,11 +260,11 @@ def _text(content: str | list[InputText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _add_call(messages: list[Message], call: FunctionCall) -> None:
+def _add_call(messages: list[Message], call: FunctionCall, thought: str | None) -> None:
     """Adds a call to the assistant's message, or as one of its own. An output has its text and its calls in a row."""
     called = CalledTool(id=call.call_id, function=CalledFunction(name=call.name, arguments=call.arguments))
     if not messages or messages[-1].role != "assistant":
-        messages.append(Message(role="assistant", tool_calls=[called]))
+        messages.append(Message(role="assistant", tool_calls=[called], reasoning_content=thought))
     elif messages[-1].tool_calls:
         messages[-1].tool_calls.append(called)
     else:

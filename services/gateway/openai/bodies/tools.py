@@ -10,7 +10,7 @@ from services.gateway.openai.bodies.strict_model import Items, Part
 
 _MAX_TOOLS = 128
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class FunctionDefinition(Part):

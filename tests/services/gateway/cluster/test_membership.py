@@ -169,6 +169,18 @@ def test_steps_tell_what_prefills_take_where_a_worker_reports_them() -> None:
     assert shown(membership).prefill_model.seconds(300, -50) == pytest.approx(0.3)
 
 
+def test_right_guesses_shorten_the_time_between_tokens() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    member = membership.join(identity(step_tokens=512), 0.0)
+    decode = StepTiming(batch=2, context_tokens=50, seconds=0.03, drafts=9, right_drafts=4)  # three tokens each
+    mixed = StepTiming(
+        batch=2, context_tokens=50, seconds=0.33, prefill_tokens=300, prefill_pairs=30_000, drafts=9, right_drafts=4
+    )
+    membership.report(member, WorkerLoad(steps=[decode] * 20 + [mixed] * 20), 2.0)
+    assert shown(membership).step_model.seconds(2, 50) == pytest.approx(0.01)
+    assert shown(membership).prefill_model.seconds(300, -50) == pytest.approx(0.3)
+
+
 def test_a_worker_is_taken_for_one_of_its_kind_while_little_is_known_of_it() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     known, slow = membership.join(identity("a"), 0.0), membership.join(identity("b"), 0.0)

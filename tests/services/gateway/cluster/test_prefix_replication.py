@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from prometheus_client import CollectorRegistry
 
 from halfmoon.background import cancelled
@@ -42,6 +43,12 @@ def keys_of(salt: str) -> list[bytes]:
 
 
 KEYS = keys_of("")
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a store may take longer to answer than a copy is worth."""
+    monkeypatch.setattr("services.gateway.cluster.prefix_replication._DEADLINE_S", 60.0)
 
 
 class FakeStore(KVStoreServicer):

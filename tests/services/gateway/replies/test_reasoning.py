@@ -142,6 +142,24 @@ def test_a_named_call_behind_reasoning_ends_like_one_without() -> None:
         return ReasoningSplitter(NamedCall("f"), is_begun=True, is_shown=True)
 
     turn = ToolTurn(new_parser())
-    parts = turn.parts(TextPiece("hm</think>{}", (), (), "stop"))
+    parts = turn.parts(TextPiece("hm</think>{}", (), "stop"))
     assert [type(part) for part in parts] == [ReasoningPart, CallPart]
     assert (turn.has_calls, turn.ends_in_calls) == (True, False)
+
+
+async def test_usage_counts_the_tokens_of_reasoning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dataclasses.replace(served_model(), reasons=True, reasoning_tags=(ord("<"), ord("/")))
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script(THOUGHT))
+        chat = await fleet.client.chat.completions.create(model=MODEL, messages=HI, n=2)
+        response = await fleet.client.responses.create(model=MODEL, input="hi")
+        cut = await fleet.client.responses.create(model=MODEL, input="hi", max_output_tokens=5)
+    num_tokens = THOUGHT.index("/") + 1
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens_details is not None
+    assert chat.usage.completion_tokens_details.reasoning_tokens == 2 * num_tokens
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == num_tokens
+    assert cut.usage is not None
+    assert cut.usage.output_tokens_details.reasoning_tokens == 5

@@ -30,7 +30,7 @@ def test_a_prepared_event_is_the_event(kind: Any, usage: Any, text: str, index: 
     assert reply_format.repeats
     events = TextEvents(reply_format)
     for content in (text, text[::-1]):
-        (chunk,) = reply_format.chunks(index, TextPiece(content, (), (5,), None))
+        (chunk,) = reply_format.chunks(index, TextPiece(content, (Token(token_id=5),), None))
         assert events.of(index, content) == sse(reply_format.frame(chunk, lambda: Usage(1, 2, 3)))
 
 
@@ -43,7 +43,7 @@ def test_what_changes_is_not_prepared(kind: Any, options: ReplyOptions) -> None:
 
 
 def piece(*logprobs: float) -> TextPiece:
-    return TextPiece("", tuple(Token(logprob=logprob) for logprob in logprobs), (), "stop")
+    return TextPiece("", tuple(Token(logprob=logprob) for logprob in logprobs), "stop")
 
 
 def test_the_best_outputs_of_each_prompt_have_the_highest_mean_logprob() -> None:

@@ -20,9 +20,9 @@ def token(position: int, token_id: int = 0, finish: FinishReason.ValueType = NOT
 def test_text_of_tokens() -> None:
     stream = TextStream(ByteDetokenizer(), ["STOP"])
     piece = stream.push([token(0, ord("a")), token(1, ord("S"))])
-    assert (piece.text, piece.finish_reason, len(piece.tokens)) == ("a", None, 2)
+    assert (piece.text, piece.finish_reason, len(piece.content)) == ("a", None, 2)
     piece = stream.push([token(2, ord("T")), token(3, EOS, STOP)])
-    assert (piece.text, piece.finish_reason, len(piece.tokens)) == ("ST", "stop", 1)
+    assert (piece.text, piece.finish_reason, len(piece.content)) == ("ST", "stop", 1)
     assert stream.num_tokens == 4
 
 

@@ -227,3 +227,24 @@ async def test_a_foreground_response_is_not_cancelled(tmp_path: Path) -> None:
             await fleet.client.responses.cancel(made.id)
         with pytest.raises(openai.BadRequestError, match="background"):
             await fleet.client.responses.retrieve(made.id, stream=True)
+
+
+@pytest.mark.parametrize("store", [True, False])
+async def test_the_kv_of_a_kept_turn_is_brought_to_where_the_next_one_is_read(tmp_path: Path, store: bool) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill = await fleet.add("p0", "prefill", Script("twenty tokens of it."), can_fetch=True)
+        decode = await fleet.add("d0", "decode", Script("twenty tokens of it."), can_fetch=True)
+        await fleet.client.responses.create(model=MODEL, input="What is it?", store=store)
+        copies = fleet.gateway.routing.copies
+        await fleet.until_told(lambda: copies.is_idle)
+        brought = [one for one in prefill.calls.prefills if one.is_copy]
+        assert not any(one.is_copy for one in decode.calls.prefills)
+    if not store:
+        assert brought == []
+        return
+    [copy] = brought
+    prompt = prefill.calls.prefills[0].generation.prompt_token_ids
+    whole = [*prompt, *b"twenty tokens of it."]
+    num_blocks = len(whole) // fakes.LAYOUT.block_tokens
+    assert list(copy.generation.prompt_token_ids) == [*whole, fakes.EOS][: num_blocks * fakes.LAYOUT.block_tokens + 1]
+    assert [(one.address, one.num_blocks) for one in copy.sources] == [(decode.address, num_blocks)]

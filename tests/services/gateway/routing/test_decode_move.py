@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from halfmoon.errors import NotFound, Unavailable
+from halfmoon.pb.gateway_pb2 import LatencyProfile, WorkerLoad
 from halfmoon.pb.prefill_pb2 import KVSource, PrefillEvent, PrefillRequest
 from tests.services.gateway.fakes import FakeWorker, Fleet, Script, running_fleet, soon
 from tests.services.gateway.test_access import ask
@@ -91,3 +92,34 @@ async def test_what_cannot_be_loaded_finishes_where_it_is(tmp_path: Path, error:
         first.script.decode_gate.set()
         assert await text_of(answer) == TEXT
     assert all(call.is_copy for call in second.calls.prefills)
+
+
+async def test_it_moves_off_a_worker_that_is_much_busier(tmp_path: Path) -> None:
+    """Both stay; the other's steps are far shorter, and the answer has long to go."""
+    slow = {**KNOWN, "profile": LatencyProfile(kind="slow", prefill=[0.0, 1.0, 0.0], step=[1.0, 1.0, 0.0])}
+    async with running_fleet(tmp_path, hot_spots=True) as fleet:
+        await fleet.add("p0", "prefill", Script(TEXT), **slow)
+        first = await fleet.add("d0", "decode", Script(TEXT, Gate(), tokens_before_gate=12), **slow)
+        answer = asyncio.create_task(fleet.client.completions.create(model="bytes", prompt=PROMPT, max_tokens=60))
+        await until_silent(first)
+        second = await fleet.add("d1", "decode", Script(TEXT), **slow)
+        second.loads.put_nowait(WorkerLoad(free_blocks=100))
+        first.loads.put_nowait(WorkerLoad(free_blocks=50, num_running=20, context_tokens=2_000))
+        assert await text_of(answer) == TEXT
+        metrics = await fleet.metrics()
+        row = await last_row(fleet, "ok")
+    assert [call.is_copy for call in second.calls.prefills] == [True, False]
+    assert (row["num_retries"], row["decode_worker"]) == (0, "d1")
+    assert 'pool_decisions_total{decision="hot_spot",reason="moved"} 1.0' in metrics
+
+
+async def test_without_being_asked_nothing_moves_off_busy_workers(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        first, second, answer = await leaving(fleet)
+        second.loads.put_nowait(WorkerLoad(free_blocks=100))
+        first.loads.put_nowait(WorkerLoad(free_blocks=50, num_running=20, context_tokens=2_000))
+        await fleet.until_told(lambda: fleet.cluster.worker("d0").member.load.num_running == 20)
+        assert first.script.decode_gate is not None
+        first.script.decode_gate.set()
+        assert await text_of(answer) == TEXT
+    assert second.calls.prefills == []

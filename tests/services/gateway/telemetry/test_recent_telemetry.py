@@ -68,6 +68,14 @@ def test_refusals_by_reason() -> None:
     assert shown["ttft_s"]["p50"] == [None]
 
 
+def test_bad_requests_count_for_no_class() -> None:
+    series = Series()
+    series.note(ended(None, refusal="bad request")._replace(qos_class=None), 0.0)
+    shown = series.shown(BUCKET_S, 60)
+    assert shown["refusals"] == {"bad request": [1 / BUCKET_S]}
+    assert (shown["requests"]["ended"], shown["together"]["classes"]) == ([0.0], {})
+
+
 NO_TARGETS = AdmissionTargets(None, None)
 
 

@@ -1,0 +1,150 @@
+"""The configuration of Llama, and of what differs from it in biases, norms of heads, windows or names. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from halfmoon.architectures.config_fields import (
+    Raw,
+    check_heads,
+    layer_windows,
+    refuse,
+    refuse_partial_rotation,
+    required,
+    rope_parameters,
+    served_positions,
+    sliding_layers,
+)
+from halfmoon.architectures.expert_config import llama_experts
+from halfmoon.architectures.model_config import ModelConfig
+from halfmoon.errors import Incompatible
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """Defaults of an architecture's configuration class for keys absent from `config.json`."""
+
+    max_positions: int
+    num_kv_heads: int | None = None  # None: as many as query heads
+    qkv_bias: bool = False
+    output_bias_follows_qkv: bool = True
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    sliding_window: int | None = 4096
+    rope_theta: float = 10000.0
+    head_dim: int | None = None  # None: the query heads divide the hidden size
+
+
+LLAMA_FAMILY: Mapping[str, _Defaults] = MappingProxyType(
+    {
+        "LlamaForCausalLM": _Defaults(2048),
+        "MistralForCausalLM": _Defaults(131072, num_kv_heads=8),
+        "Qwen2ForCausalLM": _Defaults(32768, num_kv_heads=32, qkv_bias=True, output_bias_follows_qkv=False),
+        "Qwen3ForCausalLM": _Defaults(32768, num_kv_heads=32, qk_norm=True, head_dim=128),
+        "Phi3ForCausalLM": _Defaults(4096, norm_eps=1e-5, sliding_window=None),
+        "MixtralForCausalLM": _Defaults(
+            131072, num_kv_heads=8, norm_eps=1e-5, sliding_window=None, rope_theta=1000000.0
+        ),
+        "Qwen2MoeForCausalLM": _Defaults(32768, num_kv_heads=16, qkv_bias=True, output_bias_follows_qkv=False),
+        "Qwen3MoeForCausalLM": _Defaults(32768, num_kv_heads=4, qk_norm=True),
+    }
+)
+_WITHOUT_ATTENTION_BIAS = ("MistralForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM")
+_MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+
+
+def parse_llama_family(raw: Raw, architecture: str) -> ModelConfig:
+    """Raises Incompatible for what we do not compute."""
+    defaults = LLAMA_FAMILY[architecture]
+    is_phi = architecture == "Phi3ForCausalLM"
+    refuse(raw, "hidden_act", ("silu",))
+    hidden, heads = required(raw, "hidden_size"), required(raw, "num_attention_heads")
+    kv_heads = raw.get("num_key_value_heads") or defaults.num_kv_heads or heads
+    head_dim = raw.get("head_dim") or defaults.head_dim or hidden // heads
+    check_heads(heads, kv_heads, head_dim)
+    attention_bias = bool(raw.get("attention_bias", False)) and architecture not in _WITHOUT_ATTENTION_BIAS
+    qkv_bias = raw.get("qkv_bias", True) if architecture == "Qwen2MoeForCausalLM" else True
+    num_layers = required(raw, "num_hidden_layers")
+    max_positions = int(raw.get("max_position_embeddings") or defaults.max_positions)
+    if is_phi:
+        rope = _phi_rope(raw, max_positions)
+    else:
+        refuse(raw, "partial_rotary_factor", (1, 1.0, None))
+        rope = rope_parameters(raw, defaults.rope_theta)
+        refuse_partial_rotation(rope)
+    context_tokens = served_positions(max_positions, rope)
+    if rope["rope_type"] == "longrope":
+        context_tokens = min(context_tokens, rope["original_max_position_embeddings"])
+    return ModelConfig(
+        architecture=architecture,
+        family="llama",
+        vocab_size=required(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=required(raw, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=max_positions,
+        context_tokens=context_tokens,
+        activation="silu",
+        norm_eps=float(raw.get("rms_norm_eps", defaults.norm_eps)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or (defaults.qkv_bias and bool(qkv_bias)),
+        output_bias=attention_bias and defaults.output_bias_follows_qkv,
+        mlp_bias=bool(raw.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+        qk_norm=defaults.qk_norm,
+        windows=layer_windows(
+            _window(raw, architecture, defaults), _sliding(raw, architecture, num_layers), context_tokens
+        ),
+        fused_in_checkpoint=is_phi,
+        experts=llama_experts(raw, architecture, num_layers) if architecture in _MIXTURES else None,
+        rope_type=rope["rope_type"],
+        rope_theta=float(rope["rope_theta"]),
+        rope_parameters=MappingProxyType(rope),
+        rotary_dim=int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+    )
+
+
+def _phi_rope(raw: Raw, max_positions: int) -> dict[str, Any]:
+    """Phi-3 calls LongRoPE `su` or `yarn`, too, and keeps its original length beside the parameters.
+
+    Raises Incompatible for an odd number of rotated values.
+    """
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    name = scaling.get("rope_type") or scaling.get("type")
+    if name in ("su", "yarn"):
+        scaling["rope_type"] = "longrope"
+    rope = rope_parameters({**raw, "rope_parameters": scaling}, further=("longrope",))
+    rope.setdefault("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0)
+    original = rope.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or 4096
+    rope["original_max_position_embeddings"] = int(original)
+    if rope["rope_type"] == "longrope":
+        rope.setdefault("factor", max_positions / int(original))
+    head_dim = raw.get("head_dim") or required(raw, "hidden_size") // required(raw, "num_attention_heads")
+    if int(head_dim * rope["partial_rotary_factor"]) % 2:
+        raise Incompatible(f"config.json: partial_rotary_factor leaves an odd part of {head_dim} numbers to rotate")
+    return rope
+
+
+def _window(raw: Raw, architecture: str, defaults: _Defaults) -> int | None:
+    if architecture == "LlamaForCausalLM":
+        return None
+    if architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+        refuse(raw, "use_sliding_window", (False, None))
+        return None
+    if architecture.startswith("Qwen") and not raw.get("use_sliding_window", False):
+        return None
+    window = raw.get("sliding_window", defaults.sliding_window)
+    return int(window) if window else None
+
+
+def _sliding(raw: Raw, architecture: str, num_layers: int) -> Sequence[bool]:
+    """Layers with a window, if there is one: of Mistral and Phi-3 all."""
+    if not architecture.startswith("Qwen"):
+        return [True] * num_layers
+    first = int(raw.get("max_window_layers", 28))
+    return sliding_layers(raw, num_layers, [layer >= first for layer in range(num_layers)])

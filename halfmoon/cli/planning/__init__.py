@@ -1,0 +1,1 @@
+"""`halfmoon plan`: layouts for a workload, and maps over its targets."""

@@ -1,0 +1,1 @@
+"""The command line of each service that `halfmoon up` starts."""

@@ -1,0 +1,1 @@
+"""What the services of one host divide among themselves: cores, GPUs and ports."""

@@ -1,0 +1,126 @@
+"""Sends one request's KV while the engine still computes it (Mooncake's layer-wise prefill)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from halfmoon.background import running
+from halfmoon.engine.kv_memory.kv_access import NotWritten
+from halfmoon.errors import NotFound
+from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes, gainful
+from halfmoon.kv.device_bytes import KVPlace
+from halfmoon.kv.frame import KVRange
+from halfmoon.kv.frame_plan import FramePlan, Written
+from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.rpc.transfer import TransferSender
+from halfmoon.rpc.transport.protocol import StagingBuffer
+from halfmoon.worker.servicers.request_dropped import RequestDropped
+from halfmoon.worker.serving_engine import ServingEngine
+
+
+class LayerwiseSender:
+    """Owns which part of one request's KV has been sent over an open transfer. Event-loop thread only.
+
+    The engine reports how much is written and goes on; only the newest report is kept. A frame is gathered when the
+    transfer has room for it, straight into the buffer that is sent. A slow receiver therefore slows only its own
+    transfer, and the slower it is, the larger its frames become.
+    """
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        transfer: TransferSender,
+        layout: KVLayout,
+        request_id: str,
+        num_tokens: int,
+        codec: Codec,
+    ) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._layout = layout
+        self._request_id = request_id
+        self._codec = codec
+        self._plan = FramePlan(layout, num_tokens, transfer.held_tokens)
+        self._written = Written()
+        self._news = asyncio.Event()
+        self.dropped = RequestDropped(engine)
+        self.num_bytes = 0
+        self.num_raw_bytes = 0
+
+    def on_kv(self, written: Written | None) -> None:
+        """Takes the engine's report: what is written now, or None when the request is gone."""
+        if written is None:
+            self.dropped.notify()
+            return
+        self._written = written
+        self._news.set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Sends while inside. The task ends when everything has been handed to the transport.
+
+        It raises the transfer's errors. `dropped` reports, even after that, that the engine has dropped the request.
+        """
+        try:
+            async with running(self._run()) as sending:
+                yield sending
+        finally:
+            self.dropped.close()
+
+    async def _run(self) -> None:
+        while not self._plan.is_done:
+            written = await self._newer()
+            while (part := self._plan.next(written)) is not None:
+                await self._send(part)
+                written = self._written
+
+    async def _newer(self) -> Written:
+        """Waits for the engine's next report."""
+        await self._news.wait()
+        self._news.clear()
+        return self._written
+
+    async def _send(self, part: KVRange) -> None:
+        shape, dtype = part.shape(self._layout), self._layout.dtype
+        codec = gainful(self._codec, shape, dtype)
+        self.num_raw_bytes += part.num_bytes(self._layout)
+        if codec in LOSSLESS:
+            payload = await self._compressed(part, codec)
+            if payload.nbytes < part.num_bytes(self._layout):
+                await self._transfer.data(part, payload, codec)
+                self._note_sent(part, payload.nbytes)
+                return
+            codec = Codec.RAW
+        num_bytes = encoded_bytes(codec, shape, dtype)
+        buffer = await self._transfer.buffer(num_bytes)
+        while not await self._gather(part, buffer, codec):
+            self._transfer.give_back(buffer)  # requests that hold the memory needed may wait for it
+            await self._newer()
+            buffer = await self._transfer.buffer(num_bytes)
+        await self._transfer.data(part, buffer, codec)
+        self._note_sent(part, num_bytes)
+
+    def _note_sent(self, part: KVRange, num_bytes: int) -> None:
+        self._plan.sent(part)
+        self.num_bytes += num_bytes
+
+    async def _compressed(self, part: KVRange, codec: Codec) -> memoryview:
+        """Gathers a frame whose size is not known before."""
+        while (payload := await self._read(part, None, codec)) is None:
+            await self._newer()
+        return payload
+
+    async def _gather(self, part: KVRange, buffer: StagingBuffer, codec: Codec) -> bool:
+        """Gathers a frame; False if a preemption took the KV back. The engine reports when it is written again."""
+        return await self._read(part, buffer.place, codec) is not None
+
+    async def _read(self, part: KVRange, out: KVPlace | None, codec: Codec) -> memoryview | None:
+        where = (part.layer_start, part.layer_end, part.token_start, part.num_tokens)
+        try:
+            return await self._engine.kv_read(self._request_id, *where, out, codec)
+        except NotWritten:
+            return None
+        except NotFound:
+            raise self.dropped.error() from None

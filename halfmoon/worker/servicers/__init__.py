@@ -1,0 +1,1 @@
+"""The calls that a worker answers: prefill, decode, tokens to gateways, and reads of its prefix cache."""

@@ -1,0 +1,213 @@
+"""A `config.json` is read as transformers reads it, and what we cannot compute is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from halfmoon.architectures.config_json import parse_model_config
+from halfmoon.errors import Incompatible
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "config_class",
+    [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Phi3Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig],
+)
+def test_silent_keys_take_the_defaults_of_transformers(config_class: Any) -> None:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    full = config_class()
+    raw = {name: getattr(full, name) for name in names} | {"model_type": full.model_type}
+    config = parse_model_config(raw)
+    assert config.num_kv_heads == full.num_key_value_heads
+    assert config.head_dim == (getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads)
+    assert config.max_positions == full.max_position_embeddings
+    assert config.norm_eps == full.rms_norm_eps
+    assert config.tie_word_embeddings == full.tie_word_embeddings
+    assert config.rope_theta == full.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("config_class", [Gemma2Config, Gemma3TextConfig])
+def test_gemma_defaults_are_those_of_transformers(config_class: Any) -> None:
+    full = config_class()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = parse_model_config({name: getattr(full, name) for name in names} | {"model_type": full.model_type})
+    assert (config.num_kv_heads, config.head_dim) == (full.num_key_value_heads, full.head_dim)
+    assert config.max_positions == full.max_position_embeddings
+    assert config.score_scale == full.query_pre_attn_scalar**-0.5
+    assert config.attention_softcap == full.attn_logit_softcapping
+    assert config.logit_softcap == full.final_logit_softcapping
+    assert config.tie_word_embeddings == full.tie_word_embeddings
+    sliding = [kind == "sliding_attention" for kind in full.layer_types]
+    assert config.windows == tuple(full.sliding_window if one else None for one in sliding)
+
+
+@pytest.mark.parametrize("config_class", [DeepseekV2Config, DeepseekV3Config])
+def test_deepseek_defaults_are_those_of_transformers(config_class: Any) -> None:
+    full = config_class(num_experts_per_tok=8)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    named = {name: getattr(full, name) for name in (*names, "num_experts_per_tok")}
+    config = parse_model_config(named | {"model_type": full.model_type})
+    latent, experts = config.latent, config.experts
+    assert latent is not None
+    assert experts is not None
+    assert (latent.size, latent.rotary_size) == (full.kv_lora_rank, full.qk_rope_head_dim)
+    assert (latent.plain_size, latent.value_size) == (full.qk_nope_head_dim, full.v_head_dim)
+    assert latent.query_size == full.q_lora_rank
+    assert (config.num_kv_heads, 2 * config.head_dim) == (1, 512 + 64)
+    assert experts.num_experts == full.n_routed_experts
+    assert experts.intermediate_size == full.moe_intermediate_size
+    assert experts.shared_intermediate_size == full.n_shared_experts * full.moe_intermediate_size
+    assert experts.in_layer.count(False) == full.first_k_dense_replace
+    assert (experts.num_groups, experts.num_chosen_groups) == (full.n_group or 1, full.topk_group or 1)
+    assert experts.weight_scale == full.routed_scaling_factor
+    assert config.max_positions == full.max_position_embeddings
+
+
+def test_gemma_3_has_two_rotations_in_either_spelling() -> None:
+    raw = {**LLAMA, "architectures": ["Gemma3ForCausalLM"]}
+    hub = {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    own = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        }
+    }
+    for spelling in (hub, own):
+        config = parse_model_config({**raw, **spelling})
+        assert (config.rope_type, config.rope_theta, config.window_rope_theta) == ("linear", 5000.0, 300.0)
+
+
+def test_the_context_of_longrope_ends_where_its_factors_change() -> None:
+    scaling = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    raw = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "rope_scaling": scaling}
+    long = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    config = parse_model_config({**raw, **long})
+    assert (config.rope_type, config.context_tokens, config.rope_parameters["factor"]) == ("longrope", 4096, 32.0)
+
+
+def test_opt_defaults_are_those_of_transformers() -> None:
+    full = OPTConfig()
+    names = ("vocab_size", "hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
+    config = parse_model_config({name: getattr(full, name) for name in names} | {"model_type": "opt"})
+    assert config.embed_proj_dim == full.word_embed_proj_dim
+    assert config.activation == full.activation_function
+    assert config.norm_before == full.do_layer_norm_before
+    assert config.tie_word_embeddings == full.tie_word_embeddings
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 500.0},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 500.0},
+    ],
+)
+def test_every_spelling_of_rope(spelling: dict[str, Any]) -> None:
+    config = parse_model_config({**LLAMA, **spelling})
+    assert (config.rope_type, config.rope_theta, config.rope_parameters["factor"]) == ("linear", 500.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "context_tokens", "windows"),
+    [
+        ({"max_position_embeddings": 1000}, 1000, ()),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 9000}, 9000, (4096, 4096)),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 4096}, 4096, ()),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 9000, "sliding_window": None}, 9000, ()),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 50}, 32768, ()),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 50, "use_sliding_window": True}, 32768, ()),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 50}, 4096, (50, 50)),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 50}, 8192, (50, None)),
+        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2}, 131072, (4096, None)),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 50,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            32768,
+            (None, 50),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}},
+            4000,
+            (),
+        ),
+    ],
+)
+def test_context_and_windows(change: dict[str, Any], context_tokens: int, windows: tuple[int | None, ...]) -> None:
+    if change.get("architectures", [""])[0] != "LlamaForCausalLM":
+        change = {"num_key_value_heads": 2, **change}
+    config = parse_model_config({**LLAMA, **change})
+    assert (config.context_tokens, config.windows) == (context_tokens, windows)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: Llama"),
+        ({"architectures": None, "model_type": "mamba"}, "'mamba' is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised .awq.*supported: float32"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported; supported: default, linear"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"num_key_value_heads": 3}, "4 attention heads are not a multiple of 3"),
+        ({"head_dim": 15}, "even head_dim"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "num_key_value_heads": 2,
+                "layer_types": ["full_attention", "linear_attention"],
+                "use_sliding_window": True,
+            },
+            "linear_attention.*supported: full_attention and sliding_attention",
+        ),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": True}, "attention_bias=True is not supported"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 32}, "a latent of 32 numbers with 64 rotated"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "n_group": 7}, "4 of 7 groups cannot be chosen of 256 experts"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2, "num_experts_per_tok": 9},
+            "9 experts cannot be chosen of 8",
+        ),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "not supported; supported: .*Gemma3ForCausalLM"),
+        ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation='gelu' is not"),
+        ({"vocab_size": None}, "vocab_size must be a positive integer"),
+    ],
+)
+def test_what_is_not_supported_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(Incompatible, match=message):
+        parse_model_config({**LLAMA, **change})
+
+
+def test_opt_refuses_an_activation_it_does_not_know() -> None:
+    raw = {"model_type": "opt", "vocab_size": 9, "hidden_size": 8, "num_attention_heads": 2, "activation_function": "x"}
+    with pytest.raises(Incompatible, match="activation 'x'"):
+        parse_model_config(raw)

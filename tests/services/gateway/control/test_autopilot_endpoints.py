@@ -1,0 +1,65 @@
+"""The autopilot in the control API: what it sees, how it stands, and its mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from halfmoon.policy.scaling.observed_json import observation_from
+from tests.services.gateway.fakes import Fleet, running_fleet
+from tests.services.gateway.test_access import ask
+from tests.services.gateway.test_failures import chat
+
+PATH = "/halfmoon/v1/autopilot"
+
+
+async def observe(fleet: Fleet, **status: Any) -> Any:
+    status_code, _, answer = await ask(fleet, "POST", f"{PATH}/observation", json={"seconds": 60, "status": status})
+    assert status_code == 200
+    return answer
+
+
+async def test_it_sees_workers_and_what_ended(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, num_gateways=3) as fleet:
+        await fleet.pair()
+        assert await chat(fleet) == "hello"
+        await fleet.until_idle()
+        traffic = fleet.gateway.routing.telemetry.traffic
+        now_s = fleet.cluster.clock() + 2  # whole seconds count
+        seen = traffic.observation(fleet.cluster.membership.members(), 60, now_s)
+        answer = await observe(fleet)
+    assert (seen.traffic.num_requests, seen.traffic.num_ended, seen.traffic.num_in_ttft) == (1, 1, 1)
+    shown = observation_from(answer["observation"], 0.0)
+    assert [(worker.worker_id, worker.role, worker.epoch) for worker in shown.workers] == [
+        ("p0", "prefill", 0),
+        ("d0", "decode", 0),
+    ]
+    assert (answer["num_gateways"], answer["mode"], shown.speed) == (3, None, seen.speed)
+
+
+async def test_targets_are_those_of_the_classes_with_requests(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair()
+        put = await ask(fleet, "PUT", "/halfmoon/v1/classes/default", json={"ttft_s": 30.0, "tbt_s": 5.0})
+        assert put[0] == 200
+        assert (await observe(fleet))["observation"]["ttft_s"] is None
+        await chat(fleet)
+        await fleet.until_idle()
+        shown = (await observe(fleet))["observation"]
+    assert (shown["ttft_s"], shown["tpot_s"]) == (30.0, 5.0)
+
+
+async def test_the_mode_is_an_operators(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        assert (await ask(fleet, "GET", PATH))[2]["mode"] is None  # no planner has been here
+        await observe(fleet, own_mode="observe", reason="nothing is pressed")
+        shown = (await ask(fleet, "GET", PATH))[2]
+        assert (shown["mode"], shown["set"], shown["status"]["reason"]) == ("observe", None, "nothing is pressed")
+        assert shown["status_at"]
+        status, _, shown = await ask(fleet, "PUT", PATH, json={"mode": "act"})
+        assert (status, shown["mode"], shown["version"], shown["decisions"]) == (200, "act", 1, [])
+        assert (await observe(fleet))["mode"] == "act"
+        assert (await ask(fleet, "PUT", PATH, json={"mode": "off"}))[0] == 409
+        assert (await ask(fleet, "PUT", PATH, json={"mode": "on", "version": 1}))[0] == 400
+        assert (await ask(fleet, "PUT", PATH, json={"mode": None, "version": 1}))[2]["mode"] is None
+        assert (await observe(fleet))["mode"] is None

@@ -1,0 +1,55 @@
+"""A prompt whose KV was taken back by a preemption keeps nothing of the link from the others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.kv_memory.kv_access import NotWritten
+from halfmoon.kv.codec import Codec
+from halfmoon.kv.frame_plan import Written
+from halfmoon.rpc.transfer import transfer_to
+from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.worker.handover.layerwise_sender import LayerwiseSender
+from tests.rpc.transport.conftest import LAYOUT, TOKENS, WHOLE, ends, until
+
+
+class PreemptedEngine:
+    """Has a prompt's KV only once it is computed again."""
+
+    def __init__(self) -> None:
+        self.was_asked = asyncio.Event()
+        self.is_computed = False
+
+    async def kv_read(self, request_id: str, *arguments: Any) -> memoryview:
+        self.was_asked.set()
+        if not self.is_computed:
+            raise NotWritten("preempted")
+        np.frombuffer(arguments[4], np.uint8)[:] = 7
+        return memoryview(arguments[4])
+
+
+@pytest.mark.parametrize("transports", [(), ("shm",)], ids=["grpc", "shm"])
+async def test_who_was_preempted_waits_without_room(transports: tuple[str, ...]) -> None:
+    """Prompts that are computed hold their memory until they are sent: they must find room."""
+    engine = PreemptedEngine()
+    async with (
+        ends(LinkSettings(transports=transports)) as it,
+        transfer_to(it.link, LAYOUT, deadline_s=30) as transfer,
+    ):
+        await transfer.open(WHOLE, b"1")
+        outflow = LayerwiseSender(cast(AsyncEngine, engine), transfer, LAYOUT, "r", TOKENS, Codec.RAW)
+        async with outflow.running() as sending:
+            outflow.on_kv(Written(TOKENS))
+            await engine.was_asked.wait()
+            await until(lambda: it.link.window.free_bytes == it.link.window.limit_bytes)
+            assert not sending.done()
+            engine.is_computed = True
+            outflow.on_kv(Written(TOKENS))
+            await sending
+            await transfer.commit(b"")
+        assert b"".join(it.sink.arrived[b"1"].values()) == bytes([7]) * WHOLE.num_bytes(LAYOUT)
