@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -42,10 +43,23 @@ class DriverThreads:
         options["async_creator_fn"] = self._connect
 
     def _connect(self, *args: Any, **options: Any) -> aiosqlite.Connection:
-        connection = aiosqlite.connect(*args, **options)
+        connection = aiosqlite.connect(*args, factory=_DriverConnection, **options)
         connection._thread.daemon = True  # like SQLAlchemy's own connections
         self._threads.add(connection._thread)
         return connection
+
+
+class _DriverConnection(sqlite3.Connection):
+    """Ends its transaction before it closes.
+
+    SQLite keeps a closed connection, and its locks, until its last statement is finalized. A cancelled `RETURNING`
+    or `SELECT` leaves its statement to the garbage collector.
+    """
+
+    def close(self) -> None:
+        if self.in_transaction:
+            self.rollback()
+        super().close()
 
 
 class OpenedFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sqlite3
 import threading
 import time
@@ -110,3 +111,35 @@ async def test_threads_of_connections_cancelled_while_opened_have_ended_when_the
             one.cancel()
         await asyncio.wait(using)
     assert not {thread for thread in set(threading.enumerate()) - before if "connection" in thread.name}
+
+
+async def test_a_cancelled_statement_leaves_no_lock(ledger_url: str) -> None:
+    """Not even until the garbage collector finds its cursor."""
+
+    async def make(session: AsyncSession) -> None:
+        await session.execute(text("CREATE TABLE numbers (number INTEGER)"))
+        await session.execute(text("INSERT INTO numbers VALUES (1), (2)"))
+
+    async def add(session: AsyncSession) -> list[int]:
+        added = await session.scalars(text("UPDATE numbers SET number = number + 10 RETURNING number"))
+        return list(added)
+
+    async with open_database(ledger_url) as database:
+        await database.run(make)
+        using = asyncio.create_task(database.run(add))
+
+        def cancels(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+            if "RETURNING" in statement:
+                for task in asyncio.all_tasks() - {main}:
+                    task.cancel()
+
+        main = asyncio.current_task()
+        event.listen(Engine, "before_cursor_execute", cancels)
+        gc.disable()
+        try:
+            await asyncio.wait({using})
+            event.remove(Engine, "before_cursor_execute", cancels)
+            assert using.cancelled()
+            assert sorted(await database.run(add)) == [11, 12]
+        finally:
+            gc.enable()
