@@ -1,4 +1,7 @@
-"""Workers of another host join a running system. Hosts are addresses of loopback, each with services of its own."""
+"""Workers of another host join a running system.
+
+Hosts are addresses of loopback, or network namespaces, each with services of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import pytest
@@ -18,6 +22,7 @@ import pytest
 from halfmoon.rpc.credentials.issue import issue_all
 from tests.e2e.small_model import small_model
 from tests.e2e.system import ROOT, System, running_system
+from tests.network_namespace import HERE, network_namespace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -31,13 +36,31 @@ def free_port(host: str) -> int:
         return int(bound.getsockname()[1])
 
 
+class TwoHosts(NamedTuple):
+    """The first one's address, and what begins the commands of the second one."""
+
+    first: str
+    on_second: tuple[str, ...]
+
+
+@pytest.fixture(params=["addresses", "namespaces"])
+def two_hosts(request: pytest.FixtureRequest) -> Iterator[TwoHosts]:
+    if request.param == "addresses":
+        yield TwoHosts(FIRST, ())
+        return
+    with network_namespace() as name:
+        yield TwoHosts(HERE, ("ip", "netns", "exec", name))
+
+
 @asynccontextmanager
-async def joined(gateway: str, state_dir: Path, *options: str, is_awaited: bool = True) -> AsyncIterator[list[str]]:
+async def joined(
+    gateway: str, state_dir: Path, *options: str, is_awaited: bool = True, on_host: tuple[str, ...] = ()
+) -> AsyncIterator[list[str]]:
     """`halfmoon join`, until its workers have joined if that `is_awaited`. Yields what it printed; ends with its
     interrupt.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "halfmoon.cli.app", "join", gateway, "--state-dir", str(state_dir), *options),
+        *(*on_host, sys.executable, "-m", "halfmoon.cli.app", "join", gateway, "--state-dir", str(state_dir), *options),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=ROOT,
@@ -98,7 +121,7 @@ async def test_a_second_host_joins_serves_and_leaves_without_a_lost_request(tmp_
         assert [await task for task in leaving] == alone
 
 
-async def test_ranks_of_one_worker_on_two_hosts_answer_as_one_process(tmp_path: Path) -> None:
+async def test_ranks_of_one_worker_on_two_hosts_answer_as_one_process(two_hosts: TwoHosts, tmp_path: Path) -> None:
     model, cluster = small_model(tmp_path / "small"), tmp_path / "cluster"
     (cluster / "worker").mkdir(parents=True)
     issue_all(cluster)
@@ -107,13 +130,13 @@ async def test_ranks_of_one_worker_on_two_hosts_answer_as_one_process(tmp_path: 
     async with running_system(tmp_path / "alone", *own) as system, aiohttp.ClientSession() as session:
         alone = [await answer(system, session, prompt) for prompt in prompts]
 
-    meeting = f"{FIRST}:{free_port(FIRST)}"
+    meeting = f"{two_hosts.first}:{free_port(two_hosts.first)}"
     settings = {"tensor_parallel": 2, "pipeline_parallel": 2, "remote_ranks": 2, "rank_listen": meeting}
     cut = [part for name, value in settings.items() for part in ("--set", f"workers.decode.{name}={value}")]
-    trust = ("--host-address", FIRST, "--cluster-secret-file", str(cluster / "root" / "cluster_secret"))
+    trust = ("--host-address", two_hosts.first, "--cluster-secret-file", str(cluster / "root" / "cluster_secret"))
     mine = ("--ranks", "2", "--model", str(model), "--secrets", str(cluster / "worker"))
     async with (
-        joined(meeting, tmp_path / "second", *mine, is_awaited=False) as ranks,
+        joined(meeting, tmp_path / "second", *mine, is_awaited=False, on_host=two_hosts.on_second) as ranks,
         running_system(tmp_path / "first", *own, *trust, "--tls-dir", str(cluster / "root"), *cut) as system,
         aiohttp.ClientSession() as session,
     ):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-import subprocess
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Iterator
@@ -17,10 +15,10 @@ import pytest
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from halfmoon.rpc.credentials.sources import environment_of
+from tests.network_namespace import HERE, network_namespace
 from tests.rpc.transport.conftest import ends
 
 ROOT = Path(__file__).parents[3]
-HERE, THERE = "10.213.71.1", "10.213.71.2"
 RATE_MB = 20
 NUM_LAYERS = 8  # of 1 MiB
 SENDER = """
@@ -49,31 +47,11 @@ asyncio.run(main())
 """
 
 
-def run(command: str) -> str:
-    """Its output. Raises CalledProcessError if it fails."""
-    return subprocess.run(command.split(), check=True, capture_output=True, text=True).stdout
-
-
 @pytest.fixture
 def namespace() -> Iterator[str]:
     """A network namespace, its way here limited to `RATE_MB`."""
-    if os.geteuid() or not all(shutil.which(tool) for tool in ("ip", "tc")):
-        pytest.skip("needs root, ip and tc")
-    name, link = f"halfmoon-{os.getpid()}", f"hm{os.getpid()}"
-    try:
-        run(f"ip netns add {name}")
-        run(f"ip link add {link} type veth peer name far netns {name}")
-        run(f"ip addr add {HERE}/30 dev {link}")
-        run(f"ip link set {link} up")
-        run(f"ip -n {name} addr add {THERE}/30 dev far")
-        run(f"ip -n {name} link set far up")
-        run(f"tc -n {name} qdisc add dev far root tbf rate {8 * RATE_MB}mbit burst 64kb latency 200ms")
+    with network_namespace(rate_mb=RATE_MB) as name:
         yield name
-    except subprocess.CalledProcessError as err:
-        pytest.skip(f"{err.cmd}: {err.stderr}")
-    finally:
-        subprocess.run(["ip", "link", "del", link], check=False, capture_output=True)
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 async def test_a_slow_network_between_two_namespaces(namespace: str) -> None:
