@@ -16,12 +16,14 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine_core import EngineCore
 from halfmoon.engine.kv_memory.kv_access import KVAccess
+from halfmoon.engine.kv_memory.kv_watch import OnKV
+from halfmoon.engine.kv_memory.paused_kv import HostCopies
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.parallel.runner import ParallelRunner
-from halfmoon.engine.request import SampledToken
+from halfmoon.engine.request import EngineRequest, SampledToken
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.layer_gate import LayerLate
@@ -69,7 +71,12 @@ class Engine(EngineCore):
             ),
             partial(root_key, checkpoint.fingerprint, layout) if config.prefix_cache else None,
             lambda sequence: sequence.finish_reason(checkpoint.eos_token_ids),
+            HostCopies(memory, layout, memory.num_blocks),
         )
+
+    def reserve(self, request: EngineRequest, on_kv: OnKV | None = None, now_s: float | None = None) -> int:
+        """See `EngineCore.reserve`; None: now."""
+        return super().reserve(request, on_kv, time.monotonic() if now_s is None else now_s)
 
     def kv_write(
         self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int, payload: KVSource
@@ -122,7 +129,7 @@ class Engine(EngineCore):
         this rank has finished it; later stages may still compute.
         """
         started = time.perf_counter()
-        step = self.begin_step()
+        step = self.begin_step(time.monotonic())
         scheduled = step.schedule.scheduled
         if not scheduled:
             return step.counts

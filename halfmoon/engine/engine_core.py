@@ -25,6 +25,7 @@ from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_chains import BlockChains
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.layer_gate import LayerGate
+from halfmoon.engine.scheduling.paused_sequences import PausedKV
 from halfmoon.engine.scheduling.prefix_cache import CacheChanges, PrefixCache
 from halfmoon.engine.scheduling.restore_order import Restore, RestoreOrder
 from halfmoon.engine.scheduling.restore_watch import RestoreWatch
@@ -60,15 +61,19 @@ class EngineCore:
         step_limits: SchedulerLimits,
         root: Callable[[bytes], bytes] | None,
         finish_reason: Callable[[Sequence], FinishReason | None],
+        paused_kv: PausedKV | None = None,
     ) -> None:
-        """`root` is the prefix cache's. `finish_reason` returns why a sequence's newest token is its last, or None."""
+        """`root` is the prefix cache's. `finish_reason` returns why a sequence's newest token is its last, or None.
+
+        paused_kv: see `Scheduler`.
+        """
         self.layout = limits.layout
         self.num_blocks = limits.num_blocks
         self.last_step_s = 0.0  # duration of the last non-empty step, set by the caller that times steps
         self._limits = limits
         self._finish_reason = finish_reason
         self._cache = PrefixCache(pool, self.layout.block_tokens, root)
-        self._scheduler = Scheduler(self._cache, self.layout.block_tokens, step_limits)
+        self._scheduler = Scheduler(self._cache, self.layout.block_tokens, step_limits, paused_kv)
         self._kv_watch = KVWatch(self.layout)
         self._restores = RestoreWatch(self.layout.block_tokens)
         self._chains = BlockChains(self.layout.block_tokens)
@@ -87,8 +92,8 @@ class EngineCore:
         self._scheduler.add(sequence)
         self._restores.tell(sequence)
 
-    def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
-        """Reserves blocks for a request whose KV comes from another worker.
+    def reserve(self, request: EngineRequest, on_kv: OnKV | None = None, now_s: float = 0.0) -> int:
+        """Reserves blocks for a request whose KV comes from another worker, and pauses answers for it if need be.
 
         Returns how many of its leading tokens the prefix cache has, which stay until it ends: `kv_write` all the
         others, then `start`. `on_kv` is called, on this thread, if the request ends before it is started. Raises
@@ -96,7 +101,7 @@ class EngineCore:
         """
         sequence = self._admit(request)
         try:
-            self._scheduler.reserve(sequence)
+            self._scheduler.reserve(sequence, now_s)
         except NoCapacity as error:
             self._forget(sequence)
             raise NoCapacity(error.message, retry_after_ms=self._retry_after_ms()) from None
@@ -180,10 +185,15 @@ class EngineCore:
         """Whether there is work. A step may still be empty, while all work waits for blocks."""
         return self._scheduler.has_work()
 
-    def begin_step(self) -> Step:
+    @property
+    def allows_pauses(self) -> bool:
+        """Whether any request is paused, or might be."""
+        return self._scheduler.allows_pauses
+
+    def begin_step(self, now_s: float = 0.0) -> Step:
         """Schedules the next step and its blocks. It is empty if there is no work, or all work waits for blocks."""
-        schedule = self._scheduler.schedule()
-        counts = step_counts(schedule)
+        schedule = self._scheduler.schedule(now_s)
+        counts = step_counts(schedule, self._scheduler.pause_counts)
         for item in schedule.scheduled:
             self._restores.tell(item.sequence)  # it may just have got its blocks
         return Step(schedule, counts, self._kv_watch.begin(schedule.scheduled))
@@ -225,6 +235,7 @@ class EngineCore:
             num_cached_blocks=self._cache.num_cached,
             num_running=len(running),
             num_waiting=len(waiting),
+            num_paused=len(self._scheduler.paused),
             num_reserved=self._scheduler.num_reserved,
             num_held=self._scheduler.num_held,
             num_waiting_tokens=sum(sequence.num_uncomputed for sequence in (*running, *waiting)),

@@ -17,3 +17,4 @@ class EngineStats:
     num_reserved: int
     num_held: int
     num_waiting_tokens: int  # not computed yet, over waiting and running requests
+    num_paused: int = 0

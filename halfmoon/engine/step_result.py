@@ -45,6 +45,9 @@ class StepResult:
     num_drafts: int = 0  # guessed tokens that ran behind those of the decoding sequences
     num_right_drafts: int = 0  # of these, how many were what was drawn
     num_preempted: int = 0
+    num_paused: int = 0  # pauses begun since the step before
+    num_moved_out: int = 0  # paused sequences that gave their blocks to others
+    paused_s: float = 0.0  # of pauses that ended
     duration_s: float = 0.0
     layer_wait_s: float = 0.0  # part of the duration during which the step waited for KV that arrives by layer
     ended_s: float = 0.0  # time.monotonic(): listeners may be late

@@ -7,8 +7,9 @@ as its class allows rises above all classes, and stays there until it has run fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class Pauses:
@@ -130,3 +131,61 @@ def to_pause(
 def is_overtaken(newcomer: Pauses, ahead: Iterable[Pauses], now_s: float) -> bool:
     """Whether anybody who was here before, and lacks room, would be overtaken by the newcomer against the rule."""
     return any(not pauses.gives_way_to(newcomer, now_s) for pauses in ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class Queued(Generic[Request]):
+    """A request that needs room to begin or to go on, with all that it needs of it besides a place."""
+
+    request: Request
+    num_blocks: int
+    num_tokens: int = 0  # of a prompt that waits; 0 for a paused answer
+
+
+@dataclass(slots=True)
+class Turns(Generic[Request]):
+    """What happens before a step, in this order."""
+
+    pause: list[Request] = field(default_factory=list)
+    get_room: list[Request] = field(default_factory=list)  # paused answers that go on, prompts that others pause for
+    bars: bool = False  # nobody behind `passed` gets room in this step
+    passed: set[Any] = field(default_factory=set)  # ranks of those whose turn came
+
+
+def take_turns(
+    queue: Sequence[Queued[Request]],
+    running: Sequence[Request],
+    num_places: int,
+    num_blocks: int,
+    num_tokens: int,
+    blocks_of: Callable[[Request], int],
+    now_s: float,
+) -> Turns[Request]:
+    """Who gets room before a step. The first in `queue` that finds none is waited for: nobody behind gets any.
+
+    `queue` is in turn, `running` are the decoding answers. `num_blocks` counts those of paused answers as free, which
+    may be moved out; `num_tokens` is what the step has left for prompts: answers are paused for no prompt that would
+    only wait for its turn.
+    """
+    turns: Turns[Request] = Turns()
+    for item in queue:
+        needs_place, lacking = int(num_places < 1), item.num_blocks - num_blocks
+        if needs_place or lacking > 0:
+            chosen = None
+            if item.num_tokens and num_tokens > 0:
+                candidates = [one for one in running if one not in turns.pause]
+                chosen = to_pause(candidates, item.request.pauses, needs_place, lacking, blocks_of, now_s)
+            if chosen is None:
+                turns.bars = True
+                return turns
+            turns.pause += chosen
+            num_places += len(chosen)
+            num_blocks += sum(map(blocks_of, chosen))
+            turns.get_room.append(item.request)
+        elif not item.num_tokens:
+            turns.get_room.append(item.request)
+        turns.passed.add(item.request.rank)
+        num_places -= 1
+        num_blocks -= item.num_blocks
+        num_tokens -= item.num_tokens
+    return turns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.engine.engine_runs import prompt
 
 NUM_SCHEDULES = 200
 MOST_STEPS = 2000
+HAPPENS = ("num_preempted", "num_right_drafts", "num_paused", "num_moved_out")
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -52,7 +54,10 @@ def drawn_requests(rng: random.Random) -> list[EngineRequest]:
             allowed_token_ids=rng.choice(((), (7, 11))),  # of two tokens something repeats, and is guessed
         )
         tokens = common + own if rng.random() < 0.5 else own
-        requests.append(EngineRequest(f"r{number}", tokens, sampling))
+        level, most_s = rng.randrange(3), rng.choice((0.0, 0.01, 1e9))
+        requests.append(
+            EngineRequest(f"r{number}", tokens, sampling, priority=level, class_priority=level, max_pause_s=most_s)
+        )
     return requests
 
 
@@ -61,28 +66,28 @@ def results(outputs: list[TokenOutput], name: str) -> list[tuple[Any, ...]]:
     return [(output.token_id, output.logprobs, output.finish_reason) for output in mine]
 
 
-def run(engine: Engine, waiting: list[EngineRequest], rng: random.Random) -> tuple[list[TokenOutput], int, int]:
-    """All outputs of requests that come at random moments, how often one was preempted, how many guesses counted."""
+def run(engine: Engine, waiting: list[EngineRequest], rng: random.Random) -> tuple[list[TokenOutput], Counter[str]]:
+    """All outputs of requests that come at random moments, and how often what happened."""
     outputs: list[TokenOutput] = []
-    num_preempted = num_right_drafts = 0
+    counted: Counter[str] = Counter()
     for _ in range(MOST_STEPS):
         while waiting and (rng.random() < 0.3 or not engine.has_work()):
             engine.add(waiting.pop())
         if not engine.has_work():
             engine.check_integrity()
-            return outputs, num_preempted, num_right_drafts
+            return outputs, counted
         result = engine.step()
         outputs += result.outputs
         counts = [(output.num_drafts, output.num_right_drafts) for output in result.outputs]
         assert tuple(map(sum, zip(*counts, strict=True))) in ((result.num_drafts, result.num_right_drafts), ())
-        num_preempted += result.num_preempted
-        num_right_drafts += result.num_right_drafts
+        for name in HAPPENS:
+            counted[name] += getattr(result, name)
     raise AssertionError("the engine does not come to an end")
 
 
 def test_a_request_has_the_same_bits_alone_and_in_any_schedule(engine_of: Callable[..., Engine]) -> None:
     alone = engine_of(prefix_cache=False)
-    preempted = right_drafts = 0
+    counted: Counter[str] = Counter()
     for number in range(NUM_SCHEDULES // 10):  # of a dozen models and types
         rng = random.Random(number)
         requests = drawn_requests(rng)
@@ -97,10 +102,8 @@ def test_a_request_has_the_same_bits_alone_and_in_any_schedule(engine_of: Callab
             num_threads=rng.choice((1, 2, 3)),
             speculation=rng.choice(("off", "ngram")),
         )
-        outputs, num_preempted, num_right_drafts = run(engine, list(requests), rng)
-        preempted += num_preempted
-        right_drafts += num_right_drafts
+        outputs, found = run(engine, list(requests), rng)
+        counted += found
         assert {one.request_id: results(outputs, one.request_id) for one in requests} == expected, number
         engine.close()
-    assert preempted > 0
-    assert right_drafts > 0
+    assert set(counted) == set(HAPPENS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from itertools import takewhile
 from typing import NamedTuple
 
 from halfmoon.engine.scheduling.block_pool import BlockPool
@@ -87,6 +88,16 @@ class PrefixCache:
             self._note_used(blocks[-1])
         self._pool.share(blocks)
         return blocks
+
+    def num_users(self, block: int) -> int:
+        """Sequences and readers that refer to a block in use."""
+        return self._pool.references(block) - (block in self._keys)
+
+    def used(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """The blocks in use of those that `match` would find; takes no references."""
+        found = (self._blocks.get(self._key(sequence, index)) for index in range(num_tokens // self._block_tokens))
+        leading = takewhile(lambda block: block is not None, found if self._root is not None else ())
+        return [block for block in leading if block is not None and self.num_users(block)]
 
     def insert(self, sequence: Sequence) -> bool:
         """Makes the sequence's computed full blocks findable. Of two equal blocks the first stays.

@@ -15,7 +15,7 @@ from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.kv.frame_plan import Written
 from halfmoon.policy.preemption import Pauses
 
-SequenceState = Literal["waiting", "running", "reserved", "held", "removed"]
+SequenceState = Literal["waiting", "running", "paused", "reserved", "held", "removed"]
 
 
 class Sequence:
@@ -31,6 +31,7 @@ class Sequence:
         self.rank = (request.priority, request.arrival_s, order)  # smaller runs first; unique
         self.pauses = Pauses(request.class_priority, request.max_pause_s)
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_before = len(self.token_ids)  # when its computing began here, or began again
         self.num_computed = 0  # leading tokens whose K and V are in `blocks`
         self.num_cached = 0  # of those, how many came from the prefix cache
         self.num_received = 0  # of those, how many came from another worker
@@ -44,6 +45,7 @@ class Sequence:
         self.pooled: list[float] = []  # the sum of what is pooled so far, if it is wanted
         self.speculation: Speculation | None = None  # what may be guessed of its next tokens
         self.state: SequenceState = "waiting"
+        self.is_moved_out = False  # paused, and what it has computed is not in `blocks`
         self.written = Written()  # what may be copied out of `blocks` for a prefill-only sequence
         self.kv_lock = threading.Lock()  # held while K and V are copied, and while `blocks` are released
 
@@ -76,6 +78,11 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens still to run before the next one can be drawn: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only its newest token, made by a step since its computing began, is left to run."""
+        return self.num_uncomputed == 1 and len(self.token_ids) > self.num_before
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from halfmoon.engine.scheduling.paused_sequences import PauseCounts
 from halfmoon.engine.scheduling.scheduler import Schedule
 from halfmoon.engine.step_result import StepResult
 
 
-def step_counts(schedule: Schedule) -> StepResult:
+def step_counts(schedule: Schedule, pauses: PauseCounts) -> StepResult:
     """The counts for a step's result, taken before its outcome is booked."""
+    num_paused, num_moved_out, paused_s = pauses.take()
     prefills = schedule.scheduled[schedule.num_decode_seqs :]
     context_tokens = sum(item.start + item.num_tokens for item in schedule.scheduled)
     prefill_context_tokens = sum(item.start + item.num_tokens for item in prefills)
@@ -19,6 +21,9 @@ def step_counts(schedule: Schedule) -> StepResult:
         decode_context_tokens=context_tokens - prefill_context_tokens,
         num_drafts=sum(len(item.drafts) for item in schedule.scheduled),
         num_preempted=schedule.num_preempted,
+        num_paused=num_paused,
+        num_moved_out=num_moved_out,
+        paused_s=paused_s,
         num_cached_tokens={
             item.sequence.request_id: item.sequence.num_cached
             for item in schedule.scheduled

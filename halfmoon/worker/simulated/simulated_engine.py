@@ -113,7 +113,10 @@ class SimulatedEngine:
 
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
         """See `AsyncEngine.reserve`."""
-        held_tokens = self._core.reserve(request, on_kv)
+        if self._core.allows_pauses:  # what pauses is in no step
+            held_tokens = await self._before_next_step(lambda: self._core.reserve(request, on_kv, self._clock()))
+        else:
+            held_tokens = self._core.reserve(request, on_kv)
         self._requests.enter(request)
         return held_tokens
 
@@ -208,7 +211,7 @@ class SimulatedEngine:
     async def _run(self) -> None:
         due_s = self._clock()
         while True:
-            step = self._core.begin_step()
+            step = self._core.begin_step(self._clock())
             if not step.schedule.scheduled and not step.schedule.num_preempted:
                 self._wake.clear()
                 await self._wake.wait()
