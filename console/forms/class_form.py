@@ -21,6 +21,7 @@ _KINDS = ("header", "api_key", "tenant", "model")
 _DEFAULTS: Mapping[str, Any] = {
     "version": 0, "priority": 0, "reserved": 0.0, "ttft_s": None, "tbt_s": None, "attainment": 0.9, "rules": [],
     "early_rejection": "strict", "degradation": [], "capped_tokens": 256,
+    "max_pause_s": 0.0,
 }  # fmt: skip
 
 
@@ -128,6 +129,9 @@ def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, d
                                       help="Share of the decode workers' KV memory; lent while unused.")  # fmt: skip
     capped = second[2].number_input("Capped output (tokens)", 1, None, known["capped_tokens"], key=f"cap-{key}",
                                     help="Length to which “cap max tokens” shortens answers.")  # fmt: skip
+    max_pause_s = st.number_input("Longest pause of an answer (s)", 0.0, None, float(known["max_pause_s"]), 0.5,
+                                  key=f"pause-{key}",
+                                  help="While a higher class needs its place or its KV memory. 0: never.")  # fmt: skip
     early_rejection = st.selectbox(
         "Early rejection", tuple(EARLY_REJECTIONS), tuple(EARLY_REJECTIONS).index(known["early_rejection"]),
         format_func=EARLY_REJECTIONS.__getitem__, key=f"rejection-{key}",
@@ -154,6 +158,7 @@ def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, d
         "priority": int(priority),
         "reserved": reserved / 100,
         "capped_tokens": int(capped),
+        "max_pause_s": max_pause_s,
         "early_rejection": early_rejection,
         "degradation": list(degradation),
         "rules": rules_of(rows),

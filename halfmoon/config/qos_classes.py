@@ -84,6 +84,13 @@ class ClassConfig(_Strict):
         NO_PROMISES.capped_tokens, lt=1 << 31, description="output tokens that cap_max_tokens leaves"
     )
 
+    max_pause_s: float = Field(
+        NO_PROMISES.max_pause_s,
+        le=_MAX_TARGET_S,
+        description="how long a running answer may be paused at a time for a higher class that needs its place or its "
+        "KV memory; then it goes on for as long, before all classes; 0: never",
+    )
+
     def as_class(self, name: str) -> QosClass:
         """Converts the section to a class. Raises InvalidRequest for values out of range."""
         return QosClass(
@@ -97,6 +104,7 @@ class ClassConfig(_Strict):
             tuple(self.degradation),
             self.capped_tokens,
             self.early_rejection,
+            self.max_pause_s,
         )
 
 

@@ -376,6 +376,8 @@ class Generation(_message.Message):
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_KV_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    CLASS_PRIORITY_FIELD_NUMBER: _builtins.int
+    MAX_PAUSE_S_FIELD_NUMBER: _builtins.int
     REPEATABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
@@ -392,6 +394,10 @@ class Generation(_message.Message):
     """
     tenant_kv_quota_bytes: _builtins.int
     """most KV bytes that the tenant keeps in one store; 0: no limit"""
+    class_priority: _builtins.int
+    """of its class: smaller is higher"""
+    max_pause_s: _builtins.float
+    """how long its answer may be paused for higher classes at a time; 0: never"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -417,11 +423,13 @@ class Generation(_message.Message):
         tenant_salt: _builtins.bytes = ...,
         tenant: _builtins.str = ...,
         tenant_kv_quota_bytes: _builtins.int = ...,
+        class_priority: _builtins.int = ...,
+        max_pause_s: _builtins.float = ...,
         repeatable: Global___Repeatable | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["repeatable", b"repeatable", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "model_fingerprint", b"model_fingerprint", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "repeatable", b"repeatable", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "tenant_kv_quota_bytes", b"tenant_kv_quota_bytes", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_priority", b"class_priority", "gateway_id", b"gateway_id", "max_pause_s", b"max_pause_s", "model_fingerprint", b"model_fingerprint", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "repeatable", b"repeatable", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "tenant_kv_quota_bytes", b"tenant_kv_quota_bytes", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

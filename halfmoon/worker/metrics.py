@@ -52,6 +52,15 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._preemptions = Counter("halfmoon_engine_preemptions", "Sequences preempted", registry=self.registry)
+        self._pauses = Counter("halfmoon_engine_pauses", "Answers paused for a higher class", registry=self.registry)
+        self._moved_out = Counter(
+            "halfmoon_engine_pauses_moved_out",
+            "Paused answers whose KV left its blocks because others needed them",
+            registry=self.registry,
+        )
+        self._paused_seconds = Counter(
+            "halfmoon_engine_paused_seconds", "Length of the pauses that ended", registry=self.registry
+        )
         self._sequences = Gauge("halfmoon_engine_sequences", "Sequences by state", ["state"], registry=self.registry)
         self._blocks = Gauge("halfmoon_engine_blocks", "KV blocks by state", ["state"], registry=self.registry)
         self.handover_bytes = Counter(
@@ -96,6 +105,9 @@ class WorkerMetrics:
         self._drafts.labels("right").inc(result.num_right_drafts)
         self._drafts.labels("wrong").inc(result.num_drafts - result.num_right_drafts)
         self._preemptions.inc(result.num_preempted)
+        self._pauses.inc(result.num_paused)
+        self._moved_out.inc(result.num_moved_out)
+        self._paused_seconds.inc(result.paused_s)
         for kind, num_groups in result.staged.num_groups.items():
             self._staged.labels(kind).inc(num_groups)
         self._staged_bytes.inc(result.staged.link_bytes)
@@ -125,7 +137,7 @@ class WorkerMetrics:
 
     def observe_stats(self, stats: EngineStats) -> None:
         """Updates the gauges; called with each load report."""
-        for state in ("running", "waiting", "reserved", "held"):
+        for state in ("running", "waiting", "paused", "reserved", "held"):
             self._sequences.labels(state).set(getattr(stats, f"num_{state}"))
         self._blocks.labels("free").set(stats.num_free_blocks)
         self._blocks.labels("used").set(stats.num_blocks - stats.num_free_blocks)

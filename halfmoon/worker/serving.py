@@ -184,7 +184,9 @@ class Serving:
         state = self._state
         while True:
             stats = self._engine.stats_now()
-            num_requests = stats.num_running + stats.num_waiting + stats.num_reserved + stats.num_held
+            num_requests = (
+                stats.num_running + stats.num_waiting + stats.num_paused + stats.num_reserved + stats.num_held
+            )
             if not (num_requests or state.num_calls or state.router.has_pending):
                 return
             await asyncio.sleep(_SETTLE_POLL_S)

@@ -48,6 +48,7 @@ class QosClass:
     degradation: tuple[Degradation, ...] = ()  # steps in this order, each on top of those before
     capped_tokens: int = 256  # what cap_max_tokens leaves
     early_rejection: EarlyRejection = "strict"  # overload: reject only what an idle cluster would serve in time
+    max_pause_s: float = 0.0  # how long its answers may be paused for higher classes at a time; 0: never
 
     def __post_init__(self) -> None:
         _check(bool(self.name), "name", "must not be empty")
@@ -55,6 +56,7 @@ class QosClass:
         _check(0 < self.attainment <= 1, "attainment", "must be above 0 and at most 1")
         _check(self.ttft_s is None or self.ttft_s > 0, "ttft_s", "must be above 0")
         _check(self.tbt_s is None or self.tbt_s > 0, "tbt_s", "must be above 0")
+        _check(self.max_pause_s >= 0, "max_pause_s", "must not be negative")
         _check(self.capped_tokens >= 1, "capped_tokens", "must be at least 1")
         _check(len(set(self.degradation)) == len(self.degradation), "degradation", "must name each step once")
         _check(all(rule.kind != "header" or rule.header for rule in self.rules), "rules", "must name the header")

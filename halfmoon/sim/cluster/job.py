@@ -119,7 +119,7 @@ class Job:
         """Puts it into a class of the cluster."""
         self.qos_class = position
         self.rank_by(qos.priority)
-        self.pauses = Pauses(qos.priority)
+        self.pauses = Pauses(qos.priority, qos.max_pause_s)
 
     @property
     def uncomputed(self) -> int:

@@ -200,7 +200,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         stats = self._engine.stats_now()
         num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         num_tokens += stats.num_waiting_tokens if stats.num_waiting else 0
-        num_requests = stats.num_running + stats.num_waiting + stats.num_reserved
+        num_requests = stats.num_running + stats.num_waiting + stats.num_paused + stats.num_reserved
         num_blocks = -(-(num_tokens + 1) // self._state.layout.block_tokens)
         if 0 < self._state.identity.max_running <= num_requests or num_blocks > stats.num_free_blocks:
             raise NoCapacity("this decode worker has no room for another prompt now")

@@ -103,6 +103,8 @@ def request_from(
         prefill_only=prefill_only,
         held_tokens=held_tokens,
         priority=message.priority,
+        class_priority=message.class_priority,
+        max_pause_s=message.max_pause_s,
         arrival_s=arrival_s,
         tenant_salt=message.tenant_salt,
         owner=KVOwner(message.tenant, message.tenant_kv_quota_bytes),

@@ -89,6 +89,8 @@ class Attempt:
                 output_token_ids=progress.output_token_ids,
                 sampling=output.sampling,
                 priority=output.priority,
+                class_priority=output.qos.priority,
+                max_pause_s=output.qos.max_pause_s,
                 gateway_id=cluster.gateway_id,
                 tenant_salt=output.tenant_salt,
                 tenant=output.tenant.name,

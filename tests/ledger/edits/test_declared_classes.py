@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from sqlalchemy import text
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.ledger.connection.database import make_engine
 from halfmoon.ledger.edits.declared_classes import Declaration
 from halfmoon.ledger.edits.stored_classes import StoredClass, StoredClasses
 from halfmoon.ledger.ledger import open_ledger
+from tests.ledger.connection.test_upgrade import upgraded_to
 
 FILE = {"gold": Declaration({"ttft_s": 1.0})}
 CHANGED = {"gold": Declaration({"ttft_s": 2.0})}
@@ -45,6 +48,21 @@ async def test_a_class_of_the_file_is_written_once_and_again_when_its_text_chang
         assert await started(classes, CHANGED) == {"gold": 2.0}, "until the text changes"
         assert await started(classes, FILE) == {"gold": 1.0}, "back, too"
         assert (await classes.all()).classes[0].version == 4
+
+
+async def test_a_new_field_is_no_news_of_the_text(ledger_url: str) -> None:
+    engine = make_engine(ledger_url)
+    async with engine.begin() as connection:
+        await connection.run_sync(upgraded_to, "0012")
+        for statement in (
+            "INSERT INTO qos_classes (name, version, definition) VALUES ('gold', 3, '{\"ttft_s\"\\: 7.0}')",
+            "INSERT INTO declared_classes (name, definition) VALUES ('gold', '{\"ttft_s\"\\: 1.0}')",
+        ):
+            await connection.execute(text(statement))
+    await engine.dispose()
+    async with open_ledger(ledger_url) as ledger:
+        declared = {"gold": Declaration({"ttft_s": 1.0, "max_pause_s": 0.0})}
+        assert await started(ledger.classes, declared) == {"gold": 7.0}
 
 
 async def test_what_an_operator_removed_does_not_come_back_with_the_next_start(ledger_url: str) -> None:

@@ -44,6 +44,7 @@ def test_batches_come_after_all_classes_and_make_none_miss_its_targets() -> None
         ("ttft_s", {"ttft_s": 0.0}),
         ("tbt_s", {"tbt_s": -1.0}),
         ("capped_tokens", {"capped_tokens": 0}),
+        ("max_pause_s", {"max_pause_s": -1.0}),
         ("degradation", {"degradation": ("cap_max_tokens", "cap_max_tokens")}),
         ("rules", {"rules": (MatchRule("header", "gold"),)}),
         ("rules", {"rules": (MatchRule("api_key", ""),)}),
