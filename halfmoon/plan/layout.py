@@ -120,7 +120,7 @@ class Layout:
         stage_gpus = sum(workers.num * workers.kind.parallelism.tensor for workers in self.sets)
         if len(stages) > 1 or stage_gpus > pool.gpus_per_node:
             return False
-        return self.num_units * stages.pop() <= pool.num_nodes * (pool.gpus_per_node // stage_gpus)
+        return _nodes_of_stages(self.num_units, stages.pop(), pool.gpus_per_node // stage_gpus) <= pool.num_nodes
 
     def __str__(self) -> str:
         return self.text(named=len(self.gpus) > 1)
@@ -149,10 +149,19 @@ def _sets_fit(sets: Sequence[WorkerSet], pool: NodePool) -> bool:
 def _nodes(workers: WorkerSet, gpus_per_node: int) -> float:
     """Nodes, or the fraction of one, that a set takes."""
     if workers.kind.num_devices >= gpus_per_node:
-        return workers.num * -(-workers.kind.num_devices // gpus_per_node)
+        tensor, num_stages = workers.kind.parallelism
+        return workers.num * -(-num_stages // (gpus_per_node // tensor))
     per_node = gpus_per_node // workers.kind.num_devices
     whole, rest = divmod(workers.num, per_node)
     return whole + rest * workers.kind.num_devices / gpus_per_node
+
+
+def _nodes_of_stages(num_units: int, num_stages: int, per_node: int) -> int:
+    """Nodes of units of which each node holds as many stages as fit, as they are started; the last stages of several
+    units may share a node.
+    """
+    whole, rest = divmod(num_stages, per_node)
+    return num_units * whole + (-(-num_units // (per_node // rest)) if rest else 0)
 
 
 @dataclass(frozen=True, slots=True)

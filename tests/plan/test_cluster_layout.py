@@ -43,6 +43,11 @@ def pair(prefill: tuple[int, int, int], decode: tuple[int, int, int], units: int
         (pair((2, 2, 1), (2, 2, 1)), 2, 4, True),  # each node has one stage of both
         (pair((2, 2, 1), (2, 1, 1)), 2, 4, False),  # stages cannot be paired
         (pair((2, 2, 1), (2, 1, 1), paired=False), 2, 4, True),
+        (pair((1, 8, 1), (1, 8, 1), 3), 8, 6, False),  # 3, 3 and 2 stages of each unit: no two last parts share a node
+        (pair((1, 8, 1), (1, 8, 1), 3), 9, 6, True),
+        (pair((1, 4, 1), (1, 4, 1), 3), 4, 6, True),  # three nodes with three stages, and one with three last ones
+        (pair((4, 4, 1), (4, 1, 1), paired=False), 4, 6, False),  # a node has one stage, though 16 GPUs are three nodes
+        (pair((4, 4, 1), (4, 1, 1), paired=False), 5, 6, True),
         (pair((4, 1, 3), (4, 1, 1), paired=False), 2, 8, True),
         (pair((4, 1, 3), (4, 1, 2), paired=False), 2, 8, False),
     ],

@@ -22,7 +22,16 @@ from halfmoon.rpc.tls.identity_files import TLS_VARIABLES
 from halfmoon.up.on_ray.process_actor import ProcessActor
 from halfmoon.up.on_ray.remote_process import Actor, RemoteProcess
 from halfmoon.up.on_ray.remote_ranks import RemoteRanks, ranks_in
-from halfmoon.up.on_ray.rooms import LargestHosts, Place, further_resources, on_host, resources, wanted, worker_room
+from halfmoon.up.on_ray.rooms import (
+    LargestHosts,
+    Place,
+    divided,
+    further_resources,
+    on_host,
+    resources,
+    wanted,
+    worker_room,
+)
 from halfmoon.up.supervision.child import Room, ServiceSpec
 from halfmoon.up.supervision.log_files import LogFiles, OnTrouble
 from halfmoon.up.supervision.service_process import ServiceProcess
@@ -47,11 +56,15 @@ class _Running(NamedTuple):
 
 @dataclass(slots=True)
 class _Unit:
-    """Services that share a host, and the room of them all while any of them runs or waits for it."""
+    """Services that share hosts, and the room of them all while any of them runs or waits for it."""
 
-    rooms: list[Room]
-    strategy: str  # Ray's, of its placement group
+    rooms: Mapping[str, Room]  # of its services, by their names
     group: PlacementGroup | None = None
+
+    @property
+    def by_host(self) -> list[tuple[Room, ...]]:
+        """The rooms on each of its hosts."""
+        return list(zip(*((room, *room.rest) for room in self.rooms.values()), strict=True))
 
 
 class RayHosts:
@@ -94,11 +107,11 @@ class RayHosts:
 
     def worker_room(self, start: WorkerStart, device: str) -> Room:
         """See `Hosts.worker_room`. A processor for each rank, or a GPU."""
-        on_gpus = self._largest.has_gpus and device != "cpu" and not start.on_cpu
+        is_of_cpu = device == "cpu" or start.on_cpu or start.gpu == "cpu"
+        on_gpus = not is_of_cpu and (self._largest.has_gpus or device == "cuda")
         tensor = int(option_values(start.arguments).get("--tensor-parallel", 1))
         gpu = self._largest.kind(start.gpu) if on_gpus and start.gpu else ""
-        most = self._largest.most_gpus(gpu) if on_gpus else self._largest.most_cpus()
-        return worker_room(start.num_gpus, tensor, on_gpus, most, start.unit, gpu)
+        return worker_room(start.num_gpus, tensor, on_gpus, start.unit, gpu)
 
     async def stores(self, names: Sequence[str], ports: ReservedPorts) -> dict[str, tuple[str, Room | None]]:
         """See `Hosts.stores`. Each host has one in turn, and a store stays on its host."""
@@ -115,13 +128,14 @@ class RayHosts:
 
     def share(self, specs: Sequence[ServiceSpec]) -> None:
         """See `Hosts.share`. The room for a unit's services is reserved for all of them together."""
-        units: dict[str, _Unit] = {}
+        units: dict[str, dict[str, Room]] = {}
         for spec in specs:
-            if spec.room is not None and spec.room.unit:
-                unit = self._units[spec.name] = units.setdefault(spec.room.unit, _Unit([], "STRICT_PACK"))
-                unit.rooms.append(spec.room)
-            elif spec.room is not None and spec.room.rest:
-                self._units[spec.name] = _Unit([spec.room, *spec.room.rest], "PACK")
+            if spec.room is not None:
+                units.setdefault(f"unit {spec.room.unit}" if spec.room.unit else spec.name, {})[spec.name] = spec.room
+        for whole in units.values():
+            rooms = divided(whole, self._largest.most(next(iter(whole.values()))))
+            if any(room.unit or room.rest for room in rooms.values()):
+                self._units |= dict.fromkeys(rooms, _Unit(rooms))
 
     async def launch(self, spec: ServiceSpec) -> ServiceProcess:
         """Starts a service where its room is, or on this host if it has none. Waits until there is room.
@@ -130,9 +144,11 @@ class RayHosts:
         """
         if spec.room is None:
             return await launch_here(spec)
+        if spec.name in self._units:
+            spec = replace(spec, room=self._units[spec.name].rooms[spec.name])
         self._starting.add(spec.name)
         try:
-            return await self._launch(spec, spec.room)
+            return await self._launch(spec, _room(spec))
         finally:
             self._starting.discard(spec.name)
             self._give_back(spec.name)
@@ -181,7 +197,9 @@ class RayHosts:
         placing = asyncio.ensure_future(actor.place.remote())
         try:
             if not (await asyncio.wait({placing}, timeout=_TELL_S))[0]:
-                self._on_trouble(f"{spec.name} waits for a host of the Ray cluster with {wanted(_room(spec))} free")
+                unit = self._units.get(spec.name)
+                hosts = " and another with ".join(map(wanted, unit.by_host if unit else [[_room(spec)]]))
+                self._on_trouble(f"{spec.name} waits for a host of the Ray cluster with {hosts} free")
             place, version = await placing
             if version != halfmoon.__version__:
                 text = f"{place.host} has Halfmoon {version}, and this host {halfmoon.__version__}"
@@ -202,9 +220,8 @@ class RayHosts:
             further = {f"node:{self._addresses[spec.name]}": 0.001}
         elif unit is not None:
             if unit.group is None:
-                unit.group = placement_group([resources(room) for room in unit.rooms], strategy=unit.strategy)
-            bundle = 0 if room.rest else -1
-            strategy = PlacementGroupSchedulingStrategy(unit.group, placement_group_bundle_index=bundle)
+                unit.group = placement_group([resources(rooms) for rooms in unit.by_host], strategy="PACK")
+            strategy = PlacementGroupSchedulingStrategy(unit.group, placement_group_bundle_index=0)
         amounts = {"num_cpus": room.num_cpus, "num_gpus": room.num_gpus, "resources": further}
         return {**amounts, "scheduling_strategy": strategy}
 

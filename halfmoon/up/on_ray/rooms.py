@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -46,6 +46,10 @@ class LargestHosts:
         fitting = [gpus[name] for name, node in enumerate(self._nodes) if _KIND + kind in node]
         return int(max(fitting or gpus.values(), default=0.0))
 
+    def most(self, room: Room) -> int:
+        """Of what a room needs: GPUs of its kind, or processors."""
+        return self.most_gpus(room.gpu) if room.num_gpus else self.most_cpus()
+
     def kind(self, planned: str) -> str:
         """Returns Ray's name of a plan's kind of GPU: `a100-80g` is A100-80G where hosts were given that, else A100.
 
@@ -58,10 +62,14 @@ class LargestHosts:
         return exact if exact in known else exact.partition("-")[0]
 
 
-def resources(room: Room) -> dict[str, float]:
-    """Returns a placement group's bundle for one service."""
-    gpus = {"GPU": float(room.num_gpus)} if room.num_gpus else {}
-    return {"CPU": room.num_cpus, **gpus, **further_resources(room)}
+def resources(rooms: Iterable[Room]) -> dict[str, float]:
+    """Returns a placement group's bundle: what services of one host need together."""
+    total: dict[str, float] = {}
+    for room in rooms:
+        gpus = {"GPU": float(room.num_gpus)} if room.num_gpus else {}
+        for name, amount in ({"CPU": room.num_cpus} | gpus | further_resources(room)).items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
 
 
 def further_resources(room: Room) -> dict[str, float]:
@@ -69,30 +77,59 @@ def further_resources(room: Room) -> dict[str, float]:
     return {_KIND + room.gpu: 0.001} if room.gpu else {}
 
 
-def wanted(room: Room) -> str:
-    """Says what a room needs."""
-    gpus = f"{room.num_gpus} {room.gpu or 'GPU'}" if room.num_gpus else ""
-    return " and ".join(filter(None, (f"{room.num_cpus:g} CPU" if room.num_cpus else "", gpus))) or "room"
+def wanted(rooms: Iterable[Room]) -> str:
+    """Says what the rooms need together of one host."""
+    total = resources(rooms)
+    kind = next((name.removeprefix(_KIND) for name in total if name.startswith(_KIND)), "GPU")
+    gpus = f"{total['GPU']:g} {kind}" if "GPU" in total else ""
+    return " and ".join(filter(None, (f"{total['CPU']:g} CPU" if total.get("CPU") else "", gpus))) or "room"
 
 
-def worker_room(num_ranks: int, tensor_parallel: int, on_gpus: bool, most: int, unit: str, gpu: str = "") -> Room:
-    """Returns the room of a worker: a GPU for each rank, of that kind, or a processor.
-
-    `most`: what the largest host has of them. A worker that needs more is divided: as many stages as fit on a host.
-    Raises Incompatible if not one does.
+def worker_room(num_ranks: int, tensor_parallel: int, on_gpus: bool, unit: str, gpu: str = "") -> Room:
+    """Returns the room of a worker that shares no host with others yet: a GPU for each rank, of that kind, or a
+    processor.
     """
-    kind = "GPUs" if on_gpus else "processors"
-    here = num_ranks if num_ranks <= most else most // tensor_parallel * tensor_parallel
+    room = Room(1.0, num_ranks, gpu=gpu) if on_gpus else Room(float(num_ranks))
+    return replace(room, unit=unit, num_stages=num_ranks // tensor_parallel)
+
+
+def divided(rooms: Mapping[str, Room], most: int) -> dict[str, Room]:
+    """Returns the rooms of services, by name, that share hosts: each host has the same stages of all of them.
+
+    `most`: what the largest host has of the GPUs that they need, or of processors. If that is too little for all, they
+    are divided: as many stages as fit on a host. Raises Incompatible if not one does. 0 if there is no such host yet:
+    one that comes is expected to have room.
+    """
+    needed = {name: room.num_gpus or room.num_cpus for name, room in rooms.items()}
+    if sum(needed.values()) <= most or not most:
+        return dict(rooms)
+    names = " and ".join(rooms)
+    kind = "GPUs" if any(room.num_gpus for room in rooms.values()) else "processors"
+    numbers = {room.num_stages for room in rooms.values()}
+    if len(numbers) > 1:
+        raise Incompatible(
+            f"no host of the Ray cluster has the {sum(needed.values()):g} {kind} of {names} together: {most} is the "
+            "most, and different numbers of stages cannot share hosts. Plan for the --gpus-per-node of these hosts"
+        )
+    num_stages = numbers.pop()
+    stage = sum(needed.values()) / num_stages
+    here = int(most // stage)
     if here == 0:
         raise Incompatible(
-            f"no host of the Ray cluster has the {tensor_parallel} {kind} of one pipeline stage: {most} is the most. "
-            "Use less tensor_parallel, and more pipeline_parallel"
+            f"no host of the Ray cluster has the {stage:g} {kind} of one pipeline stage of {names}: {most} is the "
+            "most. Use less tensor_parallel, and more pipeline_parallel"
         )
-    rooms = []
-    for before in range(0, num_ranks, here):
-        num = min(here, num_ranks - before)
-        rooms.append(Room(1.0, num, gpu=gpu) if on_gpus else Room(float(num)))
-    return replace(rooms[0], rest=tuple(rooms[1:]), unit="" if rooms[1:] else unit)
+    parts = [min(here, num_stages - before) for before in range(0, num_stages, here)]
+    return {name: _in_parts(room, parts) for name, room in rooms.items()}
+
+
+def _in_parts(room: Room, parts: Sequence[int]) -> Room:
+    of_stage = (room.num_gpus or int(room.num_cpus)) // room.num_stages
+    rooms = [
+        Room(room.num_cpus, num * of_stage, gpu=room.gpu) if room.num_gpus else Room(float(num * of_stage))
+        for num in parts
+    ]
+    return replace(rooms[0], unit=room.unit, num_stages=room.num_stages, rest=tuple(rooms[1:]))
 
 
 def on_host(spec: Spec, place: Place, metrics_port: int, stores: Mapping[str, str]) -> Spec:

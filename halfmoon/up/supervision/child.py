@@ -33,6 +33,7 @@ class Room:
     """What a service reserves on a host that a cluster engine chooses. Services of one `unit` get the same host.
 
     `node`: the engine's name of the one host that will do; "" for any. `gpu`: its name of a kind of GPU; "" for any.
+    `num_stages`: equal parts of a worker that may be on different hosts.
     `rest`: what the further ranks of a worker reserve that has no room on one host, by host.
     """
 
@@ -41,6 +42,7 @@ class Room:
     unit: str = ""
     node: str = ""
     gpu: str = ""
+    num_stages: int = 1
     rest: tuple[Room, ...] = ()
 
 

@@ -146,13 +146,26 @@ async def test_a_unit_shares_a_node_and_one_that_finds_no_room_waits_and_says_so
         assert (await told.ready.get())[0] == "late"
 
 
+async def test_a_unit_larger_than_a_node_has_the_same_stages_on_each(cluster: RayCluster, tmp_path: Path) -> None:
+    async with supervised(cluster, tmp_path, Told()) as (boss, hosts):
+        room = hosts.worker_room(WorkerStart(("--pipeline-parallel", "2"), 2, unit="x"), "cpu")
+        pair = [spec(role, "--model", "m", room=room) for role in ("prefill", "decode")]
+        hosts.share(pair)
+        await asyncio.gather(*map(boss.start, pair))
+        assert node_of(hosts, "prefill") == node_of(hosts, "decode")
+        assert hosts._units["prefill"] is hosts._units["decode"]
+        (group,) = (group for group in placement_group_table().values() if group["state"] == "CREATED")
+        assert {bundle["CPU"] for bundle in group["bundles"].values()} == {2.0}
+        assert set(group["bundles_to_node_id"].values()) == set(cluster.nodes)
+
+
 async def test_a_unit_that_ends_while_it_waits_gives_its_room_back(
     cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_hosts_module, "_TELL_S", 0.5)
     told = Told()
     async with supervised(cluster, tmp_path, told) as (boss, hosts):
-        large = spec("large", room=Room(num_cpus=100.0, unit="x"))  # which no node has
+        large = spec("large", room=Room(num_gpus=1, unit="x"))  # which no node has yet
         hosts.share([large])
         waiting = asyncio.create_task(boss.start(large))
         assert "large waits for a host" in await told.sentences.get()
