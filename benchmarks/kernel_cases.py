@@ -95,6 +95,22 @@ def decode_case(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.dty
     )
 
 
+def latent_case(device: str, num_seqs: int, context: int, num_sms: int) -> Case:
+    """A decode of DeepSeek-V3's attention: 128 heads, rows of 512 + 64 numbers."""
+    from halfmoon.engine.kernels.decode_attention import choose_num_splits
+    from halfmoon.engine.kernels.latent_attention import latent_attention, row_tile
+
+    seqs = make_sequences(Shapes(num_kv_heads=1, head_dim=288, device=device), num_seqs, context, torch.bfloat16)
+    q = torch.randn(num_seqs, 128, 576, dtype=torch.bfloat16, device=device)
+    num_splits = choose_num_splits(num_seqs, 128 // row_tile(128, torch.bfloat16), context, num_sms)
+    return Case(
+        "latent_attention",
+        f"batch {num_seqs}, context {context}, {num_splits} splits",
+        kv_bytes(seqs.kv, num_seqs * context) + q.nbytes * 17 // 9 + seqs.block_table.nbytes,
+        lambda: latent_attention(q, seqs.kv, seqs.block_table, seqs.context_lens, 576**-0.5, 512, num_splits),
+    )
+
+
 def prefill_case(shapes: Shapes, num_cached: int, num_new: int) -> Case:
     from halfmoon.engine.kernels.prefill_attention import prefill_attention
 
@@ -188,6 +204,9 @@ def cases(shapes: Shapes, num_sms: int) -> Iterator[tuple[str, Callable[[], Case
     for num_seqs in (1, 8, 64):
         for context in (1024, 8192, 32768):
             yield "decode_attention", partial(decode_case, shapes, num_seqs, context, shapes.dtype, num_sms)
+    for num_seqs in (1, 8, 64):
+        for context in (1024, 8192):
+            yield "latent_attention", partial(latent_case, shapes.device, num_seqs, context, num_sms)
     for num_cached, num_new in ((0, 512), (0, 2048), (0, 8192), (8192, 512), (8192, 2048), (32768, 2048)):
         yield "prefill_attention", partial(prefill_case, shapes, num_cached, num_new)
     yield "kv_write", partial(store_case, shapes, 8192, shapes.dtype)

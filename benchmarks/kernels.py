@@ -3,7 +3,7 @@
 A kernel's bytes are what it must read and write once. Its share is its GB/s over those of a large device copy, measured
 in the same run. Times are medians over CUDA-graph replays, timed by events, with the L2 cache replaced before each, so
 that neither Python nor a warm cache affects them. Prefill is compared with torch's scaled_dot_product_attention.
-Without a GPU the program says so and exits with status 2.
+Without a GPU the program says so and exits with status 2. `--table` prints which of them attends, and needs none.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    pass
 from benchmarks.kernel_cases import Case, Shapes, cases
+from halfmoon.engine.attention.attention_table import TABLE
 
 FLUSH_BYTES = 512 << 20  # several times any L2
 
@@ -95,9 +94,17 @@ def line(result: Result) -> str:
     return text
 
 
+def table() -> str:
+    """Which code attends, in Markdown."""
+    lines = ["| back end | attention | decodes | prompts | both |", "|---|---|---|---|---|"]
+    lines += [f"| {' | '.join((*key, *row))} |" for key, row in TABLE.items()]
+    return "\n".join([*lines, "", "Everything else is gathered: torch attends, to keys that it copies together."])
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--table", action="store_true", help="print which kernel attends, and measure nothing")
     parser.add_argument("--only", default="", metavar="NAME", help="kernel files whose name contains NAME")
     parser.add_argument("--repeats", type=int, default=50, help="timed calls of each kernel (default %(default)s)")
     return parser.parse_args()
@@ -105,6 +112,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
+    if arguments.table:
+        print(table())
+        return 0
     if not torch.cuda.is_available():
         print("kernels.py: no CUDA device: there is nothing to measure here", file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ from torch import Tensor
 from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.attention.attention import SdpaBackend
 from halfmoon.engine.attention.attention_backend import AttentionBackend
+from halfmoon.engine.attention.attention_table import Backend, attends, need_of
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization, default_cache_dir
 from halfmoon.engine.config import EngineConfig, Kernels
 from halfmoon.engine.kv_memory.kv_arena import KVArena
@@ -42,7 +43,7 @@ class DevicePath:
 def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:
     """The path of `config.attention_backend` for a model or a rank's part of one.
 
-    Where its kernels do not attend as the model does (`_has_own_masks`), torch attends, and the log says so.
+    Where its kernels do not attend as the model does (`attention_table`), torch attends, and the log says so.
 
     Raises Incompatible if an explicitly configured path cannot run; "auto" falls back to torch's code.
     """
@@ -54,7 +55,7 @@ def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, co
                 raise
             logger.warning("native_kernels.unavailable", extra={"reason": error.message})
     elif config.attention_backend == "triton":
-        return _triton_path(config, model, context_tokens)
+        return _triton_path(config, model, dtype, context_tokens)
     return DevicePath("torch", TORCH_OPS, pack_onednn, _torch_attention(config))
 
 
@@ -95,14 +96,14 @@ def _torch_attention(config: EngineConfig) -> SdpaBackend:
     return SdpaBackend(config.block_tokens, config.device)
 
 
-def _has_own_masks(model: ModelConfig, context_tokens: int) -> bool:
-    """Whether tokens see less than all before them, scores are capped or keys are latents: no kernel computes that."""
-    masks = [window for window in model.windows if window is not None and window < context_tokens]
-    if not masks and model.attention_softcap is None and model.latent is None:
-        return False
-    what = "windows" if masks else "latents" if model.latent is not None else "capped scores"
+def _attends(backend: Backend, model: ModelConfig, context_tokens: int) -> bool:
+    """Whether a back end of ours attends as the model does; else torch attends, and the log says so."""
+    need = need_of(model, context_tokens)
+    if attends(backend, need).is_own:
+        return True
+    what = {"windows": "windows", "latents": "latents", "caps": "capped scores", "full": "attention"}[need]
     logger.info("attention.by_torch", extra={"reason": f"our kernels attend without the model's {what}"})
-    return True
+    return False
 
 
 def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:
@@ -121,20 +122,25 @@ def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, c
         torch.set_num_threads(1)
 
     attention: AttentionBackend
-    if _has_own_masks(model, context_tokens):
-        attention = _torch_attention(config)
-    else:
+    if _attends("native", model, context_tokens):
         attention = NativeBackend(library, config.block_tokens, model.num_heads, model.num_kv_heads, model.head_dim)
+    else:
+        attention = _torch_attention(config)
     return DevicePath("native", native_ops(library), library.pack_weight, attention, use_threads)
 
 
-def _triton_path(config: EngineConfig, model: ModelConfig, context_tokens: int) -> DevicePath:
+def _triton_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:
     from halfmoon.engine.attention.triton_attention import TritonBackend
+    from halfmoon.engine.kernels.latent_attention import row_tile
     from halfmoon.engine.models.triton_ops import TRITON_OPS
 
     attention: AttentionBackend = _torch_attention(config)
-    if not _has_own_masks(model, context_tokens):
-        attention = TritonBackend(config.block_tokens, model.num_kv_heads, context_tokens, config.device)
+    if _attends("triton", model, context_tokens):
+        num_programs = model.num_kv_heads
+        if model.latent is not None:
+            memory = torch.int8 if config.kv_dtype == "int8" else dtype
+            num_programs = -(-model.num_heads // row_tile(model.num_heads, memory))
+        attention = TritonBackend(config.block_tokens, num_programs, context_tokens, config.device)
     return DevicePath("triton", TRITON_OPS, pack_onednn, attention)
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.device_path import choose_path
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
+from halfmoon.engine.attention.triton_attention import TritonBackend  # isort: skip
+from tests.engine.test_models import BLOCK_TOKENS as PAGED_BLOCK_TOKENS, load, paged_logits  # isort: skip
 
 MakeEngine = Callable[..., Engine]
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -70,6 +74,21 @@ def test_the_tokens_are_those_of_sdpa(
 ) -> None:
     requests = [request("a", 19, 3), request("b", 1, 6), request("c", 15)]
     assert generate(make_triton(model, **options), *requests) == generate(make_engine(model), *requests)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_latent_models_have_the_logits_of_torch(name: str, tiny_checkpoint: Callable[[str], Checkpoint]) -> None:
+    checkpoint = tiny_checkpoint(name)
+    token_ids = torch.randint(3, 199, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = []
+    choices: tuple[Literal["sdpa", "triton"], ...] = ("sdpa", "triton")
+    for attention in choices:
+        config = EngineConfig(attention=attention, block_tokens=PAGED_BLOCK_TOKENS, device="cpu")
+        path = choose_path(config, checkpoint.model_config, torch.float32, 64)
+        assert isinstance(path.attention, TritonBackend) == (attention == "triton")
+        model = load(checkpoint, path=path)
+        logits.append(paged_logits(model, checkpoint, token_ids, (9, 10, 11, 23, 24), path.attention))
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
 
 
 def test_with_int_8_kv_the_tokens_are_those_of_native(make_engine: MakeEngine, make_triton: MakeEngine) -> None:

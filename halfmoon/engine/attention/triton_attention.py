@@ -19,6 +19,7 @@ from triton import knobs
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.kernels.decode_attention import choose_num_splits, decode_attention
 from halfmoon.engine.kernels.kv_write import kv_write
+from halfmoon.engine.kernels.latent_attention import latent_attention
 from halfmoon.engine.kernels.paged_kv import PagedKV
 from halfmoon.engine.kernels.prefill_attention import prefill_attention
 from halfmoon.engine.kv_memory.kv_arena import slot_runs
@@ -46,16 +47,27 @@ class TritonStep:
     max_new_tokens: int = 0  # of any prefill
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
-        """See `StepAttention.attend`; of a rule only its scale is known here (`device_path`)."""
+        """See `StepAttention.attend`; of a rule neither windows nor caps are known here (`attention_table`)."""
         scale = rule.scale
         kv = PagedKV.of_layer(layer_kv, self.block_tokens)
         kv_write(k, v, kv, self.slot_mapping)
+        if rule.latent_size is not None:
+            return self._attend_latents(q, kv, scale, rule.latent_size)
         outs = []
         if self.decodes is not None:
             outs.append(decode_attention(q[: self.num_decodes], kv, *self.decodes, scale, self.num_splits))
         if self.prefills is not None and self.cu_seqlens is not None:
             rows, (table, contexts) = q[self.num_decodes :], self.prefills
             outs.append(prefill_attention(rows, kv, table, self.cu_seqlens, contexts, self.max_new_tokens, scale))
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
+
+    def _attend_latents(self, q: Tensor, kv: PagedKV, scale: float, latent_size: int) -> Tensor:
+        outs, size = [], latent_size
+        if self.decodes is not None:
+            outs.append(latent_attention(q[: self.num_decodes], kv, *self.decodes, scale, size, self.num_splits))
+        if self.prefills is not None:
+            new = (self.cu_seqlens, self.max_new_tokens)
+            outs.append(latent_attention(q[self.num_decodes :], kv, *self.prefills, scale, size, 1, *new))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 
 
@@ -65,12 +77,15 @@ class TritonBackend:
     So a captured graph and an eager step of one size compute the same, bit for bit.
     """
 
-    def __init__(self, block_tokens: int, num_kv_heads: int, context_tokens: int, device: str) -> None:
-        """`context_tokens` bounds the length of a sequence. Raises Incompatible on a CPU without the interpreter."""
+    def __init__(self, block_tokens: int, num_programs: int, context_tokens: int, device: str) -> None:
+        """`num_programs` decode a sequence whose keys are not split: as many as KV heads, or tiles of rows of latents.
+
+        `context_tokens` bounds the length of a sequence. Raises Incompatible on a CPU without the interpreter.
+        """
         self.block_tokens = block_tokens
         self.max_blocks = -(-context_tokens // block_tokens)
         self.device = device
-        self._num_kv_heads = num_kv_heads
+        self._num_programs = num_programs
         self._context_tokens = context_tokens
         self._num_sms = 1
         where = torch.device(device)
@@ -119,7 +134,7 @@ class TritonBackend:
     def _num_splits(self, num_seqs: int) -> int:
         """Rounds the sequences up to the next power of two, the size of the graph that would run them."""
         size = triton.next_power_of_2(max(1, num_seqs))
-        return choose_num_splits(size, self._num_kv_heads, self._context_tokens, self._num_sms)
+        return choose_num_splits(size, self._num_programs, self._context_tokens, self._num_sms)
 
     def _int32(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

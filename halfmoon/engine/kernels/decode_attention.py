@@ -14,20 +14,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfmoon.engine.kernels.paged_kv import PagedKV, tile_scales, tile_slots
+from halfmoon.engine.kernels.paged_kv import PagedKV, num_stages, tile_scales, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
 
 MIN_SPLIT_TOKENS = 256  # below this a program costs more to start and merge than it saves
 _LOG2_E = math.log2(math.e)
 _MIN_ROWS = 16  # minimum of a tensor-core product; a smaller group of query heads is padded
+_MERGED_NUMBERS = 8192  # that a program of the merge holds
 
 
-def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_tokens: int, num_sms: int) -> int:
+def choose_num_splits(num_seqs: int, num_programs: int, max_context_tokens: int, num_sms: int) -> int:
     """Programs along the keys: about two waves of them over the device, each with at least MIN_SPLIT_TOKENS.
 
-    A power of two (the nearest to 2 * num_sms / (num_seqs * num_kv_heads)), so that few variants are compiled.
+    A power of two (the nearest to 2 * num_sms / (num_seqs * num_programs)), so that few variants are compiled;
+    `num_programs` compute a sequence whose keys are not split.
     """
-    wanted = 2 * num_sms / max(1, num_seqs * num_kv_heads)
+    wanted = 2 * num_sms / max(1, num_seqs * num_programs)
     lower = 1 << max(0, math.floor(math.log2(wanted)))
     nearest = 2 * lower if wanted > 1.5 * lower else lower
     most = max(1, max_context_tokens // MIN_SPLIT_TOKENS)
@@ -35,7 +37,7 @@ def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_tokens: int,
 
 
 @triton.jit
-def _split_tokens(
+def split_tokens(
     context: tl.tensor, NUM_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
     """Tokens per split of a sequence, in whole tiles; trailing splits may be empty."""
@@ -77,9 +79,9 @@ def _decode_attention_kernel(
     context = tl.load(context_lens + seq)
     first, last = 0, context
     if NUM_SPLITS > 1:
-        split_tokens = _split_tokens(context, NUM_SPLITS, MIN_SPLIT, TILE)
-        first = split * split_tokens
-        last = tl.minimum(first + split_tokens, context)
+        share = split_tokens(context, NUM_SPLITS, MIN_SPLIT, TILE)
+        first = split * share
+        last = tl.minimum(first + share, context)
         if first >= last:
             return  # the merge skips this split, too
 
@@ -135,7 +137,7 @@ def _merge_splits_kernel(
     context_lens: tl.tensor,  # [num_seqs]
     out: tl.tensor,  # [num_seqs, num_q_heads, head_dim]
     HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
+    DIMS: tl.constexpr,  # of a program
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
@@ -143,9 +145,9 @@ def _merge_splits_kernel(
     seq = tl.program_id(0).to(tl.int64)
     at = seq * tl.num_programs(1) + tl.program_id(1)
     context = tl.load(context_lens + seq)
-    num_used = tl.cdiv(context, _split_tokens(context, NUM_SPLITS, MIN_SPLIT, TILE))
+    num_used = tl.cdiv(context, split_tokens(context, NUM_SPLITS, MIN_SPLIT, TILE))
     split = tl.arange(0, NUM_SPLITS)
-    dim = tl.arange(0, DIM_PAD)
+    dim = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
     used = split < num_used
     lse = tl.load(parts_lse + at * NUM_SPLITS + split, mask=used, other=float("-inf"))
     best = tl.where(num_used > 0, tl.max(lse, axis=0), 0.0)
@@ -155,9 +157,29 @@ def _merge_splits_kernel(
         parts + (at * NUM_SPLITS + split)[:, None] * HEAD_DIM + dim[None, :],
         mask=used[:, None] & (dim < HEAD_DIM)[None, :],
         other=0.0,
-    )  # [NUM_SPLITS, DIM_PAD]
+    )  # [NUM_SPLITS, DIMS]
     merged = tl.sum(part * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     tl.store(out + at * HEAD_DIM + dim, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def check_num_splits(num_splits: int) -> None:
+    """Raises ValueError."""
+    if num_splits < 1 or num_splits & (num_splits - 1):
+        raise ValueError(f"num_splits: {num_splits} is not a power of two")
+
+
+def merge_splits(parts: Tensor, parts_lse: Tensor, context_lens: Tensor, out: Tensor, tile: int) -> None:
+    """Writes to `out` what splits in whole tiles of `tile` keys give together.
+
+    parts: [num_seqs, num_q_heads, num_splits, head_dim] float32, parts_lse: without head_dim; out: without splits.
+    """
+    num_seqs, num_q_heads, num_splits, head_dim = parts.shape
+    dims = max(16, min(triton.next_power_of_2(head_dim), _MERGED_NUMBERS // num_splits))
+    _merge_splits_kernel[(num_seqs, num_q_heads, triton.cdiv(head_dim, dims))](
+        parts, parts_lse, context_lens, out,
+        HEAD_DIM=head_dim, DIMS=dims, TILE=tile, NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def decode_attention(
@@ -174,8 +196,7 @@ def decode_attention(
     check_tensor("block_table", block_table, (num_seqs, None), (torch.int32,))
     check_tensor("context_lens", context_lens, (num_seqs,), (torch.int32,))
     check_same_device(q=q, kv=kv.k, block_table=block_table, context_lens=context_lens)
-    if num_splits < 1 or num_splits & (num_splits - 1):
-        raise ValueError(f"num_splits: {num_splits} is not a power of two")
+    check_num_splits(num_splits)
     out = torch.empty((num_seqs, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_seqs == 0:
         return out
@@ -193,14 +214,10 @@ def decode_attention(
         HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_TOKENS=kv.block_tokens, TILE=tile,
         NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
         ROW_ITEMS=kv.k.stride(1), IS_INT8=kv.k_scales is not None,
-        num_warps=4, enable_fp_fusion=True, num_stages=kv.num_stages(tile, 0),
+        num_warps=4, enable_fp_fusion=True, num_stages=num_stages(q.device, kv.tile_bytes(tile), 0),
     )  # fmt: skip
     if num_splits > 1:
-        _merge_splits_kernel[(num_seqs, num_q_heads)](
-            parts, parts_lse, context_lens, out,
-            HEAD_DIM=head_dim, DIM_PAD=dim_pad, TILE=tile, NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
-            num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
+        merge_splits(parts, parts_lse, context_lens, out, tile)
     return out
 
 

@@ -17,7 +17,8 @@ from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, chec
 from halfmoon.engine.kv_memory.int8_rows import split_rows
 
 _STAGES = 3
-_MAX_HEAD_DIM = 256  # the attention kernels' tiles are sized for this
+_MAX_HEAD_DIM = 256  # the tiles of attention over K and V are sized for this
+_SHARED_BYTES = 227 << 10  # of a program on the device that is compiled for where there is none: an H100
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,6 @@ class PagedKV:
             raise ValueError(
                 f"k, v: slots must be dense and strides equal, not {self.k.stride()} and {self.v.stride()}"
             )
-        if head_dim > _MAX_HEAD_DIM:
-            raise ValueError(f"k: head size {head_dim} is over {_MAX_HEAD_DIM}")
         if self.block_tokens < 1 or num_slots % self.block_tokens:
             raise ValueError(f"k: {num_slots} slots are not whole blocks of {self.block_tokens}")
         check_same_device(k=self.k, v=self.v)
@@ -65,6 +64,8 @@ class PagedKV:
     def check_query(self, q: Tensor) -> int:
         """q: [rows, num_q_heads, head_dim]. Returns the query heads per KV head. Raises ValueError or TypeError."""
         check_tensor("q", q, (None, None, self.k.shape[2]), self.new_dtypes)
+        if q.shape[2] > _MAX_HEAD_DIM:
+            raise ValueError(f"q: head size {q.shape[2]} is over {_MAX_HEAD_DIM}")
         group, rest = divmod(q.shape[1], self.k.shape[0])
         if group == 0 or rest:
             raise ValueError(f"q: {q.shape[1]} query heads cannot share {self.k.shape[0]} KV heads evenly")
@@ -82,15 +83,10 @@ class PagedKV:
             return self.k, self.v
         return self.k_scales, self.v_scales
 
-    def num_stages(self, tile: int, other_bytes: int) -> int:
-        """Returns the depth of the load pipeline: three tiles, or what shared memory holds next to `other_bytes`."""
-        if self.k.device.type != "cuda":
-            return _STAGES
-        device: Any = torch.cuda.get_device_properties(self.k.device)  # torch's stubs lack the field
-        limit = int(device.shared_memory_per_block_optin)
+    def tile_bytes(self, tile: int) -> int:
+        """Shared memory for the K and V of `tile` tokens of a head."""
         dim_pad: int = triton.next_power_of_2(self.k.shape[2])
-        stage_bytes = 2 * tile * dim_pad * self.k.element_size()
-        return max(1, min(_STAGES, (limit - other_bytes) // stage_bytes))
+        return 2 * tile * dim_pad * self.k.element_size()
 
     def gathered(self, block_row: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Gathers K and V of a sequence's first tokens for references: [num_kv_heads, num_tokens, head_dim] float32."""
@@ -101,6 +97,18 @@ class PagedKV:
             return k, v
         k_scales, v_scales = (one[:, slots].view(torch.bfloat16).float() for one in (self.k_scales, self.v_scales))
         return k * k_scales.unsqueeze(-1), v * v_scales.unsqueeze(-1)
+
+
+def num_stages(device: torch.device, stage_bytes: int, other_bytes: int) -> int:
+    """Returns the depth of the load pipeline: three tiles, or what shared memory holds next to `other_bytes`."""
+    return max(1, min(_STAGES, (_shared_bytes(device) - other_bytes) // stage_bytes))
+
+
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
+    return int(properties.shared_memory_per_block_optin)
 
 
 @triton.jit

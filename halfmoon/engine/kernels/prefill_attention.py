@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfmoon.engine.kernels.paged_kv import PagedKV, tile_scales, tile_slots
+from halfmoon.engine.kernels.paged_kv import PagedKV, num_stages, tile_scales, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
 
 _LOG2_E = math.log2(math.e)
@@ -180,7 +180,7 @@ def prefill_attention(
         NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=rows, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
         BLOCK_TOKENS=kv.block_tokens, TILE=tile, ROW_ITEMS=kv.k.stride(1), IS_INT8=kv.k_scales is not None,
         num_warps=8 if rows == most_rows and dim_pad >= 128 else 4, enable_fp_fusion=True,
-        num_stages=kv.num_stages(tile, rows * dim_pad * q.element_size()),
+        num_stages=num_stages(q.device, kv.tile_bytes(tile), rows * dim_pad * q.element_size()),
     )  # fmt: skip
     return out
 

@@ -21,8 +21,8 @@ NUM_BLOCKS = 40
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
-def backend(num_kv_heads: int = 2, context_tokens: int = 128) -> TritonBackend:
-    return TritonBackend(BLOCK_TOKENS, num_kv_heads, context_tokens, DEVICE)
+def backend(num_programs: int = 2, context_tokens: int = 128) -> TritonBackend:
+    return TritonBackend(BLOCK_TOKENS, num_programs, context_tokens, DEVICE)
 
 
 def spans(*ranges: tuple[int, int]) -> list[TokenSpan]:
@@ -62,6 +62,24 @@ def test_a_step_is_that_of_the_reference(
     assert torch.equal(memories[0], memories[1])
 
 
+@pytest.mark.parametrize(
+    "ranges", [[(0, 1), (20, 21)], [(0, 20)], [(40, 41), (7, 8), (0, 9), (16, 30)]], ids=["decodes", "prefill", "both"]
+)
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
+def test_latents_are_attended_as_by_the_reference(ranges: list[tuple[int, int]], is_int8: bool) -> None:
+    rows = sum(end - start for start, end in ranges)
+    generator = torch.Generator().manual_seed(rows)
+    q = torch.randn(rows, 4, 64, generator=generator).to(DEVICE)
+    k, v = torch.randn(rows, 1, 64, generator=generator).to(DEVICE).chunk(2, dim=2)
+    memory = torch.randn(2, 1, NUM_BLOCKS * BLOCK_TOKENS, 32, generator=generator).to(DEVICE)
+    memory = round_rows(memory) if is_int8 else memory
+    memories, rule = [memory.clone(), memory.clone()], AttentionRule(0.25, latent_size=48)
+    expected = attend_reference(q, k, v, memories[0], SdpaBackend(BLOCK_TOKENS, DEVICE).step(spans(*ranges)), rule)
+    got = backend(1).step(spans(*ranges)).attend(q, k, v, memories[1], rule)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+    assert torch.equal(memories[0], memories[1])
+
+
 def test_a_step_holds_what_its_kernels_read_and_no_more() -> None:
     both = backend().step(spans((40, 41), (7, 8), (0, 9), (16, 30)))
     assert (both.num_decodes, both.max_new_tokens, both.slot_mapping.numel()) == (2, 14, 25)
@@ -76,7 +94,7 @@ def test_a_step_holds_what_its_kernels_read_and_no_more() -> None:
 
 
 def test_splits_depend_on_the_size_of_the_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = backend(num_kv_heads=1, context_tokens=65536)
+    wide = backend(num_programs=1, context_tokens=65536)
     monkeypatch.setattr(wide, "_num_sms", 64)
     eager = [wide.step(spans(*[(start, start + 1)] * 3)).num_splits for start in (0, 30)]
     ids = torch.zeros(4, dtype=torch.int32)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.kernels import table
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -21,3 +23,7 @@ def test_without_a_gpu_it_says_so_and_exits_2() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "no CUDA device" in done.stderr
+
+
+def test_the_table_needs_no_gpu() -> None:
+    assert "| triton | latents | latent_attention |" in table()

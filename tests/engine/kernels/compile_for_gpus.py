@@ -1,6 +1,6 @@
-"""Run as a program: compiles every kernel for a Hopper GPU through its wrapper, without one, and prints JSON.
+"""Run as a program: compiles every kernel for GPUs of several generations through its wrapper, and prints JSON.
 
-It needs an environment without TRITON_INTERPRET. Nothing is launched: the tensors are on the CPU.
+No GPU is needed, but an environment without TRITON_INTERPRET. Nothing is launched: the tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from halfmoon.engine.kernels import paged_kv
 from halfmoon.engine.kernels.block_copy import gather_blocks, scatter_blocks
 from halfmoon.engine.kernels.decode_attention import decode_attention
 from halfmoon.engine.kernels.kv_write import kv_write
+from halfmoon.engine.kernels.latent_attention import latent_attention
 from halfmoon.engine.kernels.paged_kv import PagedKV
 from halfmoon.engine.kernels.prefill_attention import prefill_attention
 from halfmoon.engine.kernels.rms_norm import add_rms_norm, rms_norm
@@ -31,14 +33,21 @@ from halfmoon.engine.kernels.silu_mul import silu_mul
 BF16 = torch.bfloat16
 
 
-class HopperTarget:
-    """What Triton's compiler asks of a driver."""
+# A program's limit by compute capability (CUDA programming guide, "Technical Specifications per Compute Capability").
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+class Target:
+    """What Triton's compiler asks of a driver. Its devices are numbered by their capability: each has its own cache."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self._capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -64,6 +73,16 @@ def prefill(dtype: torch.dtype, head_dim: int, num_tokens: int, q_dtype: torch.d
     prefill_attention(q, paged(dtype, head_dim), table, starts, lens, num_tokens, 0.1)
 
 
+def latent(num_tokens: int, num_splits: int, dtype: torch.dtype = BF16, num_heads: int = 128) -> None:
+    """Of DeepSeek's sizes."""
+    layer = torch.zeros(2, 1, 128, 288 + 2 * (dtype is torch.int8), dtype=dtype)
+    table, lens = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    starts = None if num_tokens == 1 else torch.zeros(2, dtype=torch.int32)
+    q = torch.zeros(num_tokens, num_heads, 576, dtype=torch.float32 if dtype is torch.float32 else BF16)
+    kv = PagedKV.of_layer(layer, 64)
+    latent_attention(q, kv, table, lens, 0.1, 512, num_splits, starts, num_tokens)
+
+
 def store(dtype: torch.dtype) -> None:
     k = torch.zeros(1, 2, 128, dtype=BF16)
     kv_write(k, k, paged(dtype, 128), torch.zeros(1, dtype=torch.int64))
@@ -86,6 +105,8 @@ def pointwise() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "decode bf16 128": lambda: decode(BF16, 128, 4),
     "prefill bf16 128": lambda: prefill(BF16, 128, 512),
+    "latent decode bf16": lambda: latent(1, 64),
+    "latent prefill bf16": lambda: latent(4, 1),
     "store bf16": lambda: store(BF16),
     "store int8": lambda: store(torch.int8),
     "copies": copies,
@@ -101,11 +122,14 @@ MORE: dict[str, Callable[[], None]] = {  # not in the test, for its time
     "prefill bf16 64": lambda: prefill(BF16, 64, 512),
     "prefill bf16 256": lambda: prefill(BF16, 256, 512),
     "prefill bf16 short": lambda: prefill(BF16, 128, 2),
+    "latent decode bf16 16 heads": lambda: latent(1, 1, num_heads=16),
+    "latent decode int8": lambda: latent(1, 1, torch.int8),
+    "latent decode fp32": lambda: latent(1, 1, torch.float32),
     "prefill fp32 128": lambda: prefill(torch.float32, 128, 512, torch.float32),
 }
 
 
-def usage(case: str, compiled: Any) -> dict[str, Any]:
+def usage(case: str, capability: int, compiled: Any) -> dict[str, Any]:
     """Shared memory and, registers and stack (spills) of one compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -117,12 +141,15 @@ def usage(case: str, compiled: Any) -> dict[str, Any]:
     ptx = compiled.asm["ptx"]
     return {
         "case": case,
+        "capability": capability,
+        "shared_limit": SHARED_BYTES[capability],
         "kernel": compiled.metadata.name,
         "shared_bytes": compiled.metadata.shared,
         "registers": int(found[1]),
         "stack_bytes": int(found[2]),
         "warps": compiled.metadata.num_warps,
         "wgmma": "wgmma.mma_async" in ptx,
+        "tcgen05": "tcgen05.mma" in ptx,
         "mma": "mma.sync" in ptx,
         "async_copies": ptx.count("cp.async.cg") + ptx.count("cp.async.ca"),
     }
@@ -136,12 +163,16 @@ def main() -> None:
         compiled.append(run(self, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_only
-    driver.set_active(HopperTarget())
     report = []
-    for name, case in (CASES | (MORE if "--all" in sys.argv else {})).items():
-        compiled.clear()
-        case()
-        report += [usage(name, kernel) for kernel in compiled]
+    cases = CASES | (MORE if "--all" in sys.argv else {})
+    for capability, shared_bytes in SHARED_BYTES.items():
+        driver.set_active(Target(capability))
+        paged_kv._SHARED_BYTES = shared_bytes
+        for name, case in cases.items():
+            if "bf16" in name or capability == 90 or len(cases) > len(CASES):  # others are no other code elsewhere
+                compiled.clear()
+                case()
+                report += [usage(name, capability, kernel) for kernel in compiled]
     json.dump(report, sys.stdout)
 
 
