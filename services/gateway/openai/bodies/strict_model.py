@@ -1,4 +1,4 @@
-"""The base of all body schemas: strict ("5" is not 5, true is not 1), and without floods of errors."""
+"""The base of all body schemas: strict ("5" is not 5, true is not 1, but 5.0 is), and without floods of errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_names(cls, value: Any) -> Any:
-        """Drops what changes nothing: ignored names, and unknown ones that are null.
+        """Drops what changes nothing: ignored names, and unknown ones that are null. Takes 16.0 for 16.
 
         Limits the number of names, since each unknown one would become an error of its own.
         """
@@ -37,7 +37,8 @@ class Part(BaseModel):
         dropped = [
             name for name, inner in value.items() if name not in known and (inner is None or name in cls.ignored_names)
         ]
-        return {name: value[name] for name in value if name not in dropped} if dropped else value
+        whole = {name: int(inner) for name, inner in value.items() if type(inner) is float and inner.is_integer()}
+        return {name: inner for name, inner in (value | whole).items() if name not in dropped}
 
 
 def at_most_entries(limit: int, value: Any) -> Any:

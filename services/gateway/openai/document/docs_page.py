@@ -33,10 +33,11 @@ def docs_page(document: Mapping[str, Any]) -> str:
 
 def _operation(path: str, method: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     title = f"<code>{method.upper()} {escape(path)}</code> {escape(operation['summary'].splitlines()[0])}"
-    parts = [_table("Headers", ((one["name"], "", one["description"]) for one in operation.get("parameters", ())))]
+    parts = [_table("Parameters", ((one["name"], "", one["description"]) for one in operation.get("parameters", ())))]
     if "requestBody" in operation:
-        schema = schemas[_name_of(operation["requestBody"]["content"]["application/json"]["schema"])]
-        parts.append(_table("Body", _fields(schema)))
+        (content,) = operation["requestBody"]["content"].values()
+        schema = content["schema"]
+        parts.append(_table("Body", _fields(schemas[_name_of(schema)] if "$ref" in schema else schema)))
     parts.append(_table("Answers", ((code, "", said["description"]) for code, said in operation["responses"].items())))
     return f"<details><summary>{title}</summary>{''.join(parts)}</details>\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -31,7 +32,7 @@ _ERROR = {
 _REFUSALS = {
     "400": "a parameter is wrong or not supported; `param` names it",
     "401": "the API key is missing or unknown",
-    "404": "the model is not served here",
+    "404": "the model is not served here, or there is nothing of this id",
     "408": "the body did not come in time",
     "409": "the request was repeated, and its answer goes on there",
     "413": "the body is too large",
@@ -51,7 +52,53 @@ _READS = {
     "/tokenizer_info": "The tokenizer's configuration and the chat template",
     "/server_info": "What the gateway was started with; for operators",
     "/load": "The number of running requests",
+    "/metrics": "Metrics for Prometheus",
     "/halfmoon/v1/cluster": "The workers",
+}
+_KEPT = {
+    "/v1/models/{model_id}": {"get": "One of the served models"},
+    "/v1/responses/{response_id}": {
+        "get": "A kept response",
+        "delete": "Deletes a kept response; one in the background ends",
+    },
+    "/v1/responses/{response_id}/input_items": {"get": "The items of a response's own turn"},
+    "/v1/responses/{response_id}/cancel": {"post": "Ends a background response"},
+    "/v1/files/{file_id}": {"get": "A file", "delete": "Deletes a file that no batch reads"},
+    "/v1/files/{file_id}/content": {"get": "A file's bytes"},
+    "/v1/batches/{batch_id}": {"get": "A batch"},
+    "/v1/batches/{batch_id}/cancel": {"post": "Ends a batch; results so far become files"},
+}
+_Query = dict[str, tuple[str, dict[str, Any]]]  # description and schema of each parameter
+_LIMIT: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": 100}
+_ORDER: dict[str, Any] = {"type": "string", "enum": ["asc", "desc"]}
+_PAGE: _Query = {
+    "limit": ("at most so many", _LIMIT),
+    "order": ("by age; desc: the newest first", _ORDER),
+    "after": ("the id that the page before ended with", {"type": "string"}),
+}
+_QUERIES: dict[str, _Query] = {
+    "/v1/files": {
+        **_PAGE,
+        "limit": ("at most so many", _LIMIT | {"maximum": 10_000}),
+        "purpose": ("only files of this purpose", {"type": "string"}),
+    },
+    "/v1/batches": _PAGE,
+    "/v1/responses/{response_id}": {
+        "stream": ("the events of a background response", {"type": "boolean"}),
+        "starting_after": ("only events after this number", {"type": "integer", "minimum": 0, "maximum": 10**9 - 1}),
+    },
+    "/v1/responses/{response_id}/input_items": _PAGE,
+    "/reset_prefix_cache": {"reset_external": ("stores, too", {"type": "boolean"})},
+}
+_MEDIA = {"/metrics": "text/plain", "/v1/files/{file_id}/content": "application/octet-stream"}
+_FORM = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "file": {"type": "string", "format": "binary", "description": "JSON lines, one request each"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "description": "the file's age limit"},
+    },
 }
 _RETRY = frozenset(("429", "503"))
 _SENT = {
@@ -59,6 +106,7 @@ _SENT = {
     HEADER: "the request's name in logs and answers, and its id if there is no Idempotency-Key",
 }
 _LAST_EVENT = {LAST_EVENT_HEADER: "in the repeat of a stream: the id of the last event that the client has"}
+_PROBES = ("/health", "/ping")
 _STREAMING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
 
 
@@ -80,7 +128,8 @@ def openapi_document() -> dict[str, Any]:
                 **({"get": _get(path)} if path in _READS else {}),
             }
             for path in (*ENDPOINTS, *_READS)
-        },
+        }
+        | _others(),
         "components": {
             "schemas": {**definitions.get("$defs", {}), "Error": _ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -109,9 +158,51 @@ def _post(path: str) -> dict[str, Any]:
 
 
 def _get(path: str) -> dict[str, Any]:
-    answer = {"description": _READS[path], "content": {"application/json": {"schema": {"type": "object"}}}}
-    unwell = {"503": answer} if path in ("/health", "/ping") else _refusals("401")
-    return {"summary": _READS[path], "responses": {"200": answer, **unwell}}
+    answer = _answer(path, _READS[path])
+    if path in _PROBES:
+        return {"summary": _READS[path], "responses": {"200": answer, "503": answer}}
+    if path == "/metrics":  # without a key
+        return _bodiless(path, _READS[path])
+    return _bodiless(path, _READS[path], *(("400", "401", "503") if path in _QUERIES else ("401",)))
+
+
+def _others() -> dict[str, Any]:
+    """What takes no JSON: items by their ids, the upload of files, emptying the caches."""
+    kept = {
+        path: {method: _bodiless(path, summary, "400", "401", "404", "503") for method, summary in methods.items()}
+        for path, methods in _KEPT.items()
+    }
+    upload = _bodiless("/v1/files", "Uploads a file", "400", "401", "408", "413", "429", "503")
+    upload |= {
+        "parameters": [],
+        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}},
+    }
+    empty = _bodiless("/reset_prefix_cache", "Empties the workers' prefix caches; for operators", "400", "401")
+    return {
+        "/v1/files": {"get": _get("/v1/files"), "post": upload},
+        "/ping": {"get": _get("/ping"), "post": _get("/ping")},
+        "/reset_prefix_cache": {"post": empty},
+        **kept,
+    }
+
+
+def _bodiless(path: str, summary: str, *statuses: str) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "description": "its id", "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "description": text, "schema": schema}
+        for name, (text, schema) in _QUERIES.get(path, {}).items()
+    ]
+    responses = {"200": _answer(path, summary), **_refusals(*statuses)}
+    return {"summary": summary, **({"parameters": parameters} if parameters else {}), "responses": responses}
+
+
+def _answer(path: str, text: str) -> dict[str, Any]:
+    media = _MEDIA.get(path)
+    content = {"application/json": {"schema": {"type": "object"}}} if media is None else {media: {}}
+    return {"description": text, "content": content}
 
 
 def _refusals(*statuses: str) -> dict[str, Any]:

@@ -55,6 +55,15 @@ def test_too_many_values_are_refused_unread() -> None:
             parse_body(ChatBody, raw, max_values=10)
 
 
+def test_whole_numbers_may_have_a_fraction_of_zero() -> None:
+    """As in JSON Schema, where 16.0 is an integer: some languages have no other numbers."""
+    body = {"messages": [HI], "max_tokens": 16.0, "n": 1e0, "temperature": 1.0, "logit_bias": {"5": 2.0}}
+    parsed = parse_body(ChatBody, json.dumps(body).encode(), max_values=100)
+    assert (parsed.max_tokens, parsed.n, parsed.temperature, parsed.logit_bias) == (16, 1, 1.0, {"5": 2.0})
+    for wrong in (16.5, "16", True):
+        assert refusal(ChatBody, max_tokens=wrong).param == "max_tokens"
+
+
 def test_long_names_are_cut_off() -> None:
     refused = refusal(ChatBody, **{"x" * 10_000: 1})
     assert refused.param == "x" * 200 + "…"

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import requests
@@ -16,6 +16,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.core.result import Ok
 
+from services.gateway.app import make_app
 from services.gateway.openai.document.openapi import openapi_document
 from tests.services.gateway.fakes import MODEL, PATIENCE_S, Script, running_fleet
 
@@ -56,6 +57,38 @@ def test_it_is_served(address: str) -> None:
     assert {one["name"] for one in chat["parameters"]} == {"Idempotency-Key", "X-Request-Id", "Last-Event-ID"}
     assert "x-ratelimit-remaining-tokens" in chat["responses"]["200"]["headers"]
     assert "Retry-After" in chat["responses"]["429"]["headers"]
+
+
+class _AnyHandlers:
+    """Stands for the endpoints of a gateway, of which only the routes are read."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def handler(request: Any) -> Any:
+            raise NotImplementedError
+
+        return handler
+
+
+class _AnyEndpoints:
+    max_body_bytes = 1
+
+    def __getattr__(self, name: str) -> Any:
+        return _AnyHandlers()
+
+
+def test_all_routes_of_clients_are_in_it() -> None:
+    stand_in = cast(Any, _AnyEndpoints())
+    routes = {
+        (route.resource.canonical.replace(":.+", ""), route.method.lower())
+        for route in make_app(stand_in, stand_in).router.routes()
+        if route.resource is not None and route.method not in ("HEAD", "*")
+    }
+    refused = {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/pooling"}
+    documents = {"/docs", "/openapi.json"}
+    found = {(path, method) for path, methods in openapi_document()["paths"].items() for method in methods}
+    of_operators = {("/halfmoon/v1/cluster", "get")}
+    clients = {one for one in routes if not one[0].startswith("/halfmoon/") and one[0] not in refused | documents}
+    assert found == clients | of_operators
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
