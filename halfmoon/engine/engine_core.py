@@ -34,6 +34,7 @@ from halfmoon.engine.scheduling.sequence import Sequence, SequenceState
 from halfmoon.engine.scheduling.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
+from halfmoon.policy.models.chunk_length import ChunkRule
 from halfmoon.policy.retries import retry_ms_when_full
 
 _FAILURES: Mapping[int, FinishReason] = {ERROR_TOKEN_ID: "error", CONSTRAINT_TOKEN_ID: "constraint"}
@@ -91,6 +92,10 @@ class EngineCore:
             self._kv_watch.add(request.request_id, on_kv)
         self._scheduler.add(sequence)
         self._restores.tell(sequence)
+
+    def follow_targets(self, rule: ChunkRule) -> None:
+        """From the next step on prompts beside decodes are as long as the decodes' TBT targets leave."""
+        self._scheduler.chunk_rule = rule
 
     def reserve(self, request: EngineRequest, on_kv: OnKV | None = None, now_s: float = 0.0) -> int:
         """Reserves blocks for a request whose KV comes from another worker, and pauses answers for it if need be.

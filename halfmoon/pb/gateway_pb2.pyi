@@ -299,6 +299,7 @@ class WorkerIdentity(_message.Message):
     CAN_CHANGE_ROLE_FIELD_NUMBER: _builtins.int
     KEEP_ANSWERS_S_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    FOLLOWS_TARGETS_FIELD_NUMBER: _builtins.int
     UNIT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _types_pb2.Role.ValueType
@@ -319,7 +320,7 @@ class WorkerIdentity(_message.Message):
     kv_frame_version: _builtins.int
     """version of the frames that it exchanges with other workers"""
     chunk_tokens: _builtins.int
-    """of prefill in a step that also decodes"""
+    """of prefill in a step that also decodes; see `follows_targets`"""
     max_running: _builtins.int
     """sequences"""
     tensor_parallel: _builtins.int
@@ -337,6 +338,8 @@ class WorkerIdentity(_message.Message):
     """how long it keeps an answer after its end, and goes on after its gateway has gone"""
     host: _builtins.str
     """name of the host that it runs on; empty: unreported"""
+    follows_targets: _builtins.bool
+    """`profile` and TBT targets determine such a step: halfmoon.policy.models.chunk_length"""
     unit: _builtins.str
     """of a plan's paired workers, which hand KV over among themselves; empty: none"""
     @_builtins.property
@@ -379,11 +382,12 @@ class WorkerIdentity(_message.Message):
         can_change_role: _builtins.bool = ...,
         keep_answers_s: _builtins.float = ...,
         host: _builtins.str = ...,
+        follows_targets: _builtins.bool = ...,
         unit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_change_role", b"can_change_role", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "host", b"host", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "role_epoch", b"role_epoch", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "unit", b"unit", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_change_role", b"can_change_role", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "follows_targets", b"follows_targets", "host", b"host", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "role_epoch", b"role_epoch", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "unit", b"unit", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

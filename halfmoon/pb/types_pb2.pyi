@@ -378,6 +378,7 @@ class Generation(_message.Message):
     TENANT_KV_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     CLASS_PRIORITY_FIELD_NUMBER: _builtins.int
     MAX_PAUSE_S_FIELD_NUMBER: _builtins.int
+    TBT_TARGET_S_FIELD_NUMBER: _builtins.int
     REPEATABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
@@ -398,6 +399,8 @@ class Generation(_message.Message):
     """of its class: smaller is higher"""
     max_pause_s: _builtins.float
     """how long its answer may be paused for higher classes at a time; 0: never"""
+    tbt_target_s: _builtins.float
+    """of its class, where it decodes: what prompts in the same steps are bounded by."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -408,7 +411,9 @@ class Generation(_message.Message):
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def repeatable(self) -> Global___Repeatable:
-        """absent: the answer is not kept"""
+        """Infinite: nobody set one. Absent: the worker's `chunk_tokens`
+        absent: the answer is not kept
+        """
 
     def __init__(
         self,
@@ -425,13 +430,16 @@ class Generation(_message.Message):
         tenant_kv_quota_bytes: _builtins.int = ...,
         class_priority: _builtins.int = ...,
         max_pause_s: _builtins.float = ...,
+        tbt_target_s: _builtins.float | None = ...,
         repeatable: Global___Repeatable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["repeatable", b"repeatable", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_target_s", b"_tbt_target_s", "repeatable", b"repeatable", "sampling", b"sampling", "tbt_target_s", b"tbt_target_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_priority", b"class_priority", "gateway_id", b"gateway_id", "max_pause_s", b"max_pause_s", "model_fingerprint", b"model_fingerprint", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "repeatable", b"repeatable", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "tenant_kv_quota_bytes", b"tenant_kv_quota_bytes", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_target_s", b"_tbt_target_s", "class_priority", b"class_priority", "gateway_id", b"gateway_id", "max_pause_s", b"max_pause_s", "model_fingerprint", b"model_fingerprint", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "repeatable", b"repeatable", "request_id", b"request_id", "sampling", b"sampling", "tbt_target_s", b"tbt_target_s", "tenant", b"tenant", "tenant_kv_quota_bytes", b"tenant_kv_quota_bytes", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tbt_target_s: _TypeAlias = _typing.Literal["tbt_target_s"]  # noqa: Y015
+    _WhichOneofArgType__tbt_target_s: _TypeAlias = _typing.Literal["_tbt_target_s", b"_tbt_target_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tbt_target_s) -> _WhichOneofReturnType__tbt_target_s | None: ...
 
 Global___Generation: _TypeAlias = Generation  # noqa: Y015
 

@@ -149,6 +149,7 @@ class Placement:
     decode: WorkerView
     ttft_s: float = 0.0
     tbt_s: float = 0.0  # when the answer begins
+    tbt_target_s: float = math.inf  # of the request; inf: none
     cached_tokens: int = 0
     fetched_tokens: int = 0  # further part of the prefix that the best source has
     source: int = -1  # that holder's number in the block index; -1 for none

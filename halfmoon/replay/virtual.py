@@ -34,7 +34,12 @@ def cluster_spec(
     profile: WorkerProfile, counts: tuple[int, int], modes: tuple[PlacementMode, AdmissionMode], targets: ReplayTargets
 ) -> cluster.ClusterSpec:
     """The cluster that `halfmoon up --engine sim` would start."""
-    limits = cluster.BatchLimits(profile.max_batch_tokens, profile.chunk_tokens, profile.max_running)
+    limits = cluster.BatchLimits(
+        profile.max_batch_tokens,
+        profile.chunk_tokens,
+        profile.max_running,
+        follows_targets=profile.follows_targets,
+    )
     prefill = cluster.WorkerGroup("prefill", counts[0], profile.latency, limits)
     decode = cluster.WorkerGroup("decode", counts[1], profile.latency, limits)
     return cluster.ClusterSpec(

@@ -162,6 +162,7 @@ class _Run:
         if workload.classes is not None:
             position = int(workload.classes[index])
             job.classify(position, self._classes[position])
+        job.tbt_target_s = self._classes[job.qos_class].tbt_s
         self._jobs[index] = job
         self._num_arrived += 1
         self._tracker.came(index)

@@ -19,6 +19,7 @@ from halfmoon.engine.step_result import StepResult
 from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.forecast.restore_plan import LAYER_PASSES
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
 from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.credentials.credential import rank_key
 from halfmoon.rpc.credentials.sources import own_credential
@@ -81,6 +82,10 @@ class OwnHost:
         config = engine.config
         self._engine = engine
         self.profile = profile
+        rule = CONSTANT_CHUNKS
+        if profile is not None and config.chunk_tokens is None:
+            rule = ChunkRule(profile.prefill_model, profile.step_model)
+        engine.follow_targets(rule)
         self.facts = EngineFacts(
             model=engine.checkpoint.name,
             fingerprint=engine.checkpoint.fingerprint,
@@ -91,6 +96,7 @@ class OwnHost:
             num_readable_blocks=engine.stats().num_blocks,
             step_tokens=config.step_tokens,
             chunk_tokens=config.prefill_chunk_tokens,
+            follows_targets=rule.is_known,
             max_running=config.max_running,
             device=config.device,
             tensor_parallel=config.tensor_parallel,

@@ -201,6 +201,7 @@ def _identity(
         kv_store=settings.kv_store or "",
         kv_frame_version=frame.VERSION,
         chunk_tokens=facts.chunk_tokens,
+        follows_targets=facts.follows_targets,
         max_running=facts.max_running,
         tensor_parallel=facts.tensor_parallel,
         pipeline_parallel=facts.pipeline_parallel,

@@ -15,6 +15,7 @@ from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.policy.admission.qos_classes import QosClass
+from halfmoon.policy.models.chunk_length import ChunkRule, told_target_s
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
@@ -22,12 +23,21 @@ from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.workload import Workload
 
 BLOCK_TOKENS = 4
-TICK = LatencyModel(  # every step takes a second in each stage
+Rows = list[tuple[int, int, int, int]]  # arrival, prompt, output, class
+CLASSES = QosClass("interactive", tbt_s=2.5), QosClass("batch", priority=1), QosClass("idle", priority=2, tbt_s=4.0)
+RULE = ChunkRule(PrefillModel(0.5, 0.02, 0.001), StepModel(1.0, 0.02, 0.001))
+
+
+class Tick(LatencyModel):
+    """Steps that take a second, and models by which chunks have many lengths."""
+
+    policy_prefill = RULE.prefill
+    policy_step = RULE.step
+
+
+TICK = Tick(  # every step takes a second in each stage
     (PrefillPiece(0, PrefillModel(1.0, 0.0, 0.0)),), (StepPiece(0, StepModel(1.0, 0.0, 0.0)),), 0, 1.0, "test"
 )
-
-Rows = list[tuple[int, int, int, int]]  # arrival, prompt, output, class
-CLASSES = QosClass("interactive"), QosClass("batch", priority=1), QosClass("idle", priority=2)
 
 
 def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int, num_stages: int = 1) -> list[tuple[int, int, int]]:
@@ -39,6 +49,8 @@ def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int, num_stages: i
     scheduler = Scheduler(
         cache, BLOCK_TOKENS, SchedulerLimits(limits.max_batch_tokens, limits.chunk_tokens, limits.max_running)
     )
+    if limits.follows_targets:
+        scheduler.chunk_rule = RULE
     first: dict[int, int] = {}
     newest: dict[int, int] = {}
     longest: dict[int, int] = {}
@@ -51,7 +63,13 @@ def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int, num_stages: i
             sampling = SamplingParams(max_tokens=output, ignore_eos=True)
             priority = CLASSES[number].priority
             request = EngineRequest(
-                str(following), (1,) * prompt, sampling, arrival_s=float(at), priority=priority, class_priority=priority
+                str(following),
+                (1,) * prompt,
+                sampling,
+                arrival_s=float(at),
+                priority=priority,
+                class_priority=priority,
+                tbt_target_s=told_target_s(CLASSES[number].tbt_s, "both"),
             )
             scheduler.add(Sequence(request, following))
             following += 1
@@ -99,6 +117,7 @@ def cases(draw: st.DrawFn) -> tuple[Rows, BatchLimits, int]:
     classes = st.integers(0, draw(st.sampled_from([0, len(CLASSES) - 1])))
     rows = [(at, draw(st.integers(1, 40)), draw(st.integers(1, 16)), draw(classes)) for at in arrivals]
     limits = BatchLimits(draw(st.integers(10, 30)), draw(st.integers(2, 16)), draw(st.integers(1, 8)))
+    limits = replace(limits, follows_targets=draw(st.booleans()))
     return rows, limits, draw(st.sampled_from([15, 20, 40, 200]))  # 15 blocks hold the longest request
 
 

@@ -7,6 +7,7 @@ after a preemption are the same thing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.frame_plan import Written
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, told_decodes
 from halfmoon.policy.preemption import Queued, Turns, in_turn, is_overtaken, last_in_turn, take_turns, to_pause
 
 _EVERY_BLOCK = 1 << 62
@@ -25,7 +27,7 @@ _MOST_LOGITS = 256  # of a step, for all prompts that need those of each token: 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What a step may hold. `chunk_tokens` bounds prefill next to decodes, and so the stall of a running request."""
+    """What a step may hold. `chunk_tokens` bounds prefill next to decodes where `Scheduler.chunk_rule` is unknown."""
 
     max_batch_tokens: int = 2048
     chunk_tokens: int = 512
@@ -100,6 +102,7 @@ class Scheduler:
         self._reserved: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
         self._is_short = False  # the last step left a sequence waiting for blocks or for a place
+        self.chunk_rule = CONSTANT_CHUNKS  # how much of a prompt is computed beside decodes
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
@@ -223,12 +226,10 @@ class Scheduler:
         if self._limits.speculates:
             scheduled = self._with_drafts(scheduled)
         budget = self._limits.max_batch_tokens - sum(item.num_tokens for item in scheduled)
-        if num_decode_seqs:
-            budget = min(budget, self._limits.chunk_tokens)
         self._is_short = num_preempted > 0
         scheduled.extend(
-            self._prefills(budget, now_s)
-            if num_decode_seqs
+            self._prefills(budget, now_s, scheduled[:])
+            if scheduled
             else self._by_layer(budget) or self._prefills(budget, now_s)
         )
         return Schedule(tuple(scheduled), num_decode_seqs, num_preempted)
@@ -351,7 +352,18 @@ class Scheduler:
             result.append(ScheduledSequence(sequence, 1 + len(drafts), drafts=tuple(drafts)))
         return result
 
-    def _prefills(self, budget: int, now_s: float) -> Iterable[ScheduledSequence]:
+    def _chunk_tokens(self, decodes: list[ScheduledSequence], first: Sequence) -> int:
+        """Most prompt tokens beside these decodes, where `first` is the first prompt."""
+        requests = [one.sequence.request for one in decodes]
+        told_s = (math.inf if request.prefill_only else request.tbt_target_s for request in requests)
+        context_tokens = sum(len(one.sequence.token_ids) + len(one.drafts) for one in decodes)
+        beside = told_decodes(sum(one.num_tokens for one in decodes), context_tokens, told_s)
+        limits = self._limits
+        return self.chunk_rule.tokens(limits.chunk_tokens, limits.max_batch_tokens, beside, first.num_computed)
+
+    def _prefills(
+        self, budget: int, now_s: float, decodes: list[ScheduledSequence] | None = None
+    ) -> Iterable[ScheduledSequence]:
         """Chunks within `budget` tokens, by rank; what a long prompt leaves to shorter ones goes to the shortest first.
 
         After the first sequence that cannot be admitted, none is: no sequence starves.
@@ -366,9 +378,12 @@ class Scheduler:
                 self._is_short = self._is_short or is_barred or not self._admit(sequence, now_s)
                 if self._is_short:
                     continue
-            num_ready, room = sequence.num_ready(self._block_tokens), budget
+            num_ready = sequence.num_ready(self._block_tokens)
             if not num_ready:
                 continue
+            if decodes:
+                budget, decodes = min(budget, self._chunk_tokens(decodes, sequence)), None
+            room = budget
             if num_ready > budget:
                 shorter = self._shorter(sequence, queue)
                 room -= min(sum(other.num_ready(self._block_tokens) for other in shorter), budget // 2)

@@ -23,6 +23,7 @@ class Decoding(NamedTuple):
     row: int  # of the decode worker
     seconds: float
     context_tokens: float = 0.0  # mean over the answer
+    tbt_target_s: float = math.inf
 
 
 class Spans(NamedTuple):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from halfmoon.policy.forecast.colocated_decodes import DecodeIntervals
 from halfmoon.policy.forecast.colocated_workers import Spans
+from halfmoon.policy.models.chunk_length import StepDecodes, step_decodes
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.values import NO_NEIGHBOURS, DecodeLoad, DecodeLoads, Neighbours
 
@@ -211,10 +212,10 @@ class DecodeForecast:
     def present(self, row: int, now_s: float, without: Collection[str] = ()) -> DecodeIntervals:
         """The requests in decode on `row` now, except those in `without`."""
         there = self._present(row, now_s, without)
-        return DecodeIntervals(self._ends_s(now_s)[there], self._mean_contexts[there])
+        return DecodeIntervals(self._ends_s(now_s)[there], self._mean_contexts[there], self._tbt_targets_s[there])
 
     def is_any_present(self, row: int, now_s: float, without: Collection[str] = ()) -> bool:
-        """Whether `present_load` has a batch above 0."""
+        """Whether `step_decodes` has a batch above 0."""
         slots = self._of_row.get(row)
         if slots is None:
             return False
@@ -222,11 +223,14 @@ class DecodeForecast:
         joins_s, leaves_s = self._joins_s, self._leaves_s
         return any(joins_s[slot] <= now_s != leaves_s[slot] and slot not in excluded for slot in slots)
 
-    def present_load(self, row: int, now_s: float, without: Collection[str] = ()) -> DecodeLoad:
-        """Sums over `present`, without requests that leave at this very moment."""
+    def step_decodes(self, row: int, role: str, now_s: float, without: Collection[str] = ()) -> StepDecodes:
+        """What decodes in a step that begins now on `row`, a worker of that role: `present`, without requests that
+        leave at this very moment.
+        """
         there = self._present(row, now_s, without)
         there = there[self._leaves_s[there] != now_s]
-        return DecodeLoad(len(there), float(np.add.reduce(self._mean_contexts[there])))
+        context_tokens = float(np.add.reduce(self._mean_contexts[there]))
+        return step_decodes(len(there), context_tokens, self._tbt_targets_s[there].tolist(), role)
 
     def _present(self, row: int, now_s: float, without: Collection[str]) -> NDArray[np.int64]:
         there = self._slots_of(row)

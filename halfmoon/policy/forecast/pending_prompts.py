@@ -32,6 +32,10 @@ class PendingPrompts:
         """When the first prompt is ready. There must be a prompt."""
         return min(prompt.ready_s for prompt in self._queue)
 
+    def known_tokens(self, now_s: float) -> int | None:
+        """Tokens known of the first prompt that is ready; None if none is."""
+        return next((prompt.known_tokens for prompt in self._queue if prompt.ready_s <= now_s), None)
+
     def add(self, prompt: Prompt) -> None:
         """Adds a prompt that arrived meanwhile."""
         insort(self._queue, prompt, key=_rank)

@@ -12,6 +12,7 @@ from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decodin
 from halfmoon.policy.forecast.pending_prompts import PendingPrompts
 from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, by_rank, form_step, sizes, work_s
 from halfmoon.policy.forecast.running_steps import RunningStep
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, NO_STEP_DECODES, ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 
 _MAX_STEPS = 512  # of look-ahead; a prompt not computed by then keeps its coarser estimate
@@ -27,13 +28,16 @@ class Speed(NamedTuple):
     step_tokens: int
     contention: float = 0.0  # slowdown per busy colocated worker, as a share of the time alone
     chunk_tokens: int = 0  # in place of `step_tokens` in steps that also decode
+    chunk_rule: ChunkRule = CONSTANT_CHUNKS  # in place of `chunk_tokens`, where it is known
 
-    def prompt_tokens(self, decode_s: float) -> int:
-        """Prompt tokens in a step whose decode part takes `decode_s`."""
-        return self.chunk_tokens if decode_s > 0 else self.step_tokens
+    def prompt_tokens(self, beside: StepDecodes, known_tokens: int) -> int:
+        """Prompt tokens in a step beside these decodes, whose first prompt has `known_tokens` before them."""
+        if not beside.batch:
+            return self.step_tokens
+        return self.chunk_rule.tokens(self.chunk_tokens, self.step_tokens, beside, known_tokens)
 
     def chunked_s(self, num_tokens: int) -> float:
-        """Seconds to compute a prompt in chunks, without the decode part of their steps."""
+        """Seconds to compute a prompt in chunks of the constant length, without the decode part of their steps."""
         num_more = math.ceil(num_tokens / self.chunk_tokens) - 1
         return self.model.seconds(num_tokens) + self.model.a * num_more
 
@@ -104,6 +108,11 @@ class PrefillQueueModel:
         """Seconds to compute, in chunks, the prompts that usually arrive within `seconds`."""
         return self._arrivals.work_s(speed, seconds, now_s)
 
+    def known_tokens(self, now_s: float) -> int:
+        """Tokens known of the first prompt of a step that begins now; 0 without one."""
+        first = next((prompt for prompt in by_rank(self._prompts.values()) if prompt.ready_s <= now_s), None)
+        return first.known_tokens if first else 0
+
     def join(
         self, request_id: str, work: PromptWork, decoding: Decoding | None, step_tokens: int, now_s: float
     ) -> None:
@@ -139,20 +148,28 @@ class PrefillQueueModel:
             if not self._step:
                 self._begin(now_s, step_tokens)
 
-    def advance(self, speed: Speed, past_busy: float, now_s: float, decode_s: float = 0.0) -> None:
+    def advance(
+        self,
+        speed: Speed,
+        past_busy: float,
+        now_s: float,
+        decode_s: float = 0.0,
+        beside: StepDecodes = NO_STEP_DECODES,
+    ) -> None:
         """Ends the steps that must be over by now; one that completes a prompt is over when its first token arrives.
 
         `past_busy` is the mean number of busy colocated workers since `step_began_s`, `decode_s` the decode part of
-        each step.
+        each step, which is that of `beside`.
         """
         slowdown = 1 + speed.contention * past_busy
-        step_tokens = speed.prompt_tokens(decode_s)
+        step_tokens = speed.prompt_tokens(beside, self.known_tokens(now_s))
         self._begin_restored(step_tokens, now_s)
         while self._step and not any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step):
             ends_s = self._step_began_s + slowdown * (work_s(self._step, speed.model) + decode_s)
             if ends_s > now_s:
                 return
             self._end_step()
+            step_tokens = speed.prompt_tokens(beside, self.known_tokens(ends_s))
             self._begin(ends_s, step_tokens)
             self._begin_restored(step_tokens, now_s)
 
@@ -191,12 +208,10 @@ class PrefillQueueModel:
             for computed in queue.end(step):
                 colocated.begin_decode(computed.decoding, time_s)
                 decodes.begin_decode(computed.decoding, time_s)
-            decode_s = decodes.step_s(time_s)
-            step = queue.next_step(speed.prompt_tokens(decode_s), time_s)
-            if not step:  # all wait for restored blocks
+            if queue.known_tokens(time_s) is None:  # all wait for restored blocks
                 time_s = queue.ready_s
-                decode_s = decodes.step_s(time_s)
-                step = queue.next_step(speed.prompt_tokens(decode_s), time_s)
+            decode_s, beside = decodes.step_s(time_s), decodes.in_step(time_s)
+            step = queue.next_step(speed.prompt_tokens(beside, queue.known_tokens(time_s) or 0), time_s)
             num_mine = _num_of(mine, step)
             if num_mine and begins_s == math.inf:
                 begins_s = time_s

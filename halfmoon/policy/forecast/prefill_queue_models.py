@@ -13,6 +13,7 @@ from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decodin
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork, Speed
 from halfmoon.policy.forecast.running_steps import RunningStepColumns
+from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes, told_target_s
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.models.tbt_model import tbt_among_prompts, tbt_with_interference
 from halfmoon.policy.values import Placement
@@ -45,6 +46,7 @@ class PrefillQueueModels:
         num_output: float,
         priority: int,
         now_s: float,
+        tbt_target_s: float = math.inf,
     ) -> None:
         """Adds a request to the queue of its prefill worker."""
         worker, row = placement.prefill, view.row(placement.prefill.worker_id)
@@ -52,10 +54,11 @@ class PrefillQueueModels:
         if row is None or decode_row is None or not _has_steps(worker):
             return
         queue_model = self._advanced(row, view, worker, now_s)
-        decoding = Decoding(decode_row, num_output * placement.tbt_s, num_prompt_tokens + num_output / 2)
+        seconds, context_tokens = num_output * placement.tbt_s, num_prompt_tokens + num_output / 2
+        decoding = Decoding(decode_row, seconds, context_tokens, tbt_target_s)
         self._rows[request_id] = (row, worker)
         work = _work(placement, num_prompt_tokens, priority, now_s)
-        step_tokens = 0 if queue_model.is_computing else self._step_tokens(row, worker, now_s)
+        step_tokens = 0 if queue_model.is_computing else self._step_tokens(row, worker, now_s, work.known_tokens)
         queue_model.join(request_id, work, decoding, step_tokens, now_s)
         self._steps.note_changed(row)
 
@@ -129,7 +132,12 @@ class PrefillQueueModels:
             return step_s
         length_s = _COME_BEFORE * placement.ttft_s + num_gaps * step_s
         prompts_s = placement.behind_s + self._models[row].usual_work_s(_speed(worker), length_s, now_s)
-        return tbt_among_prompts(step_s, worker.prefill_model.seconds(worker.chunk_tokens), prompts_s, num_gaps)
+        chunk_tokens = worker.chunk_tokens
+        if worker.chunk_rule.is_known:
+            told_s = told_target_s(placement.tbt_target_s, worker.role)
+            beside = self._step_decodes(row, worker, now_s).with_one(0.0, told_s)
+            chunk_tokens = worker.chunk_rule.tokens(chunk_tokens, worker.step_tokens, beside, 0)
+        return tbt_among_prompts(step_s, worker.prefill_model.seconds(chunk_tokens), prompts_s, num_gaps)
 
     def prompts_s(self, view: ClusterView, row: int, length_s: float, now_s: float) -> float:
         """Work of the prompts that are on a worker, and of those that usually come within `length_s`."""
@@ -157,7 +165,9 @@ class PrefillQueueModels:
             queue_model = self._models[row] = PrefillQueueModel()
         if not queue_model.is_in_step(speed, now_s):
             past_busy = self._past_busy(view, worker, queue_model, now_s)
-            queue_model.advance(speed, past_busy, now_s, self._decode_s(row, worker, now_s))
+            beside = self._step_decodes(row, worker, now_s)
+            decode_s = worker.step_model.seconds(beside.batch, beside.context_tokens) if beside.batch else 0.0
+            queue_model.advance(speed, past_busy, now_s, decode_s, beside)
             self._steps.note_changed(row)
         return queue_model
 
@@ -165,25 +175,30 @@ class PrefillQueueModels:
         """The requests that decode in the steps of a worker that decodes, too."""
         if worker.role == "prefill":
             return ColocatedDecodes(row, NO_DECODES, worker.step_model)
-        return ColocatedDecodes(row, self._decodes.present(row, now_s, self._queued(row)), worker.step_model)
+        present = self._decodes.present(row, now_s, self._queued(row))
+        return ColocatedDecodes(row, present, worker.step_model, worker.role)
 
-    def _decode_s(self, row: int, worker: WorkerView, now_s: float) -> float:
-        """Decode time in a step that begins now."""
-        if worker.role == "prefill":
-            return 0.0
-        load = self._decodes.present_load(row, now_s, self._queued(row))
-        return worker.step_model.seconds(load.batch, load.context_tokens) if load.batch else 0.0
+    def _step_decodes(self, row: int, worker: WorkerView, now_s: float) -> StepDecodes:
+        """What decodes in a step that begins now; nobody where such steps are unknown."""
+        if worker.role == "prefill" or not any(worker.step_model):
+            return NO_STEP_DECODES
+        return self._decodes.step_decodes(row, worker.role, now_s, self._queued(row))
 
     def _queued(self, row: int) -> Collection[str]:
         """Requests whose prompts are in the queue model of a row."""
         queue_model = self._models.get(row)
         return () if queue_model is None else queue_model.request_ids
 
-    def _step_tokens(self, row: int, worker: WorkerView, now_s: float) -> int:
-        """Prompt tokens in a step that begins now."""
+    def _step_tokens(self, row: int, worker: WorkerView, now_s: float, known_tokens: int | None = None) -> int:
+        """Prompt tokens in a step that begins now; `known_tokens`: of the first prompt, if it is not queued yet."""
         is_shared = worker.role != "prefill" and any(worker.step_model)
-        is_shared = is_shared and self._decodes.is_any_present(row, now_s, self._queued(row))
-        return worker.chunk_tokens if is_shared else worker.step_tokens
+        if not is_shared or not self._decodes.is_any_present(row, now_s, self._queued(row)):
+            return worker.step_tokens
+        if not worker.chunk_rule.is_known:
+            return worker.chunk_tokens
+        if known_tokens is None:
+            known_tokens = self._models[row].known_tokens(now_s)
+        return _speed(worker).prompt_tokens(self._step_decodes(row, worker, now_s), known_tokens)
 
     def _past_busy(self, view: ClusterView, worker: WorkerView, queue_model: PrefillQueueModel, now_s: float) -> float:
         if worker.contention < _LEAST_CONTENTION or not len(queue_model):
@@ -228,7 +243,7 @@ def _others_s(view: ClusterView, row: int, queue_model: PrefillQueueModel, now_s
 
 def _speed(worker: WorkerView) -> Speed:
     contention = worker.contention if worker.contention >= _LEAST_CONTENTION else 0.0
-    return Speed(worker.prefill_model, worker.step_tokens, contention, worker.chunk_tokens)
+    return Speed(worker.prefill_model, worker.step_tokens, contention, worker.chunk_tokens, worker.chunk_rule)
 
 
 def _work(placement: Placement, num_prompt_tokens: int, priority: int, now_s: float) -> PromptWork:

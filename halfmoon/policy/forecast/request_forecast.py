@@ -181,12 +181,13 @@ class RequestForecast:
         self._prefills.leave(request_id, now_s)
         self._prefills.join(request_id, prefill_row, placement.work_s, step_s, priority, now_s)
         self._queue_models.leave(request_id, now_s)
-        self._queue_models.join(request_id, view, placement, num_prompt, num_output, priority, now_s)
+        target_s = running.tbt_target_s
+        self._queue_models.join(request_id, view, placement, num_prompt, num_output, priority, now_s, target_s)
         joins_s = now_s + placement.ttft_s
         self._handovers.join(request_id, row, placement.handover_bytes, joins_s)
         self.decodes.leave(request_id)  # reserved or placed before
         leaves_s = joins_s + num_output * running.tbt_s
-        self.decodes.join(request_id, row, joins_s, leaves_s, num_prompt, num_output, running.tbt_target_s)
+        self.decodes.join(request_id, row, joins_s, leaves_s, num_prompt, num_output, target_s)
 
     def begin_decode(self, request_id: str, now_s: float) -> None:
         """Notes the first token of a request."""

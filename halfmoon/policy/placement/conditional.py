@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from halfmoon.policy.models.chunk_length import told_decodes, told_target_s
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.placement.forecast import Forecast
 from halfmoon.policy.values import DecodeLoads, Disaggregation, Placement, PlacementRequest, TtftPrediction
@@ -133,7 +134,10 @@ class ConditionalDisaggregation:
         if not load.batch:
             return True
         waiting_tokens = float(self.view.column("waiting_prefill_tokens")[row])
-        chunk_tokens = min(new_tokens + waiting_tokens, worker.chunk_tokens)
+        told_s = told_target_s(target_s, worker.role)
+        beside = told_decodes(load.batch, load.context_tokens, (told_s,))
+        most = worker.chunk_rule.tokens(worker.chunk_tokens, worker.step_tokens, beside, num_tokens - new_tokens)
+        chunk_tokens = min(new_tokens + waiting_tokens, most)
         chunk_s = worker.prefill_model.seconds(chunk_tokens, max(num_tokens - chunk_tokens, 0))
         step_s = model.seconds(load.batch, load.context_tokens)
         longest_s = target_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 
@@ -128,7 +129,9 @@ def place(
             decode, load = choice.row, forecast.decode_load(choice.row, now_s + chosen.ttft_s, now_s)
     worker = view.worker(decode)
     tbt_s = worker.step_model.seconds(load.batch + 1, load.context_tokens + request.num_prompt_tokens)
-    return forecast.refine_decode(view, replace(chosen, decode=worker, tbt_s=tbt_s), now_s)
+    target_s = math.inf if request.targets.tbt_s is None else request.targets.tbt_s
+    chosen = replace(chosen, decode=worker, tbt_s=tbt_s, tbt_target_s=target_s)
+    return forecast.refine_decode(view, chosen, now_s)
 
 
 def _paired(view: ClusterView, prefill: int, decodes: Bools) -> Bools:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 
 UNKNOWN_PREFILL, UNKNOWN_STEP = PrefillModel(), StepModel()
@@ -36,7 +37,8 @@ class WorkerView:
     prefill_free_s: float = 0.0  # when it will have computed the prompts in its latest report
     others_prefill_s: float = math.inf  # part of that work certainly from other gateways; inf if unreported
     step_tokens: int = 0  # prompt tokens per step; 0 if unknown
-    chunk_tokens: int = 0  # prompt tokens per step that also decodes; 0 if unknown
+    chunk_tokens: int = 0  # prompt tokens per step that also decodes, unless `chunk_rule` is known; 0 if unknown
+    chunk_rule: ChunkRule = CONSTANT_CHUNKS
     layer_passes: int = 0  # parts in which layers of a load arrive while its step computes; 0: it cannot wait for them
     max_running: float = math.inf  # most sequences in its batch; inf if unknown
     prefill_model: PrefillModel = UNKNOWN_PREFILL

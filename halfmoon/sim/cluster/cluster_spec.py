@@ -35,7 +35,8 @@ def _check(holds: bool, param: str, problem: str) -> None:
 class BatchLimits:
     """Limits of one step, as in the engine's `SchedulerLimits`.
 
-    - chunked: prompts share steps with decodes, with at most `chunk_tokens` of prompts in such a step.
+    - chunked: prompts share steps with decodes, with at most `chunk_tokens` of prompts in such a step, or, with
+      `follows_targets`, as many as the TBT targets of the classes leave (`policy.models.chunk_length`).
     - prefill-first: steps that contain only prompts run before steps of decodes.
     """
 
@@ -43,6 +44,7 @@ class BatchLimits:
     chunk_tokens: int = 512
     max_running: int = 64
     batching: Batching = "chunked"
+    follows_targets: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "chunk_tokens", "max_running"):

@@ -63,12 +63,14 @@ class Job:
         "state",
         "tail_gap_s",
         "target",
+        "tbt_target_s",
     )
 
     def __init__(self, index: int, start_s: float, prompt: int, output: int, prefix_blocks: list[int]) -> None:
         self.index = index
         self.rank_by(0)
         self.qos_class = 0  # position among the cluster's classes
+        self.tbt_target_s: float | None = None  # of its class
         self.pauses = Pauses()
         self.start_s = start_s
         self.prompt = prompt

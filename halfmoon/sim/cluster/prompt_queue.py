@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from halfmoon.sim.cluster.job import Job
@@ -68,8 +69,10 @@ class PromptQueue:
         """Prompts with a single token left, which a step treats as decodes."""
         return [_chunk(job, 1, now_s) for job in self.prefilling if _ready(job) == 1 == job.uncomputed]
 
-    def chunks(self, budget: int, now_s: float) -> list[PromptChunk]:
+    def chunks(self, budget: int, now_s: float, most: Callable[[Job], int] | None = None) -> list[PromptChunk]:
         """Chunks of at most `budget` prompt tokens, by rank. They count as computed from now on.
+
+        `most`: bounds the budget by the first job; None: beside no decodes.
 
         Room left by a long prompt goes to shorter ones, the shortest first. After the first job that cannot be admitted
         no other one is. A job whose prefix is being fetched computes what comes before it, and is then skipped.
@@ -87,6 +90,8 @@ class PromptQueue:
             ready = _ready(job)
             if not ready:
                 continue
+            if most is not None:
+                budget, most = min(budget, most(job)), None
             room = budget
             if ready > budget:
                 shorter = self._shorter(job.priority, ready, queue)

@@ -41,7 +41,7 @@ from halfmoon.sim.latency_sources.latency_model import LatencyModel, LatencySour
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 
-_LIMITS = BatchLimits()
+_LIMITS = BatchLimits(follows_targets=True)  # as workers without --chunk-tokens
 _MOST_WORKERS = 100_000  # of a group; each worker takes some kilobytes before the simulation starts
 _Kind = TypeVar("_Kind")
 
@@ -157,11 +157,13 @@ def _group(workers: _Workers, model: LatencyModel, limits: BatchLimits) -> Worke
         price = (
             DEVICES[workers.gpu].price_per_hour * model.num_devices if workers.gpu and workers.gpu in DEVICES else 0.0
         )
+    given = {name: most for name, most in given.items() if most is not None}
+    follows_targets = limits.follows_targets and workers.chunk_tokens is None
     return WorkerGroup(
         workers.role,
         workers.count,
         model,
-        replace(limits, batching=workers.batching, **{name: most for name, most in given.items() if most is not None}),
+        replace(limits, batching=workers.batching, **given, follows_targets=follows_targets),
         workers.prefix_cache,
         workers.kv_tokens,
         workers.workers_per_node,

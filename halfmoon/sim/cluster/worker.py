@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
+from halfmoon.policy.models.chunk_length import ChunkRule, step_decodes
 from halfmoon.policy.preemption import in_turn, last_in_turn
 from halfmoon.sim.cluster.cluster_spec import WorkerGroup
 from halfmoon.sim.cluster.decode_batch import DecodeBatch
@@ -294,12 +296,27 @@ class SimWorker:
         for _ in range(latency.num_stages if latency.fills_stages and self.group.role != "prefill" else 1):
             chunks = prompts.last_tokens(now_s)
             together = num_decodes + len(chunks)
-            most = limits.max_batch_tokens - together
-            chunks += prompts.chunks(min(most, limits.chunk_tokens) if together else most, now_s)
+            room = limits.max_batch_tokens - together
+            beside = self._tokens_beside(chunks) if together else None
+            chunks += prompts.chunks(room, now_s, beside)
             if not chunks:
                 break
             sets.append(chunks)
         return sets
+
+    def _tokens_beside(self, last: list[PromptChunk]) -> Callable[[Job], int]:
+        """Most prompt tokens beside the decodes and these last tokens of prompts, by the first prompt."""
+        limits = self.group.limits
+        if not limits.follows_targets:
+            return lambda _: limits.chunk_tokens
+        jobs = [chunk.job for chunk in last]
+        context_tokens = self.decodes.context + sum(job.target for job in jobs)
+        jobs += self.decodes.jobs.values()
+        role, latency = self.group.role, self.group.latency
+        targets_s = () if role == "prefill" else (job.tbt_target_s for job in jobs)
+        beside = step_decodes(len(jobs), context_tokens, targets_s, role)
+        rule = ChunkRule(latency.policy_prefill, latency.policy_step)
+        return lambda first: rule.tokens(limits.chunk_tokens, limits.max_batch_tokens, beside, first.computed)
 
     def _begin_prompts(self, sets: list[list[PromptChunk]], now_s: float) -> list[PromptChunk]:
         batch, context = (self.decodes.size, self.decodes.context) if self._does_decode else (0, 0)

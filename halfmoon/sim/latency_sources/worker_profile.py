@@ -32,6 +32,7 @@ class WorkerProfile:
     max_batch_tokens: int = 8_192  # of a step
     chunk_tokens: int = 512  # of prefill in a step that also decodes
     max_running: int = 256  # sequences in a step
+    follows_targets: bool = True  # TBT targets determine prefill in such a step, unless `chunk_tokens` is named
 
     def __post_init__(self) -> None:
         for least, (base, slope, of_context) in (*self.latency.prefill, *self.latency.step):
@@ -82,8 +83,13 @@ class WorkerProfile:
             running = max(1, min(running, tokens - 1))
         elif max_batch_tokens is None:
             tokens = max(tokens, running + 1)
-        chunk = chunk_tokens or self.chunk_tokens
-        return replace(self, max_batch_tokens=tokens, chunk_tokens=chunk, max_running=running)
+        return replace(
+            self,
+            max_batch_tokens=tokens,
+            chunk_tokens=chunk_tokens or self.chunk_tokens,
+            max_running=running,
+            follows_targets=self.follows_targets and chunk_tokens is None,
+        )
 
     def transfer_s(self, num_tokens: int) -> float:
         """Seconds that the KV of `num_tokens` is on the link."""
@@ -189,7 +195,8 @@ def load_profile(name: str) -> WorkerProfile:
 
 def _measured(name: str, profile: MeasuredProfile) -> WorkerProfile:
     bytes_per_s, latency_s = profile.link or (0.0, 0.0)
-    return WorkerProfile(name, profile.whole, bytes_per_s, latency_s, **profile.limits.model_dump())
+    limits = profile.limits.model_dump()
+    return WorkerProfile(name, profile.whole, bytes_per_s, latency_s, **limits, follows_targets=False)
 
 
 def _from_fields(given: dict[str, Any], source: str) -> WorkerProfile:
@@ -208,6 +215,7 @@ def _from_fields(given: dict[str, Any], source: str) -> WorkerProfile:
             _check(len(values[model]) == NUM_COEFFICIENTS, model, "must have three coefficients")
         values["prefill"], values["step"] = PrefillModel(*values["prefill"]), StepModel(*values["step"])
         latency = coefficients(given["name"], **values)
-        return replace(base, latency=latency, **{name: given[name] for name in own if name in given})
+        named = {"follows_targets": "chunk_tokens" not in given}
+        return replace(base, latency=latency, **named | {name: given[name] for name in own if name in given})
     except TypeError as error:
         raise InvalidRequest(f"{source} is not a latency profile: {error}", param="profile") from error

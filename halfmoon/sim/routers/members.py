@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.reported_prompts import ReportedPrompts
@@ -166,6 +167,7 @@ def view_of(
     """An empty worker as it registers. block_tokens: of the workload's prefixes; store_holder: -1 without stores."""
     group, kv = worker.group, worker.kv
     latency = group.latency
+    rule = ChunkRule(latency.policy_prefill, latency.policy_step)
     fetch_s = latency.kv_bytes_per_token * spec.network.fetch_s_per_byte(is_node=False)
     num_prefix_blocks = kv.num_blocks // kv.prefix_block_size
     return WorkerView(
@@ -178,6 +180,7 @@ def view_of(
         free_blocks=num_prefix_blocks,
         step_tokens=min(group.limits.max_batch_tokens, kv.num_blocks * worker.block_tokens),
         chunk_tokens=group.limits.chunk_tokens if group.limits.batching == "chunked" else 0,
+        chunk_rule=rule if group.limits.follows_targets else CONSTANT_CHUNKS,
         layer_passes=group.layer_passes,
         max_running=group.limits.max_running,
         prefill_model=latency.policy_prefill,

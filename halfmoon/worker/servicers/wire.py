@@ -105,6 +105,7 @@ def request_from(
         priority=message.priority,
         class_priority=message.class_priority,
         max_pause_s=message.max_pause_s,
+        tbt_target_s=message.tbt_target_s if message.tbt_target_s > 0 else None,
         arrival_s=arrival_s,
         tenant_salt=message.tenant_salt,
         owner=KVOwner(message.tenant, message.tenant_kv_quota_bytes),

@@ -31,6 +31,7 @@ from halfmoon.errors import HalfmoonError, NotFound
 from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
+from halfmoon.policy.models.chunk_length import ChunkRule
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 from halfmoon.worker.simulated.simulated_links import SimulatedLinks
@@ -92,6 +93,8 @@ class SimulatedEngine:
             root,
             self._requests.finish_reason,
         )
+        if profile.follows_targets:
+            self._core.follow_targets(ChunkRule(profile.prefill, profile.step))
         self._wake = asyncio.Event()
         self._is_stepping = False
         self._deferred: list[Callable[[], None]] = []  # until the step has ended

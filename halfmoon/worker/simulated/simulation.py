@@ -204,6 +204,7 @@ class Simulation:
             profile=gateway_pb2.LatencyProfile(kind=device, prefill=profile.prefill, step=profile.step),
             kv_frame_version=frame.VERSION,
             chunk_tokens=profile.chunk_tokens,
+            follows_targets=profile.follows_targets,
             max_running=profile.max_running,
             tensor_parallel=1,
             pipeline_parallel=1,

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
 from halfmoon.pb.types_pb2 import Role as PbRole
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
+from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.models.refinement import WorkerLatency
 from halfmoon.policy.view.fetch_costs import FetchLink
 from halfmoon.policy.view.link_speeds import usual_s_per_byte
@@ -38,9 +40,13 @@ class Member:
     role_since_s: float = -math.inf  # when its role was changed last
     decoding: set[str] = field(default_factory=set)  # requests placed since the last report
     kv_bytes_per_token: int = field(init=False)
+    _chunk_rule: ChunkRule = field(init=False)
 
     def __post_init__(self) -> None:
         self.kv_bytes_per_token = layout_from(self.identity.layout).token_bytes
+        profile, follows = self.identity.profile, self.identity.follows_targets
+        models = PrefillModel(*profile.prefill), StepModel(*profile.step)
+        self._chunk_rule = ChunkRule(*models) if follows else CONSTANT_CHUNKS
 
     @property
     def worker_id(self) -> str:
@@ -108,6 +114,7 @@ class Member:
             others_prefill_s=self.prompts.others_s(prefill),
             step_tokens=identity.step_tokens,
             chunk_tokens=identity.chunk_tokens,
+            chunk_rule=self._chunk_rule,
             layer_passes=identity.layer_passes,
             max_running=identity.max_running or math.inf,
             prefill_model=prefill,

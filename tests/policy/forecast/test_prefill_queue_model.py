@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,9 +15,10 @@ from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
-from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes
+from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes, DecodeIntervals
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
 from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork, Speed
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from tests.policy.busy_host import beside
 from tests.policy.sequences import lives
@@ -188,14 +190,18 @@ def test_what_is_computed_before_makes_a_neighbour_busy() -> None:
     assert predict(made, work(100), 0.0, speed) == (1.0, 2.0)  # it decodes elsewhere
 
 
-def scheduled_until(prompts: list[tuple[int, int]], decode_s: float = 0.0) -> float:
+def scheduled_until(
+    prompts: list[tuple[int, int]], decode_s: float = 0.0, rule: ChunkRule = CONSTANT_CHUNKS, target_s: float = math.inf
+) -> float:
     """When the last one's token comes, by the engine's scheduler; the first one's step has begun before the others.
-    With `decode_s` somebody decodes meanwhile."""
+    With `decode_s` somebody with that TBT target decodes meanwhile."""
     cache = PrefixCache(BlockPool(1000), 16, None)
     scheduler = Scheduler(cache, 16, SchedulerLimits(max_batch_tokens=STEP, chunk_tokens=40 if decode_s else STEP))
+    scheduler.chunk_rule = rule
     now_s = 0.0
     if decode_s:
-        decoding = Sequence(EngineRequest("decoding", (1,), SamplingParams(max_tokens=999)), 99)
+        request = EngineRequest("decoding", (1,), SamplingParams(max_tokens=999), tbt_target_s=target_s)
+        decoding = Sequence(request, 99)
         scheduler.reserve(decoding)
         scheduler.start(decoding, 1)
     for number, (num_tokens, priority) in enumerate(prompts):
@@ -240,6 +246,26 @@ def test_steps_beside_decoding_are_those_of_the_scheduler(prompts: list[tuple[in
     assert found.ends_s == pytest.approx(scheduled_until(prompts, decode_s=0.1))
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 20).map(lambda rows: 16 * rows), st.integers(-1, 1)), min_size=2, max_size=3),
+    st.sampled_from([0.4, 0.5, 0.6]),
+)
+def test_steps_beside_targets_are_those_of_the_scheduler(prompts: list[tuple[int, int]], target_s: float) -> None:
+    """Chunks of 16 to 80 tokens: they shrink as what is known of the prompt grows."""
+    rule = ChunkRule(PrefillModel(0.01, 0.005, 2e-5), ONE_STEP)
+    speed, running = (
+        BOTH._replace(chunk_rule=rule),
+        DecodeIntervals(np.array([math.inf]), np.ones(1), np.array([target_s])),
+    )
+    made = PrefillQueueModel()
+    first = speed.prompt_tokens(StepDecodes(1, 1, target_s), 0)
+    for number, (num_tokens, priority) in enumerate(prompts[:-1]):
+        made.join(str(number), work(num_tokens, priority), None, first, 0.0)
+    found = made.predict(work(*prompts[-1]), speed, NOBODY, 0.0, 0.0, 0.0, ColocatedDecodes(0, running, ONE_STEP))
+    assert found is not None
+    assert found.ends_s == pytest.approx(scheduled_until(prompts, 0.1, rule, target_s))
+
+
 CHUNK = 40
 BOTH = SPEED._replace(chunk_tokens=CHUNK)
 ONE_STEP = StepModel(0.1, 0.0, 0.0)
@@ -272,7 +298,7 @@ def test_what_is_left_behind_a_prompt_is_told() -> None:
 def test_steps_with_decoding_are_over_later() -> None:
     made = PrefillQueueModel()
     made.join("long", work(1000), None, CHUNK, 0.0)
-    made.advance(BOTH, 0.0, 2.6, decode_s=0.1)
+    made.advance(BOTH, 0.0, 2.6, 0.1, StepDecodes(1, 1))
     assert made.num_tokens == 1000 - 5 * CHUNK
 
 
