@@ -55,7 +55,10 @@ class WorkerConfig(Section):
         None, ge=2, description="most tokens in one forward pass; default: depends on the device"
     )
     chunk_tokens: int | None = Field(
-        None, ge=1, description="most prompt tokens in a step with running decodes; default: depends on the device"
+        None,
+        ge=1,
+        description="most prompt tokens in a step with running decodes; default: what the tightest TBT target of those "
+        "leaves, or all that fits where nobody set one",
     )
     max_running: int = Field(64, ge=1, description="most sequences in one batch")
     offload_kv: Literal["none", "host"] = Field(

@@ -146,13 +146,15 @@ def plan_text(problem: PlanningProblem, model: str, latencies: Mapping[str, str]
 
 def _worker(problem: PlanningProblem, layout: Layout, workers: WorkerSet, unit: int) -> dict[str, Any]:
     is_measured = isinstance(problem.sources[workers.kind.gpu], MeasuredProfile)
+    limits = asdict(problem.rules.limits[workers.role])
+    del limits["follows_targets"]  # a plan names the length of chunks
     return {
         "role": workers.role,
         "count": workers.num,
         **({} if is_measured else {"gpu": workers.kind.gpu}),
         "tp": workers.kind.parallelism.tensor,
         "pp": workers.kind.parallelism.pipeline,
-        **asdict(problem.rules.limits[workers.role]),
+        **limits,
         "workers_per_node": workers_per_node(layout, workers, problem.fleet),
         **({"first_node": unit} if layout.is_paired else {}),
     }

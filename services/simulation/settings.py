@@ -29,7 +29,9 @@ class SimulationSettings(SimulationConfig, ObservedConfig, BaseSettings):
     block_tokens: int = Field(64, ge=1, description="tokens in a KV block")
     max_batch_tokens: int | None = Field(None, ge=2, description="most tokens in one step; default: the profile's")
     chunk_tokens: int | None = Field(
-        None, ge=1, description="most prompt tokens in a step with running decodes; default: the profile's"
+        None,
+        ge=1,
+        description="most prompt tokens in a step with running decodes; default: the profile's, or what targets leave",
     )
     max_running: int | None = Field(None, ge=1, description="most sequences in one batch; default: the profile's")
     unit: str = Field("", description="paired unit, of a plan, that the workers belong to")

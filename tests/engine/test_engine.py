@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 from collections.abc import Callable
@@ -15,7 +16,10 @@ import torch
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.policy.models.chunk_length import ChunkRule
+from halfmoon.policy.models.latency import PrefillModel, StepModel
 from tests.engine.engine_runs import MakeEngine, finish, generate, request, requests, tokens
 
 
@@ -135,6 +139,24 @@ def test_sampling_is_reproducible_whatever_the_batch(make_engine: MakeEngine) ->
     assert generate(make_engine(max_batch_tokens=12, chunk_tokens=5), *drawn[::-1]) == alone
     other_seed = replace(drawn[0], sampling=replace(drawn[0].sampling, seed=99))
     assert generate(make_engine(), other_seed)["s0"] != alone["s0"]
+
+
+def test_chunks_that_follow_targets_change_no_token(expected: dict[str, list[int]], make_engine: MakeEngine) -> None:
+    lengths = set()
+    for target_s in (None, 0.015, 0.03, math.inf):
+        engine = make_engine(prefix_cache=False, max_batch_tokens=60, chunk_tokens=8)
+        engine.follow_targets(ChunkRule(PrefillModel(0.0, 0.001, 1e-5), StepModel(0.001, 0.001, 0.0)))
+        for one in requests():
+            engine.add(replace(one, tbt_target_s=target_s))
+        outputs: list[TokenOutput] = []
+        chunks: list[int] = []
+        while engine.has_work():
+            result = engine.step()
+            outputs += result.outputs
+            chunks.append(result.num_prefill_tokens if result.num_decode_seqs else 0)
+        assert {name: tokens(outputs, name) for name in expected} == expected
+        lengths.add(max(chunks))
+    assert len(lengths) == 4
 
 
 def test_kv_goes_in_while_others_run(make_engine: MakeEngine) -> None:

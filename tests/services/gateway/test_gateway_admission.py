@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,10 @@ from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerLoad
 from halfmoon.policy.admission.qos_classes import ClassTable, MatchRule, QosClass
-from halfmoon.policy.models.latency import PrefillSample
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
+from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel
+from halfmoon.policy.view.worker_view import Role
+from halfmoon.worker.servicers.wire import request_from
 from tests.services.gateway.fakes import FINGERPRINT, LAYOUT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
 
 PROMPT = "a prompt of several blocks, each of them of eight tokens"
@@ -231,3 +235,33 @@ async def test_a_prompt_is_read_as_far_as_somebody_has_it_before_it_is_refused(t
         rows = connection.execute("select refused_unread from requests order by id").fetchall()
     connection.close()
     assert [row[0] for row in rows] == [0, 0, 1, 1, 1, 1, 1, 0]
+
+
+async def test_workers_are_told_the_target_for_which_chunks_are_short(tmp_path: Path) -> None:
+    """None where a decode worker decodes: there the constant holds for who has no target."""
+    patient = QosClass("patient", tbt_s=60.0, rules=STRICT.rules)
+    cases: tuple[tuple[tuple[Role, ...], list[float | None]], ...] = (
+        (("prefill", "decode"), [None, 60.0]),
+        (("both",), [math.inf, 60.0]),
+    )
+    for roles, expected in cases:
+        async with running_fleet(tmp_path / roles[0]) as fleet:
+            fleet.gateway.routing.admission.classes = ClassTable((patient,))
+            workers = [await fleet.add(role, role) for role in roles]
+            for tier in ("", "strict"):
+                assert (await complete(fleet, tier))[0] == 200
+        found = [call.generation for call in workers[0].calls.prefills]
+        assert [one.tbt_target_s if one.HasField("tbt_target_s") else None for one in found] == expected
+        assert [request_from(one, prefill_only=True, arrival_s=0.0).tbt_target_s for one in found] == expected
+
+
+async def test_chunks_follow_targets_where_the_worker_says_so(tmp_path: Path) -> None:
+    profile = LatencyProfile(kind="fake", prefill=[0.1, 0.2, 0.3], step=[0.4, 0.5, 0.6])
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.add("old", "both", profile=profile)
+        await fleet.add("new", "both", profile=profile, follows_targets=True)
+        rules = {one.worker_id: one.chunk_rule for one in fleet.cluster.membership.view().workers}
+    assert rules == {
+        "old": CONSTANT_CHUNKS,
+        "new": ChunkRule(PrefillModel(0.1, 0.2, 0.3), StepModel(0.4, 0.5, 0.6)),
+    }
