@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import BeforeValidator, ByteSize, Field
 
-from halfmoon.config.section import Section
+from halfmoon.config.section import Section, off_is_a_word
 
 Calibrate = Literal["auto", "always", "never"]
 
@@ -32,6 +32,11 @@ class WorkerConfig(Section):
     )
     weights: Literal["checkpoint", "dummy"] = Field(
         "checkpoint", description="'checkpoint': the model's; 'dummy': random weights of the same shape"
+    )
+    prepared_weights: Annotated[str, BeforeValidator(off_is_a_word)] = Field(
+        "auto",
+        description="directory, its owner's alone, where packed weights are kept: workers of a host share their memory "
+        "and start sooner; auto: `prepared` in the cache directory; off: not kept. Our own engine, on a CPU",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where the engine computes; auto uses a GPU if there is one"

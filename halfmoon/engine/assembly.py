@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,13 +13,14 @@ from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks
-from halfmoon.engine.device_path import block_file, capture_decode, choose_path, pack
+from halfmoon.engine.device_path import DevicePath, block_file, capture_decode, choose_path, pack, weights_place
 from halfmoon.engine.kv_memory.kv_access import KVMemory
 from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES, KVArena
 from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes
 from halfmoon.engine.model_runner import ModelRunner
-from halfmoon.engine.models import build_model
-from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights
+from halfmoon.engine.models import Model, build_model
+from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_block_shapes, load_weights
+from halfmoon.engine.native.prepared_model import ModelSteps, ready_model
 from halfmoon.engine.offload.build import Offload
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.parallel.runner import ParallelRunner
@@ -67,22 +69,41 @@ def _on_one_device(
     if num_blocks < 1:
         raise Incompatible(f"the KV memory does not hold one block of {layout.block_bytes} bytes")
     path = choose_path(config, model_config, dtype, most_tokens)
-    model = build_model(model_config, dtype, config.device, path.layer_ops)
-    if config.weights == "dummy":
-        fill_dummy_weights(model)
-    else:
-        load_weights(model, checkpoint.weight_files, on_progress, block_file(checkpoint, path))
+    steps = _model_steps(checkpoint, config, path, dtype, on_progress)
     offload = None
     if config.offload is not None:
+        model = steps.build()
+        steps.load(model)
         offload = Offload(config.offload, layout, model, model_config, num_blocks, most_tokens)
         num_blocks = offload.rooms.device
-    pack(model, path, checkpoint.quantization)
+        pack(model, path, checkpoint.quantization)
+    else:
+        model = ready_model(steps, weights_place(config, checkpoint, path, dtype))
     arena = KVArena(layout, num_blocks, config.device, path.kernels)
     recorded = capture_decode(config, model, arena, path.attention)
     path.use_threads(num_threads)
     masks = TokenMasks(checkpoint.path, model_config.vocab_size, checkpoint.eos_token_ids)
     runner = ModelRunner(model, arena, path.attention, checkpoint.eos_token_ids, recorded, masks)
     return Assembled(runner, arena) if offload is None else Assembled(*offload.around(runner, path.attention, arena))
+
+
+def _model_steps(
+    checkpoint: Checkpoint, config: EngineConfig, path: DevicePath, dtype: torch.dtype, on_progress: Progress | None
+) -> ModelSteps:
+    blocks = block_file(checkpoint, path)
+
+    def load(model: Model) -> None:
+        if config.weights == "dummy":
+            fill_dummy_weights(model)
+        else:
+            load_weights(model, checkpoint.weight_files, on_progress, blocks)
+
+    return ModelSteps(
+        build=partial(build_model, checkpoint.model_config, dtype, config.device, path.layer_ops),
+        load=load,
+        load_shapes=lambda model: load_block_shapes(model, blocks),
+        pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap),
+    )
 
 
 def _resolve_dtype(config: EngineConfig) -> FloatDtype:

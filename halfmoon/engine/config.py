@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from halfmoon.errors import Incompatible
@@ -59,6 +60,7 @@ class EngineConfig:
     load_threads: int | None = None  # while loading; 1 leaves no thread behind, so that the process may fork
     max_context_tokens: int | None = None  # None: the model's
     weights: Literal["checkpoint", "dummy"] = "checkpoint"
+    prepared_weights: Path | None = None  # directory of packed weights that workers of a host share; None: not kept
     prefix_cache: bool = True
     # triton: attention, layers and copies by our kernels; native: attention and layers, on a CPU; sdpa: by torch
     attention: Literal["auto", "sdpa", "native", "triton"] = "auto"

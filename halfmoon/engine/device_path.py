@@ -24,6 +24,8 @@ from halfmoon.engine.models import Model
 from halfmoon.engine.models.blocks import Blocks, quantised
 from halfmoon.engine.models.layer_ops import TORCH_OPS, LayerOps
 from halfmoon.engine.models.linear import Multiply, PackWeight, pack_onednn
+from halfmoon.engine.models.model_part import ModelPart
+from halfmoon.engine.native.prepared_model import KeptWeights, Packing, Wrap, kept_weights
 from halfmoon.errors import Incompatible
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class DevicePath:
     layer_ops: LayerOps
     pack_weight: PackWeight
     attention: AttentionBackend
+    packing: Packing | None = None  # None: packed weights cannot be kept
     use_threads: Callable[[int], None] = torch.set_num_threads  # how many, from now on, where they compute on a CPU
 
 
@@ -65,13 +68,17 @@ def block_file(checkpoint: Checkpoint, path: DevicePath) -> Path | None:
 
 
 @torch.no_grad()
-def pack(model: Model, path: DevicePath, quantization: Quantization) -> None:
+def pack(
+    model: Model, path: DevicePath, quantization: Quantization, wrap: Wrap = lambda pack_weight: pack_weight
+) -> None:
     """Packs all matrices for `path`, rounded to eight or four bits if so configured; the head never to four.
+
+    `wrap` makes what is called in place of each `PackWeight`.
 
     Raises Incompatible for a path that does not multiply with rounded weights.
     """
     if quantization not in ("int8", "int4"):
-        model.pack(path.pack_weight)
+        model.pack(wrap(path.pack_weight))
         return
     if path.kernels != "native":
         raise Incompatible(
@@ -80,7 +87,18 @@ def pack(model: Model, path: DevicePath, quantization: Quantization) -> None:
             param="quantization",
         )
     layers: Literal["Q8_0", "Q4_1"] = "Q8_0" if quantization == "int8" else "Q4_1"
-    model.pack(partial(_pack_rounded, path.pack_weight, layers), partial(_pack_rounded, path.pack_weight, "Q8_0"))
+    of_layers, of_head = (partial(_pack_rounded, path.pack_weight, block_format) for block_format in (layers, "Q8_0"))
+    model.pack(wrap(of_layers), wrap(of_head))
+
+
+def weights_place(
+    config: EngineConfig, checkpoint: Checkpoint, path: DevicePath, dtype: torch.dtype, part: ModelPart | None = None
+) -> KeptWeights | None:
+    """Where the packed weights of a model, or of a rank's part of it, are kept; None: nowhere."""
+    directory = config.prepared_weights
+    if directory is None or path.packing is None or config.weights == "dummy" or config.offload is not None:
+        return None
+    return kept_weights(directory, checkpoint, dtype, part, path.packing)
 
 
 def _pack_rounded(
@@ -126,7 +144,8 @@ def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, c
         attention = NativeBackend(library, config.block_tokens, model.num_heads, model.num_kv_heads, model.head_dim)
     else:
         attention = _torch_attention(config)
-    return DevicePath("native", native_ops(library), library.pack_weight, attention, use_threads)
+    packing = Packing(library.packing, library.packed_weight)
+    return DevicePath("native", native_ops(library), library.pack_weight, attention, packing, use_threads)
 
 
 def _triton_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint.adapters import read_adapters
-from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import default_cache_dir, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, JoinedRanks, OffloadConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.engine_facts import EngineFacts
@@ -124,6 +125,7 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
         kv_dtype=settings.kv_dtype,
         speculation=settings.speculation,
         weights=settings.weights,
+        prepared_weights=_prepared_weights(settings.prepared_weights),
         block_tokens=settings.block_tokens,
         kv_memory_bytes=None if settings.kv_memory is None else int(settings.kv_memory),
         gpu_memory_utilization=settings.gpu_memory_utilization,
@@ -142,6 +144,12 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
     )
     with loading_progress(f"{settings.role}: weights") as on_progress:
         return Engine(checkpoint, config, on_progress)
+
+
+def _prepared_weights(setting: str) -> Path | None:
+    if setting == "off":
+        return None
+    return default_cache_dir() / "prepared" if setting == "auto" else Path(setting).expanduser()
 
 
 def _joined_ranks(settings: WorkerSettings) -> JoinedRanks | None:

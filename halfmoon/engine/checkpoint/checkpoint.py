@@ -160,7 +160,7 @@ def _converted(file: Path, cache_dir: Path | None, announce: Announce) -> Path:
     if target.is_dir():
         return target
     models.mkdir(parents=True, exist_ok=True)
-    with _locked(models / f".{target.name}.lock") as alone:
+    with locked(models / f".{target.name}.lock") as alone:
         if not target.is_dir():
             if alone:
                 _remove_partial(target)
@@ -205,10 +205,10 @@ def _file_digest(file: Path) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Lets one process in at a time; yields whether the lock is held. Without `fcntl` two processes may convert.
+def locked(path: Path) -> Iterator[bool]:
+    """Lets one process in at a time; yields whether the lock is held. Without `fcntl` two processes may be in.
 
-    Even then the rename keeps the result whole.
+    What they make is renamed when it is whole, so even then the result is.
     """
     with path.open("w") as stream:
         try:

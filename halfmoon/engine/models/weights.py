@@ -52,11 +52,17 @@ def load_weights(
 
 
 def load_blocks(
-    model: Model, file: Path | None, shapes: Mapping[str, tuple[int, ...]], part: ModelPart | None = None
+    model: Model,
+    file: Path | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    part: ModelPart | None = None,
+    *,
+    is_empty: bool = False,
 ) -> dict[str, int]:
     """Gives `model` the weights of `file` that it has in its `part`; returns the bytes of each.
 
-    `shapes` are those of the whole model. Raises Incompatible for a misshapen weight, and for one that cannot be cut.
+    `shapes` are those of the whole model. `is_empty`: without the bytes, for a model that gets its packed weights from
+    elsewhere. Raises Incompatible for a misshapen weight, and for one that cannot be cut.
     """
     taken: dict[str, int] = {}
     if file is None:
@@ -69,7 +75,11 @@ def load_blocks(
                 continue
             if formats[name] not in get_args(BlockFormat):
                 raise Incompatible(f"tensor {name} is in blocks of an unknown format, {formats[name]}")
-            blocks = Blocks(formats[name], tensors.get_tensor(name))
+            if is_empty:
+                data = torch.empty(tensors.get_slice(name).get_shape(), dtype=torch.uint8, device="meta")
+            else:
+                data = tensors.get_tensor(name)
+            blocks = Blocks(formats[name], data)
             if blocks.shape != shapes[name]:
                 raise Incompatible(
                     f"tensor {name} has shape {list(blocks.shape)}, the configuration says {list(shapes[name])}"
@@ -79,6 +89,11 @@ def load_blocks(
             if model.put_blocks(name, blocks):
                 taken[name] = blocks.data.nbytes
     return taken
+
+
+def load_block_shapes(model: Model, file: Path | None) -> None:
+    """Gives `model` the weights that `load_weights` would take from `file`, without their bytes."""
+    load_blocks(model, file, {name: tuple(view.shape) for name, view in model.parameters().items()}, is_empty=True)
 
 
 def checkpoint_name(name: str) -> str:

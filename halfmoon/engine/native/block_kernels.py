@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.models.blocks import BLOCK_SIZES, Blocks
+from halfmoon.engine.native.weight_file import Memory
 
 _FORMATS = tuple(BLOCK_SIZES)  # in the order of quantised.h
 _X_BLOCK_BYTES = 44  # quantised.h: x_block_t
@@ -45,23 +46,24 @@ class BlockKernels:
 class PackedBlocks:
     """Owns a weight [out_features, in_features] in the kernels' order, as large as its blocks."""
 
-    def __init__(self, kernels: BlockKernels, blocks: Blocks) -> None:
-        self._kernels = kernels
-        self.format_number = _FORMATS.index(blocks.format)
-        self.shape = num_columns, num_inputs = blocks.shape
-        self._strips = torch.empty(kernels.packed_bytes(self.format_number, num_columns, num_inputs), dtype=torch.uint8)
-        data = blocks.data.contiguous()
-        kernels.pack(data.data_ptr(), self._strips.data_ptr(), self.format_number, *self.shape, kernels.num_threads())
+    def __init__(self, kernels: BlockKernels, format_number: int, shape: tuple[int, int], memory: Memory) -> None:
+        """A weight that is packed already."""
+        self._kernels, self.format_number, self.shape, self.memory = kernels, format_number, shape, memory
+        self.address: int = memory.ctypes.data
 
-    @property
-    def address(self) -> int:
-        """Of the packed weight."""
-        return self._strips.data_ptr()
+    @classmethod
+    def pack(cls, kernels: BlockKernels, blocks: Blocks) -> PackedBlocks:
+        """Packs a copy."""
+        format_number, shape = _FORMATS.index(blocks.format), blocks.shape
+        memory = torch.empty(kernels.packed_bytes(format_number, *shape), dtype=torch.uint8).numpy()
+        data = blocks.data.contiguous()
+        kernels.pack(data.data_ptr(), memory.ctypes.data, format_number, *shape, kernels.num_threads())
+        return cls(kernels, format_number, shape, memory)
 
     @property
     def num_bytes(self) -> int:
         """Size in memory."""
-        return self._strips.nbytes
+        return self.memory.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, out_features] (`Multiply`)."""
@@ -88,7 +90,7 @@ class PackedBlocks:
         out = torch.empty(num_rows, num_columns, dtype=self._kernels.dtype)
         self._kernels.linear(
             x.data_ptr(),
-            self._strips.data_ptr(),
+            self.address,
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
             self._kernels.room(x_room_bytes(num_rows, num_inputs)),
@@ -109,9 +111,7 @@ class PackedBlocks:
         num_rows, num_inputs = indices.shape[0], self.shape[1]
         out = torch.empty(num_rows, num_inputs, dtype=self._kernels.dtype)
         indices = indices.contiguous()
-        self._kernels.lookup(
-            self._strips.data_ptr(), indices.data_ptr(), out.data_ptr(), self.format_number, num_rows, num_inputs
-        )
+        self._kernels.lookup(self.address, indices.data_ptr(), out.data_ptr(), self.format_number, num_rows, num_inputs)
         return out
 
 

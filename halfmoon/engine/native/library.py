@@ -16,6 +16,7 @@ from torch import Tensor
 from halfmoon.engine.models.blocks import Blocks
 from halfmoon.engine.models.linear import Multiply, pack_onednn
 from halfmoon.engine.native.block_kernels import BlockKernels, PackedBlocks
+from halfmoon.engine.native.weight_file import Memory
 from halfmoon.errors import Incompatible
 
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -39,6 +40,7 @@ class NativeLibrary:
             raise Incompatible(f"the CPU kernels compute in float32 or bfloat16, not {dtype}")
         library = _loaded(file)
         self.suffix = suffix = _SUFFIXES[dtype]  # suffix of the function names
+        self.packing = f"{file.name} {suffix}"  # equal where packed weights have equal bytes
         self.num_threads = num_threads  # of each call, the caller included
         self._rms_norm = _function(library, f"rms_norm_{suffix}", _NORM)
         self._silu_mul = _function(library, f"silu_mul_{suffix}", _SILU)
@@ -105,11 +107,23 @@ class NativeLibrary:
         AVX-512; not timed with AMX). Here a row's result does not depend on the others, as oneDNN's does.
         """
         if isinstance(weight, Blocks):
-            return PackedBlocks(self.block_kernels, weight)
+            return PackedBlocks.pack(self.block_kernels, weight)
         num_inputs = weight.shape[1]
         if num_inputs % self.item_size or weight.device.type != "cpu":
             return pack_onednn(weight)
-        return PackedNumbers(self, weight)
+        return PackedNumbers.pack(self, weight)
+
+    def packed_bytes(self, shape: tuple[int, int]) -> int:
+        """The size of packed numbers, [out_features, in_features]."""
+        num_columns, num_inputs = shape
+        return -(-num_columns // self.panel_columns) * (num_inputs // self.item_size) * self.panel_columns * 4
+
+    def packed_weight(self, format_number: int, shape: tuple[int, int], memory: Memory) -> Multiply | None:
+        """A weight [out_features, in_features] that was packed earlier; None if `memory` has another size."""
+        if format_number == PackedNumbers.format_number:
+            return PackedNumbers(self, shape, memory) if memory.nbytes == self.packed_bytes(shape) else None
+        num_bytes = self.block_kernels.packed_bytes(format_number, *shape)
+        return PackedBlocks(self.block_kernels, format_number, shape, memory) if memory.nbytes == num_bytes else None
 
     def plan(self, segments: Tensor, runs: Tensor, num_kv_heads: int, group: int) -> tuple[Tensor, int]:
         """Tasks [num_tasks, …] for `attend`, and the number of partial results that they share.
@@ -176,18 +190,20 @@ class PackedNumbers:
 
     format_number = -1  # of none of quantised.h
 
-    def __init__(self, library: NativeLibrary, weight: Tensor) -> None:
-        self._library = library
-        self.shape = num_columns, num_inputs = weight.shape[0], weight.shape[1]
-        weight, self._depth = weight.contiguous(), num_inputs // library.item_size
-        panel = library.panel_columns
-        self._packed = torch.empty(-(-num_columns // panel), self._depth, panel, dtype=torch.int32)
-        library.pack_linear(weight.data_ptr(), self._packed.data_ptr(), num_columns, self._depth)
+    def __init__(self, library: NativeLibrary, shape: tuple[int, int], memory: Memory) -> None:
+        """A weight that is packed already."""
+        self._library, self.shape, self.memory = library, shape, memory
+        self._depth = shape[1] // library.item_size
+        self.address: int = memory.ctypes.data
 
-    @property
-    def address(self) -> int:
-        """Of the packed weight."""
-        return self._packed.data_ptr()
+    @classmethod
+    def pack(cls, library: NativeLibrary, weight: Tensor) -> PackedNumbers:
+        """Packs a copy."""
+        shape = num_columns, num_inputs = weight.shape[0], weight.shape[1]
+        memory = torch.empty(library.packed_bytes(shape), dtype=torch.uint8).numpy()
+        weight = weight.contiguous()
+        library.pack_linear(weight.data_ptr(), memory.ctypes.data, num_columns, num_inputs // library.item_size)
+        return cls(library, shape, memory)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, out_features] (`Multiply`)."""
@@ -195,7 +211,7 @@ class PackedNumbers:
         x, out = x.contiguous(), torch.empty(num_rows, num_columns, dtype=library.dtype)
         library.linear(
             x.data_ptr(),
-            self._packed.data_ptr(),
+            self.address,
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
             num_rows,

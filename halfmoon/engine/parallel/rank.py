@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,17 +13,18 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks
-from halfmoon.engine.device_path import block_file, choose_path, pack
+from halfmoon.engine.device_path import DevicePath, block_file, choose_path, pack, weights_place
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
-from halfmoon.engine.models import build_model
+from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.models.weights import Progress
+from halfmoon.engine.native.prepared_model import ModelSteps, ready_model
 from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.links import Links
-from halfmoon.engine.parallel.weights import fill_dummy_part, load_part
+from halfmoon.engine.parallel.weights import fill_dummy_part, load_part, load_part_shapes
 from halfmoon.host_limits import num_threads
 from halfmoon.kv.kv_layout import KVLayout, Shard
 
@@ -53,12 +55,7 @@ class Rank:
         self._part = ModelPart(whole, shard, grid.tensor_rank(rank), grid.tensor_size, reduce)
         context_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
         path = choose_path(config, self._part.config, self._dtype, context_tokens)
-        model = build_model(whole, self._dtype, self._device, path.layer_ops, self._part)
-        if config.weights == "dummy":
-            fill_dummy_part(model, self._part)
-        else:
-            load_part(model, self._part, checkpoint.weight_files, on_progress, block_file(checkpoint, path))
-        pack(model, path, checkpoint.quantization)
+        model = self._model(checkpoint, config, path, on_progress)
         path.use_threads(torch.get_num_threads())
         kv_dtype = config.layout_dtype(config.dtype)
         whole_layout = KVLayout(whole.num_layers, whole.num_kv_heads, whole.head_dim, kv_dtype, config.block_tokens)
@@ -66,6 +63,25 @@ class Rank:
         self.arena = KVArena(layout, config.num_blocks, self._device, path.kernels)
         masks = TokenMasks(checkpoint.path, whole.vocab_size, checkpoint.eos_token_ids)
         self.runner = ModelRunner(model, self.arena, path.attention, checkpoint.eos_token_ids, masks=masks)
+
+    def _model(
+        self, checkpoint: Checkpoint, config: EngineConfig, path: DevicePath, on_progress: Progress | None
+    ) -> Model:
+        part, blocks = self._part, block_file(checkpoint, path)
+
+        def load(model: Model) -> None:
+            if config.weights == "dummy":
+                fill_dummy_part(model, part)
+            else:
+                load_part(model, part, checkpoint.weight_files, on_progress, blocks)
+
+        steps = ModelSteps(
+            build=partial(build_model, self._whole, self._dtype, self._device, path.layer_ops, part),
+            load=load,
+            load_shapes=lambda model: load_part_shapes(model, part, blocks),
+            pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap),
+        )
+        return ready_model(steps, weights_place(config, checkpoint, path, self._dtype, part))
 
     @torch.inference_mode()
     def batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:

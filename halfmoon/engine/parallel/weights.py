@@ -49,6 +49,12 @@ def load_part(
         raise Incompatible(f"the checkpoint lacks {len(wanted)} tensors: {', '.join(sorted(wanted)[:3])}")
 
 
+def load_part_shapes(model: Model, part: ModelPart, blocks: Path | None) -> None:
+    """Gives `model` the weights that `load_part` would, of those in blocks, without their bytes."""
+    if blocks is not None:
+        load_blocks(model, blocks, _whole_shapes(part), part, is_empty=True)
+
+
 @torch.no_grad()
 def fill_dummy_part(model: Model, part: ModelPart) -> None:
     """Fills in slices of `fill_dummy_weights`' numbers, so that every grid has the same model."""
