@@ -3,6 +3,6 @@
 torch computes the matrix products; everything between them, and attention, is here. Without a compiler the torch code
 (`attention/attention.py`, `models/layer_ops.py`, both of the engine) does the same more slowly.
 
-Read in this order: compiler, library, attention, layer_ops, block_kernels, source/attention_plan.h, source/attention.h,
-source/quantised.h.
+Read in this order: compiler, library, attention, layer_ops, block_kernels, weight_file, prepared_model,
+source/attention_plan.h, source/attention.h, source/quantised.h.
 """
