@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ from tests.network_namespace import HERE, network_namespace
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
+ANOTHER_CLOCK = ("unshare", "--time", "--monotonic", "864000", "--boottime", "864000")  # ten days ahead
 PATIENCE_S = 120.0
 
 
@@ -34,6 +36,13 @@ def free_port(host: str) -> int:
     with socket.socket() as bound:
         bound.bind((host, 0))
         return int(bound.getsockname()[1])
+
+
+@pytest.fixture
+def other_clock() -> tuple[str, ...]:
+    """What begins the commands of a host whose monotonic clock is another one; nothing where that cannot be."""
+    can = subprocess.run([*ANOTHER_CLOCK, "true"], capture_output=True, check=False).returncode == 0
+    return ANOTHER_CLOCK if can else ()
 
 
 class TwoHosts(NamedTuple):
@@ -44,12 +53,12 @@ class TwoHosts(NamedTuple):
 
 
 @pytest.fixture(params=["addresses", "namespaces"])
-def two_hosts(request: pytest.FixtureRequest) -> Iterator[TwoHosts]:
+def two_hosts(request: pytest.FixtureRequest, other_clock: tuple[str, ...]) -> Iterator[TwoHosts]:
     if request.param == "addresses":
         yield TwoHosts(FIRST, ())
         return
     with network_namespace() as name:
-        yield TwoHosts(HERE, ("ip", "netns", "exec", name))
+        yield TwoHosts(HERE, ("ip", "netns", "exec", name, *other_clock))
 
 
 @asynccontextmanager
@@ -93,7 +102,9 @@ async def answer(system: System, session: aiohttp.ClientSession, prompt: str) ->
         return str((await response.json())["choices"][0]["text"])
 
 
-async def test_a_second_host_joins_serves_and_leaves_without_a_lost_request(tmp_path: Path) -> None:
+async def test_a_second_host_joins_serves_and_leaves_without_a_lost_request(
+    other_clock: tuple[str, ...], tmp_path: Path
+) -> None:
     model, cluster = small_model(tmp_path / "small"), tmp_path / "cluster"
     (cluster / "worker").mkdir(parents=True)
     issue_all(cluster)
@@ -110,12 +121,15 @@ async def test_a_second_host_joins_serves_and_leaves_without_a_lost_request(tmp_
         alone = [await answer(system, session, prompt) for prompt in prompts]
         second = ("--role", "decode", "--count", "2", "--model", str(model), "--host-address", SECOND)
         mine = ("--secrets", str(cluster / "worker"), "--set", "workers.all.dtype=float32", *never)
-        async with joined(f"{FIRST}:{port}", tmp_path / "second", *second, *mine) as printed:
+        async with joined(f"{FIRST}:{port}", tmp_path / "second", *second, *mine, on_host=other_clock) as printed:
             assert f"2 workers have joined {FIRST}:{port}" in printed[-1], "".join(printed)
             workers = await system.cluster(session)
             assert sorted(worker["address"].partition(":")[0] for worker in workers) == [FIRST, FIRST, SECOND, SECOND]
             together = await asyncio.gather(*(answer(system, session, prompt) for prompt in prompts))
             assert together == alone
+            ages_s = [worker["age_s"] for worker in await system.cluster(session)]  # of heartbeats
+            assert len(ages_s) == 4
+            assert all(0 <= age_s < 3600 for age_s in ages_s)  # by the gateway's clock alone
             leaving = [asyncio.create_task(answer(system, session, prompt)) for prompt in prompts]
             await asyncio.sleep(0)
         assert [await task for task in leaving] == alone
