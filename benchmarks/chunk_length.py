@@ -5,6 +5,7 @@
 A worker of role `both` computes prompts of 700 tokens, all there from the start, while two answers run. Subjects take
 turns within each repeat: the constant, each target, and no target. Printed are the gaps of the answers while there are
 prompts, and the prompt tokens per second; then the same of the simulator, with the models that the worker measured.
+With `--profile NAME`, one of the simulator's, nothing is measured, and that worker simulated with a GPU's limits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import argparse
 import os
 import random
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -24,12 +26,12 @@ from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, told_target_s
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
-from halfmoon.sim.latency_sources.worker_profile import coefficients
+from halfmoon.sim.latency_sources.worker_profile import coefficients, load_profile
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.workload import Workload
 from halfmoon.worker.membership.calibration import measure
 
-NUM_PROMPTS, PROMPT_TOKENS = 8, 700
+NUM_PROMPTS, PROMPT_TOKENS = 4, 700
 NUM_ANSWERS, ANSWER_TOKENS = 2, 600
 _WARM_UP_STEPS = 8
 _KV_TOKENS = 16_384
@@ -106,31 +108,49 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--targets-ms", default="60,200", help="TBT targets, in turn")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--profile", help="simulate only, with this profile")
     args = parser.parse_args()
     targets_s = [float(text) / 1e3 for text in args.targets_ms.split(",")]
-    config = EngineConfig(device="cpu", dtype=args.dtype, num_blocks=_KV_TOKENS // 64)
-    engine = Engine(prepare_checkpoint(args.model), config)
+    if args.profile is not None:
+        profile, limits = load_profile(args.profile), EngineConfig(device="cuda")
+        for subject in _subjects(limits, targets_s):
+            print(f"{subject.name:16} {_of_simulator(limits, ChunkRule(profile.prefill, profile.step), subject)}")
+        return
+    measure_engine(args.model, args.dtype, targets_s, args.repeat)
+
+
+def measure_engine(model: str, dtype: Literal["float32", "bfloat16"], targets_s: Sequence[float], repeat: int) -> None:
+    """Prints a table of the engine and of the simulator."""
+    config = EngineConfig(device="cpu", dtype=dtype, num_blocks=_KV_TOKENS // 64)
+    engine = Engine(prepare_checkpoint(model), config)
     profile = measure(engine, "both", "benchmark", 60.0)
     rule = ChunkRule(profile.prefill_model, profile.step_model)
     print(f"load {os.getloadavg()[0]:.1f}; prefill {_rounded(rule.prefill)}, step {_rounded(rule.step)}")
-    subjects = [Subject(f"constant {config.prefill_chunk_tokens}", False)]
-    subjects += [Subject(f"target {1e3 * target_s:g} ms", True, target_s) for target_s in targets_s]
-    subjects.append(Subject("no target", True))
+    subjects = _subjects(config, targets_s)
     turns: dict[str, list[Outcome]] = {subject.name: [] for subject in subjects}
-    for repeat in range(args.repeat):
+    for seed in range(repeat):
         for subject in subjects:
-            turns[subject.name].append(measured(engine, rule, subject, random.Random(repeat)))
+            turns[subject.name].append(measured(engine, rule, subject, random.Random(seed)))
     print(f"{'chunks':16} {'TBT p50':>8} {'p99':>6} {'longest':>8} {'prompts':>9} {'tokens':>7}   simulated")
     for subject in subjects:
-        outcomes, expected = turns[subject.name], simulated(config, rule, subject)
+        outcomes = turns[subject.name]
         gaps_ms = 1e3 * np.concatenate([outcome.gaps_s for outcome in outcomes])
         p50, p99 = np.percentile(gaps_ms, (50, 99))
         per_s = np.median([outcome.prompt_tokens_per_s for outcome in outcomes])
         length = np.median(np.concatenate([outcome.chunks for outcome in outcomes]))
         of_engine = f"{p50:6.0f}ms {p99:4.0f}ms {gaps_ms.max():6.0f}ms {per_s:7.0f}/s {length:7.0f}"
-        of_simulator = f"{1e3 * max(expected.gaps_s):6.0f}ms {expected.prompt_tokens_per_s:6.0f}/s"
-        print(f"{subject.name:16} {of_engine}   {of_simulator}")
+        print(f"{subject.name:16} {of_engine}   {_of_simulator(config, rule, subject)}")
     engine.close()
+
+
+def _subjects(config: EngineConfig, targets_s: Sequence[float]) -> list[Subject]:
+    followed = [Subject(f"target {1e3 * target_s:g} ms", True, target_s) for target_s in targets_s]
+    return [Subject(f"constant {config.prefill_chunk_tokens}", False), *followed, Subject("no target", True)]
+
+
+def _of_simulator(config: EngineConfig, rule: ChunkRule, subject: Subject) -> str:
+    gaps_s, prompt_tokens_per_s, _ = simulated(config, rule, subject)
+    return f"{1e3 * max(gaps_s):6.0f}ms {prompt_tokens_per_s:6.0f}/s"
 
 
 def _rounded(model: tuple[float, ...]) -> str:

@@ -13,7 +13,7 @@ from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decodin
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork, Speed
 from halfmoon.policy.forecast.running_steps import RunningStepColumns
-from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes, told_target_s
+from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes, chunk_s, told_target_s
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.models.tbt_model import tbt_among_prompts, tbt_with_interference
 from halfmoon.policy.values import Placement
@@ -132,12 +132,13 @@ class PrefillQueueModels:
             return step_s
         length_s = _COME_BEFORE * placement.ttft_s + num_gaps * step_s
         prompts_s = placement.behind_s + self._models[row].usual_work_s(_speed(worker), length_s, now_s)
-        chunk_tokens = worker.chunk_tokens
+        added_s = worker.prefill_model.seconds(worker.chunk_tokens)
         if worker.chunk_rule.is_known:
             told_s = told_target_s(placement.tbt_target_s, worker.role)
             beside = self._step_decodes(row, worker, now_s).with_one(0.0, told_s)
-            chunk_tokens = worker.chunk_rule.tokens(chunk_tokens, worker.step_tokens, beside, 0)
-        return tbt_among_prompts(step_s, worker.prefill_model.seconds(chunk_tokens), prompts_s, num_gaps)
+            chunk_tokens = worker.chunk_rule.tokens(worker.chunk_tokens, worker.step_tokens, beside, 0)
+            added_s = chunk_s(worker.prefill_model, worker.step_model, chunk_tokens)
+        return tbt_among_prompts(step_s, added_s, prompts_s, num_gaps)
 
     def prompts_s(self, view: ClusterView, row: int, length_s: float, now_s: float) -> float:
         """Work of the prompts that are on a worker, and of those that usually come within `length_s`."""

@@ -60,7 +60,8 @@ class ChunkRule(NamedTuple):
         if decodes.target_s == math.inf:
             return most
         decode_s = self.step.seconds(decodes.batch, decodes.context_tokens)
-        num_tokens = self._tokens_within(_MARGIN * decodes.target_s - decode_s, known_tokens)
+        seconds = _MARGIN * decodes.target_s - decode_s + min(self.prefill.a, self.step.d)
+        num_tokens = self._tokens_within(seconds, known_tokens)
         least = max(constant // _LEAST, 1)
         return int(min(max(num_tokens - num_tokens % _MULTIPLE, least), most)) if num_tokens < most else most
 
@@ -75,6 +76,11 @@ class ChunkRule(NamedTuple):
 
 
 CONSTANT_CHUNKS = ChunkRule()
+
+
+def chunk_s(prefill: PrefillModel, step: StepModel, num_tokens: float, known_tokens: float = 0.0) -> float:
+    """What a chunk adds to a step of decodes by the rule: launching kernels and reading weights is paid once."""
+    return max(prefill.seconds(num_tokens, known_tokens) - min(prefill.a, step.d), 0.0)
 
 
 def told_decodes(batch: float, context_tokens: float, told_s: Iterable[float | None]) -> StepDecodes:

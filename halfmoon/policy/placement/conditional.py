@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from halfmoon.policy.models.chunk_length import told_decodes, told_target_s
+from halfmoon.policy.models.chunk_length import chunk_s, told_decodes, told_target_s
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.placement.forecast import Forecast
 from halfmoon.policy.values import DecodeLoads, Disaggregation, Placement, PlacementRequest, TtftPrediction
@@ -138,13 +138,16 @@ class ConditionalDisaggregation:
         beside = told_decodes(load.batch, load.context_tokens, (told_s,))
         most = worker.chunk_rule.tokens(worker.chunk_tokens, worker.step_tokens, beside, num_tokens - new_tokens)
         chunk_tokens = min(new_tokens + waiting_tokens, most)
-        chunk_s = worker.prefill_model.seconds(chunk_tokens, max(num_tokens - chunk_tokens, 0))
+        known_tokens = max(num_tokens - chunk_tokens, 0)
+        added_s = worker.prefill_model.seconds(chunk_tokens, known_tokens)
+        if worker.chunk_rule.is_known:
+            added_s = chunk_s(worker.prefill_model, model, chunk_tokens, known_tokens)
         step_s = model.seconds(load.batch, load.context_tokens)
         longest_s = target_s
         if target_s == math.inf:
             longest_s = max(_LONGEST_STEP * step_s, step_s + gained_s if self.request.is_failover else 0.0)
         share = (kept.work_s + neighbours.prompts_s) / neighbours.mean_life_s
-        return step_s + chunk_s <= longest_s and share <= MOST_SHARE[self.mode]
+        return step_s + added_s <= longest_s and share <= MOST_SHARE[self.mode]
 
 
 def _soonest(seconds: Floats, rows: Bools, rng: random.Random) -> list[int]:

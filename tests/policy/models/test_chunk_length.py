@@ -12,6 +12,7 @@ from halfmoon.policy.models.chunk_length import (
     CONSTANT_CHUNKS,
     ChunkRule,
     StepDecodes,
+    chunk_s,
     step_decodes,
     told_decodes,
     told_target_s,
@@ -26,9 +27,9 @@ TWO = StepDecodes(2, 100)
     ("target_s", "known_tokens", "expected"),
     [
         (math.inf, 0, 510),  # nobody set one: all that fits beside two decodes
-        (0.1, 0, 112),  # 58 ms are left: 115 tokens, rounded down
+        (0.1, 0, 128),  # 68 ms are left for what it adds: 134 tokens, rounded down
         (0.1, 10_000, 32),  # attention to what is known takes twice as long as all else
-        (0.05, 0, 32),  # 13 ms are left
+        (0.05, 0, 32),  # 23 ms are left: 45 tokens
         (0.001, 0, 32),  # a step of decodes alone misses it: a quarter of the constant
         (1.0, 0, 510),
     ],
@@ -41,7 +42,7 @@ def test_the_constant_holds_where_nothing_is_known_of_models_or_targets() -> Non
     assert CONSTANT_CHUNKS.tokens(128, 512, TWO, 0) == 128
     assert ChunkRule(RULE.prefill).tokens(128, 512, TWO._replace(target_s=0.1), 0) == 128
     assert RULE.tokens(128, 512, told_decodes(2, 100, (math.inf, None)), 0) == 128
-    assert RULE.tokens(128, 512, told_decodes(2, 100, (0.1, None, 9.0)), 0) == 112
+    assert RULE.tokens(128, 512, told_decodes(2, 100, (0.09, None, 9.0)), 0) == 112
     assert RULE.tokens(128, 512, told_decodes(2, 100, (9.0, None)), 0) == 128
 
 
@@ -71,6 +72,6 @@ def test_a_step_meets_the_target_unless_even_the_least_chunk_misses_it(
         return
     assert 1 <= num_tokens <= max(whole - batch, 1)
     if num_tokens > max(constant // 4, 1):
-        step_s = rule.step.seconds(batch, 100 * batch) + rule.prefill.seconds(num_tokens, known)
+        step_s = rule.step.seconds(batch, 100 * batch) + chunk_s(*rule, num_tokens, known)
         assert step_s <= 0.9 * target_s * (1 + 1e-9)
         assert num_tokens <= constant or not is_bounded
