@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -157,7 +158,10 @@ def revoke(
 @app.command()
 def digest() -> None:
     """Reads a key and prints its digest, which a configuration file may hold instead of the key."""
-    key = typer.prompt("Key", hide_input=True, err=True).strip()
+    is_typed = sys.stdin.isatty()
+    key = (typer.prompt("Key", hide_input=True, err=True) if is_typed else sys.stdin.readline()).strip()
+    if not key:
+        raise typer.BadParameter("there is no key on the standard input")
     print(f"sha256:{key_digest(key)}")
 
 

@@ -112,4 +112,5 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 def test_the_digest_of_a_key(tmp_path: Path) -> None:
-    assert keys(tmp_path, "digest", stdin="secret\n").stdout.splitlines()[-1] == f"sha256:{key_digest('secret')}"
+    assert keys(tmp_path, "digest", stdin="secret\n").stdout == f"sha256:{key_digest('secret')}\n"
+    assert keys(tmp_path, "digest", stdin="").exit_code == 2
