@@ -79,9 +79,10 @@ class WorkerConfig(Section):
     max_context_tokens: int | None = Field(
         None, ge=1, description="most tokens of prompt and output; default: the model's context"
     )
-    attention: Literal["auto", "sdpa", "native", "triton"] = Field(
+    attention: Literal["auto", "sdpa", "native", "triton", "flex"] = Field(
         "auto",
-        description="'triton': our CUDA kernels; 'native': our CPU kernels; 'sdpa': torch's; 'auto': by device",
+        description="'triton': our CUDA kernels; 'native': our CPU kernels; 'sdpa': torch's; 'flex': torch's "
+        "FlexAttention, compiled where a C++ compiler (or Triton, on a GPU) is; 'auto': by device",
     )
     cuda_graphs: bool = Field(True, description="capture decode steps in CUDA graphs at start, on a GPU")
     speculation: Literal["off", "ngram"] = Field(

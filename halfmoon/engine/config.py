@@ -62,8 +62,8 @@ class EngineConfig:
     weights: Literal["checkpoint", "dummy"] = "checkpoint"
     prepared_weights: Path | None = None  # directory of packed weights that workers of a host share; None: not kept
     prefix_cache: bool = True
-    # triton: attention, layers and copies by our kernels; native: attention and layers, on a CPU; sdpa: by torch
-    attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
+    # triton: attention, layers and copies by our kernels; native: attention and layers, on a CPU; sdpa, flex: by torch
+    attention: Literal["auto", "sdpa", "native", "triton", "flex"] = "auto"
     speculation: Literal["off", "ngram"] = "off"  # ngram: decodes run tokens that the text so far suggests
     cuda_graphs: bool = True  # decode steps are captured at start when triton computes on a CUDA device
     tensor_parallel: int = 1  # ranks that share every layer; with more than one rank, num_threads is per rank
@@ -142,7 +142,7 @@ class EngineConfig:
         return self.num_ranks - (0 if self.joined is None else self.joined.count)
 
     @property
-    def attention_backend(self) -> Literal["sdpa", "native", "triton"]:
+    def attention_backend(self) -> Literal["sdpa", "native", "triton", "flex"]:
         """`attention`, resolved: native on a CPU; triton with a CUDA device and the package installed."""
         if self.attention != "auto":
             return self.attention

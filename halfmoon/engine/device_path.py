@@ -59,6 +59,8 @@ def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, co
             logger.warning("native_kernels.unavailable", extra={"reason": error.message})
     elif config.attention_backend == "triton":
         return _triton_path(config, model, dtype, context_tokens)
+    elif config.attention_backend == "flex":
+        return DevicePath("torch", TORCH_OPS, pack_onednn, _flex_attention(config, model, context_tokens))
     return DevicePath("torch", TORCH_OPS, pack_onednn, _torch_attention(config))
 
 
@@ -161,6 +163,17 @@ def _triton_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, c
             num_programs = -(-model.num_heads // row_tile(model.num_heads, memory))
         attention = TritonBackend(config.block_tokens, num_programs, context_tokens, config.device)
     return DevicePath("triton", TRITON_OPS, pack_onednn, attention)
+
+
+def _flex_attention(config: EngineConfig, model: ModelConfig, context_tokens: int) -> AttentionBackend:
+    from halfmoon.engine.attention.flex_attention import FlexBackend, can_compile  # torch takes a second to import it
+
+    if not _attends("flex", model, context_tokens):
+        return _torch_attention(config)
+    compiles = can_compile(config.device)
+    if not compiles:
+        logger.warning("flex_attention.uncompiled", extra={"reason": "no C++ compiler, or no AVX2"})
+    return FlexBackend(config.block_tokens, config.device, compiles)
 
 
 @torch.inference_mode()

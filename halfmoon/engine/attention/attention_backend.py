@@ -1,7 +1,7 @@
 """The interface of an attention back end: it prepares a step's spans as tensors once, and attends with them.
 
-There are two implementations: `sdpa` (`attention.py`: CPU, and the reference) and `triton` (`triton_attention.py`:
-CUDA).
+There are four implementations: `sdpa` (`attention.py`: CPU, and the reference), `native` (`native/attention.py`: CPU),
+`triton` (`triton_attention.py`: CUDA) and `flex` (`flex_attention.py`). `attention_table.py` says which attends.
 """
 
 from __future__ import annotations

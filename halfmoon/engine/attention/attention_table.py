@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from halfmoon.architectures.model_config import ModelConfig
 
-Backend = Literal["sdpa", "native", "triton"]
+Backend = Literal["sdpa", "native", "triton", "flex"]
 # What tokens attend to: everything before them, latents, less than everything (a window), or everything by capped
 # scores.
 Need = Literal["full", "latents", "windows", "caps"]
@@ -29,10 +29,14 @@ class Attends(NamedTuple):
 
 
 _GATHERED = Attends("gathered", "gathered", "gathered")
+_FLEX = Attends("flex", "flex", "flex twice")
 TABLE: dict[tuple[Backend, Need], Attends] = {
     ("native", "full"): Attends("native", "native", "native"),
     ("triton", "full"): Attends("decode_attention", "prefill_attention", "decode_attention, prefill_attention"),
     ("triton", "latents"): Attends("latent_attention", "latent_attention", "latent_attention twice"),
+    ("flex", "full"): _FLEX,
+    ("flex", "windows"): _FLEX,
+    ("flex", "caps"): _FLEX,
     ("sdpa", "full"): Attends("flash", "flash", "flash"),
     ("sdpa", "windows"): Attends("flash", "flash, gathered behind the window", "flash, gathered behind the window"),
 }
@@ -46,8 +50,8 @@ def attends(backend: Backend, need: Need) -> Attends:
 
 def need_of(model: ModelConfig, context_tokens: int) -> Need:
     """What the attention of a model needs, whose sequences have at most `context_tokens`."""
-    if any(window is not None and window < context_tokens for window in model.windows):
-        return "windows"
     if model.latent is not None:
         return "latents"
+    if any(window is not None and window < context_tokens for window in model.windows):
+        return "windows"
     return "full" if model.attention_softcap is None else "caps"
