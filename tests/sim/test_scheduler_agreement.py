@@ -40,7 +40,18 @@ TICK = Tick(  # every step takes a second in each stage
 )
 
 
-def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int, num_stages: int = 1) -> list[tuple[int, int, int]]:
+def classes_with(*max_pause_s: float) -> tuple[QosClass, ...]:
+    """The same, whose answers may be paused for as long."""
+    return tuple(replace(qos, max_pause_s=seconds) for qos, seconds in zip(CLASSES, max_pause_s, strict=True))
+
+
+def engine_times(
+    rows: Rows,
+    limits: BatchLimits,
+    num_blocks: int,
+    num_stages: int = 1,
+    classes: tuple[QosClass, ...] = CLASSES,
+) -> list[tuple[int, int, int]]:
     """When each request gets its first and its last token, and its longest gap, by the engine's scheduler.
 
     `ParallelRunner.run` returns when the first stage is done, or with the sampled tokens if there are any.
@@ -61,19 +72,20 @@ def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int, num_stages: i
         while following < len(rows) and rows[following][0] <= now:
             at, prompt, output, number = rows[following]
             sampling = SamplingParams(max_tokens=output, ignore_eos=True)
-            priority = CLASSES[number].priority
+            qos = classes[number]
             request = EngineRequest(
                 str(following),
                 (1,) * prompt,
                 sampling,
                 arrival_s=float(at),
-                priority=priority,
-                class_priority=priority,
-                tbt_target_s=told_target_s(CLASSES[number].tbt_s, "both"),
+                priority=qos.priority,
+                class_priority=qos.priority,
+                max_pause_s=qos.max_pause_s,
+                tbt_target_s=told_target_s(qos.tbt_s, "both"),
             )
             scheduler.add(Sequence(request, following))
             following += 1
-        schedule = scheduler.schedule()
+        schedule = scheduler.schedule(float(now))
         if not schedule.scheduled:
             now = rows[following][0]
             continue
@@ -98,13 +110,17 @@ def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int, num_stages: i
 
 
 def simulated_times(
-    rows: Rows, limits: BatchLimits, num_blocks: int, num_stages: int = 1
+    rows: Rows,
+    limits: BatchLimits,
+    num_blocks: int,
+    num_stages: int = 1,
+    classes: tuple[QosClass, ...] = CLASSES,
 ) -> list[tuple[int, int, int]]:
     latency = replace(TICK, num_stages=num_stages)
     group = WorkerGroup("both", 1, latency, limits, kv_tokens=num_blocks * BLOCK_TOKENS)
-    starts, prompts, outputs, classes = (np.array(column) for column in zip(*rows, strict=True))
-    workload = Workload(starts.astype(float), prompts, outputs, classes=classes)
-    found = simulate(ClusterSpec((group,), block_tokens=BLOCK_TOKENS, classes=CLASSES), workload)
+    starts, prompts, outputs, numbers = (np.array(column) for column in zip(*rows, strict=True))
+    workload = Workload(starts.astype(float), prompts, outputs, classes=numbers)
+    found = simulate(ClusterSpec((group,), block_tokens=BLOCK_TOKENS, classes=classes), workload)
     first_s = found.start_s + found.ttft_s
     columns = first_s, found.end_s, np.nan_to_num(found.longest_gap_s)
     return [(round(one), round(other), round(gap)) for one, other, gap in zip(*columns, strict=True)]
@@ -131,6 +147,16 @@ A_STEP_THAT_PREEMPTS_AMID_DECODES = (
 )  # fmt: skip
 
 
+A_RISEN_ANSWER_THAT_IS_PREEMPTED = (
+    [
+        (2, 13, 1, 1), (4, 21, 12, 2), (6, 19, 12, 2), (8, 31, 2, 0), (9, 16, 5, 0), (11, 12, 4, 0), (15, 25, 9, 0),
+        (18, 24, 6, 0), (21, 34, 8, 2), (24, 21, 12, 2), (27, 40, 12, 1),
+    ],
+    BatchLimits(17, 8, 5),
+    15,
+)  # fmt: skip
+
+
 @settings(max_examples=300)
 @example(A_STEP_THAT_PREEMPTS_AMID_DECODES)
 @given(cases())
@@ -142,6 +168,24 @@ def test_both_take_the_same_steps(case: tuple[Rows, BatchLimits, int]) -> None:
 @given(cases(), st.integers(2, 4))
 def test_both_take_the_same_time_in_a_pipeline(case: tuple[Rows, BatchLimits, int], num_stages: int) -> None:
     assert simulated_times(*case, num_stages) == engine_times(*case, num_stages)
+
+
+@settings(max_examples=300)
+@example(A_RISEN_ANSWER_THAT_IS_PREEMPTED, (0.0, 20.0, 20.0))
+@given(cases(), st.tuples(*3 * [st.sampled_from([0.0, 2.0, 5.0, 20.0, 1e6])]))
+def test_both_pause_the_same_answers(
+    case: tuple[Rows, BatchLimits, int], max_pause_s: tuple[float, float, float]
+) -> None:
+    classes = classes_with(*max_pause_s)
+    assert simulated_times(*case, classes=classes) == engine_times(*case, classes=classes)
+
+
+def test_the_cases_pause() -> None:
+    """Else the test above would prove less than it says."""
+    case = [(1, 4, 16, 1), (4, 4, 4, 0)], BatchLimits(30, 16, 1), 15
+    paused = engine_times(*case, classes=classes_with(0.0, 20.0, 20.0))
+    assert paused != engine_times(*case)
+    assert paused == [(2, 21, 5), (5, 8, 1)]
 
 
 def test_the_cases_preempt() -> None:

@@ -122,7 +122,7 @@ class Scheduler:
     @property
     def allows_pauses(self) -> bool:
         """Whether any sequence is paused, or might be."""
-        return len(self._paused) > 0 or any(sequence.pauses.max_pause_s for sequence in self._running)
+        return len(self._paused) > 0 or any(one.pauses.max_pause_s and one.is_decoding for one in self._running)
 
     @property
     def pause_counts(self) -> PauseCounts:

@@ -19,7 +19,7 @@ class DecodeBatch:
     block_tokens`, which is constant while they decode.
     """
 
-    __slots__ = ("_block_tokens", "_ends", "_ends_s", "_offsets", "context", "jobs", "size", "steps")
+    __slots__ = ("_block_tokens", "_ends", "_ends_s", "_offsets", "context", "jobs", "num_pausable", "size", "steps")
 
     def __init__(self, block_tokens: int, *, keeps_times: bool = True) -> None:
         """`keeps_times`: record the time of every token in `Job.later_s`."""
@@ -29,6 +29,7 @@ class DecodeBatch:
         self._ends_s = StepEnds() if keeps_times else None
         self.jobs: dict[int, Job] = {}  # by rank
         self.size = 0
+        self.num_pausable = 0  # jobs whose class allows pauses
         self.context = 0  # tokens that the next step attends to
         self.steps = 0
 
@@ -39,6 +40,7 @@ class DecodeBatch:
         heapq.heappush(self._ends, (self.steps + job.num_left, job.rank, job.attempt, job))
         self.jobs[job.rank] = job
         self.size += 1
+        self.num_pausable += job.pauses.max_pause_s > 0
         self.context += length
 
     def length(self, job: Job) -> int:
@@ -55,6 +57,7 @@ class DecodeBatch:
         self._offsets[(length - 1 - self.steps) % self._block_tokens] -= 1
         del self.jobs[job.rank]
         self.size -= 1
+        self.num_pausable -= job.pauses.max_pause_s > 0
         self.context -= length
 
     def steps_left(self) -> int:

@@ -10,7 +10,7 @@ from halfmoon.policy.preemption import Pauses
 from halfmoon.policy.retries import Retries
 from halfmoon.sim.workloads.workload import Floats
 
-JobState = Literal["placed", "waiting", "prefilling", "held", "arrived", "decoding", "ended"]
+JobState = Literal["placed", "waiting", "prefilling", "held", "arrived", "decoding", "paused", "ended"]
 _INDEX_BITS = 40
 
 Outcome = Literal["completed", "refused", "failed"]

@@ -5,6 +5,8 @@ Blocks taken by decode steps are counted by the worker until a job leaves with t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.kv_memory import KvMemory
 
@@ -95,6 +97,40 @@ class JobBlocks:
         self.make_known(job, job.join_length - 1)
         self._kv.give(self.num_for(job.join_length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size)
         self._let_go(job)
+
+    def move_out(self, job: Job) -> None:
+        """Returns the blocks of a job that goes on later with what it has computed."""
+        num_known = job.num_known_blocks
+        self.leave(job)
+        job.num_known_blocks = num_known
+
+    def move_in(self, job: Job) -> None:
+        """Takes blocks for what moved out; there must be enough."""
+        self._kv.take(self.num_for(job.join_length - 1))
+
+    def num_own(self, job: Job) -> int:
+        """Blocks of a job that decodes, or is paused, besides those of the prefix cache."""
+        return self.num_for(job.join_length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size
+
+    def num_freed(self, job: Job, length: int) -> int:
+        """Blocks that nobody else uses, of a job that decodes and has `length` tokens."""
+        own = self.num_for(length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size
+        return own + sum(self._kv.num_users(one) == 1 for one in job.cached_blocks) * self._kv.prefix_block_size
+
+    def num_only(self, uses: Mapping[int, int]) -> int:
+        """Blocks of those prefix blocks that have no other users."""
+        return sum(self._kv.num_users(one) == num for one, num in uses.items()) * self._kv.prefix_block_size
+
+    def num_shared(self, job: Job, uses: Mapping[int, int]) -> int:
+        """Blocks of a job that also have other users than those counted in `uses`."""
+        shared = (self._kv.num_users(one) != uses[one] for one in job.cached_blocks)
+        return sum(shared) * self._kv.prefix_block_size
+
+    def num_needed(self, job: Job, num_known: int, num_tokens: int, uses: Mapping[int, int]) -> int:
+        """Blocks for `num_tokens`, besides cached ones of the first `num_known` that stay in use anyway."""
+        used = self._kv.used(job.prefix_blocks, num_known // self._prefix_block_tokens)
+        staying = sum(self._kv.num_users(one) != uses.get(one, 0) for one in used)
+        return self.num_for(num_tokens) - staying * self._kv.prefix_block_size
 
     def _let_go(self, job: Job) -> None:
         self._kv.release(job.cached_blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 
 
 class KvMemory:
@@ -57,6 +58,15 @@ class KvMemory:
                 break
             result.append(block_id)
         return result
+
+    def num_users(self, block_id: int) -> int:
+        """Users of a prefix block."""
+        return self._refs.get(block_id, 0)
+
+    def used(self, prefix_blocks: Sequence[int], most: int) -> list[int]:
+        """The prefix blocks with users of those that `match` would find; nobody becomes a user."""
+        found = takewhile(lambda one: one in self._refs or one in self._idle, prefix_blocks[:most])
+        return [one for one in found if one in self._refs] if self.is_cache else []
 
     def use(self, prefix_blocks: Sequence[int], most: int) -> int:
         """Counts a use by another worker, which reads the longest cached prefix; returns its blocks."""

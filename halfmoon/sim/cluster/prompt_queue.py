@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from halfmoon.policy.preemption import Turns, in_turn
 from halfmoon.sim.cluster.job import Job
 
 
@@ -30,7 +31,7 @@ class PromptChunk(NamedTuple):
 class Admission(Protocol):
     """What the queue needs of the worker's memory."""
 
-    def admit(self, job: Job) -> bool:
+    def admit(self, job: Job, now_s: float) -> bool:
         """Takes blocks and a slot for a waiting job; False if there are not enough."""
         ...
 
@@ -48,21 +49,25 @@ class PromptQueue:
     time.
     """
 
-    __slots__ = ("_memory", "is_short", "prefilling", "waiting")
+    __slots__ = ("_memory", "_num_pausable", "is_short", "prefilling", "turns", "waiting")
 
     def __init__(self, memory: Admission) -> None:
         self._memory = memory
         self.waiting: list[Job] = []  # by rank
         self.prefilling: list[Job] = []  # by rank
+        self._num_pausable = 0  # jobs that may have risen above their class
+        self.turns: Turns[Job] | None = None  # of the next step; None: nobody is paused, or may be
         self.is_short = False  # the last step left a job waiting for memory or for a slot
 
     def add(self, job: Job) -> None:
         """Queues a job by its rank."""
         job.state = "waiting"
+        self._num_pausable += job.pauses.max_pause_s > 0
         _insert(self.waiting, job)
 
     def remove(self, job: Job) -> None:
         """Removes a job that leaves this worker."""
+        self._num_pausable -= job.pauses.max_pause_s > 0
         _take_out(self.waiting if job.state == "waiting" else self.prefilling, job)
 
     def last_tokens(self, now_s: float) -> list[PromptChunk]:
@@ -78,11 +83,13 @@ class PromptQueue:
         no other one is. A job whose prefix is being fetched computes what comes before it, and is then skipped.
         """
         chosen: list[PromptChunk] = []
-        queue = self._by_rank()
+        in_turn_only = self.turns is not None or self._num_pausable
+        queue = self._in_turn(now_s) if in_turn_only else self._by_rank()
         while queue and budget > 0:
             job = queue.popleft()
             if job.state == "waiting":
-                self.is_short = self.is_short or not self._admitted(job)
+                is_barred = self.turns is not None and self.turns.bars and job.rank not in self.turns.passed
+                self.is_short = self.is_short or is_barred or not self.begin(job, now_s)
                 if self.is_short:
                     if not self.prefilling:
                         break
@@ -103,6 +110,9 @@ class PromptQueue:
             budget -= num_tokens
             chosen.append(_chunk(job, num_tokens, now_s))
         return chosen
+
+    def _in_turn(self, now_s: float) -> deque[Job]:
+        return deque(in_turn([*self.prefilling, *self.waiting], now_s))
 
     def _by_rank(self) -> deque[Job]:
         """Jobs that a step can reach. None is admitted once memory or slots run out."""
@@ -128,8 +138,9 @@ class PromptQueue:
                 shorter.append(job)
         return sorted(shorter, key=_ready)
 
-    def _admitted(self, job: Job) -> bool:
-        if not self._memory.admit(job):
+    def begin(self, job: Job, now_s: float) -> bool:
+        """Gives a waiting job its room, if there is enough."""
+        if not self._memory.admit(job, now_s):
             return False
         _take_out(self.waiting, job)
         job.state = "prefilling"

@@ -115,6 +115,19 @@ class RunningSteps:
             self._end_after(num)
         return planned - num
 
+    def split(self) -> None:
+        """Books the steps of a run that have ended, so that the batch may lose jobs in the running one.
+
+        The run must have been cut before.
+        """
+        num = self.num_planned
+        if num > 1 and not self._is_stretched:
+            ended_s = self._decodes.duration_s(num - 1, self._cycle)
+            self._decodes.advance_run(num - 1, self.begun_s, self._cycle)
+            self.begun_s += ended_s
+            self.num_planned = 1
+        self._is_stretched = True
+
     def finish(self, now_s: float) -> list[Job]:
         """Ends the running steps; returns the jobs of a run that now have all their tokens."""
         self.wake_s = None

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from halfmoon.policy.models.chunk_length import ChunkRule, step_decodes
-from halfmoon.policy.preemption import in_turn, last_in_turn
+from halfmoon.policy.preemption import Queued, Turns, in_turn, is_overtaken, last_in_turn, take_turns, to_pause
 from halfmoon.sim.cluster.cluster_spec import WorkerGroup
 from halfmoon.sim.cluster.decode_batch import DecodeBatch
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.job_blocks import JobBlocks
 from halfmoon.sim.cluster.kv_memory import KvMemory
+from halfmoon.sim.cluster.paused_jobs import PausedJobs
 from halfmoon.sim.cluster.prompt_queue import PromptChunk, PromptQueue
 from halfmoon.sim.cluster.running_steps import RunningSteps
 
@@ -51,6 +52,7 @@ class SimWorker:
         kv_tokens = group.latency.kv_tokens if group.kv_tokens is None else group.kv_tokens
         self.kv = KvMemory(kv_tokens // block_tokens, prefix_block_size, is_cache=group.prefix_cache)
         self.blocks = JobBlocks(self.kv, block_tokens)
+        self.paused = PausedJobs(self.blocks)
         self.is_alive = True
         self.busy_s = 0.0
         self.num_steps = 0
@@ -80,10 +82,18 @@ class SimWorker:
         """Available blocks and free slots."""
         return self.kv.available, self.places
 
-    def admit(self, job: Job) -> bool:
+    @property
+    def allows_pauses(self) -> bool:
+        """Whether a job is paused, or might be."""
+        return len(self.paused) > 0 or self.decodes.num_pausable > 0
+
+    def admit(self, job: Job, now_s: float) -> bool:
         """Takes memory for all the job's tokens, without the part that the prefix cache has."""
-        if self.places <= 0 or not self.blocks.admit(job):
+        if self.places <= 0:
             return False
+        while not self.blocks.admit(job):
+            if not self.paused.move_out(now_s):
+                return False
         if not job.generated:
             job.cached_tokens = job.computed
         if job.front_end >= 0:  # a prefix is being fetched
@@ -96,14 +106,19 @@ class SimWorker:
         memory.
         """
         waiting = self.prompts.waiting
-        if waiting and (self.prompts.is_short or any(item.generated > item.num_before for item in waiting)):
+        lacks_room = waiting and (self.prompts.is_short or any(item.generated > item.num_before for item in waiting))
+        ahead = [*(waiting if lacks_room else ()), *self.paused]
+        if is_overtaken(job.pauses, (other.pauses for other in ahead), now_s):
             return False
+        if self.allows_pauses:
+            self._pause_for(job, now_s)
         if self.places <= 0:
             return False
         if not self.blocks.reserve(job):
             self.interrupt(now_s)  # returns the blocks of future decode steps
-            if not self.blocks.reserve(job):
-                return False
+            while not self.blocks.reserve(job):
+                if not self.paused.move_out(now_s):
+                    return False
         self.num_reserved += 1
         return True
 
@@ -111,7 +126,7 @@ class SimWorker:
         """Whether this decode worker accepts a job to compute: it fits now, together with those that wait."""
         waiting = self.prompts.waiting
         num_blocks = sum(self.blocks.num_for(each.target + 1) for each in (job, *waiting))
-        if self.places <= len(waiting):
+        if self.places <= len(waiting) + len(self.paused):
             return False
         if num_blocks > self.kv.available:
             self.interrupt(now_s)  # returns the blocks of future decode steps
@@ -134,7 +149,8 @@ class SimWorker:
     def num_requests(self) -> int:
         """Requests running, waiting and reserved."""
         prompts = self.prompts
-        return len(prompts.waiting) + len(prompts.prefilling) + self.decodes.size + self.num_reserved
+        num_decoding = self.decodes.size + len(self.paused)
+        return len(prompts.waiting) + len(prompts.prefilling) + num_decoding + self.num_reserved
 
     def waiting_tokens(self) -> int:
         """Uncomputed tokens of accepted prompts."""
@@ -180,6 +196,7 @@ class SimWorker:
         num_preempted = self.num_preempted
         self._join()
         limits = self.group.limits
+        self.prompts.turns = self._take_turns(now_s) if self.allows_pauses else None
         if limits.batching == "prefill-first":
             sets = self._next_prompts(0, now_s)
             if not sets and self.decodes.size:
@@ -192,8 +209,78 @@ class SimWorker:
         if sets:
             return self._begin_prompts(sets, now_s)
         if self._does_decode:  # a step with preemptions admits no job; the next one may
-            self._begin_decodes(self.decodes.steps_left() if self.num_preempted == num_preempted else 1, now_s)
+            is_settled = self.num_preempted == num_preempted and not self._may_change
+            self._begin_decodes(self.decodes.steps_left() if is_settled else 1, now_s)
         return []
+
+    @property
+    def _may_change(self) -> bool:
+        """Whether time alone may change the batch: somebody waits who might pause another, or rises."""
+        return len(self.paused) > 0 or (bool(self.prompts.waiting or self.backlog) and self.allows_pauses)
+
+    def _take_turns(self, now_s: float) -> Turns[Job]:
+        """Pauses jobs, lets paused ones go on, and gives room to prompts that others are paused for."""
+        uses = self.paused.uses()
+        queue = []
+        for job in in_turn([*self.prompts.waiting, *self.paused], now_s):
+            if job.state == "paused":
+                queue.append(Queued(job, self.paused.num_needed(job, uses)))
+            else:
+                num_blocks = self.blocks.num_needed(job, job.target - 1, job.target, uses)
+                queue.append(Queued(job, num_blocks, job.uncomputed))
+        turns = take_turns(
+            queue,
+            list(self.decodes.jobs.values()),
+            self.places,
+            self.kv.available + self.paused.num_reclaimable(uses) - self.decodes.new_blocks(0, 1),
+            self.group.limits.max_batch_tokens - sum(job.uncomputed for job in self.prompts.prefilling),
+            self._num_freed,
+            now_s,
+        )
+        for job in turns.pause:
+            self._pause(job, now_s)
+        for job in turns.get_room:
+            if job.state == "paused":
+                self._resume(job, now_s)
+            else:
+                self.prompts.begin(job, now_s)
+        return turns
+
+    def _pause_for(self, job: Job, now_s: float) -> None:
+        """Pauses what gives way to a job that lacks a place or blocks, if that is enough. A step may be under way.
+
+        The engine pauses when the step has ended; here the running step's token of a paused job is computed later.
+        """
+        self.interrupt(now_s)  # returns the blocks of future decode steps
+        uses = self.paused.uses()
+        num_blocks = self.blocks.num_needed(job, job.target, job.target + 1, uses)
+        is_stepping = self.steps.wake_s is not None and self._does_decode
+        growing = 0 if is_stepping else self.decodes.new_blocks(0, 1)
+        lacking = num_blocks + growing - self.kv.available - self.paused.num_reclaimable(uses)
+        if self.places > 0 and lacking <= 0:
+            return
+        if self.steps.num_planned:
+            self.steps.split()
+        jobs = list(self.decodes.jobs.values())
+        for other in to_pause(jobs, job.pauses, 1 - self.places, lacking, self._num_freed, now_s) or ():
+            if is_stepping and self.decodes.needs_block(other):
+                self.kv.give(1)
+            self._pause(other, now_s)
+
+    def _pause(self, job: Job, now_s: float) -> None:
+        self.decodes.drop(job)
+        self.paused.add(job, now_s)
+
+    def _resume(self, job: Job, now_s: float) -> None:
+        lacks = self.paused.lacks(job)
+        while lacks > self.kv.available:
+            if not self.paused.move_out(now_s):
+                return
+        self.paused.resume(job, now_s)
+        self.decodes.add(job, job.join_length)
+
+    def _num_freed(self, job: Job) -> int:
+        return self.blocks.num_freed(job, self.decodes.length(job))
 
     def finish(self, now_s: float) -> Finished:
         """Ends the step that `start` began."""
@@ -237,6 +324,7 @@ class SimWorker:
         self.is_alive = False
         self.kv.clear()
         self.prompts = PromptQueue(self)
+        self.paused.clear()
         self.backlog.clear()
         self.arrived.clear()
         self.num_reserved = 0
@@ -253,6 +341,8 @@ class SimWorker:
     def _take_step_blocks(self, now_s: float) -> None:
         """Takes blocks for one step of the whole batch. Preempts jobs from the last rank on while there are too few."""
         num_blocks = self.decodes.new_blocks(0, 1)
+        while num_blocks > self.kv.available and self.paused.move_out(now_s):
+            pass
         if num_blocks <= self.kv.available:
             self.kv.take(num_blocks)
             return
@@ -262,16 +352,22 @@ class SimWorker:
             if job.rank not in jobs or not self.decodes.needs_block(job):
                 continue
             while not self.kv.available and job.rank in jobs:
-                self._preempt(served, now_s)
+                self._give_way(job, served, now_s)
             if job.rank in jobs:
                 self.kv.take(1)
                 served.add(job.rank)
 
-    def _preempt(self, served: set[int], now_s: float) -> None:
-        """Queues the last job again, to be recomputed with its tokens. Jobs in `served` have this step's block
-        already.
+    def _give_way(self, growing: Job, served: set[int], now_s: float) -> None:
+        """Pauses the last job in turn and moves it out, or queues it again, to be recomputed with its tokens.
+
+        Jobs in `served` have this step's block already.
         """
         job = last_in_turn([*self.prompts.prefilling[-1:], *self.decodes.jobs.values()], now_s)
+        if job.state == "decoding" and job.pauses.gives_way_to(growing.pauses, now_s):
+            self.kv.give(1 if job.rank in served else 0)
+            self._pause(job, now_s)
+            self.paused.move_out(now_s)
+            return
         if job.state == "prefilling":
             self.prompts.remove(job)
             self.blocks.release(job)

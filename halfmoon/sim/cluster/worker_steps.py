@@ -86,7 +86,8 @@ class WorkerSteps:
         for job in finished.ended:
             self._requests.end(job, "completed")
         self._reports.note(worker)
-        if worker.backlog and (finished.ended or finished.prompts):  # a preempted job may end with its prompt
+        has_room = finished.ended or finished.prompts  # a preempted job may end with its prompt
+        if worker.backlog and (has_room or worker.allows_pauses):
             self._requests.pull(worker)
         if worker.steps.wake_s is None:
             self._requests.after_step(worker)
