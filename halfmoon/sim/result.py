@@ -41,6 +41,7 @@ class WorkerFigures:
     busy_s: Floats
     num_steps: Ints
     num_preempted: Ints
+    num_paused: Ints
     peak_kv: Floats  # share of its memory
 
 
@@ -200,5 +201,6 @@ def _figures(workers: Sequence[SimWorker]) -> WorkerFigures:
         np.array([worker.busy_s for worker in workers]),
         np.array([worker.num_steps for worker in workers]),
         np.array([worker.num_preempted for worker in workers]),
+        np.array([worker.paused.num_begun for worker in workers]),
         np.array([worker.kv.peak_blocks / worker.kv.num_blocks for worker in workers]),
     )

@@ -9,7 +9,7 @@ from halfmoon.engine.step_result import StepResult
 
 def step_counts(schedule: Schedule, pauses: PauseCounts) -> StepResult:
     """The counts for a step's result, taken before its outcome is booked."""
-    num_paused, num_moved_out, paused_s = pauses.take()
+    num_paused, num_moved_out, paused_s = pauses.take() if schedule.scheduled else (0, 0, 0.0)  # empty: not reported
     prefills = schedule.scheduled[schedule.num_decode_seqs :]
     context_tokens = sum(item.start + item.num_tokens for item in schedule.scheduled)
     prefill_context_tokens = sum(item.start + item.num_tokens for item in prefills)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,14 +56,17 @@ class Simulated:
     async def until_idle(self) -> None:
         """Runs until nothing is left to compute."""
         async with self.engine.running():
-            while self.num_unfinished:
-                await self._stepped.wait()
-                self._stepped.clear()
+            await self.until(lambda: not self.num_unfinished)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            await self._stepped.wait()
+            self._stepped.clear()
 
     @property
     def num_unfinished(self) -> int:
         stats = self.engine.stats_now()
-        return stats.num_running + stats.num_waiting
+        return stats.num_running + stats.num_waiting + stats.num_paused
 
     @property
     def outputs(self) -> list[TokenOutput]:
@@ -174,6 +178,25 @@ async def test_preempted_requests_are_computed_again_and_all_end() -> None:
     for name in ("one", "two"):
         assert [one.position for one in simulated.outputs if one.request_id == name] == list(range(1, 40))
     assert simulated.engine.stats_now().num_free_blocks == 6
+
+
+async def test_a_reservation_amid_a_step_pauses_a_lower_class_when_that_has_ended() -> None:
+    simulated = Simulated(replace(with_kv(4 * BLOCK), max_running=1))
+    low = request("low", 40, 9, priority=1, class_priority=1, max_pause_s=1e9)
+    async with simulated.engine.running():
+        await simulated.decode(low)
+        await simulated.until(lambda: bool(simulated.steps))
+        await simulated.engine.reserve(request("high", 40, 5))
+        assert simulated.engine.stats_now().num_paused == 1
+        with pytest.raises(NoCapacity, match="wait"):
+            await simulated.engine.reserve(replace(low, request_id="lower"))
+        await simulated.engine.start("high", 0)
+        await simulated.until(lambda: not simulated.num_unfinished)
+    ends = [output.request_id for output in simulated.outputs if output.finish_reason]
+    assert ends == ["high", "low"]
+    assert [one.position for one in simulated.outputs if one.request_id == "low"] == list(range(1, 9))
+    assert sum(step.num_prefill_tokens for step in simulated.steps) == 0  # nothing was computed again
+    assert [sum(getattr(step, name) for step in simulated.steps) for name in ("num_paused", "num_moved_out")] == [1, 1]
 
 
 async def test_what_has_no_room_is_refused() -> None:
