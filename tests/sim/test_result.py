@@ -17,7 +17,7 @@ from halfmoon.sim.simulation import simulate
 from tests.sim.small_clusters import pair, work
 
 TARGETS = SloTargets(0.5, 0.1, 0.3)
-WORKERS = WorkerFigures(("prefill-0",), np.array([1.0]), np.array([3]), np.array([0]), np.array([0.5]))
+WORKERS = WorkerFigures(("prefill-0",), np.array([1.0]), np.array([3]), np.array([0]), np.array([0]), np.array([0.5]))
 
 
 def result(*rows: tuple[str, float, float, float]) -> SimResult:
