@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from halfmoon.policy.preemption import in_turn
 from halfmoon.policy.values import Placement
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, SloTargets
 from halfmoon.sim.cluster.idle_workers import idle_workers
@@ -260,7 +262,9 @@ class _Run:
             self._control.after_step(worker)
 
     def pull(self, worker: SimWorker) -> None:
-        """Hands over jobs that wait for room on this worker, in order of arrival."""
+        """Hands over jobs that wait for room on this worker, in order of arrival; in turn where some may be paused."""
+        if worker.allows_pauses:
+            worker.backlog = deque(in_turn(worker.backlog, self._events.now_s))
         while worker.backlog and worker.reserve(worker.backlog[0], self._events.now_s):
             job = worker.backlog.popleft()
             assert job.prefill is not None
