@@ -12,8 +12,10 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.policy.models.latency import PrefillSample, StepSample
 from halfmoon.sim.latency_sources.measured_profile import read_profile
-from halfmoon.worker.membership.calibration import calibrated, kind_of, measure
+from halfmoon.worker.engine_host import OwnHost
+from halfmoon.worker.membership.calibration import Profile, calibrated, kind_of, measure
 
 
 @pytest.fixture
@@ -34,6 +36,21 @@ def test_each_role_measures_what_it_does(engine: Engine, role: str, measures: tu
         assert {one.new_tokens for one in profile.prefills} >= {10, 40, 80}
     else:
         assert {one.new_tokens for one in profile.prefills} == {64, 80}, "the prompts of its decode steps"
+
+
+def test_chunks_follow_targets_once_both_models_are_known(tiny: Checkpoint) -> None:
+    """Unless their length is named."""
+    sampled = Profile("k", [PrefillSample(64, 0, 0.1)], [StepSample(1, 64, 0.02)])
+    for chunk_tokens, profile, follows in (
+        (None, sampled, True),
+        (32, sampled, False),
+        (None, Profile("k", sampled.prefills), False),
+        (None, None, False),
+    ):
+        config = EngineConfig(num_blocks=64, block_tokens=8, max_running=8, num_threads=1, chunk_tokens=chunk_tokens)
+        host = OwnHost(Engine(tiny, config), profile)
+        assert host.facts.follows_targets == follows
+        assert host.facts.chunk_tokens == (chunk_tokens or 128)
 
 
 def test_the_engine_is_left_as_it_was(engine: Engine) -> None:
