@@ -34,14 +34,16 @@ class ChatSettings:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, model: str, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The body of a chat completion."""
+        """The body of a chat completion. Calls that are required are required once: their results get an answer."""
         system = [{"role": "system", "content": self.system}] if self.system else []
+        has_results = bool(messages) and messages[-1]["role"] == "tool"
+        tool_choice = "auto" if has_results and self.tool_choice == "required" else self.tool_choice
         optional = {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "reasoning_effort": self.reasoning_effort,
             "response_format": self.response_format,
-            **({"tools": list(self.tools), "tool_choice": self.tool_choice} if self.tools else {}),
+            **({"tools": list(self.tools), "tool_choice": tool_choice} if self.tools else {}),
         }
         named = {name: value for name, value in optional.items() if value is not None}
         return {"model": model, "messages": [*system, *messages], "max_tokens": self.max_tokens, **named}

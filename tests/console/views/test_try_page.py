@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("streamlit.testing.v1")
 
-from console.conversation import Answer, read_schema, read_tools
+from console.conversation import TOOLS_EXAMPLE, Answer, ChatSettings, read_schema, read_tools
 from tests.console.fake_gateway import FakeGateway, running_fake_gateway
 from tests.console.test_console import open_page
 
@@ -50,6 +50,14 @@ def test_calls_are_shown_and_their_results_go_on(gateway: FakeGateway) -> None:
     assert any(one.value == "Hello" for one in shown.markdown)
     shown.chat_input[0].set_value("Thanks").run()
     assert [message["role"] for message in gateway.bodies[-1]["messages"][3:]] == ["assistant", "user"]
+
+
+def test_required_calls_are_required_until_their_results_are_there() -> None:
+    settings = ChatSettings(5, None, None, None, "", read_tools(TOOLS_EXAMPLE), "required", None, "", {})
+    asked, answered = {"role": "user", "content": "Weather?"}, {"role": "tool", "content": "18 degrees"}
+    assert settings.body("m", [asked])["tool_choice"] == "required"
+    assert settings.body("m", [asked, answered])["tool_choice"] == "auto"
+    assert settings.body("m", [asked, answered, asked])["tool_choice"] == "required"
 
 
 def test_two_settings_are_asked_the_same(gateway: FakeGateway) -> None:
