@@ -2,6 +2,7 @@
 
 python -m benchmarks.moves                           one prefill and two decode workers, six streams, three drains
 python -m benchmarks.moves --streams 2 --drains 5
+python -m benchmarks.moves --vllm PYTHON             over vLLM, which PYTHON has
 python -m benchmarks.moves --simulated               steps take their time without computing: what calls cost
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.chaos_parts.fault import SIMULATED
+from benchmarks.chaos_parts.fault import SIMULATED, VLLM_STARTS_S, vllm_arguments
 from benchmarks.chaos_parts.system import System, running_system
 
 _WORKERS = ("--prefill", "1", "--decode", "2")
@@ -74,11 +75,11 @@ def report(lines: Sequence[dict[str, Any]], num_texts: int, num_changed: int) ->
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
-async def run(num_streams: int, num_drains: int, *, is_simulated: bool) -> str:
-    """Runs all drains on one system."""
-    arguments = (*_WORKERS, *(SIMULATED if is_simulated else ("--dtype", "float32")))
+async def run(num_streams: int, num_drains: int, engine: Sequence[str]) -> str:
+    """Runs all drains on one system. `engine`: options of `halfmoon up`."""
+    arguments = (*_WORKERS, *engine)
     with tempfile.TemporaryDirectory(prefix="halfmoon-moves-") as folder:
-        async with running_system(arguments, Path(folder) / "state", 3, {}) as system:
+        async with running_system(arguments, Path(folder) / "state", 3, {}, VLLM_STARTS_S) as system:
             timeout = aiohttp.ClientTimeout(total=600)
             async with aiohttp.ClientSession(system.url, timeout=timeout) as http:
                 undisturbed = [*await asyncio.gather(*(answer(http, number) for number in range(num_streams)))]
@@ -95,9 +96,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=6)
     parser.add_argument("--drains", type=int, default=3)
-    parser.add_argument("--simulated", action="store_true")
+    engine = parser.add_mutually_exclusive_group()
+    engine.add_argument("--simulated", action="store_true")
+    engine.add_argument("--vllm", type=Path, metavar="PYTHON", help="workers compute with this interpreter's vLLM")
     options = parser.parse_args()
-    print(asyncio.run(run(options.streams, options.drains, is_simulated=options.simulated)))
+    chosen = SIMULATED if options.simulated else ("--dtype", "float32")
+    chosen = chosen if options.vllm is None else (*chosen, *vllm_arguments(options.vllm.absolute()))
+    print(asyncio.run(run(options.streams, options.drains, chosen)))
 
 
 if __name__ == "__main__":

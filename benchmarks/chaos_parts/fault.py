@@ -14,6 +14,7 @@ WORKERS = (
     *("--prefill", "2", "--decode", "2", "--dtype", "float32"),
     *("--kv-memory", "256MiB", "--dram-bytes", "128MiB"),  # enough for the load
 )
+VLLM_STARTS_S = 900.0
 SIMULATED = ("--engine", "sim", "--sim-profile", "llama2-70b-8xa800")
 
 
@@ -62,6 +63,11 @@ def over_vllm(fault: Fault, python: Path) -> Fault:
     """The same fault with workers over the vLLM of this interpreter, unless its workers are simulated."""
     if "sim" in fault.arguments:
         return fault
+    return replace(fault, arguments=(*fault.arguments, *vllm_arguments(python)), whole_within_s=VLLM_STARTS_S)
+
+
+def vllm_arguments(python: Path) -> tuple[str, ...]:
+    """Options of `halfmoon up` for workers over the vLLM of this interpreter."""
     engine = ("--engine", "vllm", "--engine-python", str(python), "--engine-args=--enforce-eager")
     context = ("--set", "workers.all.max_context_tokens=2048")  # vLLM wants memory for one that long
-    return replace(fault, arguments=(*fault.arguments, *engine, *context), whole_within_s=900.0)
+    return (*engine, *context)
