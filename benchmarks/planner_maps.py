@@ -64,6 +64,7 @@ def _map(case: tuple[str, str, str], folder: Path | None, jobs: int | None) -> d
     model, gpu, workload = case
     summary = map_summary(make_map(PlanRequest(model, gpu, workload, 1.0, 1.0), num_processes=jobs))
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(summary))
     return summary
 
