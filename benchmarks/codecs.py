@@ -4,13 +4,10 @@
 
 KV is that of English prose (Python's language reference, which comes with every Python) after `--tokens` tokens, in
 bfloat16, computed in float32. The next `--next` tokens of the text are read on top of each codec's decoded KV.
-KL(bfloat16 KV
-
-
-codec) in nats and agreement of the likeliest token are means over them. Speeds are those of one thread, in bytes of
-bfloat16 KV, over frames as cut by a hand-over; medians of rounds in which the codecs take turns, compared with a copy
-of the same bytes in the same round. int2 is applied as in the store: blocks of 64 tokens, with the last 128 tokens
-unchanged, which its ratio counts.
+KL(bfloat16 KV, codec) in nats and agreement of the likeliest token are means over them. Speeds are those of one thread,
+in bytes of bfloat16 KV, over frames as cut by a hand-over; medians of rounds in which the codecs take turns, compared
+with a copy of the same bytes in the same round. int2 is applied as in the store: blocks of 64 tokens, with the last 128
+tokens unchanged, which its ratio counts.
 """
 
 from __future__ import annotations
