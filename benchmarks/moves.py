@@ -22,7 +22,7 @@ import aiohttp
 from benchmarks.chaos_parts.fault import SIMULATED, VLLM_STARTS_S, vllm_arguments
 from benchmarks.chaos_parts.system import System, running_system
 
-_WORKERS = ("--prefill", "1", "--decode", "2")
+_WORKERS = ("--prefill", "1", "--decode", "2", "--kv-memory", "256MiB", "--dram-bytes", "128MiB")
 _TEXT = "The moon rose over the quiet harbour, and the fishermen counted their boats before the tide. "
 _BEFORE_S = 2.0  # streams run for so long before the drain
 _TOKENS = 400
