@@ -176,12 +176,13 @@ async def _streamed(
 ) -> Outcome:
     first_s = last_s = 0.0
     num_events, whole = 0, list[bytes]()
-    tail, content = b"", _CONTENT if _is_chat(gateway, request) else _TEXT
+    tail, unread, content = b"", b"", _CONTENT if _is_chat(gateway, request) else _TEXT
     async for data in response.content.iter_any():
         now_s = time.monotonic()
-        if found := content.findall(data):
+        *lines, unread = (unread + data).split(b"\n")  # a read may end anywhere
+        if found := sum(content.search(line) is not None for line in lines):
             first_s, last_s = first_s or now_s, now_s
-            num_events += len(found)
+            num_events += found
         tail = (tail + data)[-_TAIL_BYTES:]
         if request.history is not None:
             whole.append(data)

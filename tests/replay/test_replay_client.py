@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import aiohttp
@@ -13,9 +14,16 @@ from halfmoon.replay.client import Gateway, ReplayRequest, send
 from halfmoon.replay.outcome import End, Outcome
 
 
-async def replayed(status: int, body: str) -> Outcome:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(status=status, text=body)
+async def replayed(status: int, *parts: str) -> Outcome:
+    """The outcome of an answer that comes in parts."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part.encode())
+            await asyncio.sleep(0.01)
+        return response
 
     app = web.Application()
     app.router.add_post("/v1/completions", answer)
@@ -52,3 +60,9 @@ async def test_an_answer_counts_by_its_usage() -> None:
     )
     assert (found.end, found.num_tokens, found.num_prompt_tokens, found.num_cached_tokens) == ("answered", 3, 2, 1)
     assert found.ttft_s > 0
+
+
+async def test_tokens_without_usage_are_counted_wherever_a_read_ends() -> None:
+    stream = 'data: {"choices": [{"text": "a"}]}\n\n' * 3 + "data: [DONE]\n\n"
+    found = await replayed(200, stream[:20], stream[20:45], stream[45:60], stream[60:])
+    assert (found.end, found.num_tokens) == ("answered", 3)
