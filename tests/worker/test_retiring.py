@@ -29,7 +29,7 @@ class BusyEngine:
         self.num_asked += 1
         if self.num_asked == 3:
             self.was_asked_often.set()
-        return SimpleNamespace(num_running=self.num_running, num_waiting=0, num_reserved=0, num_held=0)
+        return SimpleNamespace(num_running=self.num_running, num_waiting=0, num_reserved=0, num_held=0, num_paused=0)
 
 
 class Worker:
