@@ -83,4 +83,4 @@ def test_a_paged_kv_that_does_not_fit_is_refused(device: str) -> None:
         replace(kv, k=kv.k[:, ::2], v=kv.v[:, ::2])
     wide = torch.zeros(1, 8, 512, device=device)
     with pytest.raises(ValueError, match="head size"):
-        paged_kv.PagedKV(wide, wide.clone(), 8)
+        paged_kv.PagedKV(wide, wide.clone(), 8).check_query(torch.zeros(1, 1, 512, device=device))

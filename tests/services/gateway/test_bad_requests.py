@@ -57,7 +57,7 @@ async def test_every_wrong_chat_parameter_is_named(fleet: Fleet) -> None:
         ("max_tokens", 0),
         ("max_tokens", True),
         ("max_tokens", "5"),
-        ("max_tokens", 5.0),
+        ("max_tokens", 5.5),
         ("max_completion_tokens", -1),
         ("n", 129),
         ("chat_template_kwargs", {"tools": []}),

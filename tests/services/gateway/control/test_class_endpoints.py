@@ -77,7 +77,7 @@ MALFORMED: tuple[tuple[str, str | None], ...] = (
     ('{"ttft_s": 1e300}', "ttft_s"),
     ('{"tbt_s": -0.0}', "tbt_s"),
     ('{"tbt_s": "0.1"}', "tbt_s"),
-    ('{"priority": 1e3}', "priority"),
+    ('{"priority": 1.5}', "priority"),
     ('{"priority": 123456789012345678901234567890}', "priority"),
     ('{"capped_tokens": 0}', "capped_tokens"),
     ('{"capped_tokens": 123456789012345678901234567890}', "capped_tokens"),
