@@ -57,7 +57,11 @@ class LearnedModels:
         view: ClusterView,
         now_s: float,
     ) -> None:
-        """Takes the steps that a worker measured. In a mixed step, prefill took what the decodes do not explain."""
+        """Takes the steps that a worker measured. In a mixed step, prefill took what the decodes do not explain.
+
+        A mixed step whose prompts should take less than its decodes teaches nothing of them: the end of a moved
+        answer's text, a few tokens, costs less than the decodes' time varies.
+        """
 
         def num_busy(timings: Sequence[StepTiming]) -> list[float]:
             ends_s = [now_s - step.ended_before_s for step in timings]
@@ -72,12 +76,9 @@ class LearnedModels:
             latency.observe_steps(samples, num_busy(decodes))
             self._step_models.note(worker_id, kind, latency.step, len(decodes), now_s)
         model = latency.step
-        prefills = [step for step in steps if step.prefill_tokens]
+        prefills = [step for step in steps if step.prefill_tokens and _shows_prefill(step, latency)]
         if prefills:
-            prompts = [
-                prefill_sample(step.prefill_tokens, step.prefill_pairs, step.seconds - _decoding_s(step, model))
-                for step in prefills
-            ]
+            prompts = [_prompts_of(step, model) for step in prefills]
             self._learn(worker_id, kind, latency, prompts, num_busy(prefills), now_s)
 
     def note_prompt(
@@ -110,6 +111,18 @@ class LearnedModels:
     ) -> None:
         latency.observe_prefills(samples, num_busy)
         self._prefill_models.note(worker_id, kind, latency.prefill, len(samples), now_s)
+
+
+def _prompts_of(step: StepTiming, model: StepModel) -> PrefillSample:
+    return prefill_sample(step.prefill_tokens, step.prefill_pairs, step.seconds - _decoding_s(step, model))
+
+
+def _shows_prefill(step: StepTiming, latency: WorkerLatency) -> bool:
+    """Whether the prompts of a step take long enough beside its decodes to be told from them."""
+    if not step.batch or not any(latency.prefill):
+        return True
+    new_tokens, known_tokens, _ = _prompts_of(step, latency.step)
+    return latency.prefill.seconds(new_tokens, known_tokens) >= _decoding_s(step, latency.step)
 
 
 def _decoding_s(step: StepTiming, model: StepModel) -> float:

@@ -169,6 +169,24 @@ def test_steps_tell_what_prefills_take_where_a_worker_reports_them() -> None:
     assert shown(membership).prefill_model.seconds(300, -50) == pytest.approx(0.3)
 
 
+def test_ends_of_moved_answers_say_nothing_of_prompts() -> None:
+    """They cost less than the decodes' time varies."""
+    membership = Membership(FINGERPRINT, 1.0)
+    member = membership.join(identity(step_tokens=4096), 0.0)
+    prompts = [
+        StepTiming(seconds=0.02 + 4e-4 * n, prefill_tokens=n, prefill_pairs=n * n / 2) for n in (500, 1000, 2000)
+    ]
+    decode = StepTiming(batch=8, context_tokens=2000, seconds=0.07)
+    ends = [
+        StepTiming(batch=8, context_tokens=2000, seconds=0.07 + 1e-4 * n, prefill_tokens=n, prefill_pairs=300 * n)
+        for n in (4, 8, 12, 16)
+    ]
+    membership.report(member, WorkerLoad(steps=prompts * 10 + [decode] * 20), 2.0)
+    for at_s in range(3, 63):
+        membership.report(member, WorkerLoad(steps=ends), float(at_s))
+    assert shown(membership).prefill_model.seconds(3000) == pytest.approx(1.22, rel=0.1)
+
+
 def test_right_guesses_shorten_the_time_between_tokens() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     member = membership.join(identity(step_tokens=512), 0.0)
