@@ -75,10 +75,14 @@ class LearnedModels:
             ]
             latency.observe_steps(samples, num_busy(decodes))
             self._step_models.note(worker_id, kind, latency.step, len(decodes), now_s)
-        model = latency.step
-        prefills = [step for step in steps if step.prefill_tokens and _shows_prefill(step, latency)]
+        model, prefills, prompts = latency.step, list[StepTiming](), list[PrefillSample]()
+        for step in (one for one in steps if one.prefill_tokens):
+            decoding_s = _decoding_s(step, model)
+            sample = prefill_sample(step.prefill_tokens, step.prefill_pairs, step.seconds - decoding_s)
+            if not decoding_s or _outweighs(sample, decoding_s, latency.prefill):
+                prefills.append(step)
+                prompts.append(sample)
         if prefills:
-            prompts = [_prompts_of(step, model) for step in prefills]
             self._learn(worker_id, kind, latency, prompts, num_busy(prefills), now_s)
 
     def note_prompt(
@@ -113,16 +117,9 @@ class LearnedModels:
         self._prefill_models.note(worker_id, kind, latency.prefill, len(samples), now_s)
 
 
-def _prompts_of(step: StepTiming, model: StepModel) -> PrefillSample:
-    return prefill_sample(step.prefill_tokens, step.prefill_pairs, step.seconds - _decoding_s(step, model))
-
-
-def _shows_prefill(step: StepTiming, latency: WorkerLatency) -> bool:
-    """Whether the prompts of a step take long enough beside its decodes to be told from them."""
-    if not step.batch or not any(latency.prefill):
-        return True
-    new_tokens, known_tokens, _ = _prompts_of(step, latency.step)
-    return latency.prefill.seconds(new_tokens, known_tokens) >= _decoding_s(step, latency.step)
+def _outweighs(sample: PrefillSample, decoding_s: float, model: PrefillModel) -> bool:
+    """Whether a step's prompts should take long enough beside its decodes to be told from them."""
+    return not any(model) or model.seconds(sample.new_tokens, sample.cached_tokens) >= decoding_s
 
 
 def _decoding_s(step: StepTiming, model: StepModel) -> float:
