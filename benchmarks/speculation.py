@@ -26,7 +26,7 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.request import EngineRequest, SampledToken, SamplingParams
-from halfmoon.engine.scheduling.scheduler import ScheduledSequence
+from halfmoon.engine.scheduling.schedule import ScheduledSequence
 from halfmoon.engine.text.tokenizer import Tokenizer
 
 _ROOT = Path(__file__).parents[1]

@@ -27,7 +27,7 @@ from halfmoon.engine.request import EngineRequest, SampledToken
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.layer_gate import LayerLate
-from halfmoon.engine.scheduling.scheduler import SchedulerLimits
+from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.step_result import StagedWork, StepResult
 from halfmoon.errors import ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource

@@ -29,7 +29,8 @@ from halfmoon.engine.scheduling.paused_sequences import PausedKV
 from halfmoon.engine.scheduling.prefix_cache import CacheChanges, PrefixCache
 from halfmoon.engine.scheduling.restore_order import Restore, RestoreOrder
 from halfmoon.engine.scheduling.restore_watch import RestoreWatch
-from halfmoon.engine.scheduling.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerLimits
+from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence, SchedulerLimits
+from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence, SequenceState
 from halfmoon.engine.scheduling.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
@@ -66,7 +67,7 @@ class EngineCore:
     ) -> None:
         """`root` is the prefix cache's. `finish_reason` returns why a sequence's newest token is its last, or None.
 
-        paused_kv: see `Scheduler`.
+        paused_kv: see `SequenceQueues`.
         """
         self.layout = limits.layout
         self.num_blocks = limits.num_blocks
@@ -75,6 +76,7 @@ class EngineCore:
         self._finish_reason = finish_reason
         self._cache = PrefixCache(pool, self.layout.block_tokens, root)
         self._scheduler = Scheduler(self._cache, self.layout.block_tokens, step_limits, paused_kv)
+        self._queues = self._scheduler.queues
         self._kv_watch = KVWatch(self.layout)
         self._restores = RestoreWatch(self.layout.block_tokens)
         self._chains = BlockChains(self.layout.block_tokens)
@@ -90,7 +92,7 @@ class EngineCore:
         sequence = self._admit(request, order)
         if on_kv is not None:
             self._kv_watch.add(request.request_id, on_kv)
-        self._scheduler.add(sequence)
+        self._queues.add(sequence)
         self._restores.tell(sequence)
 
     def follow_targets(self, rule: ChunkRule) -> None:
@@ -106,7 +108,7 @@ class EngineCore:
         """
         sequence = self._admit(request)
         try:
-            self._scheduler.reserve(sequence, now_s)
+            self._queues.reserve(sequence, now_s)
         except NoCapacity as error:
             self._forget(sequence)
             raise NoCapacity(error.message, retry_after_ms=self._retry_after_ms()) from None
@@ -122,7 +124,7 @@ class EngineCore:
         """
         sequence = self.find_in("reserved", request_id)
         self._limits.check_token_ids((first_token_id,), "first_token_id")
-        self._scheduler.start(sequence, first_token_id, is_private=is_private)
+        self._queues.start(sequence, first_token_id, is_private=is_private)
         self._kv_watch.forget(request_id)
         if self._finish_reason(sequence) is not None:
             self._remove(sequence)
@@ -188,17 +190,17 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether there is work. A step may still be empty, while all work waits for blocks."""
-        return self._scheduler.has_work()
+        return self._queues.has_work()
 
     @property
     def allows_pauses(self) -> bool:
         """Whether any request is paused, or might be."""
-        return self._scheduler.allows_pauses
+        return self._queues.allows_pauses
 
     def begin_step(self, now_s: float = 0.0) -> Step:
         """Schedules the next step and its blocks. It is empty if there is no work, or all work waits for blocks."""
         schedule = self._scheduler.schedule(now_s)
-        counts = step_counts(schedule, self._scheduler.pause_counts)
+        counts = step_counts(schedule, self._queues.pause_counts)
         for item in schedule.scheduled:
             self._restores.tell(item.sequence)  # it may just have got its blocks
         return Step(schedule, counts, self._kv_watch.begin(schedule.scheduled))
@@ -233,16 +235,16 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Returns current counts. Read from another thread than `step`'s, they may be inconsistent."""
-        running, waiting = self._scheduler.running, self._scheduler.waiting
+        running, waiting = self._queues.running, self._queues.waiting
         return EngineStats(
             num_blocks=self.num_blocks,
             num_free_blocks=self._cache.num_available,
             num_cached_blocks=self._cache.num_cached,
             num_running=len(running),
             num_waiting=len(waiting),
-            num_paused=len(self._scheduler.paused),
-            num_reserved=self._scheduler.num_reserved,
-            num_held=self._scheduler.num_held,
+            num_paused=len(self._queues.paused),
+            num_reserved=self._queues.num_reserved,
+            num_held=self._queues.num_held,
             num_waiting_tokens=sum(sequence.num_uncomputed for sequence in (*running, *waiting)),
         )
 
@@ -316,7 +318,7 @@ class EngineCore:
         sequence.skip_loaded(self.layout.block_tokens)
         self._restores.tell(sequence)
         has_new = self._cache.insert(sequence)
-        self._scheduler.drop_behind_window(sequence)
+        self._queues.blocks.drop_behind_window(sequence)
         self._kv_watch.advance(sequence)
         if token is None:
             return None
@@ -329,7 +331,7 @@ class EngineCore:
         sequence.token_ids.append(token.token_id)
         reason = self._finish_reason(sequence)
         if sequence.request.prefill_only:
-            self._scheduler.hold(sequence)
+            self._queues.hold(sequence)
         elif reason is not None:
             self._remove(sequence)
         output = TokenOutput(sequence.request_id, token.token_id, position, reason, token.logprobs)
@@ -343,7 +345,7 @@ class EngineCore:
         return TokenOutput(sequence.request_id, ERROR_TOKEN_ID, sequence.num_output, reason)
 
     def _remove(self, sequence: Sequence) -> None:
-        self._scheduler.remove(sequence)
+        self._queues.remove(sequence)
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
@@ -355,5 +357,5 @@ class EngineCore:
         """Estimates when the first running request makes room, at the pace of the last step."""
         return retry_ms_when_full(
             self.last_step_s,
-            (sequence.sampling.max_tokens - sequence.num_output for sequence in self._scheduler.running),
+            (sequence.sampling.max_tokens - sequence.num_output for sequence in self._queues.running),
         )

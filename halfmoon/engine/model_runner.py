@@ -21,7 +21,7 @@ from halfmoon.engine.models import Model
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.request import SampledToken
 from halfmoon.engine.sampler import SamplingRow, prompt_logprobs, sample
-from halfmoon.engine.scheduling.scheduler import ScheduledSequence
+from halfmoon.engine.scheduling.schedule import ScheduledSequence
 
 
 class DecodeSteps(Protocol):

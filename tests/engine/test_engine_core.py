@@ -14,7 +14,7 @@ from halfmoon.engine.engine_core import EngineCore, Step
 from halfmoon.engine.request import EngineRequest, SampledToken, SamplingParams
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
-from halfmoon.engine.scheduling.scheduler import SchedulerLimits
+from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound

@@ -12,7 +12,7 @@ from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.layer_gate import LayerGate, LayerLate
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
-from halfmoon.engine.scheduling.scheduler import ScheduledSequence, SchedulerLimits
+from halfmoon.engine.scheduling.schedule import ScheduledSequence, SchedulerLimits
 from halfmoon.kv.kv_layout import KVLayout
 
 NUM_SCHEDULES = 10_000

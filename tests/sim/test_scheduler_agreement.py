@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
-from halfmoon.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from halfmoon.engine.scheduling.schedule import SchedulerLimits
+from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.chunk_length import ChunkRule, told_target_s
@@ -83,7 +84,7 @@ def engine_times(
                 max_pause_s=qos.max_pause_s,
                 tbt_target_s=told_target_s(qos.tbt_s, "both"),
             )
-            scheduler.add(Sequence(request, following))
+            scheduler.queues.add(Sequence(request, following))
             following += 1
         schedule = scheduler.schedule(float(now))
         if not schedule.scheduled:
@@ -105,7 +106,7 @@ def engine_times(
             newest[number] = now
             if sequence.num_output == rows[number][2]:
                 last[number] = now
-                scheduler.remove(sequence)
+                scheduler.queues.remove(sequence)
     return [(first[number], last[number], longest[number]) for number in range(len(rows))]
 
 

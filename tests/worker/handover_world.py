@@ -21,7 +21,7 @@ from halfmoon.engine.request import EngineRequest, FinishReason, SampledToken, S
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
-from halfmoon.engine.scheduling.scheduler import SchedulerLimits
+from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence as EngineSequence
 from halfmoon.errors import Cancelled, HalfmoonError, NotFound
 from halfmoon.kv.codec import Codec, decode, encode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from halfmoon.engine.scheduling.scheduler import ScheduledSequence
+from halfmoon.engine.scheduling.schedule import ScheduledSequence
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.kv.frame_plan import Written

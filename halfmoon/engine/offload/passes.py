@@ -10,7 +10,7 @@ from halfmoon.engine.config import OffloadSchedule
 from halfmoon.engine.offload.choice import Chooser, Group, RecomputeChoice
 from halfmoon.engine.offload.plan import Again, GroupPlan
 from halfmoon.engine.offload.tiers import TieredKV
-from halfmoon.engine.scheduling.scheduler import ScheduledSequence
+from halfmoon.engine.scheduling.schedule import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from halfmoon.engine.offload.plan import GroupPlan, Replaced
 from halfmoon.engine.offload.staging import Pipeline, Staging, Task
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.request import SampledToken
-from halfmoon.engine.scheduling.scheduler import ScheduledSequence
+from halfmoon.engine.scheduling.schedule import ScheduledSequence
 from halfmoon.engine.step_result import StagedWork
 
 

@@ -26,7 +26,7 @@ from halfmoon.engine.parallel.messages import CopyKV, Setup, Step, WriteKV
 from halfmoon.engine.parallel.rank import Rank, config_here, shard_layout
 from halfmoon.engine.parallel.sharded_kv import ShardedKV
 from halfmoon.engine.request import SampledToken
-from halfmoon.engine.scheduling.scheduler import ScheduledSequence
+from halfmoon.engine.scheduling.schedule import ScheduledSequence
 from halfmoon.errors import Incompatible, ServiceFailed
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
 from halfmoon.kv.kv_layout import KVLayout, Shard

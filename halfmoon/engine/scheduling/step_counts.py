@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from halfmoon.engine.scheduling.paused_sequences import PauseCounts
-from halfmoon.engine.scheduling.scheduler import Schedule
+from halfmoon.engine.scheduling.schedule import Schedule
 from halfmoon.engine.step_result import StepResult
 
 

@@ -25,7 +25,7 @@ from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.prefix_cache import CacheChanges
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
-from halfmoon.engine.scheduling.scheduler import SchedulerLimits
+from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import HalfmoonError, NotFound
 from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
-from halfmoon.engine.scheduling.scheduler import Schedule, Scheduler, SchedulerLimits
+from halfmoon.engine.scheduling.schedule import Schedule, SchedulerLimits
+from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import NoCapacity
 
@@ -63,7 +64,7 @@ class World:
 
     def add(self, prompt: int, max_tokens: int, level: int = 0, max_pause_s: float = 0.0) -> Sequence:
         sequence = self.sequence(prompt, max_tokens, level, max_pause_s)
-        self.scheduler.add(sequence)
+        self.scheduler.queues.add(sequence)
         return sequence
 
     def step(self) -> Schedule:
@@ -79,12 +80,12 @@ class World:
             if samples:
                 item.sequence.token_ids.append(len(item.sequence.token_ids))
                 if item.sequence.num_output == item.sequence.sampling.max_tokens:
-                    self.scheduler.remove(item.sequence)
+                    self.scheduler.queues.remove(item.sequence)
         self.cache.check_integrity()
         return schedule
 
     def run(self) -> None:
-        while self.scheduler.has_work():
+        while self.scheduler.queues.has_work():
             self.step()
 
 
@@ -108,7 +109,7 @@ def test_a_prompt_takes_the_place_of_a_lower_class_and_gives_it_back() -> None:
     world.run()
     assert low.num_output == 6
     assert low.pauses.total_s == 3.0
-    assert world.scheduler.pause_counts.take() == (1, 0, 3.0)
+    assert world.scheduler.queues.pause_counts.take() == (1, 0, 3.0)
     assert world.num_computed == 4 + 5 + 4 + 2  # nothing twice
 
 
@@ -160,7 +161,7 @@ def test_a_stream_of_higher_requests_does_not_starve_a_lower_one() -> None:
     world.step()
     steps = 0
     while low.state != "removed":
-        if not world.scheduler.waiting:
+        if not world.scheduler.queues.waiting:
             world.add(4, 2)
         world.step()
         steps += 1
@@ -183,13 +184,13 @@ def test_a_reservation_pauses_and_those_of_the_paused_class_wait() -> None:
     low = world.add(4, 6, level=1, max_pause_s=60)
     world.step()
     high = world.sequence(4, 3)
-    world.scheduler.reserve(high, world.now_s)
+    world.scheduler.queues.reserve(high, world.now_s)
     assert states(low) == ["paused"]
     with pytest.raises(NoCapacity):
-        world.scheduler.reserve(world.sequence(4, 3), world.now_s)
-    world.scheduler.remove(high)
+        world.scheduler.queues.reserve(world.sequence(4, 3), world.now_s)
+    world.scheduler.queues.remove(high)
     with pytest.raises(NoCapacity, match="wait"):
-        world.scheduler.reserve(world.sequence(4, 3, level=1, max_pause_s=60), world.now_s)
+        world.scheduler.queues.reserve(world.sequence(4, 3, level=1, max_pause_s=60), world.now_s)
     world.step()
     assert low.state == "running"
 
@@ -202,11 +203,11 @@ def test_a_paused_request_can_be_cancelled_wherever_its_kv_is() -> None:
         high = world.add(7, 2)
         world.step()
         assert low.state == "paused"
-        world.scheduler.remove(low)
-        world.scheduler.remove(high)
+        world.scheduler.queues.remove(low)
+        world.scheduler.queues.remove(high)
         assert world.cache.num_available == num_blocks
         assert not world.copies.copies
-        assert not world.scheduler.has_work()
+        assert not world.scheduler.queues.has_work()
 
 
 @settings(max_examples=200)
@@ -246,21 +247,21 @@ def test_every_request_ends_and_gives_back_its_blocks(
             sequence = world.sequence(prompt, output, level, most_s)
             if is_moving and output > 1:
                 try:
-                    world.scheduler.reserve(sequence, world.now_s)
+                    world.scheduler.queues.reserve(sequence, world.now_s)
                 except NoCapacity:
                     coming.append((step + 1, number))
                     break
                 reserved.append((step + 2, sequence))
             else:
-                world.scheduler.add(sequence)
+                world.scheduler.queues.add(sequence)
             begun.append(sequence)
         for at, sequence in reserved:
             if at == step:
-                world.scheduler.start(sequence, 0)
+                world.scheduler.queues.start(sequence, 0)
         reserved = [item for item in reserved if item[0] > step]
         schedule = world.step()
-        assert schedule.scheduled or schedule.num_preempted or reserved or not world.scheduler.has_work()
-        if not (coming or reserved or world.scheduler.has_work()):
+        assert schedule.scheduled or schedule.num_preempted or reserved or not world.scheduler.queues.has_work()
+        if not (coming or reserved or world.scheduler.queues.has_work()):
             break
     else:
         raise AssertionError("some request never ends")

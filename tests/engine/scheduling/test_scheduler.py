@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
-from halfmoon.engine.scheduling.scheduler import Schedule, Scheduler, SchedulerLimits
+from halfmoon.engine.scheduling.schedule import Schedule, SchedulerLimits
+from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import NoCapacity
 
@@ -40,7 +41,7 @@ def advance(scheduler: Scheduler, schedule: Schedule) -> list[Sequence]:
         if samples:
             item.sequence.token_ids.append(0)
             if item.sequence.num_output == item.sequence.sampling.max_tokens:
-                scheduler.remove(item.sequence)
+                scheduler.queues.remove(item.sequence)
                 finished.append(item.sequence)
     return finished
 
@@ -88,7 +89,7 @@ def test_every_sequence_finishes_within_the_limits(
     for step in range(2000):
         for at, arriving, handed_over in coming:
             if at == step and not handed_over:
-                scheduler.add(arriving)
+                scheduler.queues.add(arriving)
         reserved = [one for at, one, _ in coming if at <= step and one in offered and try_to_reserve(scheduler, one)]
         offered = [one for one in offered if one not in reserved]
         while stream and mine and not offered:
@@ -99,10 +100,10 @@ def test_every_sequence_finishes_within_the_limits(
             reserved.append(one)
         started[step + transfer_steps] = reserved
         for one in started.pop(step, []):
-            scheduler.start(one, 0)
+            scheduler.queues.start(one, 0)
         schedule = scheduler.schedule()
         check_step(scheduler, schedule, max_batch_tokens, chunk_tokens, max_running)
-        assert len(scheduler.waiting) <= len(requests) + max_running
+        assert len(scheduler.queues.waiting) <= len(requests) + max_running
         finished += advance(scheduler, schedule)
         mine -= {one.request_id for one in finished}
         if len(finished) == len(requests) + num_streamed:
@@ -114,7 +115,7 @@ def test_every_sequence_finishes_within_the_limits(
 
 def try_to_reserve(scheduler: Scheduler, one: Sequence) -> bool:
     try:
-        scheduler.reserve(one)
+        scheduler.queues.reserve(one)
     except NoCapacity:
         return False
     return True
@@ -129,20 +130,22 @@ def check_step(
     assert counts[: schedule.num_decode_seqs] == [1] * schedule.num_decode_seqs
     if schedule.num_decode_seqs:
         assert sum(counts[schedule.num_decode_seqs :]) <= chunk_tokens
-    assert len(scheduler.running) <= max_running
-    assert schedule.scheduled or schedule.num_preempted or scheduler.num_reserved or not scheduler.has_work()
-    held = [block for other in scheduler.running for block in other.blocks]
+    assert len(scheduler.queues.running) <= max_running
+    assert (
+        schedule.scheduled or schedule.num_preempted or scheduler.queues.num_reserved or not scheduler.queues.has_work()
+    )
+    held = [block for other in scheduler.queues.running for block in other.blocks]
     assert len(held) == len(set(held))
     for item in schedule.scheduled:
         assert len(item.sequence.blocks) * BLOCK_TOKENS >= item.sequence.num_computed + item.num_tokens
-    assert not any(other.blocks for other in scheduler.waiting)
+    assert not any(other.blocks for other in scheduler.queues.waiting)
 
 
 def test_a_long_prompt_is_cut_and_decodes_go_on_beside_it() -> None:
     scheduler, _ = make(chunk_tokens=6)
-    scheduler.add(sequence(0, 3, max_tokens=9))
+    scheduler.queues.add(sequence(0, 3, max_tokens=9))
     advance(scheduler, scheduler.schedule())
-    scheduler.add(sequence(1, 20))
+    scheduler.queues.add(sequence(1, 20))
     steps = []
     for _ in range(4):
         schedule = scheduler.schedule()
@@ -153,23 +156,23 @@ def test_a_long_prompt_is_cut_and_decodes_go_on_beside_it() -> None:
 
 def test_without_decodes_a_prompt_fills_the_batch() -> None:
     scheduler, _ = make(chunk_tokens=6)
-    scheduler.add(sequence(0, 20))
-    scheduler.add(sequence(1, 20))
+    scheduler.queues.add(sequence(0, 20))
+    scheduler.queues.add(sequence(1, 20))
     assert tokens(scheduler.schedule()) == {"r0": 20, "r1": 12}
 
 
 def test_a_running_prompt_goes_on_while_another_waits_before_it() -> None:
     scheduler, _ = make(max_running=1)
-    scheduler.add(sequence(1, 40))
+    scheduler.queues.add(sequence(1, 40))
     advance(scheduler, scheduler.schedule())
-    scheduler.add(sequence(0, 4))
+    scheduler.queues.add(sequence(0, 4))
     assert tokens(scheduler.schedule()) == {"r1": 8}
 
 
 def test_a_prompt_too_long_for_a_step_shares_it_with_shorter_ones_behind_it() -> None:
     scheduler, _ = make(num_blocks=64)
     for order, prompt in enumerate((100, 10, 9)):
-        scheduler.add(sequence(order, prompt))
+        scheduler.queues.add(sequence(order, prompt))
     first = scheduler.schedule()
     assert tokens(first) == {"r0": 16, "r2": 9, "r1": 7}  # half of 32, then the shortest first
     advance(scheduler, first)
@@ -179,8 +182,8 @@ def test_a_prompt_too_long_for_a_step_shares_it_with_shorter_ones_behind_it() ->
 def test_a_short_prompt_waits_for_one_step_behind_any_number_of_long_ones() -> None:
     scheduler, _ = make(num_blocks=512)
     for order in range(6):
-        scheduler.add(sequence(order, 100))
-    scheduler.add(sequence(6, 5))
+        scheduler.queues.add(sequence(order, 100))
+    scheduler.queues.add(sequence(6, 5))
     assert tokens(scheduler.schedule()) == {"r0": 27, "r6": 5}
 
 
@@ -191,18 +194,18 @@ def test_a_short_prompt_waits_for_one_step_behind_any_number_of_long_ones() -> N
 )
 def test_a_long_prompt_yields_to_nobody_else(behind: tuple[int, int], num_blocks: int, max_running: int) -> None:
     scheduler, _ = make(num_blocks=num_blocks, max_running=max_running)
-    scheduler.add(sequence(0, 100))
-    scheduler.add(sequence(1, behind[0], priority=behind[1]))
+    scheduler.queues.add(sequence(0, 100))
+    scheduler.queues.add(sequence(1, behind[0], priority=behind[1]))
     assert tokens(scheduler.schedule()) == {"r0": 32}
 
 
 def test_prompts_with_log_probabilities_share_the_logits_of_a_step() -> None:
     scheduler, _ = make(num_blocks=300, max_batch_tokens=1_000)
     for order in range(3):
-        scheduler.add(sequence(order, 200, prompt_logprobs=0))
-    scheduler.add(sequence(3, 100))
+        scheduler.queues.add(sequence(order, 200, prompt_logprobs=0))
+    scheduler.queues.add(sequence(3, 100))
     steps = []
-    while scheduler.has_work():
+    while scheduler.queues.has_work():
         step = scheduler.schedule()
         steps.append(tokens(step))
         assert sum(item.num_logits for item in step.scheduled if item.sequence.needs_all_outputs) <= 256
@@ -212,18 +215,18 @@ def test_prompts_with_log_probabilities_share_the_logits_of_a_step() -> None:
 
 def test_priority_goes_before_arrival() -> None:
     scheduler, _ = make(max_running=1)
-    scheduler.add(sequence(0, 4, priority=1))
-    scheduler.add(sequence(1, 4, priority=0))
+    scheduler.queues.add(sequence(0, 4, priority=1))
+    scheduler.queues.add(sequence(1, 4, priority=0))
     assert tokens(scheduler.schedule()) == {"r1": 4}
 
 
 def test_a_large_request_is_not_overtaken_by_small_ones() -> None:
     scheduler, _ = make(num_blocks=4)
     first = sequence(0, 8, max_tokens=3)
-    scheduler.add(first)
+    scheduler.queues.add(first)
     advance(scheduler, scheduler.schedule())
-    scheduler.add(sequence(1, 16))
-    scheduler.add(sequence(2, 1))
+    scheduler.queues.add(sequence(1, 16))
+    scheduler.queues.add(sequence(2, 1))
     schedule = scheduler.schedule()
     assert tokens(schedule) == {"r0": 1}
     while not advance(scheduler, schedule):
@@ -234,8 +237,8 @@ def test_a_large_request_is_not_overtaken_by_small_ones() -> None:
 def test_the_latest_arrival_is_preempted_and_starts_over() -> None:
     scheduler, cache = make(num_blocks=4)
     early, late = sequence(0, 8, max_tokens=9), sequence(1, 8, max_tokens=9)
-    scheduler.add(early)
-    scheduler.add(late)
+    scheduler.queues.add(early)
+    scheduler.queues.add(late)
     advance(scheduler, scheduler.schedule())
     schedule = scheduler.schedule()  # both need a third block, and there is none
     assert schedule.num_preempted == 1
@@ -248,16 +251,16 @@ def test_the_latest_arrival_is_preempted_and_starts_over() -> None:
 def test_a_reservation_holds_blocks_until_it_starts_or_goes() -> None:
     scheduler, cache = make(num_blocks=4)
     reserved = sequence(0, 8, max_tokens=4)
-    scheduler.reserve(reserved)
+    scheduler.queues.reserve(reserved)
     assert cache.num_available == 1  # eight tokens and the next one
-    assert not scheduler.has_work()
+    assert not scheduler.queues.has_work()
     with pytest.raises(NoCapacity):
-        scheduler.reserve(sequence(1, 8))
-    scheduler.start(reserved, 5)
+        scheduler.queues.reserve(sequence(1, 8))
+    scheduler.queues.start(reserved, 5)
     schedule = scheduler.schedule()
     assert tokens(schedule) == {"r0": 1}
     assert schedule.num_decode_seqs == 1
-    scheduler.remove(reserved)
+    scheduler.queues.remove(reserved)
     assert cache.num_available == 4
 
 
@@ -265,13 +268,13 @@ def test_a_preempted_sequence_goes_before_later_reservations() -> None:
     scheduler, cache = make(num_blocks=4)
     early, late = sequence(0, 7, max_tokens=9), sequence(1, 7, max_tokens=3)
     for one in (early, late):
-        scheduler.reserve(one)
-        scheduler.start(one, 0)
+        scheduler.queues.reserve(one)
+        scheduler.queues.start(one, 0)
     while late.state == "running":
         advance(scheduler, scheduler.schedule())
     assert cache.num_available == 1
     with pytest.raises(NoCapacity, match="wait"):  # there is a block for it, but then `late` would wait longer
-        scheduler.reserve(sequence(2, 3))
+        scheduler.queues.reserve(sequence(2, 3))
     while late.state == "waiting":
         advance(scheduler, scheduler.schedule())
     assert early.num_output == 9
@@ -279,36 +282,36 @@ def test_a_preempted_sequence_goes_before_later_reservations() -> None:
 
 def test_a_sequence_that_waits_for_its_turn_only_is_no_reason_to_refuse() -> None:
     scheduler, _ = make()
-    scheduler.add(sequence(0, 40))
-    scheduler.add(sequence(1, 4, priority=1))
+    scheduler.queues.add(sequence(0, 40))
+    scheduler.queues.add(sequence(1, 4, priority=1))
     assert tokens(scheduler.schedule()) == {"r0": 32}
-    scheduler.reserve(sequence(2, 4))
+    scheduler.queues.reserve(sequence(2, 4))
 
 
 def test_when_nobody_waits_any_more_reservations_are_taken_again() -> None:
     scheduler, cache = make(num_blocks=3)
     running, waiting = sequence(0, 8, max_tokens=2), sequence(1, 8)
-    scheduler.add(running)
-    scheduler.add(waiting)
+    scheduler.queues.add(running)
+    scheduler.queues.add(waiting)
     scheduler.schedule()
     with pytest.raises(NoCapacity):
-        scheduler.reserve(sequence(2, 1))
-    scheduler.remove(waiting)
-    scheduler.remove(running)
-    scheduler.reserve(sequence(2, 1))
+        scheduler.queues.reserve(sequence(2, 1))
+    scheduler.queues.remove(waiting)
+    scheduler.queues.remove(running)
+    scheduler.queues.reserve(sequence(2, 1))
     assert cache.num_available == 2
 
 
 def test_a_held_sequence_keeps_its_blocks_and_is_not_preempted() -> None:
     scheduler, cache = make(num_blocks=2)
     held = sequence(0, 8)
-    scheduler.add(held)
+    scheduler.queues.add(held)
     scheduler.schedule()
     held.num_computed = 8
-    scheduler.hold(held)
-    scheduler.add(sequence(1, 4))
+    scheduler.queues.hold(held)
+    scheduler.queues.add(sequence(1, 4))
     assert not scheduler.schedule().scheduled
-    assert scheduler.has_work()
-    scheduler.remove(held)
+    assert scheduler.queues.has_work()
+    scheduler.queues.remove(held)
     assert tokens(scheduler.schedule()) == {"r1": 4}
     assert cache.num_available == 1

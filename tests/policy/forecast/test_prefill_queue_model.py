@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
-from halfmoon.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from halfmoon.engine.scheduling.schedule import SchedulerLimits
+from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes, DecodeIntervals
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
@@ -202,11 +203,11 @@ def scheduled_until(
     if decode_s:
         request = EngineRequest("decoding", (1,), SamplingParams(max_tokens=999), tbt_target_s=target_s)
         decoding = Sequence(request, 99)
-        scheduler.reserve(decoding)
-        scheduler.start(decoding, 1)
+        scheduler.queues.reserve(decoding)
+        scheduler.queues.start(decoding, 1)
     for number, (num_tokens, priority) in enumerate(prompts):
         request = EngineRequest(str(number), (1,) * num_tokens, SamplingParams(max_tokens=1), priority=priority)
-        scheduler.add(Sequence(request, number))
+        scheduler.queues.add(Sequence(request, number))
         if number == 0:
             first = scheduler.schedule()
     step = first
@@ -216,7 +217,7 @@ def scheduled_until(
         for item in prompt_items:
             item.sequence.num_computed += item.num_tokens
             if not item.sequence.num_uncomputed:
-                scheduler.remove(item.sequence)
+                scheduler.queues.remove(item.sequence)
                 if item.sequence.request_id == str(len(prompts) - 1):
                     return now_s
         step = scheduler.schedule()

@@ -1,0 +1,68 @@
+"""What one step runs: tokens of sequences, within limits. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfmoon.engine.scheduling.layer_gate import LayerGate
+from halfmoon.engine.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What a step may hold. `chunk_tokens` bounds prefill next to decodes where `Scheduler.chunk_rule` is unknown."""
+
+    max_batch_tokens: int = 2048
+    chunk_tokens: int = 512
+    max_running: int = 64
+    speculates: bool = False  # decodes also run guessed tokens (`speculation.py`)
+    window_tokens: int | None = None  # no layer lets a token see further back, itself included; None: some does
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """`num_tokens` tokens of `sequence`, from `start` on, run in this step.
+
+    The `num_arriving` tokens between its `num_computed` and `start` arrive layer by layer while the step runs. The last
+    ones may be `drafts`: guesses that are not among the sequence's tokens yet.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    num_arriving: int = 0
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def start(self) -> int:
+        """Position of the first token that runs."""
+        return self.sequence.num_computed + self.num_arriving
+
+    @property
+    def gate(self) -> LayerGate | None:
+        """Where the step waits for the layers that arrive."""
+        restore = self.sequence.restore
+        return restore.gate if self.num_arriving and restore is not None else None
+
+    @property
+    def num_logits(self) -> int:
+        """How many of its last tokens the step needs logits of."""
+        return self.num_tokens if self.sequence.needs_all_outputs else self.num_drawn
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step ends with this sequence's newest token, so that the next one is drawn."""
+        return self.num_arriving + self.num_tokens - len(self.drafts) == self.sequence.num_uncomputed
+
+    @property
+    def num_drawn(self) -> int:
+        """How many tokens are drawn: the next one, and what would follow each guess."""
+        return 1 + len(self.drafts) if self.samples else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step's work, decodes first."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    num_decode_seqs: int
+    num_preempted: int
