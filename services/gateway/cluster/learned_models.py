@@ -57,10 +57,11 @@ class LearnedModels:
         view: ClusterView,
         now_s: float,
     ) -> None:
-        """Takes the steps that a worker measured. In a mixed step, prefill took what the decodes do not explain.
+        """Takes the steps that a worker measured.
 
-        A mixed step whose prompts should take less than its decodes teaches nothing of them: the end of a moved
-        answer's text, a few tokens, costs less than the decodes' time varies.
+        A mixed step teaches how long prompts take as `LatencyModel.stage_s` says: decodes are rows of the same matrix
+        products, with attention of their own. One whose products should take less than its decodes alone teaches
+        nothing of prompts: the end of a moved answer's text, a few tokens, costs less than the decodes' time varies.
         """
 
         def num_busy(timings: Sequence[StepTiming]) -> list[float]:
@@ -77,9 +78,8 @@ class LearnedModels:
             self._step_models.note(worker_id, kind, latency.step, len(decodes), now_s)
         model, prefills, prompts = latency.step, list[StepTiming](), list[PrefillSample]()
         for step in (one for one in steps if one.prefill_tokens):
-            decoding_s = _decoding_s(step, model)
-            sample = prefill_sample(step.prefill_tokens, step.prefill_pairs, step.seconds - decoding_s)
-            if not decoding_s or _outweighs(sample, decoding_s, latency.prefill):
+            sample = _prefill_sample(step, model)
+            if not step.batch or _outweighs(sample, step, model, latency.prefill):
                 prefills.append(step)
                 prompts.append(sample)
         if prefills:
@@ -117,13 +117,17 @@ class LearnedModels:
         self._prefill_models.note(worker_id, kind, latency.prefill, len(samples), now_s)
 
 
-def _outweighs(sample: PrefillSample, decoding_s: float, model: PrefillModel) -> bool:
-    """Whether a step's prompts should take long enough beside its decodes to be told from them."""
-    return not any(model) or model.seconds(sample.new_tokens, sample.cached_tokens) >= decoding_s
+def _prefill_sample(step: StepTiming, model: StepModel) -> PrefillSample:
+    """A step's matrix products and its prompts' attention: all of it but the attention of its decodes."""
+    attention_s = _tokens_each(step) * model.f * step.context_tokens
+    num_rows = step.prefill_tokens + step.batch + step.drafts
+    return prefill_sample(num_rows, step.prefill_pairs, step.seconds - attention_s)
 
 
-def _decoding_s(step: StepTiming, model: StepModel) -> float:
-    return _tokens_each(step) * model.seconds(step.batch, step.context_tokens) if step.batch else 0.0
+def _outweighs(sample: PrefillSample, step: StepTiming, model: StepModel, prefill: PrefillModel) -> bool:
+    """Whether the step should take longer than its decodes alone, so that it says what its prompts take."""
+    decoding_s = _tokens_each(step) * model.seconds(step.batch, step.context_tokens)
+    return not any(prefill) or prefill.seconds(sample.new_tokens, sample.cached_tokens) >= decoding_s
 
 
 def _tokens_each(step: StepTiming) -> float:

@@ -15,10 +15,11 @@ from halfmoon.pb.types_pb2 import (
     ROLE_UNSPECIFIED,
     KVLayout,
 )
-from halfmoon.policy.models.latency import PrefillSample
+from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel
 from halfmoon.policy.view.block_index import BlockEvents as StoredBlocks
 from halfmoon.policy.view.block_index import unpack_keys
 from halfmoon.policy.view.worker_view import WorkerView
+from halfmoon.sim.latency_sources.worker_profile import coefficients
 from services.gateway.cluster.membership import Membership
 from tests.services.gateway.fakes import FINGERPRINT, LAYOUT
 
@@ -166,7 +167,31 @@ def test_steps_tell_what_prefills_take_where_a_worker_reports_them() -> None:
     mixed = StepTiming(batch=2, context_tokens=50, seconds=0.31, prefill_tokens=300, prefill_pairs=30_000)
     membership.report(member, WorkerLoad(steps=[decode] * 20 + [mixed] * 20), 2.0)
     assert shown(membership).step_model.seconds(2, 50) == pytest.approx(0.01)
-    assert shown(membership).prefill_model.seconds(300, -50) == pytest.approx(0.3)
+    assert shown(membership).prefill_model.seconds(300, -50) == pytest.approx(0.31, rel=0.01)
+
+
+@pytest.mark.parametrize("num_decodes", [8, 40])
+def test_a_worker_of_both_roles_prefills_as_fast_as_one_that_only_does(num_decodes: int) -> None:
+    """Its prompts run beside decodes, whose products they hide: what they add to such a step is less than they take."""
+    latency = coefficients("test", PrefillModel(0.02, 4e-4, 0.0), StepModel(0.06, 1.5e-3, 2e-7), 200_000, 131_072)
+    context_tokens = 400 * num_decodes
+    decode_s = latency.stage_s(0, 0, num_decodes, context_tokens)
+    decode = StepTiming(batch=num_decodes, context_tokens=context_tokens, seconds=decode_s)
+    mixed = [
+        StepTiming(
+            batch=num_decodes,
+            context_tokens=context_tokens,
+            seconds=latency.stage_s(num_tokens, num_tokens**2 / 2, num_decodes, context_tokens),
+            prefill_tokens=num_tokens,
+            prefill_pairs=num_tokens**2 // 2,
+        )
+        for num_tokens in (512, 384, 512, 448)
+    ]
+    membership = Membership(FINGERPRINT, 1.0)
+    profile = LatencyProfile(kind="k", prefill=latency.policy_prefill, step=latency.policy_step)
+    member = membership.join(identity(step_tokens=4096, profile=profile), 0.0)
+    membership.report(member, WorkerLoad(steps=[decode] * 20 + mixed * 20), 2.0)
+    assert shown(membership).prefill_model.seconds(3000) == pytest.approx(1.22, rel=0.02)
 
 
 def test_ends_of_moved_answers_say_nothing_of_prompts() -> None:
@@ -196,7 +221,7 @@ def test_right_guesses_shorten_the_time_between_tokens() -> None:
     )
     membership.report(member, WorkerLoad(steps=[decode] * 20 + [mixed] * 20), 2.0)
     assert shown(membership).step_model.seconds(2, 50) == pytest.approx(0.01)
-    assert shown(membership).prefill_model.seconds(300, -50) == pytest.approx(0.3)
+    assert shown(membership).prefill_model.seconds(300, -50) == pytest.approx(0.33, rel=0.05)
 
 
 def test_a_worker_is_taken_for_one_of_its_kind_while_little_is_known_of_it() -> None:
