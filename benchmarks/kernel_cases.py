@@ -40,7 +40,7 @@ class Shapes:
 class Case:
     """One measurement.
 
-    Has `flops` and `peer`, torch's kernel for the job, if bound by arithmetic rather than memory.
+    Has `flops` and `peer`, other code for the job, if bound by arithmetic rather than memory.
     """
 
     kernel: str
@@ -49,6 +49,7 @@ class Case:
     run: Callable[[], Any]
     flops: float = 0.0
     peer: Callable[[], Any] | None = None
+    peer_name: str = "torch's attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,38 @@ def prefill_case(shapes: Shapes, num_cached: int, num_new: int) -> Case:
     )
 
 
+def mixed_case(shapes: Shapes, num_decodes: int, context: int, num_cached: int, num_new: int, num_sms: int) -> Case:
+    """A chunk of a prompt beside decodes."""
+    from halfmoon.engine.kernels.decode_attention import choose_num_splits, decode_attention
+    from halfmoon.engine.kernels.mixed_attention import Decodes, Prefills, mixed_attention
+    from halfmoon.engine.kernels.prefill_attention import prefill_attention
+
+    longest = max(context, num_cached + num_new)
+    seqs = make_sequences(shapes, num_decodes + 1, longest, shapes.dtype)
+    tables = [seqs.block_table[:num_decodes].clone(), seqs.block_table[num_decodes:].clone()]
+    lens = [torch.full((n,), size, dtype=torch.int32, device=shapes.device)
+            for n, size in ((num_decodes, context), (1, num_cached + num_new))]  # fmt: skip
+    starts = torch.tensor([0, num_new], dtype=torch.int32, device=shapes.device)
+    q = shapes.randn(num_decodes + num_new, shapes.num_q_heads, shapes.head_dim)
+    num_splits, scale = choose_num_splits(num_decodes, shapes.num_kv_heads, context, num_sms), shapes.head_dim**-0.5
+    decodes, prefills = Decodes(tables[0], lens[0], num_splits), Prefills(tables[1], starts, lens[1], num_new)
+
+    def apart() -> Tensor:
+        first = decode_attention(q[:num_decodes], seqs.kv, tables[0], lens[0], scale, num_splits)
+        return torch.cat((first, prefill_attention(q[num_decodes:], seqs.kv, *prefills, scale)))
+
+    pairs = num_decodes * context + num_new * (num_cached + (num_new + 1) / 2)  # queries times keys
+    return Case(
+        "mixed_attention",
+        f"{num_decodes} at {context}, {num_new} new after {num_cached} cached",
+        kv_bytes(seqs.kv, num_decodes * context + num_cached + num_new) + 2 * q.nbytes,
+        lambda: mixed_attention(q, seqs.kv, decodes, prefills, scale),
+        flops=4.0 * shapes.num_q_heads * shapes.head_dim * pairs,
+        peer=apart,
+        peer_name="two kernels",
+    )
+
+
 def store_case(shapes: Shapes, num_tokens: int, kv_dtype: torch.dtype) -> Case:
     from halfmoon.engine.kernels.kv_write import kv_write
 
@@ -209,6 +242,9 @@ def cases(shapes: Shapes, num_sms: int) -> Iterator[tuple[str, Callable[[], Case
             yield "latent_attention", partial(latent_case, shapes.device, num_seqs, context, num_sms)
     for num_cached, num_new in ((0, 512), (0, 2048), (0, 8192), (8192, 512), (8192, 2048), (32768, 2048)):
         yield "prefill_attention", partial(prefill_case, shapes, num_cached, num_new)
+    for num_seqs, context in ((8, 1024), (64, 1024), (8, 8192), (64, 8192)):
+        for num_cached in (0, 8192):
+            yield "mixed_attention", partial(mixed_case, shapes, num_seqs, context, num_cached, 512, num_sms)
     yield "kv_write", partial(store_case, shapes, 8192, shapes.dtype)
     for num_tokens in (64, 8192):
         yield "rms_norm", partial(norm_cases, shapes, num_tokens)

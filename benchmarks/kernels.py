@@ -2,7 +2,8 @@
 
 A kernel's bytes are what it must read and write once. Its share is its GB/s over those of a large device copy, measured
 in the same run. Times are medians over CUDA-graph replays, timed by events, with the L2 cache replaced before each, so
-that neither Python nor a warm cache affects them. Prefill is compared with torch's scaled_dot_product_attention.
+that neither Python nor a warm cache affects them. Prefill is compared with torch's scaled_dot_product_attention,
+mixed_attention with the two kernels that it unites, one after the other.
 Without a GPU the program says so and exits with status 2. `--table` prints which of them attends, and needs none.
 """
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_cases import Case, Shapes, cases
-from halfmoon.engine.attention.attention_table import TABLE
+from halfmoon.engine.attention.attention_table import FUSED_FROM, TABLE
 
 FLUSH_BYTES = 512 << 20  # several times any L2
 
@@ -37,6 +38,7 @@ class Result:
     gb_per_s: float
     share_of_copy: float
     tflop_per_s: float | None = None
+    peer: str | None = None
     peer_time_us: float | None = None
     speed_over_peer: float | None = None
 
@@ -72,6 +74,7 @@ def measure(case: Case, copy_gb_per_s: float, repeats: int, flush: Tensor) -> Re
         gb_per_s=gb_per_s,
         share_of_copy=gb_per_s / copy_gb_per_s,
         tflop_per_s=case.flops / time_us / 1e6 if case.flops else None,
+        peer=case.peer_name if case.peer is not None else None,
         peer_time_us=peer_us,
         speed_over_peer=peer_us / time_us if peer_us is not None else None,
     )
@@ -90,7 +93,7 @@ def line(result: Result) -> str:
         f"{result.gb_per_s:8.0f} GB/s {100 * result.share_of_copy:5.0f} %"
     )
     if result.tflop_per_s is not None and result.speed_over_peer is not None:
-        text += f"  {result.tflop_per_s:5.0f} TFLOP/s, {result.speed_over_peer:.2f}x torch's attention"
+        text += f"  {result.tflop_per_s:5.0f} TFLOP/s, {result.speed_over_peer:.2f}x {result.peer}"
     return text
 
 
@@ -98,7 +101,11 @@ def table() -> str:
     """Which code attends, in Markdown."""
     lines = ["| back end | attention | decodes | prompts | both |", "|---|---|---|---|---|"]
     lines += [f"| {' | '.join((*key, *row))} |" for key, row in TABLE.items()]
-    return "\n".join([*lines, "", "Everything else is gathered: torch attends, to keys that it copies together."])
+    fused = ["", "| compute capability | mixed_attention from so many tokens of decodes |", "|---|---|"]
+    fused += [f"| {major}.{minor} | {tokens} |" for (major, minor), tokens in FUSED_FROM.items()]
+    fused += [] if FUSED_FROM else ["| none was measured | only with `--mixed-attention fused` |"]
+    gathered = "Everything else is gathered: torch attends, to keys that it copies together."
+    return "\n".join([*lines, "", gathered, *fused])
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -84,6 +84,11 @@ class WorkerConfig(Section):
         description="'triton': our CUDA kernels; 'native': our CPU kernels; 'sdpa': torch's; 'flex': torch's "
         "FlexAttention, compiled where a C++ compiler (or Triton, on a GPU) is; 'auto': by device",
     )
+    mixed_attention: Literal["auto", "fused", "apart"] = Field(
+        "auto",
+        description="with attention: triton, decodes and prompts of a step by one kernel ('fused'), by two ('apart'), "
+        "or by a table of GPUs where one was measured to be faster, which is empty yet ('auto')",
+    )
     cuda_graphs: bool = Field(True, description="capture decode steps in CUDA graphs at start, on a GPU")
     speculation: Literal["off", "ngram"] = Field(
         "off",

@@ -64,6 +64,7 @@ class EngineConfig:
     prefix_cache: bool = True
     # triton: attention, layers and copies by our kernels; native: attention and layers, on a CPU; sdpa, flex: by torch
     attention: Literal["auto", "sdpa", "native", "triton", "flex"] = "auto"
+    mixed_attention: Literal["auto", "fused", "apart"] = "auto"  # triton's kernels of a step with decodes and prompts
     speculation: Literal["off", "ngram"] = "off"  # ngram: decodes run tokens that the text so far suggests
     cuda_graphs: bool = True  # decode steps are captured at start when triton computes on a CUDA device
     tensor_parallel: int = 1  # ranks that share every layer; with more than one rank, num_threads is per rank

@@ -161,7 +161,9 @@ def _triton_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, c
         if model.latent is not None:
             memory = torch.int8 if config.kv_dtype == "int8" else dtype
             num_programs = -(-model.num_heads // row_tile(model.num_heads, memory))
-        attention = TritonBackend(config.block_tokens, num_programs, context_tokens, config.device)
+        attention = TritonBackend(
+            config.block_tokens, num_programs, context_tokens, config.device, config.mixed_attention
+        )
     return DevicePath("triton", TRITON_OPS, pack_onednn, attention)
 
 

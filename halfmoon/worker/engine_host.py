@@ -134,6 +134,7 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
         max_running=settings.max_running,
         max_context_tokens=settings.max_context_tokens,
         attention=settings.attention,
+        mixed_attention=settings.mixed_attention,
         offload=_offload(settings),
         cuda_graphs=settings.cuda_graphs,
         num_threads=settings.num_threads,

@@ -13,6 +13,8 @@ Backend = Literal["sdpa", "native", "triton", "flex"]
 # What tokens attend to: everything before them, latents, less than everything (a window), or everything by capped
 # scores.
 Need = Literal["full", "latents", "windows", "caps"]
+# Decodes and prompts of one step by one kernel (`mixed_attention`), by two, or as FUSED_FROM says.
+MixedAttention = Literal["auto", "fused", "apart"]
 
 
 class Attends(NamedTuple):
@@ -32,7 +34,9 @@ _GATHERED = Attends("gathered", "gathered", "gathered")
 _FLEX = Attends("flex", "flex", "flex twice")
 TABLE: dict[tuple[Backend, Need], Attends] = {
     ("native", "full"): Attends("native", "native", "native"),
-    ("triton", "full"): Attends("decode_attention", "prefill_attention", "decode_attention, prefill_attention"),
+    ("triton", "full"): Attends(
+        "decode_attention", "prefill_attention", "decode_attention, prefill_attention; or mixed_attention"
+    ),
     ("triton", "latents"): Attends("latent_attention", "latent_attention", "latent_attention twice"),
     ("flex", "full"): _FLEX,
     ("flex", "windows"): _FLEX,
@@ -42,10 +46,26 @@ TABLE: dict[tuple[Backend, Need], Attends] = {
 }
 """Others are computed by torch with gathered keys (`attend_reference`)."""
 
+FUSED_FROM: dict[tuple[int, int], int] = {}
+"""Where `mixed_attention` is faster than two kernels: tokens of a step's decodes, by a GPU's compute capability.
+
+Empty: it has not been measured on a GPU. `python -m benchmarks.kernels --only mixed` measures.
+"""
+
 
 def attends(backend: Backend, need: Need) -> Attends:
     """The row of the table. A worker's `sdpa` is on a CPU; on other devices it gathers."""
     return TABLE.get((backend, need), _GATHERED)
+
+
+def fused_from(setting: MixedAttention, capability: tuple[int, int] | None) -> int | None:
+    """Fewest tokens, in all contexts of a step's decodes, for which these and prompts are one kernel; None: never.
+
+    capability: of the GPU; None: none.
+    """
+    if setting == "auto":
+        return None if capability is None else FUSED_FROM.get(capability)
+    return 0 if setting == "fused" else None
 
 
 def need_of(model: ModelConfig, context_tokens: int) -> Need:

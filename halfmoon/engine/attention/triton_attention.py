@@ -17,9 +17,11 @@ from torch import Tensor
 from triton import knobs
 
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
+from halfmoon.engine.attention.attention_table import MixedAttention, fused_from
 from halfmoon.engine.kernels.decode_attention import choose_num_splits, decode_attention
 from halfmoon.engine.kernels.kv_write import kv_write
 from halfmoon.engine.kernels.latent_attention import latent_attention
+from halfmoon.engine.kernels.mixed_attention import Decodes, Prefills, mixed_attention
 from halfmoon.engine.kernels.paged_kv import PagedKV
 from halfmoon.engine.kernels.prefill_attention import prefill_attention
 from halfmoon.engine.kv_memory.kv_arena import slot_runs
@@ -45,6 +47,7 @@ class TritonStep:
     prefills: Paged | None = None
     cu_seqlens: Tensor | None = None  # [num_prefills + 1] int32, counted from row `num_decodes`
     max_new_tokens: int = 0  # of any prefill
+    is_fused: bool = False  # decodes and prefills by one kernel
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
         """See `StepAttention.attend`; of a rule neither windows nor caps are known here (`attention_table`)."""
@@ -53,6 +56,10 @@ class TritonStep:
         kv_write(k, v, kv, self.slot_mapping)
         if rule.latent_size is not None:
             return self._attend_latents(q, kv, scale, rule.latent_size)
+        if self.is_fused and self.decodes is not None and self.prefills is not None and self.cu_seqlens is not None:
+            decodes = Decodes(*self.decodes, self.num_splits)
+            prefills = Prefills(self.prefills[0], self.cu_seqlens, self.prefills[1], self.max_new_tokens)
+            return mixed_attention(q, kv, decodes, prefills, scale).flatten(1)
         outs = []
         if self.decodes is not None:
             outs.append(decode_attention(q[: self.num_decodes], kv, *self.decodes, scale, self.num_splits))
@@ -77,10 +84,18 @@ class TritonBackend:
     So a captured graph and an eager step of one size compute the same, bit for bit.
     """
 
-    def __init__(self, block_tokens: int, num_programs: int, context_tokens: int, device: str) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        num_programs: int,
+        context_tokens: int,
+        device: str,
+        mixed: MixedAttention = "auto",
+    ) -> None:
         """`num_programs` decode a sequence whose keys are not split: as many as KV heads, or tiles of rows of latents.
 
-        `context_tokens` bounds the length of a sequence. Raises Incompatible on a CPU without the interpreter.
+        `context_tokens` bounds the length of a sequence; `mixed` has no effect on latents. Raises Incompatible on a CPU
+        without the interpreter.
         """
         self.block_tokens = block_tokens
         self.max_blocks = -(-context_tokens // block_tokens)
@@ -88,13 +103,16 @@ class TritonBackend:
         self._num_programs = num_programs
         self._context_tokens = context_tokens
         self._num_sms = 1
+        capability = None
         where = torch.device(device)
         if where.type == "cuda":
             if where.index not in (None, torch.cuda.current_device()):  # kernels are launched on the current device
                 raise Incompatible(f"{device} is not the current CUDA device: choose it with CUDA_VISIBLE_DEVICES")
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            capability = torch.cuda.get_device_capability(device)
         elif not knobs.runtime.interpret:
             raise Incompatible("the triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1")
+        self._fused_from = fused_from(mixed, capability)
 
     def step(self, spans: Sequence[TokenSpan]) -> TritonStep:
         """Prepares a step: leading spans of one row are decodes; the rest, of one row or more, are prefills."""
@@ -114,6 +132,7 @@ class TritonBackend:
             prefills=self._paged(spans[num_decodes:]),
             cu_seqlens=self._int32([0, *accumulate(new_tokens)]) if new_tokens else None,
             max_new_tokens=max(new_tokens, default=0),
+            is_fused=self._is_fused(spans[:num_decodes]),
         )
 
     def decode_step(self, slot_mapping: Tensor, block_table: Tensor, context_lens: Tensor) -> TritonStep:
@@ -121,6 +140,9 @@ class TritonBackend:
         num_decodes = context_lens.shape[0]
         paged = Paged(block_table, context_lens)
         return TritonStep(slot_mapping, self.block_tokens, paged, num_decodes, self._num_splits(num_decodes))
+
+    def _is_fused(self, decodes: Sequence[TokenSpan]) -> bool:
+        return self._fused_from is not None and sum(end for _, _, end in decodes) >= self._fused_from
 
     def _paged(self, spans: Sequence[TokenSpan]) -> Paged | None:
         if not spans:

@@ -45,8 +45,11 @@ def split_tokens(
     return tl.cdiv(share, TILE) * TILE
 
 
-@triton.jit(do_not_specialize=["table_stride"])
-def _decode_attention_kernel(
+@triton.jit
+def decode_split(
+    seq: tl.tensor,  # int64
+    kv_head: tl.tensor,
+    split: tl.tensor,
     q: tl.tensor,  # [num_seqs, num_q_heads, head_dim]
     k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
     v: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
@@ -73,9 +76,7 @@ def _decode_attention_kernel(
     ROW_ITEMS: tl.constexpr,  # between slots
     IS_INT8: tl.constexpr,
 ) -> None:
-    seq = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    """Attends from one sequence's row to one split of its keys in one KV head; to none where the split is empty."""
     context = tl.load(context_lens + seq)
     first, last = 0, context
     if NUM_SPLITS > 1:
@@ -130,6 +131,42 @@ def _decode_attention_kernel(
         tl.store(out_lse + where, best + tl.log2(total), mask=row < GROUP)
 
 
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_attention_kernel(
+    q: tl.tensor,  # [num_seqs, num_q_heads, head_dim]
+    k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
+    v: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
+    k_scales: tl.tensor,  # [num_kv_heads, num_slots] int16, of int8
+    v_scales: tl.tensor,  # like k_scales
+    block_table: tl.tensor,  # [num_seqs, max_blocks]
+    context_lens: tl.tensor,  # [num_seqs]
+    out: tl.tensor,  # [num_seqs, num_q_heads, NUM_SPLITS, head_dim]
+    out_lse: tl.tensor,  # [num_seqs, num_q_heads, NUM_SPLITS], base 2
+    scale_log2: tl.tensor,
+    q_seq_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    kv_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    NUM_Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,  # between slots
+    IS_INT8: tl.constexpr,
+) -> None:
+    decode_split(
+        tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2),
+        q, k, v, k_scales, v_scales, block_table, context_lens, out, out_lse, scale_log2,
+        q_seq_stride, q_head_stride, kv_head_stride, table_stride,
+        NUM_Q_HEADS, GROUP, ROWS, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, NUM_SPLITS, MIN_SPLIT, ROW_ITEMS, IS_INT8,
+    )  # fmt: skip
+
+
 @triton.jit
 def _merge_splits_kernel(
     parts: tl.tensor,  # [num_seqs, num_q_heads, NUM_SPLITS, head_dim]
@@ -182,6 +219,35 @@ def merge_splits(parts: Tensor, parts_lse: Tensor, context_lens: Tensor, out: Te
     )  # fmt: skip
 
 
+def check_decodes(q: Tensor, kv: PagedKV, block_table: Tensor, context_lens: Tensor, num_splits: int) -> int:
+    """Checks what `decode_attention` is called with; returns the query heads per KV head. Raises as it does."""
+    group = kv.check_query(q)
+    check_tensor("block_table", block_table, (len(q), None), (torch.int32,))
+    check_tensor("context_lens", context_lens, (len(q),), (torch.int32,))
+    check_same_device(q=q, kv=kv.k, block_table=block_table, context_lens=context_lens)
+    check_num_splits(num_splits)
+    return group
+
+
+def decode_tile_sizes(head_dim: int, group: int) -> tuple[int, int, int]:
+    """Rows of a program, keys of a tile, and the padded head size."""
+    dim_pad = max(16, triton.next_power_of_2(head_dim))
+    rows = max(_MIN_ROWS, triton.next_power_of_2(group))
+    return rows, max(32, min(128, 8192 // dim_pad)), dim_pad  # 64 tokens at head size 128
+
+
+def split_parts(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    """Where splits of `out`, [num_seqs, num_q_heads, head_dim], are stored, and their log-sum-exps: see `merge_splits`.
+
+    Without splits these are `out`, and the second is not written.
+    """
+    if num_splits == 1:
+        return out, out
+    shape = (*out.shape[:2], num_splits)
+    parts = torch.empty((*shape, out.shape[2]), dtype=torch.float32, device=out.device)
+    return parts, torch.empty(shape, dtype=torch.float32, device=out.device)
+
+
 def decode_attention(
     q: Tensor, kv: PagedKV, block_table: Tensor, context_lens: Tensor, scale: float, num_splits: int
 ) -> Tensor:
@@ -191,26 +257,17 @@ def decode_attention(
     for a row that pads a CUDA graph (its output is zeros). Returns a new [num_seqs, num_q_heads, head_dim].
     `num_splits` is a power of two (`choose_num_splits`). Raises ValueError or TypeError.
     """
-    group = kv.check_query(q)
+    group = check_decodes(q, kv, block_table, context_lens, num_splits)
     num_seqs, num_q_heads, head_dim = q.shape
-    check_tensor("block_table", block_table, (num_seqs, None), (torch.int32,))
-    check_tensor("context_lens", context_lens, (num_seqs,), (torch.int32,))
-    check_same_device(q=q, kv=kv.k, block_table=block_table, context_lens=context_lens)
-    check_num_splits(num_splits)
     out = torch.empty((num_seqs, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_seqs == 0:
         return out
-    parts, parts_lse = out, out
-    if num_splits > 1:
-        shape = (num_seqs, num_q_heads, num_splits)
-        parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
-        parts_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    dim_pad = max(16, triton.next_power_of_2(head_dim))
-    tile = max(32, min(128, 8192 // dim_pad))  # 64 tokens at head size 128
+    parts, parts_lse = split_parts(out, num_splits)
+    rows, tile, dim_pad = decode_tile_sizes(head_dim, group)
     _decode_attention_kernel[(num_seqs, kv.k.shape[0], num_splits)](
         q, kv.k, kv.v, *kv.scales, block_table, context_lens, parts, parts_lse, scale * _LOG2_E,
         q.stride(0), q.stride(1), kv.k.stride(0), block_table.stride(0),
-        NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=max(_MIN_ROWS, triton.next_power_of_2(group)),
+        NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=rows,
         HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_TOKENS=kv.block_tokens, TILE=tile,
         NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
         ROW_ITEMS=kv.k.stride(1), IS_INT8=kv.k_scales is not None,

@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfmoon.engine.kernels.decode_attention import MIN_SPLIT_TOKENS, check_num_splits, merge_splits, split_tokens
+from halfmoon.engine.kernels.decode_attention import (
+    MIN_SPLIT_TOKENS,
+    check_num_splits,
+    merge_splits,
+    split_parts,
+    split_tokens,
+)
 from halfmoon.engine.kernels.paged_kv import PagedKV, num_stages, tile_scales, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
 
@@ -187,11 +193,7 @@ def latent_attention(
         return out
     if not 0 < max_new_tokens <= num_tokens:
         raise ValueError(f"max_new_tokens: {max_new_tokens} of {num_tokens} packed tokens")
-    parts, parts_lse = out, out
-    if num_splits > 1:
-        shape = (num_tokens, num_heads, num_splits)
-        parts = torch.empty((*shape, latent_size), dtype=torch.float32, device=q.device)
-        parts_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    parts, parts_lse = split_parts(out, num_splits)
     shared = 2 * half - latent_size
     size_pad, shared_pad = (max(16, triton.next_power_of_2(size)) for size in (latent_size, shared))
     rows = row_tile(num_heads * max_new_tokens, kv.k.dtype)

@@ -99,9 +99,12 @@ class PagedKV:
         return k * k_scales.unsqueeze(-1), v * v_scales.unsqueeze(-1)
 
 
-def num_stages(device: torch.device, stage_bytes: int, other_bytes: int) -> int:
-    """Returns the depth of the load pipeline: three tiles, or what shared memory holds next to `other_bytes`."""
-    return max(1, min(_STAGES, (_shared_bytes(device) - other_bytes) // stage_bytes))
+def num_stages(device: torch.device, stage_bytes: int, other_bytes: int, programs: int = 1) -> int:
+    """The depth of the load pipeline: three tiles, or what shared memory holds next to `other_bytes`.
+
+    `programs` share the memory of a multiprocessor.
+    """
+    return max(1, min(_STAGES, (_shared_bytes(device) // programs - other_bytes) // stage_bytes))
 
 
 def _shared_bytes(device: torch.device) -> int:

@@ -70,8 +70,11 @@ def _attend_tiles(
     return acc, best, total
 
 
-@triton.jit(do_not_specialize=["table_stride"])
-def _prefill_attention_kernel(
+@triton.jit
+def prefill_tile(
+    row_tile: tl.tensor,
+    kv_head: tl.tensor,
+    seq: tl.tensor,  # int64
     q: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
     k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
     v: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
@@ -96,9 +99,7 @@ def _prefill_attention_kernel(
     ROW_ITEMS: tl.constexpr,
     IS_INT8: tl.constexpr,
 ) -> None:
-    row_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    kv_head = tl.program_id(1)
-    seq = tl.program_id(2).to(tl.int64)
+    """Attends from ROWS rows of one sequence and KV head; from none past the sequence's last."""
     token_start = tl.load(cu_seqlens + seq)
     num_new = tl.load(cu_seqlens + seq + 1) - token_start
     num_cached = tl.load(context_lens + seq) - num_new
@@ -141,6 +142,66 @@ def _prefill_attention_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill_attention_kernel(
+    q: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
+    k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
+    v: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
+    k_scales: tl.tensor,  # [num_kv_heads, num_slots] int16, of int8
+    v_scales: tl.tensor,  # like k_scales
+    block_table: tl.tensor,  # [num_seqs, max_blocks]
+    cu_seqlens: tl.tensor,  # [num_seqs + 1]
+    context_lens: tl.tensor,  # [num_seqs]
+    out: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
+    scale_log2: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    kv_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    NUM_Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROW_ITEMS: tl.constexpr,
+    IS_INT8: tl.constexpr,
+) -> None:
+    row_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    prefill_tile(
+        row_tile, tl.program_id(1), tl.program_id(2).to(tl.int64),
+        q, k, v, k_scales, v_scales, block_table, cu_seqlens, context_lens, out, scale_log2,
+        q_token_stride, q_head_stride, kv_head_stride, table_stride,
+        NUM_Q_HEADS, GROUP, ROWS, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, ROW_ITEMS, IS_INT8,
+    )  # fmt: skip
+
+
+def check_prefills(
+    q: Tensor, kv: PagedKV, block_table: Tensor, cu_seqlens: Tensor, context_lens: Tensor, max_new_tokens: int
+) -> int:
+    """Checks what `prefill_attention` is called with; returns the query heads per KV head. Raises as it does."""
+    group = kv.check_query(q)
+    check_tensor("block_table", block_table, (None, None), (torch.int32,))
+    num_seqs = block_table.shape[0]
+    check_tensor("cu_seqlens", cu_seqlens, (num_seqs + 1,), (torch.int32,))
+    check_tensor("context_lens", context_lens, (num_seqs,), (torch.int32,))
+    check_same_device(q=q, kv=kv.k, block_table=block_table, cu_seqlens=cu_seqlens, context_lens=context_lens)
+    if len(q) and not 0 < max_new_tokens <= len(q):
+        raise ValueError(f"max_new_tokens: {max_new_tokens} of {len(q)} packed tokens")
+    return group
+
+
+def prefill_tile_sizes(q: Tensor, num_rows: int, most_rows: int) -> tuple[int, int, int]:
+    """Rows of a tile, its keys, and the padded head size, where a sequence has at most `num_rows` rows a KV head.
+
+    float32 has no tensor cores at full precision: it is for debugging, in tiles that fit the registers.
+    """
+    dim_pad = max(16, triton.next_power_of_2(q.shape[2]))
+    rows = min(most_rows, max(_MIN_ROWS, triton.next_power_of_2(num_rows)))
+    return rows, max(32, min(32 if q.dtype == torch.float32 else 64, 8192 // dim_pad)), dim_pad
+
+
 def prefill_attention(
     q: Tensor,
     kv: PagedKV,
@@ -157,24 +218,14 @@ def prefill_attention(
     together; max_new_tokens: over all sequences, known to the host. Returns a new tensor like q. Raises ValueError or
     TypeError.
     """
-    group = kv.check_query(q)
+    group = check_prefills(q, kv, block_table, cu_seqlens, context_lens, max_new_tokens)
     num_tokens, num_q_heads, head_dim = q.shape
-    check_tensor("block_table", block_table, (None, None), (torch.int32,))
-    num_seqs = block_table.shape[0]
-    check_tensor("cu_seqlens", cu_seqlens, (num_seqs + 1,), (torch.int32,))
-    check_tensor("context_lens", context_lens, (num_seqs,), (torch.int32,))
-    check_same_device(q=q, kv=kv.k, block_table=block_table, cu_seqlens=cu_seqlens, context_lens=context_lens)
     out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
-    if not 0 < max_new_tokens <= num_tokens:
-        raise ValueError(f"max_new_tokens: {max_new_tokens} of {num_tokens} packed tokens")
-    dim_pad = max(16, triton.next_power_of_2(head_dim))
-    # float32 has no tensor cores at full precision: it is for debugging, in tiles that fit the registers.
-    most_rows, most_keys = (32, 32) if q.dtype == torch.float32 else (128, 64)
-    rows = min(most_rows, max(_MIN_ROWS, triton.next_power_of_2(max_new_tokens * group)))
-    tile = max(32, min(most_keys, 8192 // dim_pad))
-    _prefill_attention_kernel[(triton.cdiv(max_new_tokens * group, rows), kv.k.shape[0], num_seqs)](
+    most_rows = 32 if q.dtype == torch.float32 else 128
+    rows, tile, dim_pad = prefill_tile_sizes(q, max_new_tokens * group, most_rows)
+    _prefill_attention_kernel[(triton.cdiv(max_new_tokens * group, rows), kv.k.shape[0], len(block_table))](
         q, kv.k, kv.v, *kv.scales, block_table, cu_seqlens, context_lens, out, scale * _LOG2_E,
         q.stride(0), q.stride(1), kv.k.stride(0), block_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=rows, HEAD_DIM=head_dim, DIM_PAD=dim_pad,

@@ -7,13 +7,16 @@ from itertools import pairwise
 import pytest
 import torch
 
+from halfmoon.engine.attention import attention_table
 from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
+from halfmoon.engine.attention.attention_table import MixedAttention, fused_from
 from halfmoon.engine.kv_memory.int8_rows import round_rows
 from halfmoon.errors import Incompatible
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
+from halfmoon.engine.attention import triton_attention  # isort: skip
 from halfmoon.engine.attention.triton_attention import TritonBackend  # isort: skip
 
 BLOCK_TOKENS = 8
@@ -21,8 +24,8 @@ NUM_BLOCKS = 40
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
-def backend(num_programs: int = 2, context_tokens: int = 128) -> TritonBackend:
-    return TritonBackend(BLOCK_TOKENS, num_programs, context_tokens, DEVICE)
+def backend(num_programs: int = 2, context_tokens: int = 128, mixed: MixedAttention = "auto") -> TritonBackend:
+    return TritonBackend(BLOCK_TOKENS, num_programs, context_tokens, DEVICE, mixed)
 
 
 def spans(*ranges: tuple[int, int]) -> list[TokenSpan]:
@@ -45,8 +48,9 @@ def spans(*ranges: tuple[int, int]) -> list[TokenSpan]:
 )
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("mixed", ["fused", "apart"])
 def test_a_step_is_that_of_the_reference(
-    ranges: list[tuple[int, int]], num_heads: int, num_kv_heads: int, is_int8: bool
+    ranges: list[tuple[int, int]], num_heads: int, num_kv_heads: int, is_int8: bool, mixed: MixedAttention
 ) -> None:
     rows = sum(end - start for start, end in ranges)
     generator = torch.Generator().manual_seed(rows)
@@ -57,7 +61,7 @@ def test_a_step_is_that_of_the_reference(
     memories = [memory.clone(), memory.clone()]
     batch = SdpaBackend(BLOCK_TOKENS, DEVICE).step(spans(*ranges))
     expected = attend_reference(q, k, v, memories[0], batch, AttentionRule(0.25))
-    got = backend(num_kv_heads).step(spans(*ranges)).attend(q, k, v, memories[1], AttentionRule(0.25))
+    got = backend(num_kv_heads, mixed=mixed).step(spans(*ranges)).attend(q, k, v, memories[1], AttentionRule(0.25))
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
     assert torch.equal(memories[0], memories[1])
 
@@ -91,6 +95,17 @@ def test_a_step_holds_what_its_kernels_read_and_no_more() -> None:
     assert (both.decodes.block_table.shape, both.prefills.block_table.shape) == ((2, 6), (2, 4))
     assert backend().step(spans((40, 41), (7, 8))).prefills is None
     assert backend().step(spans((0, 3))).decodes is None
+
+
+def test_a_step_is_fused_as_the_setting_or_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = spans((40, 41), (7, 8), (0, 9))
+    assert [backend(mixed=mixed).step(step).is_fused for mixed in ("fused", "apart", "auto")] == [True, False, False]
+    monkeypatch.setattr(attention_table, "FUSED_FROM", {(9, 0): 49})
+    assert [fused_from("auto", capability) for capability in ((9, 0), (8, 0), None)] == [49, None, None]
+    assert (fused_from("fused", (8, 0)), fused_from("apart", (9, 0))) == (0, None)
+    monkeypatch.setattr(triton_attention, "fused_from", lambda *_: fused_from("auto", (9, 0)))
+    assert backend().step(step).is_fused  # 49 tokens of decodes
+    assert not backend().step(spans((40, 41), (6, 7), (0, 9))).is_fused
 
 
 def test_splits_depend_on_the_size_of_the_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from halfmoon.engine.kernels.block_copy import gather_blocks, scatter_blocks
 from halfmoon.engine.kernels.decode_attention import decode_attention
 from halfmoon.engine.kernels.kv_write import kv_write
 from halfmoon.engine.kernels.latent_attention import latent_attention
+from halfmoon.engine.kernels.mixed_attention import Decodes, Prefills, mixed_attention
 from halfmoon.engine.kernels.paged_kv import PagedKV
 from halfmoon.engine.kernels.prefill_attention import prefill_attention
 from halfmoon.engine.kernels.rms_norm import add_rms_norm, rms_norm
@@ -73,6 +74,13 @@ def prefill(dtype: torch.dtype, head_dim: int, num_tokens: int, q_dtype: torch.d
     prefill_attention(q, paged(dtype, head_dim), table, starts, lens, num_tokens, 0.1)
 
 
+def mixed(dtype: torch.dtype, head_dim: int, num_splits: int, q_dtype: torch.dtype = BF16) -> None:
+    tables, lens = torch.zeros(2, 1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    q = torch.zeros(1 + 512, 8, head_dim, dtype=q_dtype)
+    prefills = Prefills(tables[1], torch.zeros(2, dtype=torch.int32), lens, 512)
+    mixed_attention(q, paged(dtype, head_dim), Decodes(tables[0], lens, num_splits), prefills, 0.1)
+
+
 def latent(num_tokens: int, num_splits: int, dtype: torch.dtype = BF16, num_heads: int = 128) -> None:
     """Of DeepSeek's sizes."""
     layer = torch.zeros(2, 1, 128, 288 + 2 * (dtype is torch.int8), dtype=dtype)
@@ -105,6 +113,7 @@ def pointwise() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "decode bf16 128": lambda: decode(BF16, 128, 4),
     "prefill bf16 128": lambda: prefill(BF16, 128, 512),
+    "mixed bf16 128": lambda: mixed(BF16, 128, 4),
     "latent decode bf16": lambda: latent(1, 64),
     "latent prefill bf16": lambda: latent(4, 1),
     "store bf16": lambda: store(BF16),
@@ -122,6 +131,10 @@ MORE: dict[str, Callable[[], None]] = {  # not in the test, for its time
     "prefill bf16 64": lambda: prefill(BF16, 64, 512),
     "prefill bf16 256": lambda: prefill(BF16, 256, 512),
     "prefill bf16 short": lambda: prefill(BF16, 128, 2),
+    "mixed bf16 64": lambda: mixed(BF16, 64, 1),
+    "mixed bf16 256": lambda: mixed(BF16, 256, 4),
+    "mixed int8 128": lambda: mixed(torch.int8, 128, 4),
+    "mixed fp32 128": lambda: mixed(torch.float32, 128, 4, torch.float32),
     "latent decode bf16 16 heads": lambda: latent(1, 1, num_heads=16),
     "latent decode int8": lambda: latent(1, 1, torch.int8),
     "latent decode fp32": lambda: latent(1, 1, torch.float32),
