@@ -69,6 +69,8 @@ class EngineConfig:
     cuda_graphs: bool = True  # decode steps are captured at start when triton computes on a CUDA device
     tensor_parallel: int = 1  # ranks that share every layer; with more than one rank, num_threads is per rank
     pipeline_parallel: int = 1  # stages that divide the layers
+    sequence_parallel: int = 1  # ranks with the whole model that share the tokens of long prompts; not with the others
+    long_prompt_tokens: int = 4096  # more than these are computed by all sequence ranks, fewer by one
     joined: JoinedRanks | None = None  # None: all ranks are on this host
     offload: OffloadConfig | None = None  # None: all KV is on the device
 
@@ -80,6 +82,8 @@ class EngineConfig:
             "max_running",
             "tensor_parallel",
             "pipeline_parallel",
+            "sequence_parallel",
+            "long_prompt_tokens",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -92,13 +96,19 @@ class EngineConfig:
         if self.offload is not None and self.num_ranks > 1:
             raise Incompatible(
                 f"engine: KV on the host needs a worker of one rank, this one has {self.num_ranks}: leave out "
-                "--offload-kv, or --tensor-parallel and --pipeline-parallel",
+                "--offload-kv, or --tensor-parallel, --pipeline-parallel and --sequence-parallel",
                 param="offload",
+            )
+        if self.sequence_parallel > 1 and self.num_ranks > self.sequence_parallel:
+            raise Incompatible(
+                "engine: sequence ranks have the whole model each: leave out --sequence-parallel, or --tensor-parallel "
+                "and --pipeline-parallel",
+                param="sequence_parallel",
             )
         if self.joined is not None and not 0 < self.joined.count < self.num_ranks:
             raise Incompatible(
-                f"engine: of {self.num_ranks} ranks (tensor_parallel x pipeline_parallel), {self.joined.count} cannot "
-                "be on other hosts: one at least is here",
+                f"engine: of {self.num_ranks} ranks (tensor, pipeline and sequence parallel), {self.joined.count} "
+                "cannot be on other hosts: one at least is here",
                 param="remote_ranks",
             )
         if self.offload is not None and self.kv_dtype != "auto":
@@ -121,7 +131,7 @@ class EngineConfig:
     @property
     def step_tokens(self) -> int:
         """`max_batch_tokens`, resolved. A batch beyond what keeps the device busy only makes the first prompt wait."""
-        return self.max_batch_tokens or (512 if self.device == "cpu" else 2048)
+        return self.max_batch_tokens or (512 if self.device == "cpu" else 2048) * self.sequence_parallel
 
     @property
     def prefill_chunk_tokens(self) -> int:
@@ -135,7 +145,7 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         """Number of processes that compute."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.sequence_parallel
 
     @property
     def num_ranks_here(self) -> int:

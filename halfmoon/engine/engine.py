@@ -54,7 +54,7 @@ class Engine(EngineCore):
         self._kv = KVAccess(memory)
         self.context_tokens = min(most_tokens, memory.num_blocks * config.block_tokens)  # prompt and output
         super().__init__(
-            memory.pool if isinstance(memory, TieredKV) else BlockPool(memory.num_blocks),
+            memory.pool if isinstance(memory, TieredKV | ParallelRunner) else BlockPool(memory.num_blocks),
             RequestLimits(
                 checkpoint.model_config.vocab_size,
                 most_tokens,

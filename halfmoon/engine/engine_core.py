@@ -23,7 +23,6 @@ from halfmoon.engine.request import (
 )
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_chains import BlockChains
-from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.paused_sequences import PausedKV
 from halfmoon.engine.scheduling.prefix_cache import CacheChanges, PrefixCache
@@ -32,6 +31,7 @@ from halfmoon.engine.scheduling.restore_watch import RestoreWatch
 from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence, SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence, SequenceState
+from halfmoon.engine.scheduling.spread_pool import Blocks
 from halfmoon.engine.scheduling.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
@@ -58,7 +58,7 @@ class EngineCore:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: Blocks,
         limits: RequestLimits,
         step_limits: SchedulerLimits,
         root: Callable[[bytes], bytes] | None,

@@ -118,7 +118,7 @@ def store(k: Tensor, v: Tensor, layer_kv: Tensor, slots: Tensor) -> None:
         memory.index_copy_(1, slots, rows.transpose(0, 1))
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Returns the output and its log-sum-exp [batch, heads, tokens]; q, k, v: [batch, heads, tokens, head_dim]."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=None, scale=scale
@@ -131,7 +131,7 @@ def _decode(q: Tensor, layer_kv: Tensor, runs: tuple[tuple[int, int], ...], scal
     num_kv_heads, head_dim = layer_kv.shape[1], layer_kv.shape[3]
     grouped = q.view(1, num_kv_heads, -1, head_dim)  # [1, num_kv_heads, group, head_dim]
     parts = [
-        _flash(grouped, layer_kv[0:1, :, start:end], layer_kv[1:2, :, start:end], False, scale) for start, end in runs
+        flash(grouped, layer_kv[0:1, :, start:end], layer_kv[1:2, :, start:end], False, scale) for start, end in runs
     ]
     return _merge(parts).reshape(1, -1)
 
@@ -147,11 +147,9 @@ def _prefill(
     def shared(keys: Tensor) -> Tensor:  # [num_kv_heads, tokens, head_dim] as seen by each query head of the group
         return keys.unsqueeze(1).expand(shape)
 
-    parts = [_flash(grouped, shared(k.transpose(0, 1)), shared(v.transpose(0, 1)), True, scale)]
+    parts = [flash(grouped, shared(k.transpose(0, 1)), shared(v.transpose(0, 1)), True, scale)]
     for start, end in runs:
-        parts.append(
-            _flash(grouped, shared(layer_kv[0, :, start:end]), shared(layer_kv[1, :, start:end]), False, scale)
-        )
+        parts.append(flash(grouped, shared(layer_kv[0, :, start:end]), shared(layer_kv[1, :, start:end]), False, scale))
     return _merge(parts).permute(2, 0, 1, 3).reshape(num_tokens, -1)
 
 

@@ -36,7 +36,7 @@ def kv_budget_bytes(
     if config.kv_memory_bytes is not None:
         return config.kv_memory_bytes
     total = (device_bytes or _smallest_device_bytes)()
-    weights = weight_bytes(model, dtype) // config.num_ranks
+    weights = weight_bytes(model, dtype) // (config.num_ranks // config.sequence_parallel)
     left = int(total * config.gpu_memory_utilization) - weights - _STEP_BYTES
     if left <= 0:
         raise Incompatible(

@@ -18,7 +18,8 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.links import LOOPBACK, Links, PeerGone, join_rendezvous
 from halfmoon.engine.parallel.messages import Connect, CopyKV, Failed, Hello, Ready, Setup, Step, WriteKV
-from halfmoon.engine.parallel.rank import Rank, config_here
+from halfmoon.engine.parallel.rank import StepRank, config_here
+from halfmoon.engine.parallel.sequence_rank import load_rank
 from halfmoon.errors import HalfmoonError, Incompatible
 
 Pipe = Any  # a Connection; its type parameters differ between Python versions
@@ -72,18 +73,18 @@ def _checkpoint(setup: Setup, model: str) -> Checkpoint:
     return checkpoint
 
 
-def _load(setup: Setup, checkpoint: Checkpoint, address: str) -> Rank:
+def _load(setup: Setup, checkpoint: Checkpoint, address: str) -> StepRank:
     config = config_here(setup.config, setup.rank_here, setup.num_ranks_here)
-    grid = Grid(config.tensor_parallel, config.pipeline_parallel)
+    grid = Grid(config.tensor_parallel, config.pipeline_parallel, config.sequence_parallel)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if config.device.startswith("cuda"):
         torch.cuda.set_device(config.device)
     links = Links(join_rendezvous(*setup.rendezvous), grid, setup.rank, config.device, address)
-    return Rank(checkpoint, config, grid, setup.rank, links)
+    return load_rank(checkpoint, config, grid, setup.rank, links)
 
 
-def _copy_kv(steps: Pipe, copies: Pipe, rank: Rank, done: StepCount) -> None:
+def _copy_kv(steps: Pipe, copies: Pipe, rank: StepRank, done: StepCount) -> None:
     try:
         while True:
             request: CopyKV = copies.recv()

@@ -1,6 +1,7 @@
 """Ranks in a grid of pipeline stages and tensor ranks, and each one's part of the model. No torch.
 
-Rank `stage * tensor_size + tensor_rank`; rank 0 embeds the tokens, the last stage computes the logits.
+Rank `stage * tensor_size + tensor_rank`; rank 0 embeds the tokens, the last stage computes the logits. Sequence ranks
+are not in a grid: each has the whole model, and computes some of the tokens.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from halfmoon.policy.parallelism import check_parallelism
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """`pipeline_size` stages of `tensor_size` ranks each."""
+    """`pipeline_size` stages of `tensor_size` ranks each, or `sequence_size` ranks with the whole model."""
 
     tensor_size: int
     pipeline_size: int
+    sequence_size: int = 1  # more than 1 only if the others are 1
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.tensor_size * self.pipeline_size
+        return self.tensor_size * self.pipeline_size * self.sequence_size
 
     @property
     def ranks(self) -> Iterator[int]:
@@ -32,7 +34,7 @@ class Grid:
 
     def stage(self, rank: int) -> int:
         """The pipeline stage of `rank`."""
-        return rank // self.tensor_size
+        return 0 if self.sequence_size > 1 else rank // self.tensor_size
 
     def tensor_rank(self, rank: int) -> int:
         """The position of `rank` within its stage."""

@@ -1,5 +1,7 @@
 """Exchanges between ranks during a step: sums within a stage, hidden states to the next one, logits to rank 0.
 
+Sequence ranks form a ring: each sends to the next and receives from the one before.
+
 Owns one rank's process groups, made without torch.distributed's global default group, so that one process may host
 several engines. The CPU's groups are gloo and listen on 127.0.0.1, or where ranks of other hosts reach this one.
 **The NCCL groups (CUDA) have not been run.**
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +28,7 @@ _dist: Any = torch.distributed
 LOOPBACK = "127.0.0.1"
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 _STEP_TIMEOUT = timedelta(minutes=10)  # between the first and the last rank's arrival at one exchange
-_LOGITS_TAG, _HIDDEN_TAG = 1, 2  # for gloo; NCCL matches by order
+_LOGITS_TAG, _HIDDEN_TAG, _RING_TAG = 1, 2, 3  # for gloo; NCCL matches by order
 
 
 def serve_rendezvous(host: str) -> tuple[Store, int]:
@@ -52,8 +55,23 @@ class PeerGone(Exception):
     """A broken exchange: another rank's process is gone, or has not answered for minutes."""
 
 
+class Shift:
+    """One exchange of a ring under way. What is sent must stay unchanged until `wait` returns."""
+
+    def __init__(self, received: Tensor, works: Sequence[Any]) -> None:
+        self._received = received
+        self._works = works
+
+    def wait(self) -> Tensor:
+        """What the rank before has sent. Raises PeerGone."""
+        for work in self._works:
+            _wait(work)
+        return self._received
+
+
 class Links:
-    """Owns one rank's groups: its stage's (tensor parallelism) and its pipeline's (same tensor rank in all stages).
+    """Owns one rank's groups: its stage's (tensor parallelism), its pipeline's (same tensor rank in all stages), or its
+    ring's (sequence parallelism).
 
     All ranks must make their `Links` at the same time. Methods raise PeerGone.
     """
@@ -65,6 +83,8 @@ class Links:
         tensor_rank = grid.tensor_rank(rank)
         self._tensor: Any = None
         self._pipeline: Any = None
+        self._ring: Any = None
+        self._rank = rank
         if grid.tensor_size > 1:
             self._tensor = _group(
                 _dist.PrefixStore(f"tensor-{stage}", store), tensor_rank, grid.tensor_size, device, address
@@ -72,6 +92,8 @@ class Links:
         if grid.pipeline_size > 1:
             name = f"pipeline-{tensor_rank}"
             self._pipeline = _group(_dist.PrefixStore(name, store), stage, grid.pipeline_size, device, address)
+        if grid.sequence_size > 1:
+            self._ring = _group(_dist.PrefixStore("ring", store), rank, grid.sequence_size, device, address)
         if address != LOOPBACK:
             end_silent_connections()
         self._sent: deque[tuple[Any, Tensor]] = deque()  # not received yet
@@ -111,9 +133,31 @@ class Links:
         _wait(self._pipeline.recv([logits], self._grid.pipeline_size - 1, _LOGITS_TAG))
         return logits
 
+    def shift(self, x: Tensor, received: Tensor) -> Shift:
+        """Begins to send `x` to the next rank of the ring and to fill `received` from the one before.
+
+        All ranks shift at the same time. Nothing is exchanged for an empty tensor, which both ends know to be empty.
+        """
+        size = self._grid.sequence_size
+        works = []
+        if x.numel():
+            works.append(self._ring.send([x], (self._rank + 1) % size, _RING_TAG))
+        if received.numel():
+            works.append(self._ring.recv([received], (self._rank - 1) % size, _RING_TAG))
+        return Shift(received, works)
+
+    def send_rows(self, logits: Tensor) -> None:
+        """Sends the logits of a sequence rank's own rows to rank 0."""
+        _wait(self._ring.send([logits.contiguous()], 0, _LOGITS_TAG))
+
+    def receive_rows(self, logits: Tensor, rank: int) -> Tensor:
+        """Fills `logits` on rank 0 with those of `rank`'s own rows."""
+        _wait(self._ring.recv([logits], rank, _LOGITS_TAG))
+        return logits
+
     def abort(self) -> None:
         """Ends exchanges that wait for a dead peer. Any thread. gloo itself notices the end of a process."""
-        for group in (self._tensor, self._pipeline):
+        for group in (self._tensor, self._pipeline, self._ring):
             if isinstance(group, _nccl()):
                 group.abort()
 

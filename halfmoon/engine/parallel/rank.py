@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,32 @@ from halfmoon.host_limits import num_threads
 from halfmoon.kv.kv_layout import KVLayout, Shard
 
 
+class StepRank(Protocol):
+    """What computes one rank's part of each step; the tensors of a step are its own affair."""
+
+    @property
+    def arena(self) -> KVArena:
+        """Its KV memory."""
+        ...
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Its part of the model; on rank 0 it samples."""
+        ...
+
+    def batch(self, chunks: Sequence[Chunk]) -> Any:
+        """The tensors of a step over `chunks`, for `compute`; involves no other rank."""
+        ...
+
+    def compute(self, batch: Any, watch: LayerWatch | None = None) -> Tensor | None:
+        """See `Rank.compute`."""
+        ...
+
+    def abort(self) -> None:
+        """Makes a waiting `compute` fail because another rank is gone. Any thread."""
+        ...
+
+
 class Rank:
     """Owns one rank's part of the model and of the KV memory. Knows nothing of processes or of other ranks' state."""
 
@@ -47,7 +74,8 @@ class Rank:
         whole = checkpoint.model_config
         shard = grid.shard(whole, rank)
         self._is_first_rank, self._is_sender = rank == 0, grid.tensor_rank(rank) == 0
-        self._links = links
+        self.links = links
+        self.block_tokens = config.block_tokens
         self._whole = whole
         self._device = config.device
         self._dtype: torch.dtype = getattr(torch, config.dtype)
@@ -99,28 +127,32 @@ class Rank:
         num_tokens, num_logits = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         hidden = None
         if not self._part.is_first:
-            hidden = self._links.receive_hidden(self._empty(num_tokens, self._whole.hidden_size))
+            hidden = self.links.receive_hidden(self._empty(num_tokens, self._whole.hidden_size))
         out = self.runner.forward(batch, hidden, watch)
         if out.is_cuda:  # as in `ModelRunner.run`: KV is copied on other streams. Not run yet with several ranks
             torch.cuda.current_stream().synchronize()
         self.runner.finish_watch()
         if not self._part.is_last:
-            self._links.send_hidden(out)
+            self.links.send_hidden(out)
             if self._is_first_rank and num_logits:
-                return self._links.receive_logits(self._empty(num_logits, self._whole.vocab_size))
+                return self.links.receive_logits(self.empty_logits(num_logits))
             return None
         if not num_logits:
             return None
-        logits = self._links.gather_logits(out, self._whole.vocab_size)
+        logits = self.links.gather_logits(out, self._whole.vocab_size)
         if self._part.is_first:
             return logits
         if self._is_sender:
-            self._links.send_logits(logits)
+            self.links.send_logits(logits)
         return None
+
+    def empty_logits(self, num_rows: int) -> Tensor:
+        """Room for logits of the whole vocabulary, [num_rows, vocab_size]."""
+        return self._empty(num_rows, self._whole.vocab_size)
 
     def abort(self) -> None:
         """Makes a waiting `compute` fail because another rank is gone. Any thread."""
-        self._links.abort()
+        self.links.abort()
 
     def _empty(self, num_rows: int, width: int) -> Tensor:
         return torch.empty(num_rows, width, dtype=self._dtype, device=self._device)

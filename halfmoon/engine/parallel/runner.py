@@ -23,10 +23,14 @@ from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.joined_ranks import awaited_ranks, hosts_of
 from halfmoon.engine.parallel.links import LOOPBACK, Links, PeerGone, Store, serve_rendezvous
 from halfmoon.engine.parallel.messages import CopyKV, Setup, Step, WriteKV
-from halfmoon.engine.parallel.rank import Rank, config_here, shard_layout
+from halfmoon.engine.parallel.rank import StepRank, config_here, shard_layout
+from halfmoon.engine.parallel.sequence_rank import load_rank
 from halfmoon.engine.parallel.sharded_kv import ShardedKV
+from halfmoon.engine.parallel.spread_kv import SpreadKV
 from halfmoon.engine.request import SampledToken
+from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.schedule import ScheduledSequence
+from halfmoon.engine.scheduling.spread_pool import Blocks, SpreadPool
 from halfmoon.errors import Incompatible, ServiceFailed
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
 from halfmoon.kv.kv_layout import KVLayout, Shard
@@ -43,15 +47,25 @@ class ParallelRunner:
     ) -> None:
         """Starts the followers and loads the weights, all ranks at once. Raises Incompatible, ServiceFailed."""
         given, model_config = config, checkpoint.model_config
-        grid = Grid(config.tensor_parallel, config.pipeline_parallel)
+        grid = Grid(config.tensor_parallel, config.pipeline_parallel, config.sequence_parallel)
         grid.check(model_config)
         self._grid = grid
         shards = [grid.shard(model_config, rank) for rank in grid.ranks]
-        readable = [grid.is_first_holder(model_config, rank) for rank in grid.ranks]
-        self.num_blocks = config.num_blocks or _num_blocks(config, model_config, shards, layout)
-        config = replace(config, num_blocks=self.num_blocks, joined=None)
+        num_rank_blocks = _num_rank_blocks(config, model_config, shards, layout)
+        config = replace(config, num_blocks=num_rank_blocks, joined=None)
         self._num_steps = 0  # steps that `run` has finished; later stages may still compute the last of them
-        self._kv = ShardedKV(layout, shards, readable, self._copy_all, lambda: self._num_steps)
+        self.pool: Blocks
+        self._kv: ShardedKV | SpreadKV
+        if grid.sequence_size > 1:
+            self.num_blocks = num_rank_blocks * grid.sequence_size
+            long_blocks = config.long_prompt_tokens // layout.block_tokens
+            self.pool = SpreadPool(grid.sequence_size, num_rank_blocks, long_blocks)
+            self._kv = SpreadKV(layout, grid.sequence_size, self._copy_all, lambda: self._num_steps)
+        else:
+            self.num_blocks = num_rank_blocks
+            self.pool = BlockPool(num_rank_blocks)
+            readable = [grid.is_first_holder(model_config, rank) for rank in grid.ranks]
+            self._kv = ShardedKV(layout, shards, readable, self._copy_all, lambda: self._num_steps)
         joined = [] if given.joined is None else awaited_ranks(given.joined)
         address = joined[0].address_here if joined else LOOPBACK
         store, port = serve_rendezvous(address)
@@ -163,14 +177,16 @@ class ParallelRunner:
 
 def _rank_0(
     checkpoint: Checkpoint, config: EngineConfig, grid: Grid, store: Store, address: str, on_progress: Progress | None
-) -> Rank:
+) -> StepRank:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    return Rank(checkpoint, config, grid, 0, Links(store, grid, 0, config.device, address), on_progress)
+    return load_rank(checkpoint, config, grid, 0, Links(store, grid, 0, config.device, address), on_progress)
 
 
-def _num_blocks(config: EngineConfig, model: ModelConfig, shards: Sequence[Shard], layout: KVLayout) -> int:
+def _num_rank_blocks(config: EngineConfig, model: ModelConfig, shards: Sequence[Shard], layout: KVLayout) -> int:
     """Number of blocks that the rank with the largest shard can hold. Raises Incompatible if it has no room for one."""
+    if config.num_blocks is not None:
+        return -(-config.num_blocks // config.sequence_parallel)
     block_bytes = max(shard_layout(layout, shard).block_bytes for shard in shards)
     budget = kv_budget_bytes(config, model, getattr(torch, config.dtype))
     if budget < block_bytes:

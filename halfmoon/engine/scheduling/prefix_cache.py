@@ -8,8 +8,8 @@ from collections.abc import Sequence as SequenceOf
 from itertools import takewhile
 from typing import NamedTuple
 
-from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.engine.scheduling.spread_pool import Blocks
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.keys import child_key
 
@@ -29,7 +29,7 @@ class PrefixCache:
     parent key of its first blocks; with None nothing is cached.
     """
 
-    def __init__(self, pool: BlockPool, block_tokens: int, root: Callable[[bytes], bytes] | None) -> None:
+    def __init__(self, pool: Blocks, block_tokens: int, root: Callable[[bytes], bytes] | None) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
         self._root = root
