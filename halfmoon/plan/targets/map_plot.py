@@ -91,8 +91,8 @@ def _row(cell: Mapping[str, Any]) -> dict[str, Any]:
     doublings = sign * _MOST if cell["gain"] is None else math.log2(cell["gain"])
     low, high = (_times(cell[name]) for name in ("gain_low", "gain_high"))
     return {
-        "ttft": 1000 * cell["ttft_s"],
-        "tpot": 1000 * cell["tpot_s"],
+        "ttft": round(1e3 * cell["ttft_s"], 3),
+        "tpot": round(1e3 * cell["tpot_s"], 3),
         "winner": cell["winner"],
         "doublings": doublings,
         "label": lead_text(cell),
