@@ -2,6 +2,7 @@
 
     python -m benchmarks.offload --links 100 200 400 800 --repeat 12
     python -m benchmarks.offload --links 50 100 --handed-over
+    python -m benchmarks.offload --ablation --links 100 400
 
 An OPT of `--layers` layers and random weights decodes `--batch` sequences of `--tokens` tokens. They are prefilled here
 or, with `--handed-over`, have KV from elsewhere, for which no layer's inputs are known. Three engines take turns at
@@ -12,6 +13,10 @@ sleeps until the given rate (MB/s) allows it to be done.
 the size of K and V, it cannot exceed 2, with recomputed tokens it can. `all`: the same over all steps, including the
 first `--settle` ones, in which rates are learned and inputs prepared. `hidden`: share of the link's busy time in which
 the chosen engine also computed. `halves`: memory of its KV relative to that of K and V.
+
+`--ablation`, as KVPR's: what a fetch runs beside (nothing; its own layer's computing, with one buffer; the layer
+before, with two) and what is computed again (nothing, everything from inputs, what is chosen), all nine by turns.
+Medians, ms, and the ratio of two buffers that load everything to each: what FlexGen does, and KVPR compares with.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ import argparse
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,12 +34,13 @@ import torch
 from transformers import OPTConfig
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
-from halfmoon.engine.config import EngineConfig, OffloadConfig, OffloadSchedule
+from halfmoon.engine.config import EngineConfig, OffloadConfig, OffloadOverlap, OffloadSchedule
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 
 SCHEDULES: tuple[OffloadSchedule, ...] = ("latency", "throughput")
-RECOMPUTE: tuple[Literal["never", "auto"], ...] = ("never", "auto")
+RECOMPUTE: tuple[Literal["never", "always", "auto"], ...] = ("never", "always", "auto")
+OVERLAPS: dict[OffloadOverlap, str] = {"none": "synchronous", "layer": "one buffer", "layers": "two buffers"}
 _BLOCK_TOKENS = 64
 _VOCABULARY = 1024
 
@@ -116,6 +123,21 @@ def measured(engines: Sequence[Engine], settle: int, repeat: int) -> Columns:
     )
 
 
+def ablation(make: Callable[[OffloadConfig], Engine], schedule: OffloadSchedule, link: float, rounds: range) -> None:
+    """Prints a row for each way to fetch, with a column for each share computed again."""
+    ways = [(overlap, recompute) for overlap in OVERLAPS for recompute in RECOMPUTE]
+    engines = [make(OffloadConfig(8 << 30, schedule, recompute, overlap, link * 1e6)) for overlap, recompute in ways]
+    steps = [[engine.step().duration_s for engine in engines] for _ in range(rounds.stop)]
+    medians = [statistics.median(times[rounds.start :]) for times in zip(*steps, strict=True)]
+    took_s = dict(zip(ways, medians, strict=True))
+    reference_s = took_s["layers", "never"]
+    for overlap, name in OVERLAPS.items():
+        cells = (f"{1e3 * took_s[overlap, way]:8.1f}{reference_s / took_s[overlap, way]:6.2f}x" for way in RECOMPUTE)
+        print(f"{schedule:12}{link:6.0f}  {name:12}{''.join(cells)}", flush=True)
+    for engine in engines:
+        engine.close()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -128,8 +150,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--settle", type=int, default=12, help="steps before the counted ones")
     parser.add_argument("--repeat", type=int, default=12, help="counted steps")
     parser.add_argument("--handed-over", action="store_true", help="decode KV received from elsewhere")
+    parser.add_argument("--ablation", action="store_true", help="with less overlap, and without a choice, too")
     options = parser.parse_args(arguments)
     steps = options.settle + options.repeat + 4
+    if options.ablation:
+        print(f"{'schedule':12}{'MB/s':>6}  {'fetches':12}{''.join(f'{way:>15}' for way in RECOMPUTE)}", flush=True)
+        _ablations(options, steps)
+        return
     print(
         f"{'schedule':12}{'MB/s':>6}{'in memory':>11}{'loaded':>9}{'chosen':>9}{'gain':>8}{'all':>7}"
         f"{'hidden':>8}{'halves':>8}  steps by kind",
@@ -139,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         checkpoint = random_opt(Path(directory), options.hidden, options.layers)
         for schedule in options.schedules:
             for link in options.links:
-                ways = [None, *(OffloadConfig(8 << 30, schedule, way, link * 1e6) for way in RECOMPUTE)]
+                slowed = OffloadConfig(8 << 30, schedule, link_bytes_per_s=link * 1e6)
+                ways = [None, replace(slowed, recompute="never"), slowed]
                 engines = [
                     started(checkpoint, options.batch, options.tokens, steps, way, options.handed_over) for way in ways
                 ]
@@ -152,6 +180,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
                 for engine in engines:
                     engine.close()
+
+
+def _ablations(options: argparse.Namespace, steps: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = random_opt(Path(directory), options.hidden, options.layers)
+
+        def make(offload: OffloadConfig) -> Engine:
+            return started(checkpoint, options.batch, options.tokens, steps, offload, options.handed_over)
+
+        for schedule in options.schedules:
+            for link in options.links:
+                ablation(make, schedule, link, range(options.settle, options.settle + options.repeat))
 
 
 if __name__ == "__main__":

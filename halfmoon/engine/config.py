@@ -11,6 +11,7 @@ from halfmoon.errors import Incompatible
 from halfmoon.kv.kv_layout import FloatDtype, KVDtype
 
 OffloadSchedule = Literal["latency", "throughput"]
+OffloadOverlap = Literal["layers", "layer", "none"]
 Kernels = Literal["torch", "native", "triton"]  # implementation of everything between matrix products
 
 
@@ -20,9 +21,12 @@ class OffloadConfig:
 
     host_bytes: int
     schedule: OffloadSchedule = "latency"
-    recompute: Literal["auto", "never"] = (
-        "auto"  # recompute instead of loading where the measured rates say that it pays
-    )
+    # auto: computed again instead of loaded where the measured rates say that it pays; always: K and V of what is
+    # computed here, from inputs
+    recompute: Literal["auto", "never", "always"] = "auto"
+    # what a fetch runs beside. layers: two buffers, one fills while the layer before it computes; layer: one buffer, it
+    # fills beside its own layer's computing from inputs; none: beside nothing. The last two for comparisons
+    overlap: OffloadOverlap = "layers"
     link_bytes_per_s: float | None = None  # throttles the link to this rate, for experiments on a CPU
 
 

@@ -16,6 +16,7 @@ from halfmoon.engine.models.opt import OPTModel
 from halfmoon.engine.offload.choice import Chooser
 from halfmoon.engine.offload.link import Link, StreamLink, ThreadLink
 from halfmoon.engine.offload.profile import measure_costs
+from halfmoon.engine.offload.recompute import OffloadCosts, Recompute
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.staging import Staging
 from halfmoon.engine.offload.tiers import KeysValues, TieredKV
@@ -24,6 +25,7 @@ from halfmoon.kv.kv_layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
+_ALWAYS_INPUTS = OffloadCosts(1.0, 0.0, Recompute(0.5, 0.0), Recompute(1.0, 1.0))  # computing costs nothing
 _BUFFERS = 2
 _STAGING_SHARE = 4  # divisor of the device's budget: the most for staging, unless one sequence needs more
 
@@ -53,6 +55,12 @@ class Offload:
         self._layout = layout
         self._keys_values = None if config.recompute == "never" else _keys_values(model, model_config)
         has_inputs = self._keys_values is not None
+        if config.recompute == "always" and not has_inputs:
+            raise Incompatible(
+                f"the model {model_config.family} has no layer inputs half as large as K and V, so they are not always "
+                "computed again: take recompute 'auto' or 'never'",
+                param="offload",
+            )
         self.rooms = divide(config.host_bytes, layout, budget_blocks, most_tokens, has_inputs)
 
     def around(
@@ -69,7 +77,9 @@ class Offload:
             costs = measure_costs(runner, memory, staging, link)
             logger.info("offload.measured", extra=asdict(costs))
             chooser.use(costs, learns=not tensor.is_cuda)
-        return OffloadRunner(runner, attention, memory, staging, link, chooser, self._config.schedule), memory
+        elif self._config.recompute == "always":
+            chooser.use(_ALWAYS_INPUTS, learns=False)
+        return OffloadRunner(runner, attention, memory, staging, link, chooser, self._config), memory
 
 
 def divide(host_bytes: int, layout: KVLayout, budget_blocks: int, most_tokens: int, has_inputs: bool) -> Rooms:

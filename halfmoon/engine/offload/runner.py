@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import AttentionBackend, TokenSpan
-from halfmoon.engine.config import OffloadSchedule
+from halfmoon.engine.config import OffloadConfig
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.offload.attention import ColdRows, OffloadedAttention, Replacement, Stores
@@ -41,7 +41,7 @@ class OffloadRunner:
         staging: Staging,
         link: Link,
         chooser: Chooser,
-        schedule: OffloadSchedule,
+        config: OffloadConfig,
     ) -> None:
         self._runner = runner
         self._attention = attention
@@ -49,7 +49,7 @@ class OffloadRunner:
         self._staging = staging
         self._link = link
         self.chooser = chooser
-        self._schedule = schedule
+        self._config = config
         self._num_layers = memory.host.shape[0]
         self._device = memory.device.tensor.device
         self._work = StagedWork()  # of the step before
@@ -67,13 +67,15 @@ class OffloadRunner:
     def run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None) -> list[SampledToken]:
         """See `ModelRunner.run`."""
         started_s = time.perf_counter()
-        planner = PassPlanner(self._memory, self.chooser, self._staging.num_blocks, self._num_layers, self._schedule)
+        planner = PassPlanner(
+            self._memory, self.chooser, self._staging.num_blocks, self._num_layers, self._config.schedule
+        )
         passes = planner.passes(scheduled)
         if not passes:
             return self._runner.run(scheduled, watch)
         groups = [[self._cold_rows(plan) for plan in forward_pass.groups] for forward_pass in passes]
         tasks = iter([task for forward_pass in passes for task in self._tasks(forward_pass)])
-        pipeline = Pipeline(self._staging, self._link, self._memory, tasks)
+        pipeline = Pipeline(self._staging, self._link, self._memory, tasks, self._config.overlap)
         try:
             watch = watch if len(passes) == 1 else None
             pairs = zip(passes, groups, strict=True)

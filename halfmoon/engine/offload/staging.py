@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfmoon.engine.config import OffloadOverlap
 from halfmoon.engine.offload.link import Copy, Fetch, Link
 from halfmoon.engine.offload.plan import GroupPlan, Load
 from halfmoon.engine.offload.tiers import TieredKV
@@ -44,31 +45,41 @@ class Staged:
 class Pipeline:
     """Owns the fetches in progress of one step: while a layer is used, the next one is fetched (double buffering).
 
-    `tasks` are taken in order. Inputs come before KV, so that computing with them hides the rest.
+    `tasks` are taken in order. Inputs come before KV, so that computing with them hides the rest. With less `overlap`
+    a task's fetches begin when it is taken, and without any they have ended then.
     """
 
-    def __init__(self, staging: Staging, link: Link, memory: TieredKV, tasks: Iterator[Task]) -> None:
+    def __init__(
+        self, staging: Staging, link: Link, memory: TieredKV, tasks: Iterator[Task], overlap: OffloadOverlap
+    ) -> None:
         self._staging = staging
         self._link = link
         self._memory = memory
         self._tasks = tasks
         self._num_begun = 0
         self._under_way: deque[Staged] = deque()
-        self._begin()
+        self._overlap = overlap
+        if overlap == "layers":
+            self._begin()
 
     def take(self) -> Staged:
         """The buffer of the next task; its fetches may still be in progress."""
+        self._begin()  # in the buffer of the task before this one, which is no longer used; or of this one
         staged = self._under_way.popleft()
-        self._begin()  # in the buffer of the task before this one, which is no longer used
+        if self._overlap == "none":
+            self._wait(staged)
         return staged
 
     def close(self) -> None:
         """Waits for fetches in progress: nothing writes to the buffers after this."""
         for staged in self._under_way:
-            for fetch in (staged.inputs_fetch, staged.kv_fetch):
-                if fetch is not None:
-                    fetch.wait()
+            self._wait(staged)
         self._under_way.clear()
+
+    def _wait(self, staged: Staged) -> None:
+        for fetch in (staged.inputs_fetch, staged.kv_fetch):
+            if fetch is not None:
+                fetch.wait()
 
     def _begin(self) -> None:
         task = next(self._tasks, None)

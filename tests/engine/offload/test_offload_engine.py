@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from halfmoon.engine.config import OffloadConfig, OffloadSchedule
+from halfmoon.engine.config import OffloadConfig, OffloadOverlap, OffloadSchedule
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.offload.recompute import Kind, OffloadCosts, Recompute
 from halfmoon.engine.offload.runner import OffloadRunner
@@ -64,6 +64,26 @@ def generate_counting(engine: Engine, num_staged: Counter[str]) -> dict[str, lis
 def runner_of(engine: Engine) -> OffloadRunner:
     assert isinstance(engine._runner, OffloadRunner)
     return engine._runner
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("overlap", ["layers", "layer", "none"])
+def test_neither_buffers_nor_what_is_computed_again_change_tokens(
+    make_engine: MakeEngine, overlap: OffloadOverlap, recompute: Literal["never", "always"], schedule: OffloadSchedule
+) -> None:
+    expected = generate(make_engine("opt"), *some())
+    offload = OffloadConfig(1 << 20, schedule, recompute, overlap=overlap)
+    engine = make_engine("opt", offload=offload, num_blocks=16, max_context_tokens=56, attention="sdpa")
+    num_staged: Counter[str] = Counter()
+    assert generate_counting(engine, num_staged) == expected
+    assert (num_staged["inputs"] > num_staged["load"]) == (recompute == "always")
+
+
+def test_a_model_without_small_inputs_is_not_always_computed_again(make_engine: MakeEngine) -> None:
+    offload = OffloadConfig(1 << 20, recompute="always")
+    with pytest.raises(Incompatible, match="half as large"):
+        make_engine("llama", offload=offload, num_blocks=16, max_context_tokens=56, attention="sdpa")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
