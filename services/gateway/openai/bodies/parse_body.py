@@ -141,14 +141,18 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _rename_guided(fields: dict[str, Any]) -> None:
-    """Takes vLLM's former names, `guided_json` and so on, for what they are called now."""
+    """Takes vLLM's former names, `guided_json` and so on, for what they are called now.
+
+    A client may send one constraint under both names, as guidance does.
+    """
     guided = {name: fields.pop(name) for name in GUIDED if name in fields}
     for name, value in guided.items():
         if value is None:
             continue
-        if fields.get("structured_outputs") is not None:
+        named = {GUIDED[name]: value}
+        if fields.get("structured_outputs") not in (None, named):
             raise InvalidRequest(f"{name}: an output has one form; leave out one of them", param=name)
-        fields["structured_outputs"] = {GUIDED[name]: value}
+        fields["structured_outputs"] = named
 
 
 def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:

@@ -49,6 +49,7 @@ OBJECT = '{"type": "object"}'
         ({"structured_outputs": {"regex": "a+"}}, Constraint.REGEX, "a+"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, Constraint.CHOICE, '["a", "b"]'),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, Constraint.GRAMMAR, 'start: "a"'),
+        ({"guided_regex": "a+", "structured_outputs": {"regex": "a+"}}, Constraint.REGEX, "a+"),
     ],
 )
 async def test_the_constraint_goes_to_the_workers(
@@ -92,6 +93,7 @@ async def test_text_is_no_constraint(tmp_path: Path) -> None:
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "leave it out"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens", "leave it out"),
         ({"guided_json": OBJECT, "guided_regex": "a"}, "guided_regex", "one form"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex", "one form"),
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(tmp_path: Path, body: dict[str, Any], param: str, reason: str) -> None:
