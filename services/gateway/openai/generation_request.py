@@ -70,7 +70,7 @@ NOT_TOKENIZED = GenerationRequest()
 
 def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: bytes) -> GenerationRequest:
     """The request of a chat, after its template. Raises InvalidRequest or ContextLengthExceeded."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     use = tool_use_of(body, model)
     prompt = chat_prompt(body, use.messages, model, context_tokens, salt=salt, tools=use.rendered)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from halfmoon.errors import InvalidRequest
 from services.gateway.openai.bodies.responses_body import ResponsesBody
 from services.gateway.openai.generation_request import GenerationRequest, equivalent_chat_request
 from services.gateway.openai.served_model import ServedModel
@@ -20,9 +19,6 @@ _OWN_NAMES = {
 
 def responses_request(body: ResponsesBody, model: ServedModel, context_tokens: int, salt: bytes) -> GenerationRequest:
     """Tokenizes the body. Raises InvalidRequest or ContextLengthExceeded with this endpoint's parameter names."""
-    if body.top_logprobs is not None and not body.wants_logprobs:
-        message = "top_logprobs needs include to hold message.output_text.logprobs"
-        raise InvalidRequest(message, param="top_logprobs")
     generation = equivalent_chat_request(body.as_chat(), _OWN_NAMES, model, context_tokens, salt)
     return replace(generation, echoed=_echoed(body, generation))
 

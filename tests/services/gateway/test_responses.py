@@ -137,6 +137,7 @@ async def test_structured_text_and_logprobs(tmp_path: Path) -> None:
         ({"background": True, "store": False}, "background"),
         ({"reasoning": {"effort": 5}}, "reasoning.effort"),
         ({"top_logprobs": 1}, "top_logprobs"),
+        ({"top_logprobs": 1, "background": True}, "top_logprobs"),
         ({"include": ["reasoning.encrypted_contents"]}, "include[0]"),
         ({"include": ["reasoning.encrypted_content"], "top_logprobs": 1}, "top_logprobs"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "text.format"),
@@ -150,6 +151,18 @@ async def test_what_cannot_be_is_refused_by_name(tmp_path: Path, extra: dict[str
             error = (await response.json())["error"]
             assert (response.status, error["param"]) == (400, param), error
             assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [("responses", {"input": "hi"}), ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]})],
+)
+async def test_no_likeliest_tokens_need_no_log_probabilities(tmp_path: Path, path: str, prompt: dict[str, Any]) -> None:
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        prefill, _ = await fleet.pair()
+        async with session.post(f"/v1/{path}", json={"model": MODEL, "top_logprobs": 0, **prompt}) as response:
+            assert response.status == 200, await response.text()
+        assert not prefill.calls.prefills[0].generation.sampling.HasField("num_top_logprobs")
 
 
 WEATHER: Any = {

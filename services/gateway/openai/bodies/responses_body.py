@@ -196,6 +196,8 @@ class ResponsesBody(OpenAIBody):
     def _check_input(self) -> Self:
         if not isinstance(self.input, str) and all(isinstance(item, ReasoningItem) for item in self.input):
             raise misplaced("input", "reasoning alone is nothing to answer; add a message")
+        if self.top_logprobs and not self.wants_logprobs:
+            raise misplaced("top_logprobs", f"include has to hold {_LOGPROBS}")
         return self
 
     @property
