@@ -103,10 +103,22 @@ class WorkerConfig(Section):
     )
     tensor_parallel: int = Field(1, ge=1, description="devices that share every layer of the model")
     pipeline_parallel: int = Field(1, ge=1, description="stages that the layers are divided into")
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        description="devices with the whole model each that share the tokens of long prompts (ring attention), for "
+        "prefill workers; instead of the two others. Our own engine",
+    )
+    long_prompt_tokens: int = Field(
+        4096,
+        ge=1,
+        description="with sequence_parallel: all its devices compute prompts with more uncached tokens than this; "
+        "shorter ones stay on one each",
+    )
     remote_ranks: int = Field(
         0,
         ge=0,
-        description="how many of the tensor_parallel x pipeline_parallel ranks are on other hosts, the last stages "
+        description="how many of the tensor, pipeline or sequence parallel ranks are on other hosts, the last "
         "first: `halfmoon join RANK_LISTEN --ranks N` there. Not with vLLM",
     )
     rank_listen: str | None = Field(None, description="HOST:PORT of this host where remote_ranks join")

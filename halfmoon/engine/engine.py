@@ -151,6 +151,7 @@ class Engine(EngineCore):
             duration_s=self.last_step_s,
             ended_s=time.monotonic(),
             layer_wait_s=sum(gate.waited_s for gate in gates),
+            num_spread_tokens=self._runner.num_spread_tokens if isinstance(self._runner, ParallelRunner) else 0,
             staged=self._runner.take_work() if isinstance(self._runner, OffloadRunner) else StagedWork(),
         )
 

@@ -23,6 +23,7 @@ class EngineFacts:
     device: str
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    sequence_parallel: int = 1
     layer_passes: int = 0  # parts in which layers of a load arrive while its step computes; 0: no step waits for them
     follows_targets: bool = False  # `chunk_tokens` is replaced by what TBT targets leave
     adapters: tuple[str, ...] = ()  # fingerprints of those that it computes with

@@ -291,6 +291,7 @@ class WorkerIdentity(_message.Message):
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    SEQUENCE_PARALLEL_FIELD_NUMBER: _builtins.int
     CAN_FETCH_FIELD_NUMBER: _builtins.int
     LAYER_PASSES_FIELD_NUMBER: _builtins.int
     NUM_GATEWAYS_FIELD_NUMBER: _builtins.int
@@ -325,6 +326,8 @@ class WorkerIdentity(_message.Message):
     """sequences"""
     tensor_parallel: _builtins.int
     pipeline_parallel: _builtins.int
+    sequence_parallel: _builtins.int
+    """ranks with the whole model that share long prompts; 0: as 1"""
     can_fetch: _builtins.bool
     """it loads KV from the sources that a request names, and serves its own prefix cache"""
     layer_passes: _builtins.int
@@ -374,6 +377,7 @@ class WorkerIdentity(_message.Message):
         max_running: _builtins.int = ...,
         tensor_parallel: _builtins.int = ...,
         pipeline_parallel: _builtins.int = ...,
+        sequence_parallel: _builtins.int = ...,
         can_fetch: _builtins.bool = ...,
         layer_passes: _builtins.int = ...,
         num_gateways: _builtins.int = ...,
@@ -387,7 +391,7 @@ class WorkerIdentity(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_change_role", b"can_change_role", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "follows_targets", b"follows_targets", "host", b"host", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "role_epoch", b"role_epoch", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "unit", b"unit", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_change_role", b"can_change_role", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "follows_targets", b"follows_targets", "host", b"host", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "role_epoch", b"role_epoch", "sequence_parallel", b"sequence_parallel", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "unit", b"unit", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

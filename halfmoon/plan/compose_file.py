@@ -46,7 +46,7 @@ def _workers(planned: PlannedCluster) -> Iterator[tuple[str, dict[str, Any]]]:
             name = f"{kind.role}-{numbers[kind.role]}"
             numbers[kind.role] += 1
             yield name, _service(name, kind, planned.model_name, first_gpu)
-            first_gpu += kind.tp * kind.pp
+            first_gpu += kind.num_devices
 
 
 def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dict[str, Any]:
@@ -89,6 +89,6 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
     }
     if kind.gpu in (None, "cpu"):
         return service
-    ids = [str(first_gpu + number) for number in range(kind.tp * kind.pp)]
+    ids = [str(first_gpu + number) for number in range(kind.num_devices)]
     gpus = [{"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}]
     return {**service, "deploy": {"resources": {"reservations": {"devices": gpus}}}}

@@ -15,19 +15,22 @@ One = TypeVar("One")
 
 
 class Parallelism(NamedTuple):
-    """Devices of one worker: `tensor` devices share each layer, and each of `pipeline` stages has some of the
-    layers.
+    """Devices of one worker: `tensor` devices share each layer, and each of `pipeline` stages has some of the layers;
+    or `sequence` devices have the whole model and share the tokens of long prompts.
     """
 
     tensor: int
     pipeline: int
+    sequence: int = 1
 
     @property
     def num_devices(self) -> int:
         """Devices of one worker."""
-        return self.tensor * self.pipeline
+        return self.tensor * self.pipeline * self.sequence
 
     def __str__(self) -> str:
+        if self.sequence > 1:
+            return f"SP{self.sequence}"
         return f"TP{self.tensor}" + (f"xPP{self.pipeline}" if self.pipeline > 1 else "")
 
 
@@ -117,7 +120,9 @@ class Layout:
         if self.unit_gpus <= pool.gpus_per_node:
             return self.num_units <= pool.num_nodes * (pool.gpus_per_node // self.unit_gpus)
         stages = {workers.kind.parallelism.pipeline for workers in self.sets}
-        stage_gpus = sum(workers.num * workers.kind.parallelism.tensor for workers in self.sets)
+        stage_gpus = sum(
+            workers.num * (workers.kind.num_devices // workers.kind.parallelism.pipeline) for workers in self.sets
+        )
         if len(stages) > 1 or stage_gpus > pool.gpus_per_node:
             return False
         return _nodes_of_stages(self.num_units, stages.pop(), pool.gpus_per_node // stage_gpus) <= pool.num_nodes
@@ -149,8 +154,8 @@ def _sets_fit(sets: Sequence[WorkerSet], pool: NodePool) -> bool:
 def _nodes(workers: WorkerSet, gpus_per_node: int) -> float:
     """Nodes, or the fraction of one, that a set takes."""
     if workers.kind.num_devices >= gpus_per_node:
-        tensor, num_stages = workers.kind.parallelism
-        return workers.num * -(-num_stages // (gpus_per_node // tensor))
+        num_stages = workers.kind.parallelism.pipeline
+        return workers.num * -(-num_stages // (gpus_per_node // (workers.kind.num_devices // num_stages)))
     per_node = gpus_per_node // workers.kind.num_devices
     whole, rest = divmod(workers.num, per_node)
     return whole + rest * workers.kind.num_devices / gpus_per_node

@@ -28,6 +28,7 @@ from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import Batching
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
+from halfmoon.sim.latency_sources.sequence_parallel import long_prompt_tokens, parallel_model
 
 
 class PlannedWorkers(BaseModel):
@@ -40,6 +41,8 @@ class PlannedWorkers(BaseModel):
     gpu: str | None = None
     tp: int = Field(default=1, ge=1)
     pp: int = Field(default=1, ge=1)
+    sp: int = Field(default=1, ge=1)
+    long_prompt_tokens: int | None = Field(default=None, ge=1)
     max_batch_tokens: int | None = Field(default=None, ge=1)
     chunk_tokens: int | None = Field(default=None, ge=1)
     max_running: int | None = Field(default=None, ge=1)
@@ -55,11 +58,18 @@ class PlannedWorkers(BaseModel):
         return batching
 
     @property
+    def num_devices(self) -> int:
+        """Devices of one worker."""
+        return self.tp * self.pp * self.sp
+
+    @property
     def arguments(self) -> tuple[str, ...]:
         """The command-line options of such a worker."""
         named = {
             "--tensor-parallel": self.tp,
             "--pipeline-parallel": self.pp,
+            "--sequence-parallel": None if self.sp == 1 else self.sp,
+            "--long-prompt-tokens": self.long_prompt_tokens,
             "--max-batch-tokens": self.max_batch_tokens,
             "--chunk-tokens": self.chunk_tokens,
             "--max-running": self.max_running,
@@ -154,7 +164,17 @@ def _worker(problem: PlanningProblem, layout: Layout, workers: WorkerSet, unit: 
         **({} if is_measured else {"gpu": workers.kind.gpu}),
         "tp": workers.kind.parallelism.tensor,
         "pp": workers.kind.parallelism.pipeline,
+        **_sequence(problem, workers),
         **limits,
         "workers_per_node": workers_per_node(layout, workers, problem.fleet),
         **({"first_node": unit} if layout.is_paired else {}),
     }
+
+
+def _sequence(problem: PlanningProblem, workers: WorkerSet) -> dict[str, int]:
+    """The devices that share long prompts, and from which length on that pays."""
+    gpu, parallelism = workers.kind
+    if parallelism.sequence == 1:
+        return {}
+    most_tokens = long_prompt_tokens(parallel_model(problem.sources[gpu], gpu, *parallelism))
+    return {"sp": parallelism.sequence, **({} if most_tokens is None else {"long_prompt_tokens": most_tokens})}

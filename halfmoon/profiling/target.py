@@ -35,6 +35,7 @@ class Target:
     tensor_parallel: int
     pipeline_parallel: int
     num_requests: int  # on it, by its last report
+    sequence_parallel: int = 1
 
     @property
     def host(self) -> str:
@@ -86,6 +87,12 @@ def choose_targets(cluster: Cluster, names: Sequence[str]) -> list[Target]:
         if not any(one.can(work) for one in result):
             described = ", ".join(f"{one.worker_id} ({one.role})" for one in result) or "no worker at all"
             raise InvalidRequest(f"a profile needs a worker that takes {work}; there is {described}", param="worker")
+    if spread := next((one for one in result if one.sequence_parallel > 1), None):
+        raise InvalidRequest(
+            f"{spread.worker_id} shares long prompts among {spread.sequence_parallel} devices, which a profile does "
+            "not describe: profile a worker without --sequence-parallel",
+            param="worker",
+        )
     check_idle(result)
     return result
 
@@ -122,4 +129,5 @@ def _target(fingerprint: str, one: dict[str, Any]) -> Target:
         max(one["parallelism"]["tensor"], 1),
         max(one["parallelism"]["pipeline"], 1),
         sum(one["load"][name] for name in _BUSY),
+        one["parallelism"]["sequence"],
     )

@@ -61,7 +61,8 @@ def load_shared(settings: WorkerSettings) -> Engine | None:
     if settings.engine == "vllm":
         return None  # it has processes of its own
     may_be_cuda = settings.device != "cpu" and torch.version.cuda is not None  # asking for devices would begin CUDA
-    is_plain = settings.tensor_parallel == settings.pipeline_parallel == 1 and settings.offload_kv == "none"
+    num_ranks = settings.tensor_parallel * settings.pipeline_parallel * settings.sequence_parallel
+    is_plain = num_ranks == 1 and settings.offload_kv == "none"
     if may_be_cuda or not is_plain:
         return None
     keep_freed_memory()
@@ -102,6 +103,7 @@ class OwnHost:
             device=config.device,
             tensor_parallel=config.tensor_parallel,
             pipeline_parallel=config.pipeline_parallel,
+            sequence_parallel=config.sequence_parallel,
         )
 
     def first_steps(self) -> Sequence[StepResult]:
@@ -141,6 +143,8 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
         load_threads=load_threads,
         tensor_parallel=settings.tensor_parallel,
         pipeline_parallel=settings.pipeline_parallel,
+        sequence_parallel=settings.sequence_parallel,
+        long_prompt_tokens=settings.long_prompt_tokens,
         joined=_joined_ranks(settings),
     )
     with loading_progress(f"{settings.role}: weights") as on_progress:
@@ -195,6 +199,12 @@ def _start_vllm(settings: WorkerSettings) -> EngineHost:
     if settings.remote_ranks:
         raise InvalidRequest(
             "--remote-ranks is of our own engine: vLLM places its ranks itself, by Ray", param="remote_ranks"
+        )
+    if settings.sequence_parallel > 1:
+        raise InvalidRequest(
+            "--sequence-parallel is of our own engine; give vLLM's own context parallelism by --engine-args, or "
+            "--tensor-parallel",
+            param="sequence_parallel",
         )
     if settings.speculation != "off":
         raise InvalidRequest(

@@ -205,6 +205,7 @@ def _identity(
         max_running=facts.max_running,
         tensor_parallel=facts.tensor_parallel,
         pipeline_parallel=facts.pipeline_parallel,
+        sequence_parallel=facts.sequence_parallel,
         can_fetch=True,
         can_change_role=True,
         layer_passes=facts.layer_passes,

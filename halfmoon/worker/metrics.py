@@ -25,6 +25,11 @@ class WorkerMetrics:
         self._prefill_tokens = Counter(
             "halfmoon_engine_prefill_tokens", "Prompt tokens computed", registry=self.registry
         )
+        self._spread_tokens = Counter(
+            "halfmoon_engine_spread_tokens",
+            "Tokens of steps in which sequence ranks shared a long prompt",
+            registry=self.registry,
+        )
         self._output_tokens = Counter("halfmoon_engine_output_tokens", "Tokens generated", registry=self.registry)
         self._drafts = Counter(
             "halfmoon_engine_draft_tokens",
@@ -101,6 +106,7 @@ class WorkerMetrics:
         if not result.is_empty:
             self._step.observe(result.duration_s)
         self._prefill_tokens.inc(result.num_prefill_tokens)
+        self._spread_tokens.inc(result.num_spread_tokens)
         self._output_tokens.inc(len(result.outputs))
         self._drafts.labels("right").inc(result.num_right_drafts)
         self._drafts.labels("wrong").inc(result.num_drafts - result.num_right_drafts)

@@ -56,6 +56,7 @@ PANELS: Mapping[str, Sequence[Flag]] = {
         Flag("--kv-dtype", "workers.all.kv_dtype"),
         Flag("--tensor-parallel", "workers.all.tensor_parallel"),
         Flag("--pipeline-parallel", "workers.all.pipeline_parallel"),
+        Flag("--sequence-parallel", "workers.all.sequence_parallel"),
         Flag("--kv-memory", "workers.all.kv_memory"),
         Flag("--speculation", "workers.all.speculation"),
         Flag("--max-running", "workers.all.max_running"),

@@ -54,6 +54,7 @@ class ParallelRunner:
         num_rank_blocks = _num_rank_blocks(config, model_config, shards, layout)
         config = replace(config, num_blocks=num_rank_blocks, joined=None)
         self._num_steps = 0  # steps that `run` has finished; later stages may still compute the last of them
+        self.num_spread_tokens = 0  # of the last step; see `StepResult`
         self.pool: Blocks
         self._kv: ShardedKV | SpreadKV
         if grid.sequence_size > 1:
@@ -102,6 +103,8 @@ class ParallelRunner:
         """
         chunks = tuple(chunk_of(item) for item in scheduled)
         batch = self._rank.batch(chunks)
+        if self._grid.sequence_size > 1:
+            self.num_spread_tokens = batch.num_spread_tokens
         self._followers.broadcast(Step(chunks))
         try:
             logits = self._rank.compute(batch, watch and self._lagging(watch))

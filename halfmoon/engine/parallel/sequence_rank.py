@@ -29,6 +29,11 @@ class SharedBatch:
     own: ForwardBatch | None  # None: it computes nothing, and no other rank needs it
     reaches_all: bool  # whether this rank's progress through the layers is that of all ranks
 
+    @property
+    def num_spread_tokens(self) -> int:
+        """Tokens of a step in which ranks exchange keys or queries; 0 in others."""
+        return 0 if self.shares.is_local else sum(len(chunk.token_ids) for chunk in self.shares.chunks)
+
 
 class SequenceRank:
     """Computes a rank's share of each step, and exchanges what attention needs. Owns nothing of its own but `Rank`."""

@@ -34,15 +34,12 @@ class TokenShares:
         self.chunks = chunks
         self._block_tokens = block_tokens
         self._num_ranks = num_ranks
-        self._rows = [[self._runs(chunk, rank, chunk.start) for chunk in chunks] for rank in range(num_ranks)]
-
-    @property
-    def is_local(self) -> bool:
-        """Whether each chunk's tokens and all keys before them are on one rank, so that ranks exchange nothing."""
-        return all(
-            len({rank_of(block, self._num_ranks) for block in chunk.blocks[: -(-chunk.end // self._block_tokens)]}) == 1
-            for chunk in self.chunks
+        # Whether each chunk's tokens and all keys before them are on one rank, so that ranks exchange nothing.
+        self.is_local = all(
+            len({rank_of(block, num_ranks) for block in chunk.blocks[: -(-chunk.end // block_tokens)]}) == 1
+            for chunk in chunks
         )
+        self._rows = [[self._runs(chunk, rank, chunk.start) for chunk in chunks] for rank in range(num_ranks)]
 
     def rows(self, rank: int) -> list[list[Run]]:
         """The tokens that `rank` computes, by chunk."""

@@ -4,6 +4,7 @@ meet.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,9 @@ def prefill_bound_per_s(model: LatencyModel, workload: Workload, goal: Goal, lim
 
     Each token takes the time that it takes in the best batch. Tokens that an infinite prefix cache would hold are free.
     """
+    if model.ring is not None:  # at best each rank computes as much as it would alone
+        alone = prefill_bound_per_s(replace(model, ring=None), workload, goal, limits)
+        return RateBound(*(min(one * model.ring.num_ranks, NO_LIMIT) for one in alone))
     new = _uncached(workload)
     pair_s = min(piece.model.c for piece in model.prefill)
     work_s: Floats = _least_token_s(model, limits) * new + pair_s * new**2 / 2

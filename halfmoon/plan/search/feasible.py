@@ -17,6 +17,10 @@ from halfmoon.sim.cluster.cluster_spec import SloTargets
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 from halfmoon.sim.latency_sources.model_shape import ModelShape
+from halfmoon.sim.latency_sources.roofline import Roofline
+from halfmoon.sim.latency_sources.sequence_parallel import parallel_model
+
+LONG_PROMPT_TOKENS = 4096  # the search proposes sequence ranks only where prompts are longer
 
 
 class NoLayout(InvalidRequest):
@@ -52,8 +56,8 @@ def feasible_models(problem: PlanningProblem) -> dict[WorkerKind, LatencyModel]:
         for parallelism in _parallelisms(problem, pool):
             try:
                 if problem.shape is not None:
-                    problem.shape.check(*parallelism)
-                result[WorkerKind(name, parallelism)] = source.model(None if measured else name, *parallelism)
+                    problem.shape.check(parallelism.tensor, parallelism.pipeline)
+                result[WorkerKind(name, parallelism)] = parallel_model(source, None if measured else name, *parallelism)
             except (InvalidRequest, Incompatible) as error:
                 problems.append(error)
     if not result:
@@ -77,6 +81,13 @@ def _parallelisms(problem: PlanningProblem, pool: NodePool) -> Iterator[Parallel
         for pipeline in powers
         if tensor * pipeline <= pool.num_gpus
     )
+    if isinstance(source, Roofline) and _longest_prompt(problem) > LONG_PROMPT_TOKENS:
+        yield from (Parallelism(1, 1, sequence) for sequence in powers if 1 < sequence <= pool.gpus_per_node)
+
+
+def _longest_prompt(problem: PlanningProblem) -> float:
+    """The longest prompt of those that have to meet TTFT, in tokens."""
+    return float(np.quantile(problem.workload.prompt_tokens, problem.goal.attainment, method="lower"))
 
 
 def _odd_heads(shape: ModelShape | None) -> list[int]:
@@ -90,16 +101,17 @@ def options(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel])
     """Options for every role. Raises NoLayout if memory does not hold the requests, and TargetsBroken, which names the
     bound.
     """
-    share, workload = problem.goal.attainment, problem.workload
+    workload = problem.workload
     fitting = _fitting(problem, models)
-    prompt = float(np.quantile(workload.prompt_tokens, share, method="lower"))
+    prompt = _longest_prompt(problem)
     ttft_s, gap_s = problem.goal.targets.ttft_s, problem.goal.gap_s
     assert ttft_s is not None
     first_s = {one: model.prefill_s(prompt) for one, model in fitting.items()}
     step_s = {one: model.cycle(1).base_s + model.cycle(1).slope_s * prompt for one, model in fitting.items()}
     reuse = workload.prefixes is not None  # cached prompts take less
     prefills = [kind for kind in fitting if reuse or first_s[kind] <= ttft_s]
-    decodes = [kind for kind in fitting if step_s[kind] <= gap_s]
+    # sequence ranks gain nothing for decodes
+    decodes = [kind for kind in fitting if step_s[kind] <= gap_s and kind.parallelism.sequence == 1]
     gap = "TPOT" if gap_s == problem.goal.targets.tpot_s else "TBT"
     broken = [
         *([] if prefills else [_broken(problem, "TTFT", ttft_s, first_s, f"a prompt of {prompt:.0f} tokens")]),

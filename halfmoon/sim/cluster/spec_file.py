@@ -40,6 +40,7 @@ from halfmoon.sim.latency_sources.hardware import DEVICES
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, LatencySource
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
+from halfmoon.sim.latency_sources.sequence_parallel import parallel_model
 
 _LIMITS = BatchLimits(follows_targets=True)  # as workers without --chunk-tokens
 _MOST_WORKERS = 100_000  # of a group; each worker takes some kilobytes before the simulation starts
@@ -56,6 +57,8 @@ class _Workers(_Strict):
     gpu: str | None = None
     tp: int = Field(default=1, ge=1)
     pp: int = Field(default=1, ge=1)
+    sp: int = Field(default=1, ge=1)
+    long_prompt_tokens: int | None = Field(default=None, ge=1)  # of real workers; simulated ones share what is sooner
     latency: str | None = None
     kv_tokens: int | None = Field(default=None, ge=1)
     prefix_cache: bool = True
@@ -128,7 +131,7 @@ def read_cluster(
             request_s = source.request_s if request_s is None else request_s
             answer_s = source.answer_s if answer_s is None else answer_s
             limits = source.batch_limits
-        groups.append(_group(worker, source.model(worker.gpu, worker.tp, worker.pp), limits))
+        groups.append(_group(worker, parallel_model(source, worker.gpu, worker.tp, worker.pp, worker.sp), limits))
     return ClusterSpec(
         tuple(groups),
         _validated(path, Network, network, "network"),

@@ -27,6 +27,7 @@ _POLICY_PROMPTS = (
     8192,
     16384,
 )  # prompt lengths at which the policies' models are fitted
+_RING_TIMES = ("key_s", "query_s", "round_s")
 _POLICY_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _POLICY_CONTEXTS = (256, 1024, 4096)  # of each sequence
 
@@ -62,6 +63,23 @@ class Cycle(NamedTuple):
     slope_s: float
 
 
+class Ring(NamedTuple):
+    """What `num_ranks` devices with the whole model exchange for a step that they share (engine: `RingAttention`).
+
+    Keys and values go round while attention is computed, or queries and their sums do, which hides nothing: whichever
+    takes less.
+    """
+
+    num_ranks: int
+    key_s: float  # for each token that the step's rows see, in all layers
+    query_s: float  # for each row
+    round_s: float  # latency of all rounds
+
+    def exposed_s(self, num_rows: float, num_keys: float, attention_s: float) -> float:
+        """Seconds of a step's exchanges that attention on a rank, of `attention_s`, does not hide."""
+        return self.round_s + min(max(self.key_s * num_keys - attention_s, 0.0), self.query_s * num_rows)
+
+
 @dataclass(frozen=True)
 class LatencyModel:
     """One worker of `num_stages` pipeline stages. The pieces describe one stage; all stages take the same time.
@@ -85,9 +103,23 @@ class LatencyModel:
     fills_stages: bool = False
     launch_s: float = 0.0
     launch_s_per_token: float = 0.0  # of all sequences in the step
+    ring: Ring | None = None  # the pieces are then of one of its ranks alone
 
     def stage_s(self, new_tokens: float, pairs: float, batch: float, context_tokens: float) -> float:
-        """One stage's seconds for a step with `new_tokens` of prompts and one token for each of `batch` sequences."""
+        """One stage's seconds for a step with `new_tokens` of prompts and one token for each of `batch` sequences.
+
+        Ranks of a ring share a step with prompts if that is sooner than on one of them.
+        """
+        alone_s = self._alone_s(new_tokens, pairs, batch, context_tokens)
+        if self.ring is None or not new_tokens:
+            return alone_s
+        num_ranks, num_rows = self.ring.num_ranks, new_tokens + batch
+        shared_s = self._alone_s(*(one / num_ranks for one in (new_tokens, pairs, batch, context_tokens)))
+        attention_s = _held_at(self.prefill, num_rows / num_ranks).c * pairs / num_ranks
+        num_keys = pairs / new_tokens + new_tokens / 2 + context_tokens  # of a prompt: those cached, and its own
+        return min(alone_s, shared_s + self.ring.exposed_s(num_rows, num_keys, attention_s))
+
+    def _alone_s(self, new_tokens: float, pairs: float, batch: float, context_tokens: float) -> float:
         if not new_tokens:
             return _held_at(self.step, batch).seconds(batch, context_tokens) if batch else 0.0
         together = new_tokens + batch
@@ -147,7 +179,9 @@ class LatencyModel:
     def scaled(self, factor: float) -> LatencyModel:
         """A worker that is `factor` times as fast."""
         faster = self.with_errors(1 / factor, 1 / factor)
-        return replace(faster, launch_s=self.launch_s / factor, launch_s_per_token=self.launch_s_per_token / factor)
+        ring = self.ring and self.ring._replace(**{name: getattr(self.ring, name) / factor for name in _RING_TIMES})
+        per_token_s = self.launch_s_per_token / factor
+        return replace(faster, launch_s=self.launch_s / factor, launch_s_per_token=per_token_s, ring=ring)
 
     def with_errors(self, prefill: float, step: float) -> LatencyModel:
         """A worker whose prompts take `prefill` times as long, and its decode steps `step` times."""
@@ -161,7 +195,8 @@ class LatencyModel:
 
     @property
     def _is_plain(self) -> bool:
-        return self.num_stages == 1 and not self.launch_s and not self.launch_s_per_token
+        is_one = self.num_stages == 1 and self.ring is None
+        return is_one and not self.launch_s and not self.launch_s_per_token
 
 
 def _held_at(pieces: tuple[Piece[_Model], ...], size: float) -> _Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def _starts(config: SystemConfig, role: Role) -> list[WorkerStart]:
 
 def _start(config: SystemConfig, group: WorkerGroup) -> WorkerStart:
     chosen = config.workers.all.model_dump(exclude_unset=True) | group.model_dump(exclude_unset=True)
-    num_ranks = chosen.get("tensor_parallel", 1) * chosen.get("pipeline_parallel", 1)
+    num_ranks = math.prod(chosen.get(f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "sequence"))
     num_gpus = max(num_ranks - chosen.get("remote_ranks", 0), 1)
     return WorkerStart(_arguments(texts(group, frozenset({"count"}))), num_gpus, chosen.get("device") == "cpu")
 

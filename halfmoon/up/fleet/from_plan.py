@@ -51,7 +51,7 @@ def with_planned_workers(options: UpOptions, planned: PlannedLayout) -> UpOption
 def _start(worker: PlannedWorkers, options: UpOptions) -> WorkerStart:
     unit = "" if worker.first_node is None else f"unit-{worker.first_node}"
     arguments = (*worker.arguments, *(("--unit", unit) if unit else ()))
-    start = WorkerStart(arguments, worker.tp * worker.pp, gpu=worker.gpu or "")
+    start = WorkerStart(arguments, worker.num_devices, gpu=worker.gpu or "")
     return start if options.on == "this-host" else start._replace(unit=unit)
 
 

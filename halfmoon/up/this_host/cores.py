@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 
@@ -39,7 +40,7 @@ def thread_environment(options: UpOptions, role: Role, index: int, chosen: Mappi
 def _thread_count(place: int, num_workers: int, chosen: Mapping[str, str]) -> dict[str, str]:
     """The threads of all ranks of a worker: those that its options name, or its share of the cores."""
     if "--num-threads" in chosen:
-        num_ranks = int(chosen.get("--tensor-parallel", 1)) * int(chosen.get("--pipeline-parallel", 1))
+        num_ranks = math.prod(int(chosen.get(f"--{one}-parallel", 1)) for one in ("tensor", "pipeline", "sequence"))
         return {_NUM_THREADS: str(int(chosen["--num-threads"]) * num_ranks)}
     if _NUM_THREADS in os.environ:
         return {_NUM_THREADS: str(num_threads())}

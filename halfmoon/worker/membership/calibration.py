@@ -115,7 +115,7 @@ def kind_of(engine: Engine, role: str) -> str:
         f"{config.dtype}, KV {engine.layout.dtype}",
         f"weights {engine.checkpoint.quantization}",
         config.attention_backend,
-        f"TP{config.tensor_parallel} PP{config.pipeline_parallel}",
+        f"TP{config.tensor_parallel} PP{config.pipeline_parallel} SP{config.sequence_parallel}",
         f"{config.num_threads or num_threads()} threads",
         f"steps of {config.step_tokens}",
         f"halfmoon {halfmoon.__version__}",

@@ -161,7 +161,11 @@ def _worker(membership: Membership, member: Member, now_s: float, shows_links: b
         "total_blocks": identity.total_blocks,
         "layout": {field.name: getattr(identity.layout, field.name) for field in identity.layout.DESCRIPTOR.fields},
         "limits": {name: getattr(identity, name) for name in _LIMITS},
-        "parallelism": {"tensor": identity.tensor_parallel, "pipeline": identity.pipeline_parallel},
+        "parallelism": {
+            "tensor": identity.tensor_parallel,
+            "pipeline": identity.pipeline_parallel,
+            "sequence": max(identity.sequence_parallel, 1),
+        },
         "load": {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields if not field.is_repeated},
         "cached_blocks": membership.index.num_blocks(member.holder),
         "prefill_model": member.latency.prefill._asdict(),
