@@ -95,3 +95,17 @@ async def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> 
         for prompt, tokens in zip(asked, expected, strict=True):
             assert await completion(session, prompt) == tokens
         assert await asyncio.gather(*(completion(session, prompt) for prompt in asked)) == expected
+
+
+@pytest.mark.parametrize("family", ["mistral", "deepseek-v3"])
+async def test_a_prefill_worker_of_sequence_ranks_gives_them_too(family: str, tmp_path: Path) -> None:
+    """Prompts of more than 100 tokens are shared by three ranks, and handed over to a decode worker of one."""
+    path = small_model(tmp_path / "small", FAMILIES[family]())
+    asked = prompts()
+    expected = [greedy(path, prompt) for prompt in asked]
+    cut = ("--set", "workers.prefill={sequence_parallel: 3, long_prompt_tokens: 100}")
+    async with (
+        running_system(tmp_path / "state", "--model", str(path), *OPTIONS, *cut) as system,
+        aiohttp.ClientSession(system.url) as session,
+    ):
+        assert await asyncio.gather(*(completion(session, prompt) for prompt in asked)) == expected

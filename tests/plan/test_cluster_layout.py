@@ -17,6 +17,7 @@ from halfmoon.sim.cluster.kv_codecs import KvCodec
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.latency_sources.hardware import device
 from halfmoon.sim.latency_sources.measured_profile import MeasuredLimits, MeasuredPrefill, MeasuredProfile, MeasuredStep
+from halfmoon.sim.latency_sources.sequence_parallel import parallel_model
 from halfmoon.sim.workloads.drawn_workload import synthetic_workload
 from halfmoon.sim.workloads.lengths import named_lengths
 
@@ -86,7 +87,7 @@ def test_paired_workers_share_a_node_and_others_do_not() -> None:
     source = DistServeCoefficients("opt-13b")
     fleet = read_fleet("a100-80g", 4, 8, {})
     layout = pair((2, 1, 2), (1, 1, 1))
-    models = {one: source.model(None, *one.parallelism) for one in (kind(2, 1), kind(1, 1))}
+    models = {one: parallel_model(source, None, *one.parallelism) for one in (kind(2, 1), kind(1, 1))}
     workload = synthetic_workload(named_lengths("in=512,out=64"), 10, 1.0, seed=0)
     sources = {"a100-80g": source}
     problem = PlanningProblem(sources, fleet, workload, Goal(SloTargets(1.0, 1.0)), default_rules(fleet, sources))

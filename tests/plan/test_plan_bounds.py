@@ -17,6 +17,7 @@ from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, SloTargets, TbtOf, WorkerGroup
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
+from halfmoon.sim.latency_sources.sequence_parallel import parallel_model
 from halfmoon.sim.latency_sources.worker_profile import coefficients
 from halfmoon.sim.result import Criterion
 from halfmoon.sim.simulation import simulate
@@ -33,7 +34,7 @@ def phase(
     workload = synthetic_workload(named_lengths(lengths), 200, 1.0, seed=0, most_tokens=2048)
     goal = Goal(SloTargets(ttft_s, tpot_s), share)
     problem = PlanningProblem(SOURCES, FLEET, workload, goal, default_rules(FLEET, SOURCES))
-    model, kind = SOURCES["a100-80g"].model("a100-80g", *parallelism), WorkerKind("a100-80g", parallelism)
+    model, kind = parallel_model(SOURCES["a100-80g"], "a100-80g", *parallelism), WorkerKind("a100-80g", parallelism)
     bound_per_s = prefill_bound_per_s if role == "prefill" else decode_bound_per_s
     option = Option(role, kind, bound_per_s(model, workload, goal, problem.rules.limits[role]))
     return phase_trial(problem, {kind: model}, option), option

@@ -18,17 +18,19 @@ from halfmoon.plan.plan_file import PlannedWorkers, parse_plan, plan_text
 from halfmoon.plan.search.feasible import feasible_models
 from halfmoon.policy.placement.conditional import ConditionalMode
 from halfmoon.sim.cluster.spec_file import read_cluster
+from halfmoon.sim.latency_sources.sequence_parallel import parallel_model
 from halfmoon.up.config.read import read_config
 from tests.plan.planning_problems import disaggregated, problem, rated
 
 PROBLEM = problem(num_nodes=2, gpus_per_node=8)
-MODELS = feasible_models(PROBLEM)
+SEQUENCE = WorkerKind("h100", Parallelism(1, 1, 4))
+MODELS = feasible_models(PROBLEM) | {SEQUENCE: parallel_model(PROBLEM.sources["h100"], "h100", 1, 1, 4)}
 KINDS = st.sampled_from([WorkerKind("h100", Parallelism(tensor, pipeline)) for tensor in (1, 2) for pipeline in (1, 2)])
 LAYOUTS = st.builds(
     lambda prefill, decode, nums, units, codec: Layout(
         (WorkerSet("prefill", prefill, nums[0]), WorkerSet("decode", decode, nums[1])), units, units > 1, codec
     ),
-    KINDS, KINDS, st.tuples(st.integers(1, 2), st.integers(1, 2)), st.integers(1, 2),
+    KINDS | st.just(SEQUENCE), KINDS, st.tuples(st.integers(1, 2), st.integers(1, 2)), st.integers(1, 2),
     st.sampled_from(["raw", "int8", "int4"]),
 )  # fmt: skip
 
@@ -42,7 +44,7 @@ def test_a_written_plan_starts_and_simulates_its_layout(tmp_path: Path, layout: 
     for workers in layout.sets:
         started = planned.cluster.of_role(workers.role)
         assert len(started) == layout.count(workers.role)
-        assert {(one.tp, one.pp, one.gpu) for one in started} == {(*workers.kind.parallelism, "h100")}
+        assert {(one.tp, one.pp, one.sp, one.gpu) for one in started} == {(*workers.kind.parallelism, "h100")}
     assert planned.handover_codec == layout.codec
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(yaml.safe_dump(yaml.safe_load(path.read_text())["cluster"]))

@@ -37,9 +37,22 @@ def test_only_what_divides_heads_is_planned(model: str, tensors: set[int]) -> No
     assert {one.parallelism.tensor for one in models} == tensors
     shape = MODELS[model]
     for one in models:
-        shape.check(*one.parallelism)
+        shape.check(one.parallelism.tensor, one.parallelism.pipeline)
     with pytest.raises(Incompatible, match="exceeds the model's"):
         shape.check(1, shape.num_layers + 1)
+
+
+def test_sequence_ranks_are_proposed_for_long_prompts_alone_and_to_prefill_workers() -> None:
+    def found(workload: str) -> set[int]:
+        problem, _ = problem_from(request(workload=workload, ttft_s=5.0))
+        models = feasible_models(problem)
+        chosen = options(problem, models)
+        assert {one.role for one in chosen if one.kind.parallelism.sequence > 1} <= {"prefill"}
+        assert all(one.bound.most_per_s > 0 for one in chosen)
+        return {one.kind.parallelism.sequence for one in chosen if one.role == "prefill"}
+
+    assert found("in=512,out=64") == {1}
+    assert found("in=7000,out=64") == {1, 2, 4, 8}
 
 
 @settings(max_examples=20, deadline=None)

@@ -70,4 +70,4 @@ def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="SP4 does not go with TP2 x PP1"):
         parallel_model(SOURCE, "h100", 2, 1, 4)
     with pytest.raises(InvalidRequest, match="need to be a roofline's"):
-        parallel_model(DistServeCoefficients("OPT-13B"), None, 1, 1, 2)
+        parallel_model(DistServeCoefficients("opt-13b"), None, 1, 1, 2)
