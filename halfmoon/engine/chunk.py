@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfmoon.engine.scheduling.schedule import ScheduledSequence
+from halfmoon.kv.kv_policy import KVPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Chunk:
     start: int  # position of the first one
     blocks: Sequence[int]  # all blocks of the sequence
     num_logits: int  # how many of the last tokens' logits are needed
+    policy: KVPolicy | None = None  # what its tokens see; None: all before them
 
     @property
     def end(self) -> int:
@@ -27,4 +29,4 @@ def chunk_of(item: ScheduledSequence) -> Chunk:
     """The chunk for a scheduled sequence."""
     sequence, start = item.sequence, item.start
     token_ids = [*sequence.token_ids[start : start + item.num_tokens - len(item.drafts)], *item.drafts]
-    return Chunk(token_ids, start, sequence.blocks, item.num_logits)
+    return Chunk(token_ids, start, sequence.blocks, item.num_logits, sequence.policy)

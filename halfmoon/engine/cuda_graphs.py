@@ -77,7 +77,7 @@ class DecodeGraphs:
     def fits(self, chunks: Sequence[Chunk]) -> bool:
         """Whether a graph covers the step: decodes only, and not too many."""
         return 0 < len(chunks) <= max(self._replays) and all(
-            len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks
+            len(chunk.token_ids) == chunk.num_logits == 1 and chunk.policy is None for chunk in chunks
         )
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.assembly import assemble, kv_layout, most_context_tokens
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
@@ -61,6 +62,7 @@ class Engine(EngineCore):
                 memory.num_blocks,
                 layout,
                 {} if isinstance(self._runner, ModelRunner) else _ONE_DEVICE_ONLY,
+                _why_no_policy(checkpoint.model_config, config),
             ),
             SchedulerLimits(
                 config.step_tokens,
@@ -169,3 +171,12 @@ class Engine(EngineCore):
         """Ends the other ranks' processes. Idempotent; afterwards nothing can be computed or copied."""
         if isinstance(self._runner, ParallelRunner | OffloadRunner):
             self._runner.close()
+
+
+def _why_no_policy(model: ModelConfig, config: EngineConfig) -> str | None:
+    """Why requests cannot have a `kv_policy` here; None: they can."""
+    if config.offload is not None or config.sequence_parallel > 1:
+        return "kv_policy: not with --offload-kv host, nor with --sequence-parallel"
+    if any(window is not None for window in model.windows):
+        return "kv_policy: this model's layers have windows of their own"
+    return None

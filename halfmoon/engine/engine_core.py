@@ -271,6 +271,8 @@ class EngineCore:
             raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
         sequence = Sequence(request, self._num_added, None if order is None else Restore(order))
         self._limits.check(sequence)
+        if sequence.policy is not None:
+            sequence.not_handed_over = sequence.policy.unseen(len(sequence.token_ids), self.layout.block_tokens)
         if order is not None:
             self._restores.add(request.request_id, order.on_progress)
         self._num_added += 1
@@ -318,7 +320,7 @@ class EngineCore:
         sequence.skip_loaded(self.layout.block_tokens)
         self._restores.tell(sequence)
         has_new = self._cache.insert(sequence)
-        self._queues.blocks.drop_behind_window(sequence)
+        self._queues.blocks.drop_unseen(sequence)
         self._kv_watch.advance(sequence)
         if token is None:
             return None

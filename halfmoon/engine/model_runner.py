@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -117,7 +117,7 @@ class ModelRunner:
         for chunk in chunks:
             token_ids += chunk.token_ids
             positions.append(range(chunk.start, chunk.end))
-            spans.append(TokenSpan(chunk.blocks, chunk.start, chunk.end))
+            spans += seen_spans(chunk, self._arena.block_tokens)
             logit_rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
         return ForwardBatch(
             token_ids=self._tensor(token_ids),
@@ -128,6 +128,28 @@ class ModelRunner:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._arena.tensor.device)
+
+
+def seen_spans(chunk: Chunk, block_tokens: int) -> Iterator[TokenSpan]:
+    """A chunk's rows with the blocks that they see, counted from the first of these.
+
+    Under a policy, tokens of different blocks see different blocks before them: each block's rows are a span of their
+    own, over the sinks and the window, as if nothing were between these. So a back end knows of no policy.
+    """
+    if chunk.policy is None:
+        yield TokenSpan(chunk.blocks, chunk.start, chunk.end)
+        return
+    start = chunk.start
+    while start < chunk.end:
+        unseen = chunk.policy.unseen(start, block_tokens)
+        end = (start // block_tokens + 1) * block_tokens
+        while end < chunk.end and not chunk.policy.unseen(end, block_tokens):
+            end += block_tokens
+        end = min(end, chunk.end)
+        blocks = [*chunk.blocks[: unseen.start], *chunk.blocks[unseen.stop : -(-end // block_tokens)]]
+        num_unseen = len(unseen) * block_tokens
+        yield TokenSpan(blocks, start - num_unseen, end - num_unseen)
+        start = end
 
 
 def _sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:

@@ -30,6 +30,7 @@ class RequestLimits:
     num_blocks: int
     layout: KVLayout
     unsupported: Mapping[str, str] = field(default_factory=dict)  # by sampling parameter, why it has to be None
+    no_policy: str | None = None  # why no request may have a `kv_policy`; None: it may
 
     def check(self, sequence: Sequence) -> None:
         """Raises InvalidRequest, naming the parameter, for a request that can never run here."""
@@ -46,6 +47,8 @@ class RequestLimits:
         for name, why in self.unsupported.items():
             if getattr(request.sampling, name) is not None:
                 raise InvalidRequest(why, param=name)
+        if sequence.policy is not None and self.no_policy is not None:
+            raise InvalidRequest(self.no_policy, param="kv_policy")
         _check_sampling(request.sampling)
         self._check_length(sequence)
 

@@ -37,6 +37,17 @@ class Written(NamedTuple):
         """Leading tokens whose K and V of `layer` are in memory."""
         return max(self.num_tokens, self.chunk_end) if layer < self.num_layers else self.num_tokens
 
+    def without(self, blocks: range, block_tokens: int) -> Written:
+        """What is written, counted without the tokens of some blocks."""
+        first, num = blocks.start * block_tokens, len(blocks) * block_tokens
+
+        def counted(token: int) -> int:
+            return token - min(max(token - first, 0), num)
+
+        loaded = ((counted(start), counted(end)) for start, end in self.loaded)
+        runs = tuple(run for run in loaded if run[0] < run[1])
+        return Written(counted(self.num_tokens), counted(self.chunk_end), self.num_layers, runs)
+
 
 class FramePlan:
     """Owns what has been sent of one sequence's KV: the leading tokens of each layer, and runs that were sent ahead.

@@ -17,6 +17,7 @@ from halfmoon.kv.kv_layout import KVLayout
 KEY_BYTES = 16
 _ADAPTER = b"\xfe"  # begins no text in UTF-8, and no salt of a tenant
 _ADAPTER_BYTES = 16
+ADAPTER_SALT_BYTES = 1 + _ADAPTER_BYTES  # of a salt that names an adapter
 
 
 def root_key(model_fingerprint: str, layout: KVLayout, tenant_salt: bytes = b"") -> bytes:
@@ -34,7 +35,7 @@ def adapter_salt(adapter: str, tenant_salt: bytes) -> bytes:
 
 def adapter_of(salt: bytes) -> str:
     """The fingerprint of the adapter that KV under this salt is computed with; empty: without one."""
-    return salt[1 : 1 + _ADAPTER_BYTES].hex() if salt.startswith(_ADAPTER) else ""
+    return salt[1:ADAPTER_SALT_BYTES].hex() if salt.startswith(_ADAPTER) else ""
 
 
 def child_key(parent: bytes, block_token_ids: Sequence[int]) -> bytes:

@@ -81,6 +81,7 @@ class VllmHost:
             facts.num_blocks,
             facts.layout,
             UNSUPPORTED,
+            "kv_policy needs our engine, not vLLM's",
         )
         eos = self._checkpoint.eos_token_ids
         engine = VllmEngine(

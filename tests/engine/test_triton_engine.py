@@ -15,6 +15,7 @@ from halfmoon.engine.device_path import choose_path
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
+from halfmoon.kv.kv_policy import KVPolicy, policy_salt
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
@@ -95,6 +96,11 @@ def test_with_int_8_kv_the_tokens_are_those_of_native(make_engine: MakeEngine, m
     requests = [request("a", 19, 3), request("b", 1, 6), request("c", 15)]
     make = {"kv_dtype": "int8", "max_batch_tokens": 16, "chunk_tokens": 5}
     assert generate(make_triton("qwen3", **make), *requests) == generate(make_engine("qwen3", **make), *requests)
+
+
+def test_under_a_kv_policy_the_tokens_are_those_of_native(make_engine: MakeEngine, make_triton: MakeEngine) -> None:
+    one = replace(request("a", 45, 8), tenant_salt=policy_salt(KVPolicy(3, 9), b""))
+    assert generate(make_triton("llama"), one, request("b", 9)) == generate(make_engine("llama"), one, request("b", 9))
 
 
 def test_a_preempted_request_goes_on(make_engine: MakeEngine, make_triton: MakeEngine) -> None:

@@ -173,3 +173,16 @@ def test_what_is_loaded_leaves_as_it_comes_and_once(num_blocks: int, data: st.Da
         coverage.add(part)
     assert plan.is_done
     assert coverage.is_whole()
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 5), st.integers(0, 5), st.integers(1, 8))
+def test_written_without_blocks_counts_the_other_tokens(
+    num_tokens: int, chunk_end: int, first: int, num: int, block_tokens: int
+) -> None:
+    left_out = set(range(first * block_tokens, (first + num) * block_tokens))
+    written = Written(num_tokens, chunk_end, 1, ((3, 9), (9, 21))).without(range(first, first + num), block_tokens)
+    own = [token for token in range(200) if token not in left_out]
+    assert written.num_tokens == sum(token < num_tokens for token in own)
+    assert written.chunk_end == sum(token < chunk_end for token in own)
+    loaded = {index for index, token in enumerate(own) if 3 <= token < 21}
+    assert {token for start, end in written.loaded for token in range(start, end)} == loaded

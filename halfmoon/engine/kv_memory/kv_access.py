@@ -43,7 +43,10 @@ class KVMemory(Protocol):
 
 
 class KVAccess:
-    """Copies under the sequence's lock: its blocks are not released meanwhile. Any thread. Knows no request ids."""
+    """Copies under the sequence's lock: its blocks are not released meanwhile. Any thread. Knows no request ids.
+
+    What is handed over is counted in its own tokens: those of `Sequence.handover_blocks`.
+    """
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
@@ -57,7 +60,7 @@ class KVAccess:
                 raise NotFound(f"request {sequence.request_id} is not reserved here")
             if start < sequence.num_cached:
                 raise InvalidRequest(f"the first {sequence.num_cached} tokens are here already, and shared with others")
-            self._memory.write(sequence.blocks, layer_start, layer_end, start, num_tokens, payload)
+            self._memory.write(sequence.handover_blocks, layer_start, layer_end, start, num_tokens, payload)
 
     def load(
         self, sequence: Sequence, block: int, layout: KVLayout, payload: KVSource, layers: range | None = None
@@ -92,4 +95,4 @@ class KVAccess:
                 if sequence.state == "held":
                     raise InvalidRequest(f"KV of {num_written} tokens is here, not {start + num_tokens}")
                 raise NotWritten(f"KV of {num_written} tokens is written so far, not {start + num_tokens}")
-            return self._memory.read(sequence.blocks, layer_start, layer_end, start, num_tokens, out)
+            return self._memory.read(sequence.handover_blocks, layer_start, layer_end, start, num_tokens, out)

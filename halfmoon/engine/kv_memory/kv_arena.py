@@ -66,6 +66,11 @@ class KVArena:
         self._integers = INTEGERS[layout.item_bytes]
         self._transfer = _transfer(self.tensor, layout.block_tokens) if kernels == "triton" else None
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self._layout.block_tokens
+
     def write(
         self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:

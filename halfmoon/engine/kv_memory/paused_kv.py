@@ -10,8 +10,7 @@ from halfmoon.kv.kv_layout import KVLayout
 
 
 class _Copy(NamedTuple):
-    start: int  # first token; those before are behind every layer's window
-    num_tokens: int
+    num_tokens: int  # of the blocks that the sequence had not given back
     payload: memoryview
 
 
@@ -31,19 +30,18 @@ class HostCopies:
 
     def save(self, sequence: Sequence) -> bool:
         """See `PausedKV.save`."""
-        start = sequence.num_dropped * self._layout.block_tokens
-        num_tokens = sequence.num_computed - start
+        num_tokens = sequence.num_computed - len(sequence.dropped) * self._layout.block_tokens
         num_blocks = -(-num_tokens // self._layout.block_tokens)
         if self.num_bytes + num_blocks * self._layout.block_bytes > self._max_bytes:
             return False
-        payload = self._memory.read(sequence.blocks, 0, self._layout.num_layers, start, num_tokens)
-        self._copies[sequence.request_id] = _Copy(start, num_tokens, payload)
+        payload = self._memory.read(sequence.kept_blocks, 0, self._layout.num_layers, 0, num_tokens)
+        self._copies[sequence.request_id] = _Copy(num_tokens, payload)
         return True
 
     def load(self, sequence: Sequence) -> None:
         """See `PausedKV.load`."""
-        start, num_tokens, payload = self._copies.pop(sequence.request_id)
-        self._memory.write(sequence.blocks, 0, self._layout.num_layers, start, num_tokens, payload)
+        num_tokens, payload = self._copies.pop(sequence.request_id)
+        self._memory.write(sequence.kept_blocks, 0, self._layout.num_layers, 0, num_tokens, payload)
 
     def forget(self, sequence: Sequence) -> None:
         """See `PausedKV.forget`."""

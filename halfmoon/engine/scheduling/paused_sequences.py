@@ -93,7 +93,7 @@ class PausedSequences:
 
     def reclaimable(self) -> set[int]:
         """The blocks that would be available if all paused sequences were moved out."""
-        uses = Counter(block for sequence in self._sequences for block in sequence.blocks[sequence.num_dropped :])
+        uses = Counter(block for sequence in self._sequences for block in sequence.kept_blocks)
         return {block for block, num in uses.items() if self._cache.num_users(block) == num}
 
     def last_in_blocks(self, now_s: float) -> Sequence | None:

@@ -13,6 +13,7 @@ from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams,
 from halfmoon.engine.scheduling.restore_order import Restore
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.kv_policy import kv_policy_of
 from halfmoon.policy.preemption import Pauses
 
 SequenceState = Literal["waiting", "running", "paused", "reserved", "held", "removed"]
@@ -21,9 +22,9 @@ SequenceState = Literal["waiting", "running", "paused", "reserved", "held", "rem
 class Sequence:
     """Owns the token ids of one request and how many of them have their K and V in memory.
 
-    `blocks` are references that the scheduler took from the pool; it has given back the first `num_dropped`, which are
-    behind the window of every layer: their ids only keep the others' places. A prefill-only sequence that has its token
-    is `held`.
+    `blocks` are references that the scheduler took from the pool; it has given back those of the range `dropped`, which
+    no layer sees any more: their ids only keep the others' places. A prefill-only sequence that has its token is
+    `held`.
     """
 
     def __init__(self, request: EngineRequest, order: int, restore: Restore | None = None) -> None:
@@ -38,7 +39,9 @@ class Sequence:
         self.num_loaded = 0  # of those, how many were loaded while others were computed
         self.restore = restore  # what remains to be loaded
         self.blocks: list[int] = []
-        self.num_dropped = 0
+        self.dropped = range(0)
+        self.policy = kv_policy_of(request.tenant_salt)
+        self.not_handed_over = range(0)  # blocks that the policy leaves out where one worker computes and one decodes
         self.block_keys: list[bytes] = []  # of the leading full blocks, as far as they have been needed
         self.num_known_blocks = 0  # leading blocks that the prefix cache has seen
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the tokens after the first, if wanted, as far as computed
@@ -93,6 +96,16 @@ class Sequence:
     def needs_all_outputs(self) -> bool:
         """Whether every token of the prompt has to run, because something is made of what the model says to it."""
         return self.wants_prompt_logprobs or (self.sampling.pooling == "mean" and self.num_output == 0)
+
+    @property
+    def kept_blocks(self) -> list[int]:
+        """The blocks that are its own: those that were not given back, in order."""
+        return self.blocks[: self.dropped.start] + self.blocks[self.dropped.stop :]
+
+    @property
+    def handover_blocks(self) -> list[int]:
+        """The blocks whose tokens are handed over, in order."""
+        return self.blocks[: self.not_handed_over.start] + self.blocks[self.not_handed_over.stop :]
 
     def num_arriving(self, block_tokens: int) -> int:
         """Uncomputed tokens that need no computing if the step behind them waits for their layers; 0: it cannot."""

@@ -9,7 +9,7 @@ from halfmoon.engine.scheduling.sequence import Sequence
 
 
 class SequenceBlocks:
-    """Takes blocks of the cache for sequences. `num_dropped` leading ones of a sequence are given back already."""
+    """Takes blocks of the cache for sequences; those of their ranges `dropped` are given back already."""
 
     def __init__(self, cache: PrefixCache, block_tokens: int, window_tokens: int | None) -> None:
         """window_tokens: see `SchedulerLimits`."""
@@ -36,7 +36,7 @@ class SequenceBlocks:
 
     def num_freed(self, sequence: Sequence) -> int:
         """Blocks of a sequence that nobody else uses."""
-        return sum(self._cache.num_users(block) == 1 for block in sequence.blocks[sequence.num_dropped :])
+        return sum(self._cache.num_users(block) == 1 for block in sequence.kept_blocks)
 
     def num_unused(self, sequence: Sequence, num_known: int, num_tokens: int, reclaimable: set[int]) -> int:
         """Blocks that `num_tokens` need besides those of the first `num_known` that stay in use anyway."""
@@ -62,31 +62,47 @@ class SequenceBlocks:
 
     def refill(self, sequence: Sequence) -> None:
         """Gives a sequence that was moved out new blocks for what it has computed."""
-        num_blocks = self.num_for(sequence.num_computed) - sequence.num_dropped
+        num_blocks = self.num_for(sequence.num_computed) - len(sequence.dropped)
         blocks = self._cache.allocate(num_blocks, room=self._room(sequence, num_blocks))
-        sequence.blocks = blocks[:1] * sequence.num_dropped + blocks
+        sequence.blocks = _with_places(blocks, sequence.dropped)
 
     def grow(self, sequence: Sequence) -> None:
         """Gives a sequence one block more."""
         sequence.blocks += self._cache.allocate(1, near=sequence.blocks[-1])
 
-    def drop_behind_window(self, sequence: Sequence) -> None:
-        """Releases leading blocks that no token from now on sees; the cache keeps them until others need them.
+    def leave_gap(self, sequence: Sequence) -> None:
+        """Makes places in a filled sequence for the blocks that its policy does not hand over."""
+        sequence.dropped = sequence.not_handed_over
+        sequence.blocks = _with_places(sequence.blocks, sequence.dropped)
 
-        A prompt that is handed over keeps its blocks: where it goes, they are asked for by position.
+    def drop_unseen(self, sequence: Sequence) -> None:
+        """Releases blocks that no token from now on sees; the cache keeps them until others need them.
+
+        A prompt that is handed over keeps those behind the model's window: where it goes, they are asked for.
         """
-        window = self._window_tokens
-        if window is None or sequence.request.prefill_only or sequence.restore is not None:
+        if sequence.restore is not None:
             return
-        num_unseen = max(0, sequence.num_computed + 1 - window) // self._block_tokens
-        if num_unseen > sequence.num_dropped:
-            self._cache.release(sequence.blocks[sequence.num_dropped : num_unseen])
-            sequence.num_dropped = num_unseen
+        window = self._window_tokens
+        if sequence.policy is not None:
+            unseen = sequence.policy.unseen(sequence.num_computed, self._block_tokens)
+        elif window is None or sequence.request.prefill_only:
+            return
+        else:
+            unseen = range(max(0, sequence.num_computed + 1 - window) // self._block_tokens)
+        if len(unseen) > len(sequence.dropped):
+            with sequence.kv_lock:  # lets a copy in progress finish
+                self._cache.release(sequence.blocks[unseen.start + len(sequence.dropped) : unseen.stop])
+                sequence.dropped = unseen
 
     def free(self, sequence: Sequence) -> None:
         """Releases all blocks of a sequence."""
-        self._cache.release(sequence.blocks[sequence.num_dropped :])
-        sequence.blocks, sequence.num_dropped = [], 0
+        self._cache.release(sequence.kept_blocks)
+        sequence.blocks, sequence.dropped = [], range(0)
 
     def _room(self, sequence: Sequence, num_blocks: int) -> int:
         return max(self.num_for(sequence.max_tokens_ever) - num_blocks, 0)
+
+
+def _with_places(blocks: list[int], dropped: range) -> list[int]:
+    """A sequence's own blocks, with places for those that it has given back."""
+    return [*blocks[: dropped.start], *blocks[:1] * len(dropped), *blocks[dropped.start :]]

@@ -94,13 +94,17 @@ class SequenceQueues:
         ahead = [*(self._waiting if lacks_room else ()), *self._paused]
         if is_overtaken(sequence.pauses, (other.pauses for other in ahead), now_s):
             raise NoCapacity(f"{len(ahead)} sequences wait for blocks already")
-        num_tokens = len(sequence.token_ids)
+        num_tokens = len(sequence.token_ids) - len(sequence.not_handed_over) * self._block_tokens
+        num_known = 0 if sequence.not_handed_over else num_tokens
         if self.allows_pauses:
-            self._pause_for(sequence, num_tokens, num_tokens + 1, now_s)
+            self._pause_for(sequence, num_known, num_tokens + 1, now_s)
         if self.num_places <= 0:
             raise NoCapacity(f"{self._limits.max_running} sequences run or are reserved already")
-        if not self._take_blocks(sequence, num_tokens, num_tokens + 1, now_s):
+        if not self._take_blocks(sequence, num_known, num_tokens + 1, now_s):
             raise NoCapacity(f"{num_tokens + 1} tokens do not fit: {self.blocks.num_available} blocks are available")
+        if sequence.not_handed_over:
+            self.blocks.leave_gap(sequence)
+            sequence.num_known_blocks = _EVERY_BLOCK  # the prefix cache finds no prefix with a gap
         sequence.state = "reserved"
         self._reserved[sequence.request_id] = sequence
 
@@ -207,8 +211,8 @@ class SequenceQueues:
         """A sequence that lacks room, with the blocks that it needs besides those that stay in use anyway."""
         num_tokens = len(sequence.token_ids)
         if sequence.state == "paused":
-            kept = [] if sequence.is_moved_out else sequence.blocks[sequence.num_dropped :]
-            num_kept = sum(block not in reclaimable for block in kept) + sequence.num_dropped
+            kept = [] if sequence.is_moved_out else sequence.kept_blocks
+            num_kept = sum(block not in reclaimable for block in kept) + len(sequence.dropped)
             return Queued(sequence, self.blocks.num_for(num_tokens) - num_kept)
         num_known = 0 if sequence.needs_all_outputs else num_tokens - 1
         num_blocks = self.blocks.num_unused(sequence, num_known, num_tokens, reclaimable)
@@ -236,7 +240,7 @@ class SequenceQueues:
     def _resume(self, sequence: Sequence, now_s: float) -> None:
         """Lets a paused sequence go on, if there are blocks for what it had moved out."""
         if sequence.is_moved_out:
-            num_blocks = self.blocks.num_for(sequence.num_computed) - sequence.num_dropped
+            num_blocks = self.blocks.num_for(sequence.num_computed) - len(sequence.dropped)
             if not self._reclaim(num_blocks - self.blocks.num_available, now_s):
                 return
             self.blocks.refill(sequence)
@@ -259,9 +263,9 @@ class SequenceQueues:
                 self._start_over(sequence)
                 continue
             with sequence.kv_lock:
-                num_dropped = sequence.num_dropped
+                dropped = sequence.dropped
                 self.blocks.free(sequence)
-                sequence.num_dropped = num_dropped
+                sequence.dropped = dropped
         return True
 
     def _take_blocks(self, sequence: Sequence, num_known: int, num_tokens: int, now_s: float) -> bool:
