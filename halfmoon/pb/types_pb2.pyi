@@ -390,7 +390,8 @@ class Generation(_message.Message):
     tenant_salt: _builtins.bytes
     """requests with the same salt share KV. One that begins with 0xFE names an"""
     tenant: _builtins.str
-    """adapter by the next 16 bytes, and only those who have it serve the request
+    """adapter by the next 16 bytes, and only those who have it serve the request.
+    0xFD begins a KV policy (halfmoon.kv.kv_policy), behind the adapter
     whose KV it is: a short id of letters, digits, "_", "-", "."; empty: shared
     """
     tenant_kv_quota_bytes: _builtins.int

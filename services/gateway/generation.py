@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from halfmoon.kv.keys import adapter_salt
+from halfmoon.kv.kv_policy import parse_kv_policy, policy_salt
 from halfmoon.policy.admission.refusal import PredictedLatency
 from halfmoon.policy.admission.tenants import kv_salt
 from services.gateway.cluster.held_answers import HeldAnswers
@@ -107,6 +108,8 @@ class Generation:
             request.qos = offer.in_class(request.qos, self._early_rejection.classes, request.tenant)
             request.is_offered, cache_salt = True, offer.cache_salt
         tenant_salt = kv_salt(request.tenant, cache_salt, is_shared=self._is_cache_shared)
+        if body.kv_policy is not None:
+            tenant_salt = policy_salt(parse_kv_policy(body.kv_policy), tenant_salt)
         request.tenant_salt = adapter_salt(self._model.adapters.get(request.model, ""), tenant_salt)
 
     def fingerprint(self, request: GatewayRequest) -> str:

@@ -182,6 +182,31 @@ def test_int8_kv_and_speculation_compose(engine_of: Any) -> None:
     assert texts[0] == texts[1]
 
 
+def test_a_preempted_request_is_computed_again_under_its_policy(
+    engine_of: Any, tiny_checkpoint: Any, reference: Any
+) -> None:
+    engine = engine_of(num_blocks=12)
+    both = [asked(name, length, 40) for name, length in (("a", 30), ("b", 25))]
+    full = request("full", 40, 40)
+    for one in (*both, full):
+        engine.add(one)
+    outputs, num_preempted = [], 0
+    while engine.has_work():
+        result = engine.step()
+        outputs += result.outputs
+        num_preempted += result.num_preempted
+        engine.check_integrity()
+    assert num_preempted
+    for one in both:
+        check(reference(tiny_checkpoint("llama")), one, outputs)
+
+
+def test_two_ranks(engine_of: Any, tiny_checkpoint: Any, reference: Any) -> None:
+    engine, one = engine_of(tensor_parallel=2), asked()
+    engine.add(one)
+    check(reference(tiny_checkpoint("llama")), one, finish(engine))
+
+
 def test_models_with_windows_refuse_it(engine_of: Any) -> None:
     with pytest.raises(InvalidRequest, match="windows of their own") as refusal:
         engine_of("mistral-window").add(asked())

@@ -23,6 +23,7 @@ from halfmoon.errors import (
 )
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.keys import adapter_salt
+from halfmoon.kv.kv_policy import KVPolicy, policy_salt
 from halfmoon.pb import decode_pb2, prefill_pb2, types_pb2
 from halfmoon.rpc.transfer import transfer_to
 from halfmoon.worker.servicers.wire import request_from
@@ -99,6 +100,39 @@ async def test_two_workers_give_the_reference_tokens(start_worker: Start, tiny: 
     assert tokens == reference(tiny, prompt, 12)
     assert done.handed_over.kv_bytes == num_prompt * decode.engine.layout.token_bytes
     await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)
+
+
+@pytest.mark.parametrize("num_prompt", [20, 64, 101])
+async def test_under_a_policy_only_what_is_kept_is_sent(start_worker: Start, tiny: Checkpoint, num_prompt: int) -> None:
+    prompt, policy = [(7 * i + 3) % 125 + 3 for i in range(num_prompt)], KVPolicy(3, 12)
+    prefill, decode, both = [await start_worker(role) for role in ("prefill", "decode", "both")]
+    asked = generation(tiny, prompt, 20)
+    asked.tenant_salt = policy_salt(policy, b"")
+    async with listening(both) as steps:
+        first, _ = await prefilled(both, prefill_pb2.PrefillRequest(generation=asked))
+        expected = [first.first_token.token.token_id, *await tokens_of(steps)]
+    for _ in range(2):  # the second time the prompt is in the prefill worker's cache
+        async with listening(decode) as steps:
+            request = prefill_pb2.PrefillRequest(generation=asked, decode_address=decode.peer.address)
+            first, done = await prefilled(prefill, request)
+            assert [first.first_token.token.token_id, *await tokens_of(steps)] == expected
+        layout = decode.engine.layout
+        num_tokens = num_prompt - len(policy.unseen(num_prompt, layout.block_tokens)) * layout.block_tokens
+        if num_tokens < num_prompt:  # with a gap nothing is found on the decode worker
+            assert done.handed_over.held_tokens == 0
+        assert done.handed_over.kv_bytes == (num_tokens - done.handed_over.held_tokens) * layout.token_bytes
+        await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)
+
+
+async def test_a_hand_over_of_all_tokens_under_a_policy_is_refused(start_worker: Start, tiny: Checkpoint) -> None:
+    decode = await start_worker("decode")
+    asked = generation(tiny, [5] * 60, 4)
+    asked.tenant_salt = policy_salt(KVPolicy(3, 12), b"")
+    layout = decode.engine.layout
+    whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, 60)
+    async with listening(decode), transfer_to(decode.peer, layout, deadline_s=170) as transfer:
+        with pytest.raises(Incompatible, match="that are kept"):
+            await transfer.open(whole, decode_pb2.HandoverOpen(generation=asked).SerializeToString())
 
 
 async def test_role_both_gives_the_same_on_one_worker(start_worker: Start, tiny: Checkpoint) -> None:

@@ -19,7 +19,7 @@ from halfmoon.rpc.transfer import KVIntake, parse_body
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.servicers.request_dropped import RequestDropped
-from halfmoon.worker.servicers.wire import request_from
+from halfmoon.worker.servicers.wire import handover_tokens, request_from
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
 
@@ -190,9 +190,11 @@ class _Reception:
         self._state.check_can_serve(generation, types_pb2.DECODE, epoch=epoch)
         self._state.router.check_listening(generation.gateway_id)
         layout = self._state.layout
-        num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
+        num_tokens = handover_tokens(generation, layout.block_tokens)
         if whole != KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens):
-            raise Incompatible(f"a hand-over must cover all {num_tokens} tokens of all layers and heads, not {whole}")
+            raise Incompatible(
+                f"a hand-over must cover all {num_tokens} tokens that are kept, of all layers and heads, not {whole}"
+            )
         request = request_from(generation, prefill_only=False, arrival_s=now_s())
         self._held_tokens = await self._engine.reserve(request, lambda _: self.dropped.notify())
         self._generation, self._reserved = generation, True

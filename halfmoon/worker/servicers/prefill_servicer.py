@@ -24,7 +24,7 @@ from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.servicers.decode_servicer import RENEW_S
 from halfmoon.worker.servicers.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.servicers.request_phases import Phase
-from halfmoon.worker.servicers.wire import codec_from, holders_from
+from halfmoon.worker.servicers.wire import codec_from, handover_tokens, holders_from
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.store.holder import NamedHolder
@@ -102,7 +102,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         generation, address, wanted = request.generation, request.decode_address, codec_from(request.kv_codec)
         await self._state.decode_peers.check(address)
         layout = self._state.layout
-        num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
+        num_tokens = handover_tokens(generation, layout.block_tokens)
         whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)
         epoch = request.decode_role_epoch if request.HasField("decode_role_epoch") else None
         body = decode_pb2.HandoverOpen(generation=generation, role_epoch=epoch).SerializeToString()

@@ -16,6 +16,7 @@ from halfmoon.engine.request import (
 )
 from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import Codec
+from halfmoon.kv.kv_policy import kv_policy_of
 from halfmoon.kv.owner import KVOwner
 from halfmoon.pb import prefill_pb2
 from halfmoon.pb import types_pb2 as pb
@@ -110,6 +111,13 @@ def request_from(
         tenant_salt=message.tenant_salt,
         owner=KVOwner(message.tenant, message.tenant_kv_quota_bytes),
     )
+
+
+def handover_tokens(message: pb.Generation, block_tokens: int) -> int:
+    """How many tokens' KV is handed over: those that the prompt's next token sees."""
+    num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
+    policy = kv_policy_of(message.tenant_salt)
+    return num_tokens - (0 if policy is None else len(policy.unseen(num_tokens, block_tokens)) * block_tokens)
 
 
 def codec_from(number: int) -> Codec:

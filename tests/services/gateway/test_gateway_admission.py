@@ -15,6 +15,7 @@ import pytest
 
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_policy import KVPolicy, policy_salt
 from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerLoad
 from halfmoon.policy.admission.qos_classes import ClassTable, MatchRule, QosClass
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
@@ -200,6 +201,18 @@ async def test_a_salt_keeps_the_prefixes_of_tenants_apart(tmp_path: Path) -> Non
             assert (status, body["error"]["param"]) == (400, "cache_salt")
     assert {one.generation.tenant_salt for one in workers["plain"].calls.prefills} == {b""}
     assert {one.generation.tenant_salt for one in workers["mine"].calls.prefills} == {"m\u00edo".encode()}
+
+
+async def test_a_kv_policy_is_in_the_salt(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("w", "both")
+        for more in ({}, {"kv_policy": "sinks:4+100"}, {"kv_policy": "sinks:4+100", "cache_salt": "x"}):
+            assert (await complete(fleet, **more))[0] == 200
+        for wrong in ("", "sinks", "sinks:4", "sinks:4+0", "sinks:4+9999999", "heavy:4+4", 7, {"sinks": 4}):
+            status, _, body = await complete(fleet, kv_policy=wrong)
+            assert (status, body["error"]["param"]) == (400, "kv_policy"), wrong
+        salts = [call.generation.tenant_salt for call in worker.calls.prefills]
+    assert salts == [b"", policy_salt(KVPolicy(4, 100), b""), policy_salt(KVPolicy(4, 100), b"x")]
 
 
 async def test_a_prompt_is_read_as_far_as_somebody_has_it_before_it_is_refused(tmp_path: Path) -> None:

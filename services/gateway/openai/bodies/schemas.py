@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from halfmoon.kv.kv_policy import PATTERN
 from services.gateway.openai.bodies.messages import Message, RenderedChat
 from services.gateway.openai.bodies.strict_model import Items, Part, at_most_entries
 from services.gateway.openai.bodies.structured_output import ResponseFormat, StructuredOutputs
@@ -49,6 +50,12 @@ class ComputedBody(Part):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
+    )
+    kv_policy: str | None = Field(
+        None,
+        max_length=32,
+        pattern=f"^{PATTERN}$",
+        description="sinks:S+W: KV of the first S and the latest W tokens alone is kept; default: all of it",
     )
 
 
