@@ -185,10 +185,9 @@ def test_int8_kv_and_speculation_compose(engine_of: Any) -> None:
 def test_a_preempted_request_is_computed_again_under_its_policy(
     engine_of: Any, tiny_checkpoint: Any, reference: Any
 ) -> None:
-    engine = engine_of(num_blocks=12)
+    engine = engine_of(num_blocks=13)
     both = [asked(name, length, 40) for name, length in (("a", 30), ("b", 25))]
-    full = request("full", 40, 40)
-    for one in (*both, full):
+    for one in (request("full", 30, 40), *both):
         engine.add(one)
     outputs, num_preempted = [], 0
     while engine.has_work():
