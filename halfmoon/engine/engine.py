@@ -33,6 +33,7 @@ from halfmoon.engine.step_result import StagedWork, StepResult
 from halfmoon.errors import ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key
+from halfmoon.kv.staged_shards import WorkerRanks
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,11 @@ class Engine(EngineCore):
         prefill-only; InvalidRequest for a wrong range.
         """
         return self._kv.read(self.find(request_id), layer_start, layer_end, token_start, num_tokens, out)
+
+    @property
+    def ranks(self) -> WorkerRanks | None:
+        """The ranks that compute together; None: one alone."""
+        return self._runner.ranks if isinstance(self._runner, ParallelRunner) else None
 
     @property
     def loads_by_layer(self) -> bool:

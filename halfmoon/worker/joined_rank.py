@@ -18,10 +18,15 @@ from halfmoon.config.observability import ObservedConfig
 from halfmoon.engine.parallel.follower import follow_to_the_end
 from halfmoon.engine.parallel.joined_ranks import JoinedRank, join
 from halfmoon.errors import HalfmoonError
+from halfmoon.kv.staged_shards import StagedShards
+from halfmoon.rpc.addresses.towards import address_towards
+from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import rank_key
 from halfmoon.rpc.credentials.sources import own_credential
-from halfmoon.rpc.server import until_told_to_stop
+from halfmoon.rpc.server import StopReason, running_server, until_told_to_stop
 from halfmoon.rpc.service import service_config, service_main
+from halfmoon.rpc.transport.rank_fetches import RankFetches, RankKVServicer
+from halfmoon.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -41,25 +46,45 @@ class RankSettings(ObservedConfig, BaseSettings):
 
 async def serve(settings: RankSettings) -> None:
     """Joins the worker and computes until that ends or this is told to stop."""
-    key = rank_key(own_credential("worker"))
+    credential = own_credential("worker")
+    key = rank_key(credential)
     log.info("service.ready", extra={"worker": settings.worker})
     stopping = asyncio.create_task(until_told_to_stop())
-    joining = asyncio.create_task(_joined(settings, key))
-    await asyncio.wait({stopping, joining}, return_when=asyncio.FIRST_COMPLETED)
-    if joining.done():
-        rank = await joining
-        log.info("registration.welcome", extra={"gateway_id": settings.worker})
-        threading.Thread(target=_end_after, args=(rank,), name="life", daemon=True).start()
-        arguments = (rank.steps, rank.copies, rank.address_here, settings.model)
-        threading.Thread(target=follow_to_the_end, args=arguments, name="follower", daemon=True).start()
-        await stopping
-    os._exit(0)  # a thread that waits for others cannot be stopped in any other way
+    staged = StagedShards()
+    kv = RankKVServicer(staged, RankFetches(staged, credential))
+    own = await _address_towards(settings.worker, stopping)
+    metrics, access = WorkerMetrics().rpc, CallAccess(credential)
+    async with running_server(f"{own}:0", kv.registrations(), metrics, access=access) as server:
+        await server.set_serving()
+        joining = asyncio.create_task(_joined(settings, key, f"{own}:{server.port}"))
+        await asyncio.wait({stopping, joining}, return_when=asyncio.FIRST_COMPLETED)
+        if joining.done():
+            rank = await joining
+            log.info("registration.welcome", extra={"gateway_id": settings.worker})
+            threading.Thread(target=_end_after, args=(rank,), name="life", daemon=True).start()
+            arguments = (rank.steps, rank.copies, rank.address_here, settings.model, staged)
+            threading.Thread(target=follow_to_the_end, args=arguments, name="follower", daemon=True).start()
+            await stopping
+        os._exit(0)  # a thread that waits for others cannot be stopped in any other way
 
 
-async def _joined(settings: RankSettings, key: bytes) -> JoinedRank:
+async def _address_towards(worker: str, stopping: asyncio.Task[StopReason]) -> str:
+    """This host's address, once there is a way to the worker."""
     while True:
         try:
-            return await asyncio.to_thread(join, settings.worker, key, settings.host, uuid4().hex, settings.index)
+            return await asyncio.to_thread(address_towards, worker)
+        except OSError as error:
+            log.warning("registration.lost", extra={"gateway": worker, "reason": str(error)})
+        await asyncio.wait({stopping}, timeout=_AGAIN_S)
+        if stopping.done():
+            os._exit(0)
+
+
+async def _joined(settings: RankSettings, key: bytes, kv_address: str) -> JoinedRank:
+    who = (settings.host, uuid4().hex, settings.index, kv_address)
+    while True:
+        try:
+            return await asyncio.to_thread(join, settings.worker, key, *who)
         except OSError as error:
             reason = error.strerror or str(error) or type(error).__name__
             log.warning("registration.lost", extra={"gateway": settings.worker, "reason": reason})

@@ -30,6 +30,8 @@ from halfmoon.rpc.telemetry.spans import Tracer
 from halfmoon.rpc.telemetry.tracing import tracing
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.rpc.transport.rank_fetches import RankKVServicer
+from halfmoon.rpc.transport.ranks import RankLinks
 from halfmoon.worker.engine_host import loaded_host
 from halfmoon.worker.handover.kv_channels import KVChannels
 from halfmoon.worker.handover.link_codecs import LinkCodecs
@@ -107,21 +109,30 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
             )
             state.compute_rate.begin_with(profile.prefills if profile else ())
         device = _device_memory(engine.engine) if isinstance(engine, AsyncEngine) else None
+        ranks = _rank_links(engine.engine, credential) if isinstance(engine, AsyncEngine) else None
         restorer = Restorer(engine, state, sources, metrics.store, codecs=LinkCodecs(state.layout))
         channels = KVChannels(
-            kv_links, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device, credential=credential
+            kv_links,
+            lambda transport: metrics.kv_fallbacks.labels(transport).inc(),
+            device,
+            credential=credential,
+            ranks=ranks,
         )
         prefill = PrefillServicer(engine, state, metrics, channels, restorer)
 
-        decode = DecodeServicer(engine, state, metrics, settings.lease_s, device)
+        decode = DecodeServicer(engine, state, metrics, settings.lease_s, device, ranks)
         cache = CacheServicer(engine, host.facts.num_readable_blocks, state, metrics)
         services = worker_services(prefill, decode, cache)
+        if ranks is not None:
+            services += RankKVServicer(ranks.ranks.staged, ranks.fetches).registrations()
         access = CallAccess(credential)
         async with running_server(settings.listen, services, metrics.rpc, tracer=tracer, access=access) as server:
             own = await asyncio.to_thread(own_host, settings.listen, settings.gateway)
             address = advertised_address(
                 settings.listen, server.port, settings.advertise or (own and f"{own}:{server.port}")
             )
+            if ranks is not None:
+                ranks.announce(address)
             identity.CopyFrom(_identity(settings, host.facts, profile, address))
             await server.set_serving()
             with metrics_endpoint(settings.listen, settings.metrics_port, metrics.registry):
@@ -138,6 +149,8 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
                 await work.until_stopped(settings.gateway, settings.drain_s, stopping, retiring)
         await prefill.close()
         decode.close()
+        if ranks is not None:
+            await ranks.aclose()
 
 
 def holder_client(
@@ -171,6 +184,11 @@ def link_settings(settings: WorkerSettings) -> LinkSettings:
         bytes_per_s=None if settings.kv_link_mbps is None else settings.kv_link_mbps * 1e6,
         delay_s=settings.kv_link_delay_ms / 1e3,
     )
+
+
+def _rank_links(engine: Engine, credential: Credential | None) -> RankLinks | None:
+    """How ranks pass KV on among themselves; None where one computes alone."""
+    return None if engine.ranks is None else RankLinks(engine.ranks, credential)
 
 
 def _device_memory(engine: Engine) -> CudaMemory | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -17,10 +18,22 @@ import torch
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.links import LOOPBACK, Links, PeerGone, join_rendezvous
-from halfmoon.engine.parallel.messages import Connect, CopyKV, Failed, Hello, Ready, Setup, Step, WriteKV
+from halfmoon.engine.parallel.messages import (
+    Connect,
+    CopyKV,
+    Failed,
+    Hello,
+    Ready,
+    Setup,
+    StageKV,
+    Step,
+    WriteKV,
+    WriteStagedKV,
+)
 from halfmoon.engine.parallel.rank import StepRank, config_here
 from halfmoon.engine.parallel.sequence_rank import load_rank
-from halfmoon.errors import HalfmoonError, Incompatible
+from halfmoon.errors import HalfmoonError, Incompatible, Unavailable
+from halfmoon.kv.staged_shards import StagedShards, rows_of
 
 Pipe = Any  # a Connection; its type parameters differ between Python versions
 
@@ -44,10 +57,17 @@ class StepCount:
             self._changed.wait_for(lambda: self._done >= num_steps)
 
 
-def follow(steps: Pipe, copies: Pipe, address: str = LOOPBACK, model: str | None = None) -> None:
+def follow(
+    steps: Pipe,
+    copies: Pipe,
+    address: str = LOOPBACK,
+    model: str | None = None,
+    staged: StagedShards | None = None,
+) -> None:
     """Runs one follower; returns when `steps` is closed.
 
-    `address`: at which other ranks reach this one. `model`: where it is on this host; None: as on rank 0's.
+    `address`: at which other ranks reach this one. `model`: where it is on this host; None: as on rank 0's. `staged`:
+    where it keeps KV for ranks of other workers, on a host of its own.
     """
     setup: Setup = steps.recv()
     checkpoint = _checkpoint(setup, model or setup.model_path)
@@ -55,7 +75,8 @@ def follow(steps: Pipe, copies: Pipe, address: str = LOOPBACK, model: str | None
     assert isinstance(steps.recv(), Connect)
     rank = _load(setup, checkpoint, address)
     done = StepCount()
-    threading.Thread(target=_copy_kv, args=(steps, copies, rank, done), name="kv-copy", daemon=True).start()
+    copier = (steps, copies, rank, setup.rank, done, staged or StagedShards())
+    threading.Thread(target=_copy_kv, args=copier, name="kv-copy", daemon=True).start()
     steps.send(Ready())
     while True:
         try:
@@ -84,22 +105,40 @@ def _load(setup: Setup, checkpoint: Checkpoint, address: str) -> StepRank:
     return load_rank(checkpoint, config, grid, setup.rank, links)
 
 
-def _copy_kv(steps: Pipe, copies: Pipe, rank: StepRank, done: StepCount) -> None:
+def _copy_kv(steps: Pipe, copies: Pipe, rank: StepRank, number: int, done: StepCount, staged: StagedShards) -> None:
     try:
         while True:
             request: CopyKV = copies.recv()
-            where = (request.blocks, request.layer_start, request.layer_end, request.start, request.num_tokens)
             payload = copies.recv_bytes() if isinstance(request, WriteKV) else None
             done.wait_for(request.after_steps)
-            if payload is None:
-                copies.send_bytes(rank.arena.read(*where))
-            else:
-                rank.arena.write(*where, payload)
-                copies.send_bytes(b"")
+            copies.send_bytes(_copied(request, payload, rank, number, staged))
     except (EOFError, OSError):
         return  # rank 0 closed the pipe
     except BaseException as error:
         _fail(steps, error)
+
+
+def _copied(
+    request: CopyKV, payload: bytes | None, rank: StepRank, number: int, staged: StagedShards
+) -> bytes | memoryview:
+    """Does one copy; returns its answer."""
+    where = (request.blocks, request.layer_start, request.layer_end, request.start, request.num_tokens)
+    match request:
+        case StageKV(ticket=ticket, place=place):
+            rows = rows_of(place, request.num_tokens, rank.arena.read(*where))
+            staged.put(ticket, number, place, rows, time.monotonic())
+        case WriteStagedKV(ticket=ticket):
+            try:
+                rank.arena.write(*where, staged.take(ticket, number))
+            except Unavailable as error:
+                return error.message.encode()
+        case WriteKV():
+            assert payload is not None
+            rank.arena.write(*where, payload)
+        case _:
+            payload_here: memoryview = rank.arena.read(*where)
+            return payload_here
+    return b""
 
 
 def _fail(steps: Pipe, error: BaseException) -> NoReturn:
@@ -111,10 +150,16 @@ def _fail(steps: Pipe, error: BaseException) -> NoReturn:
         os._exit(1)
 
 
-def follow_to_the_end(steps: Pipe, copies: Pipe, address: str = LOOPBACK, model: str | None = None) -> None:
+def follow_to_the_end(
+    steps: Pipe,
+    copies: Pipe,
+    address: str = LOOPBACK,
+    model: str | None = None,
+    staged: StagedShards | None = None,
+) -> None:
     """`follow`, where an error is reported to rank 0 and ends the process."""
     try:
-        follow(steps, copies, address, model)
+        follow(steps, copies, address, model, staged)
     except PeerGone:
         threading.Event().wait()  # another process reports the reason; rank 0 then ends this one
     except BaseException as error:

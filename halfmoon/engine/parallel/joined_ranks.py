@@ -45,6 +45,7 @@ class Introduction:
     host: str  # a name that the processes of one host share
     process: str
     index: int  # among the ranks that its host offers
+    kv_address: str  # HOST:PORT where ranks of other workers fetch KV
     kind: str
 
 
@@ -68,6 +69,7 @@ class JoinedRank:
 
     host: str
     index: int
+    kv_address: str  # see `Introduction`
     address_here: str  # IP addresses of the two sides
     address_there: str
     steps: Pipe
@@ -122,7 +124,7 @@ def _gathered(wanted: JoinedRanks, met: queue.SimpleQueue[_Met]) -> list[JoinedR
             mine[who.kind] = connection
             if len(mine) == len(_KINDS):
                 del parts[who.process]
-                whole[who.process] = JoinedRank(who.host, who.index, here, there, **mine)
+                whole[who.process] = JoinedRank(who.host, who.index, who.kv_address, here, there, **mine)
 
 
 def _accept(listener: socket.socket, key: bytes, met: queue.SimpleQueue[_Met]) -> None:
@@ -155,7 +157,7 @@ def _meet(accepted: socket.socket, key: bytes, met: queue.SimpleQueue[_Met]) -> 
     met.put(_Met(introduction, here, there, connection))
 
 
-def join(address: str, key: bytes, host: str, process: str, index: int) -> JoinedRank:
+def join(address: str, key: bytes, host: str, process: str, index: int, kv_address: str) -> JoinedRank:
     """Joins the worker at `address` with one rank. Raises OSError while none listens, Unavailable, Incompatible."""
     connections: dict[str, Pipe] = {}
     try:
@@ -166,7 +168,7 @@ def join(address: str, key: bytes, host: str, process: str, index: int) -> Joine
                 connection = connections[kind] = opened.enter_context(_connection(connected))
                 answer_challenge(connection, key)
                 deliver_challenge(connection, key)
-                connection.send(Introduction(_VERSION, host, process, index, kind))
+                connection.send(Introduction(_VERSION, host, process, index, kv_address, kind))
                 refused = connection.recv()
                 if isinstance(refused, Refused):
                     raise Incompatible(refused.reason)
@@ -176,7 +178,7 @@ def join(address: str, key: bytes, host: str, process: str, index: int) -> Joine
         raise Unavailable(f"the worker at {address} has another cluster secret: copy its own to this host") from error
     except EOFError as error:
         raise ConnectionResetError("the worker ended the connection") from error
-    return JoinedRank(host, index, here, there, **connections)
+    return JoinedRank(host, index, kv_address, here, there, **connections)
 
 
 def _connection(connected: socket.socket) -> Pipe:

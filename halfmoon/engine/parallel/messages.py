@@ -1,7 +1,7 @@
 """Messages between rank 0 and its followers through pipes: plain values, pickled, between our own processes.
 
 Each follower has two pipes. *steps*: `Setup`, then `Step` after `Step` one way, `Hello`, `Ready` or `Failed` the other.
-*copies*: `ReadKV` and `WriteKV` one way, bytes the other, concurrently with the steps.
+*copies*: `CopyKV` of four kinds one way, bytes the other, concurrently with the steps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from halfmoon.engine.checkpoint.checkpoint import Quantization
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
+from halfmoon.kv.kv_layout import Shard
+from halfmoon.kv.staged_shards import Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +83,18 @@ class ReadKV(CopyKV):
 @dataclass(frozen=True, slots=True)
 class WriteKV(CopyKV):
     """A write, followed by the bytes of the follower's heads; answered with no bytes when they are in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageKV(CopyKV):
+    """A read whose bytes stay on the follower's host, as the part `place` of a ticket; answered with no bytes."""
+
+    ticket: Ticket
+    place: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStagedKV(CopyKV):
+    """A write of what the follower's host keeps for the ticket; answered with no bytes, or why it cannot be."""
+
+    ticket: Ticket

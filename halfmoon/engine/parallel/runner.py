@@ -34,6 +34,7 @@ from halfmoon.engine.scheduling.spread_pool import Blocks, SpreadPool
 from halfmoon.errors import Incompatible, ServiceFailed
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
 from halfmoon.kv.kv_layout import KVLayout, Shard
+from halfmoon.kv.staged_shards import RankShard, StagedShards, Ticket, WorkerRanks
 
 
 class ParallelRunner:
@@ -57,6 +58,8 @@ class ParallelRunner:
         self.num_spread_tokens = 0  # of the last step; see `StepResult`
         self.pool: Blocks
         self._kv: ShardedKV | SpreadKV
+        self.ranks: WorkerRanks | None = None  # those that can pass KV on themselves; None: rank 0 alone does
+        joined = [] if given.joined is None else awaited_ranks(given.joined)
         if grid.sequence_size > 1:
             self.num_blocks = num_rank_blocks * grid.sequence_size
             long_blocks = config.long_prompt_tokens // layout.block_tokens
@@ -65,9 +68,11 @@ class ParallelRunner:
         else:
             self.num_blocks = num_rank_blocks
             self.pool = BlockPool(num_rank_blocks)
-            readable = [grid.is_first_holder(model_config, rank) for rank in grid.ranks]
-            self._kv = ShardedKV(layout, shards, readable, self._copy_all, lambda: self._num_steps)
-        joined = [] if given.joined is None else awaited_ranks(given.joined)
+            readable = tuple(grid.is_first_holder(model_config, rank) for rank in grid.ranks)
+            addresses = [None] * (grid.size - len(joined)) + [rank.kv_address for rank in joined]
+            held = map(RankShard, grid.ranks, shards, addresses)
+            self.ranks = WorkerRanks(tuple(held), readable, layout.dtype, StagedShards())
+            self._kv = ShardedKV(layout, self.ranks, self._copy_all, lambda: self._num_steps)
         address = joined[0].address_here if joined else LOOPBACK
         store, port = serve_rendezvous(address)
         places = [(rank, given.num_ranks_here) for rank in range(given.num_ranks_here)] + hosts_of(joined)
@@ -125,17 +130,21 @@ class ParallelRunner:
         num_tokens: int,
         out: KVPlace | None = None,
     ) -> memoryview:
-        """See `KVArena.read`. Raises Incompatible for device memory: no device holds all of the KV."""
+        """See `KVArena.read`. Into the ranks' own memory for a ticket; raises Incompatible for that of one device."""
         if isinstance(out, DeviceBytes):
-            raise Incompatible("KV of several ranks is not in one device's memory")
+            kv, ticket = self._by_ticket(out)
+            kv.stage(blocks, layer_start, layer_end, start, num_tokens, ticket)
+            return memoryview(b"")
         return self._kv.read(blocks, layer_start, layer_end, start, num_tokens, out)
 
     def write(
         self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
-        """See `KVArena.write`. Raises Incompatible for device memory: no device holds all of the KV."""
+        """See `KVArena.write`. From the ranks' own memory for a ticket; raises Incompatible for that of one device."""
         if isinstance(payload, DeviceBytes):
-            raise Incompatible("KV of several ranks is not in one device's memory")
+            kv, ticket = self._by_ticket(payload)
+            kv.write_staged(blocks, layer_start, layer_end, start, num_tokens, ticket)
+            return
         self._kv.write(blocks, layer_start, layer_end, start, num_tokens, payload)
 
     def check(self) -> None:
@@ -149,6 +158,11 @@ class ParallelRunner:
     def close(self) -> None:
         """Ends the followers. Idempotent; nothing else may be called afterwards."""
         self._followers.close()
+
+    def _by_ticket(self, place: DeviceBytes) -> tuple[ShardedKV, Ticket]:
+        if not isinstance(place.cells, Ticket) or isinstance(self._kv, SpreadKV):
+            raise Incompatible("KV of several ranks is not in one device's memory")
+        return self._kv, place.cells
 
     def _lagging(self, watch: LayerWatch) -> LayerWatch:
         """Limits `watch` to the layers that every tensor rank has written.
@@ -164,7 +178,7 @@ class ParallelRunner:
 
         return LayerWatch(watch.every, notify)
 
-    def _copy_all(self, requests: Mapping[int, tuple[CopyKV, bytes]]) -> Mapping[int, bytes | memoryview]:
+    def _copy_all(self, requests: Mapping[int, tuple[CopyKV, bytes | memoryview]]) -> Mapping[int, bytes | memoryview]:
         """Copies rank 0's own part while the followers copy theirs."""
         done: dict[int, bytes | memoryview] = {}
         if 0 in requests:

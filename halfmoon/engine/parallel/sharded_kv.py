@@ -5,32 +5,29 @@ So a hand-over is independent of how either side is cut. Knows nothing of proces
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
-from halfmoon.engine.parallel.messages import CopyKV, ReadKV, WriteKV
+from halfmoon.engine.parallel.messages import CopyKV, ReadKV, StageKV, WriteKV, WriteStagedKV
+from halfmoon.errors import Unavailable
 from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
+from halfmoon.kv.staged_shards import Ticket, WorkerRanks, rows_of
 
 # Runs each rank's request, a write with its payload, and returns each rank's bytes.
-CopyAll = Callable[[Mapping[int, tuple[CopyKV, bytes]]], Mapping[int, bytes | memoryview]]
+CopyAll = Callable[[Mapping[int, tuple[CopyKV, bytes | memoryview]]], Mapping[int, bytes | memoryview]]
 
 
 class ShardedKV:
-    """`KVArena.read` and `write` over all ranks. `shards` and `readable` (False for a head's second copy) by rank."""
+    """`KVArena.read` and `write` over all ranks."""
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        shards: Sequence[Shard],
-        readable: Sequence[bool],
-        copy_all: CopyAll,
-        num_steps: Callable[[], int],
-    ) -> None:
-        self._shards = shards
-        self._readable = readable
+    def __init__(self, layout: KVLayout, ranks: WorkerRanks, copy_all: CopyAll, num_steps: Callable[[], int]) -> None:
+        self._ranks = ranks
+        self._shards = [rank.shard for rank in ranks.shards]
+        self._readable = ranks.readable
         self._copy_all = copy_all
         self._num_steps = num_steps
         self._canonical = CanonicalKV(layout)
@@ -64,7 +61,7 @@ class ShardedKV:
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
         values = self._canonical.view(payload, layer_end - layer_start, num_tokens)
         places = self._places(layer_start, layer_end, [True] * len(self._shards))
-        requests: dict[int, tuple[CopyKV, bytes]] = {
+        requests: dict[int, tuple[CopyKV, bytes | memoryview]] = {
             rank: (
                 WriteKV(self._num_steps(), blocks, *self._own_layers(rank, place), start, num_tokens),
                 _view(values, place, layer_start).tobytes(),
@@ -72,6 +69,40 @@ class ShardedKV:
             for rank, place in places.items()
         }
         self._copy_all(requests)
+
+    def stage(
+        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, ticket: Ticket
+    ) -> None:
+        """`read` where each host keeps the bytes of its own ranks, for the ranks of another worker."""
+        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        places = self._places(layer_start, layer_end, self._readable)
+        requests: dict[int, tuple[CopyKV, bytes | memoryview]] = {}
+        for rank, place in places.items():
+            where = (self._num_steps(), blocks, *self._own_layers(rank, place), start, num_tokens)
+            requests[rank] = (ReadKV(*where) if self._is_here(rank) else StageKV(*where, ticket, place), b"")
+        for rank, payload in self._copy_all(requests).items():
+            if self._is_here(rank):
+                rows = rows_of(places[rank], num_tokens, payload)
+                self._ranks.staged.put(ticket, rank, places[rank], rows, time.monotonic())
+
+    def write_staged(
+        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, ticket: Ticket
+    ) -> None:
+        """`write` of what the ranks' hosts keep. Raises Unavailable where they do not any more."""
+        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        requests: dict[int, tuple[CopyKV, bytes | memoryview]] = {}
+        for rank, place in self._places(layer_start, layer_end, [True] * len(self._shards)).items():
+            where = (self._num_steps(), blocks, *self._own_layers(rank, place), start, num_tokens)
+            if self._is_here(rank):
+                requests[rank] = WriteKV(*where), self._ranks.staged.take(ticket, rank)
+            else:
+                requests[rank] = WriteStagedKV(*where, ticket), b""
+        for reason in self._copy_all(requests).values():
+            if reason:
+                raise Unavailable(bytes(reason).decode())
+
+    def _is_here(self, rank: int) -> bool:
+        return self._ranks.shards[rank].address is None
 
     def _places(self, layer_start: int, layer_end: int, wanted: Sequence[bool]) -> dict[int, Shard]:
         """Each wanted rank's share of these layers, in the whole model's numbering."""

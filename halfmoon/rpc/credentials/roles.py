@@ -30,6 +30,8 @@ CALLERS: Mapping[str, frozenset[ClusterRole]] = {
     "/halfmoon.Decode/Adopt": _GATEWAY,
     "/halfmoon.Decode/EmptyCache": _GATEWAY,
     "/halfmoon.KVTransfer/Push": frozenset({"worker", "profiler"}),
+    "/halfmoon.RankKV/Fetch": _WORKER,
+    "/halfmoon.RankKVBytes/Read": _WORKER,
     "/halfmoon.KVStore/Match": frozenset({"worker", "store"}),
     "/halfmoon.KVStore/Prefetch": _WORKER,
     "/halfmoon.KVStore/Borrow": frozenset({"worker", "store"}),

@@ -21,6 +21,8 @@ from halfmoon.rpc.transport.limiter import Clock, LinkLimiter, WallClock
 from halfmoon.rpc.transport.nixl import NAME as NIXL
 from halfmoon.rpc.transport.nixl import NixlOutlet
 from halfmoon.rpc.transport.protocol import Outlet, StagingBuffer
+from halfmoon.rpc.transport.ranks import NAME as RANKS
+from halfmoon.rpc.transport.ranks import RankLinks, RanksOutlet
 from halfmoon.rpc.transport.shm import NAME as SHM
 from halfmoon.rpc.transport.shm import SharedMemoryOutlet
 from halfmoon.rpc.transport.window import Share, Window
@@ -57,7 +59,7 @@ class KVLink:
     """Owns the channel to one receiver, its outlets, its window and the estimate of its speed.
 
     `on_fallback` is called with the name of each transport that was offered and could not be used. `device` holds
-    `cuda_ipc`'s memory.
+    `cuda_ipc`'s memory. `ranks` of other hosts pass KV on themselves wherever the receiver's can: offered first.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class KVLink:
         settings: LinkSettings | None = None,
         on_fallback: Callable[[str], None] = lambda transport: None,
         device: DeviceMemory | None = None,
+        ranks: RankLinks | None = None,
     ) -> None:
         self.peer = peer
         self.settings = settings or LinkSettings()
@@ -81,7 +84,10 @@ class KVLink:
         self._new_outlet: dict[str, Callable[[int, int], Outlet]] = {
             CUDA_IPC: partial(CudaIpcOutlet, device),
             SHM: SharedMemoryOutlet,
+            RANKS: partial(RanksOutlet, ranks),
         }
+        own = (RANKS,) if ranks is not None and ranks.ranks.spans_hosts else ()
+        self._transports = (*own, *self.settings.transports)
         self._outlets: dict[str, Outlet] = {}
         self._making = asyncio.Lock()  # guards creating an outlet, which the next transfer will use, too
         self._declined_at_s: dict[str, float] = {}
@@ -136,8 +142,8 @@ class KVLink:
     async def _usable(self, codec: Codec) -> list[Outlet]:
         now_s = self.clock.time()
         usable = []
-        for name in self.settings.transports:
-            if name == CUDA_IPC and codec is not Codec.RAW:
+        for name in self._transports:
+            if name in (CUDA_IPC, RANKS) and codec is not Codec.RAW:
                 continue
             declined_at_s = self._declined_at_s.get(name)
             if name == INLINE or (declined_at_s is not None and now_s - declined_at_s < _OFFER_AGAIN_S):

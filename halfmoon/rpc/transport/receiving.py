@@ -20,6 +20,7 @@ from halfmoon.kv.receiver import Commit, Effect, Reserve, TransferReceiver, Writ
 from halfmoon.rpc.transport.cuda_ipc import CudaIpcInlet, DeviceMemory
 from halfmoon.rpc.transport.nixl import NixlInlet
 from halfmoon.rpc.transport.protocol import Inlet, Source
+from halfmoon.rpc.transport.ranks import RankLinks
 from halfmoon.rpc.transport.shm import SharedMemoryInlet
 
 Body = TypeVar("Body", bound=Message)
@@ -32,11 +33,18 @@ _CREDIT_BYTES = 2 << 20  # a message costs as much as copying some hundred KiB, 
 class KVIntake:
     """Owns what the incoming transfers of a process share: the joined transports, and the ids of running transfers."""
 
-    def __init__(self, inlets: Sequence[Inlet] | None = None, device: DeviceMemory | None = None) -> None:
-        """`cuda_ipc` needs `device`; without it, or with custom `inlets`, it is declined."""
+    def __init__(
+        self,
+        inlets: Sequence[Inlet] | None = None,
+        device: DeviceMemory | None = None,
+        ranks: RankLinks | None = None,
+    ) -> None:
+        """`cuda_ipc` needs `device`, `ranks` a worker of several; without, or with custom `inlets`, it is declined."""
         everywhere: list[Inlet] = [SharedMemoryInlet(), NixlInlet()]
         if device is not None:
             everywhere.append(CudaIpcInlet(device))
+        if ranks is not None:
+            everywhere.append(ranks)
         self._inlets = {inlet.name: inlet for inlet in (everywhere if inlets is None else inlets)}
         self._running: set[bytes] = set()
         self._codecs = decodable()

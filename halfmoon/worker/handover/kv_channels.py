@@ -11,6 +11,7 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
+from halfmoon.rpc.transport.ranks import RankLinks
 
 _MAX_IDLE = 32  # addresses change when workers restart; channels to old ones must not pile up
 
@@ -24,7 +25,8 @@ class _Channel:
 class KVChannels:
     """Owns the links. Keeps used links for the next transfer and closes those unused for longest.
 
-    `on_fallback` is called with the name of each transport that a receiver declined; `device` is passed to `KVLink`.
+    `on_fallback` is called with the name of each transport that a receiver declined; `device` and `ranks` are passed to
+    `KVLink`.
     """
 
     def __init__(
@@ -34,19 +36,23 @@ class KVChannels:
         device: DeviceMemory | None = None,
         max_idle: int = _MAX_IDLE,
         credential: Credential | None = None,
+        ranks: RankLinks | None = None,
     ) -> None:
         self._settings = settings or LinkSettings()
         self._on_fallback = on_fallback
         self._device = device
         self._max_idle = max_idle
         self._credential = credential
+        self._ranks = ranks
         self._channels: dict[str, _Channel] = {}  # least recently used first
 
     @contextmanager
     def to(self, address: str) -> Iterator[KVLink]:
         """Gives the link to `address` and keeps it open while inside."""
         channel = self._channels.pop(address, None) or _Channel(
-            KVLink(Peer(address, self._credential, "worker"), self._settings, self._on_fallback, self._device)
+            KVLink(
+                Peer(address, self._credential, "worker"), self._settings, self._on_fallback, self._device, self._ranks
+            )
         )
         self._channels[address] = channel
         channel.num_users += 1

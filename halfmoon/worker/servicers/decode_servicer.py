@@ -17,6 +17,7 @@ from halfmoon.rpc.context import request_scope
 from halfmoon.rpc.telemetry.spans import current_span
 from halfmoon.rpc.transfer import KVIntake, parse_body
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
+from halfmoon.rpc.transport.ranks import AwaitedParts, RankLinks
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.servicers.request_dropped import RequestDropped
 from halfmoon.worker.servicers.wire import handover_tokens, request_from
@@ -40,12 +41,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         metrics: WorkerMetrics,
         lease_s: float = LEASE_S,
         device: DeviceMemory | None = None,
+        ranks: RankLinks | None = None,
     ) -> None:
         self._engine = engine
         self._state = state
         self._metrics = metrics
         self._lease_s = lease_s
-        self._intake = KVIntake(device=device)
+        self._intake = KVIntake(device=device, ranks=ranks)
 
     def close(self) -> None:
         """Detaches memory that KV senders share with this process."""
@@ -172,6 +174,8 @@ class _Reception:
                 )
                 self.num_bytes += memoryview(payload).nbytes
             case WriteFromDevice(part, source, dtype):
+                if isinstance(source.cells, AwaitedParts):
+                    source = await source.cells.brought(part, source.num_bytes)
                 where = (part.layer_start, part.layer_end, part.token_start, part.num_tokens)
                 await self._engine.kv_write(self._generation.request_id, *where, source, dtype=dtype)
                 self.num_bytes += source.num_bytes

@@ -119,7 +119,7 @@ def joining(address: str, host: str, index: int, key: bytes = KEY) -> Future[Joi
     def joined() -> JoinedRank:
         while True:
             try:
-                return join(address, key, host, f"{host}-{index}", index)
+                return join(address, key, host, f"{host}-{index}", index, "127.0.0.1:1")
             except ConnectionRefusedError:
                 pass
 
