@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -131,12 +132,14 @@ def overlap(a: Shard, b: Shard) -> Shard | None:
     return Shard(*layers, *heads) if layers[0] < layers[1] and heads[0] < heads[1] else None
 
 
-def gathered(place: Shard, pieces: list[tuple[Shard, KVBytes]], num_tokens: int) -> NDArray[np.uint8]:
+def gathered(place: Shard, pieces: Sequence[tuple[Shard, KVBytes]], num_tokens: int) -> NDArray[np.uint8]:
     """Puts pieces together to [layers, 2, heads, num_tokens, row_bytes] of `place`.
 
-    Raises Incompatible unless they cover it exactly and have rows of one length.
+    Raises Incompatible unless they cover it exactly and have rows of one length, InvalidRequest for an empty place.
     """
     num_layers, num_heads = place.layer_end - place.layer_start, place.head_end - place.head_start
+    if num_layers < 1 or num_heads < 1 or num_tokens < 1:
+        raise InvalidRequest(f"no KV is at {place} of {num_tokens} tokens")
     num_cells = sum((p.layer_end - p.layer_start) * (p.head_end - p.head_start) for p, _ in pieces)
     total_bytes = sum(memoryview(payload).nbytes for _, payload in pieces)
     row_bytes, rest = divmod(total_bytes, 2 * num_layers * num_heads * num_tokens)

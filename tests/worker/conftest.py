@@ -18,11 +18,15 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.rpc.credentials.access import CallAccess
+from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.rpc.transport.rank_fetches import RankKVServicer
+from halfmoon.rpc.transport.ranks import RankLinks
 from halfmoon.worker.handover.kv_channels import KVChannels
 from halfmoon.worker.handover.link_codecs import LinkCodecs
 from halfmoon.worker.main import store_writer
@@ -66,7 +70,9 @@ class RunningWorker:
         servicer: PrefillServicer,
         restorer: Restorer,
         patience: Patience,
+        ranks: RankLinks | None = None,
     ) -> None:
+        self.ranks = ranks
         self.async_engine = async_engine
         self.engine = async_engine.engine
         self.state = state
@@ -124,12 +130,14 @@ async def start_worker(tiny: Checkpoint) -> AsyncIterator[Callable[..., object]]
             store: str | None = None,
             link_mbps: float | None = None,
             link_bytes_per_s: float | None = None,
+            secret: str | None = None,
             **options: Any,
         ) -> RunningWorker:
             settings: dict[str, Any] = {"dtype": "float32", "block_tokens": 8, "num_blocks": 32, **options}
             engine = Engine(tiny, EngineConfig(**settings))
             links = LinkSettings(transports=transports, stall_s=stall_s, bytes_per_s=link_bytes_per_s)
-            return await stack.enter_async_context(_worker(engine, role, lease_s, links, device, store, link_mbps))
+            own = _worker(engine, role, lease_s, links, device, store, link_mbps, secret)
+            return await stack.enter_async_context(own)
 
         yield start
 
@@ -151,6 +159,7 @@ async def _worker(
     device: DeviceMemory | None,
     store: str | None,
     link_mbps: float | None,
+    secret: str | None = None,
 ) -> AsyncIterator[RunningWorker]:
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity(
@@ -170,16 +179,31 @@ async def _worker(
         )  # fmt: skip
         if sources.own is not None:
             await stack.enter_async_context(running(store_writer(async_engine, state, sources, metrics).run()))
-        channels = KVChannels(link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device)
+        credential = None if secret is None else credential_from(secret, "worker")
+        ranks = None if engine.ranks is None else RankLinks(engine.ranks, credential)
+        channels = KVChannels(
+            link_settings,
+            lambda transport: metrics.kv_fallbacks.labels(transport).inc(),
+            device,
+            credential=credential,
+            ranks=ranks,
+        )
         prefill = PrefillServicer(async_engine, state, metrics, channels, restorer)
-        decode = DecodeServicer(async_engine, state, metrics, lease_s, device)
+        decode = DecodeServicer(async_engine, state, metrics, lease_s, device, ranks)
         cache = CacheServicer(async_engine, engine.num_blocks, state, metrics)
         services = worker_services(prefill, decode, cache)
+        if ranks is not None:
+            stack.push_async_callback(ranks.aclose)
+            services += RankKVServicer(ranks.ranks.staged, ranks.fetches).registrations()
+        gateway = None if secret is None else credential_from(secret, "gateway")
+        access = CallAccess(credential)
         async with (
-            running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server,
-            Peer(f"127.0.0.1:{server.port}") as peer,
+            running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0, access=access) as server,
+            Peer(f"127.0.0.1:{server.port}", gateway, "worker") as peer,
         ):
-            yield RunningWorker(async_engine, state, metrics, peer, prefill, restorer, patience)
+            if ranks is not None:
+                ranks.announce(peer.address)
+            yield RunningWorker(async_engine, state, metrics, peer, prefill, restorer, patience, ranks)
         await prefill.close()
         decode.close()
     engine.check_integrity()

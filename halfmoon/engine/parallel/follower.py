@@ -32,7 +32,7 @@ from halfmoon.engine.parallel.messages import (
 )
 from halfmoon.engine.parallel.rank import StepRank, config_here
 from halfmoon.engine.parallel.sequence_rank import load_rank
-from halfmoon.errors import HalfmoonError, Incompatible, Unavailable
+from halfmoon.errors import HalfmoonError, Incompatible
 from halfmoon.kv.staged_shards import StagedShards, rows_of
 
 Pipe = Any  # a Connection; its type parameters differ between Python versions
@@ -130,7 +130,7 @@ def _copied(
         case WriteStagedKV(ticket=ticket):
             try:
                 rank.arena.write(*where, staged.take(ticket, number))
-            except Unavailable as error:
+            except HalfmoonError as error:  # of the other worker's ranks: nothing is wrong with this one
                 return error.message.encode()
         case WriteKV():
             assert payload is not None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
+from halfmoon.errors import InvalidRequest
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame
 from halfmoon.kv.kv_layout import Shard
 from halfmoon.kv.staged_shards import RankShard, StagedShards, Ticket, decode_ticket, gathered, overlap
@@ -82,6 +83,8 @@ class RankKVServicer(rank_kv_pb2_grpc.RankKVServicer):
     ) -> rank_kv_pb2.FetchResponse:
         """See rank_kv.proto."""
         sources = [shard_from(message) for message in request.sources]
+        if any(source.address is None for source in sources):
+            raise InvalidRequest("a rank can only be read at an address")
         if not request.ticket:
             await self._fetches.reach(source.address for source in sources)
             return rank_kv_pb2.FetchResponse()
