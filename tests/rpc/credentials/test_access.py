@@ -28,6 +28,7 @@ from halfmoon.rpc.status import in_our_tree
 from halfmoon.rpc.store.block_streams import BYTES_SERVICE
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
+from halfmoon.rpc.transport.rank_fetches import BYTES_SERVICE as RANK_BYTES_SERVICE
 
 SECRET = "s" * 40
 WORKER = credential_from(SECRET, "worker")
@@ -44,7 +45,8 @@ def defined_methods() -> set[str]:
         for service in importlib.import_module(f"halfmoon.pb.{file}").DESCRIPTOR.services_by_name.values()
     ]
     named = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
-    return named | {f"/{KV_TRANSFER}/{PUSH}", f"/{BYTES_SERVICE}/Put", f"/{BYTES_SERVICE}/Get"}
+    raw = {f"/{KV_TRANSFER}/{PUSH}", f"/{BYTES_SERVICE}/Put", f"/{BYTES_SERVICE}/Get", f"/{RANK_BYTES_SERVICE}/Read"}
+    return named | raw
 
 
 def test_the_table_has_every_method_and_no_other() -> None:
