@@ -1,12 +1,14 @@
 """Two classes at overload, with and without pauses: `python -m benchmarks.pauses [--seeds 3] [--seconds 300]`.
 
 Short chats (priority 0) share four workers with long answers of a batch class (priority 1), which alone would fill
-them. Simulated, without admission; the same requests for each `max_pause_s` of the batch class.
+them. Simulated; the same requests for each `max_pause_s` of the batch class. First without admission, then with
+targets for both classes, without admission and refused by predicted load.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from halfmoon.policy.admission.qos_classes import QosClass
+from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Handover, Network, WorkerGroup
 from halfmoon.sim.latency_sources.worker_profile import coefficients
@@ -35,7 +38,9 @@ ROLES: dict[str, tuple[tuple[WorkerGroup, ...], Handover]] = {
     "1 + 3, push": (SEPARATE, "push"),
     "1 + 3, pull": (SEPARATE, "pull"),
 }
+MODES: tuple[AdmissionMode, ...] = "off", "predicted"
 PAUSES_S = (0.0, 1.0, 5.0, 30.0, 1e6)
+TARGETS = replace(CHAT, tbt_s=0.055), replace(BATCH, ttft_s=20.0, tbt_s=0.1)  # of the mean gap; a full step has 40 ms
 
 
 class Traffic(NamedTuple):
@@ -92,6 +97,24 @@ def figures(result: SimResult, requests: Workload) -> Iterator[str]:
     yield f"{result.workers.num_preempted.sum()}"
 
 
+def admitted(groups: tuple[WorkerGroup, ...], handover: Handover, requests: Workload) -> Iterator[str]:
+    """The rows of a cluster with targets."""
+    network = Network(bytes_per_s=25e9, latency_s=1e-3, handover=handover)
+    for mode, max_pause_s in itertools.product(MODES, (0.0, 30.0)):
+        classes = TARGETS[0], replace(TARGETS[1], max_pause_s=max_pause_s)
+        result = simulate(ClusterSpec(groups, network, classes=classes, admission=mode), requests)
+        row = f"{mode} | {max_pause_s:g} s"
+        for number, qos in enumerate(classes):
+            assert requests.classes is not None
+            found = result.is_completed[requests.classes == number]
+            ttft_s, tpot_s = result.ttft_s[requests.classes == number], result.tpot_s[requests.classes == number]
+            assert qos.ttft_s is not None
+            assert qos.tbt_s is not None
+            in_time = found & (ttft_s <= qos.ttft_s) & ~(tpot_s > qos.tbt_s)
+            row += f" | {in_time.mean():.1%} | {found.mean() - in_time.mean():.1%} | {1 - found.mean():.1%}"
+        yield f"{row} | {result.workers.num_paused.sum()}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -107,6 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for max_pause_s in PAUSES_S:
                 row = figures(run(groups, handover, max_pause_s, requests), requests)
                 print(f"| {name} | {max_pause_s:g} s | {seed} |", " | ".join(row), "|", flush=True)
+    kinds = " | ".join(f"{kind}: {end}" for kind in ("chat", "batch") for end in ("in time", "late", "refused"))
+    print(f"\n| workers | seed | admission | batch may pause | {kinds} | pauses |")
+    print("|" + "---|" * 11)
+    for (name, (groups, handover)), seed in itertools.product(ROLES.items(), range(options.seeds)):
+        for line in admitted(groups, handover, workload(options.seconds, seed)):
+            print(f"| {name} | {seed} | {line} |", flush=True)
 
 
 if __name__ == "__main__":

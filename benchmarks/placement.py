@@ -129,7 +129,14 @@ class _Forecast:
     ) -> HandoverPrediction:
         return predict_handover(view, request, prefill, np.zeros(view.num_rows))
 
-    def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
+    def load_beside(
+        self, view: ClusterView, request: PlacementRequest, row: int, load: DecodeLoad, at_s: float, now_s: float
+    ) -> DecodeLoad:
+        return load
+
+    def refine_decode(
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
+    ) -> Placement:
         return placement
 
 

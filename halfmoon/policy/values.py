@@ -126,6 +126,8 @@ class PlacementRequest:
     is_failover: bool = False  # it had workers, and lost one of them; its prompt includes the tokens that it has
     targets: AdmissionTargets = NO_TARGETS  # workers that meet them are preferred
     qos_class: str = ""
+    class_priority: int | None = None  # None: nobody is paused for it
+    max_pause_s: float = 0.0  # how long it may be paused at a time
     cached_blocks: NDArray[np.int64] = field(
         default_factory=lambda: NOTHING_CACHED, compare=False, repr=False
     )  # `BlockIndex.match`

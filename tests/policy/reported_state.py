@@ -64,5 +64,12 @@ class ReportedState:
     def handover_s(self, placement: Placement, num_output: float) -> float:
         return self.handover_gap_s
 
-    def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
+    def load_beside(
+        self, view: ClusterView, request: PlacementRequest, row: int, load: DecodeLoad, at_s: float, now_s: float
+    ) -> DecodeLoad:
+        return load
+
+    def refine_decode(
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
+    ) -> Placement:
         return placement

@@ -81,8 +81,7 @@ class AdmissionController:
 
         Raises Refused if even the last step misses, and what `place` raises.
         """
-        num_output = self._num_output(request, qos)
-        request = replace(request, targets=self.applied(qos), num_output=num_output)
+        request = self._of_class(request, qos)
         placement = place(view, request, self._rules, self._forecast, now_s, self._rng)
         undegraded = admitted = self._as_admitted(view, request, qos, placement, now_s)
         self._check_fair_share(tenant, request, admitted, now_s)
@@ -121,12 +120,22 @@ class AdmissionController:
     def _as_admitted(
         self, view: ClusterView, request: PlacementRequest, qos: QosClass, placement: Placement, now_s: float
     ) -> Admitted:
-        num_prompt, max_tokens, num_output = request.num_prompt_tokens, request.max_tokens, request.num_output
-        mean_tbt_s = self._forecast.mean_tbt_s(view, num_prompt, placement, num_output, now_s)
+        max_tokens, num_output = request.max_tokens, request.num_output
+        mean_tbt_s = self._forecast.mean_tbt_s(view, request, placement, num_output, now_s)
         handover_s = self._forecast.handover_s(placement, num_output)
         if handover_s:
             placement = replace(placement, tbt_s=placement.tbt_s + handover_s)
         return Admitted(placement, qos, max_tokens, request.kv_factor < 1, num_output, request.priority, mean_tbt_s)
+
+    def _of_class(self, request: PlacementRequest, qos: QosClass) -> PlacementRequest:
+        """The request with what its class says of it."""
+        return replace(
+            request,
+            targets=self.applied(qos),
+            num_output=self._num_output(request, qos),
+            class_priority=qos.priority,
+            max_pause_s=qos.max_pause_s,
+        )
 
     def _num_output(self, request: PlacementRequest, qos: QosClass) -> float:
         """The predicted length of its answer."""
@@ -180,6 +189,7 @@ class AdmissionController:
             view,
             prompt,
             priority,
+            qos,
             targets,
             self.mode,
             now_s,
@@ -195,8 +205,7 @@ class AdmissionController:
 
     def place_again(self, view: ClusterView, request: PlacementRequest, qos: QosClass, now_s: float) -> Placement:
         """Places an admitted request once more. Raises what `place` raises."""
-        num_output = self._num_output(request, qos)
-        request = replace(request, targets=self.applied(qos), num_output=num_output)
+        request = self._of_class(request, qos)
         return place(view, request, self._rules, self._forecast, now_s, self._rng)
 
     @property
@@ -262,7 +271,7 @@ class AdmissionController:
         return overload_targets(targets, self._forecast.unloaded_latency(placement, num_prompt_tokens, num_output))
 
     def _judged_tbt_s(self, view: ClusterView, request: PlacementRequest, admitted: Admitted, now_s: float) -> float:
-        return self._judged_tbt.of(view, admitted.placement, request.num_prompt_tokens, self.mode, now_s)
+        return self._judged_tbt.of(view, request, admitted.placement, self.mode, now_s)
 
     def _over_target(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.forecast.request_forecast import RequestForecast
-from halfmoon.policy.values import Placement
+from halfmoon.policy.values import Placement, PlacementRequest
 from halfmoon.policy.view.cluster_view import ClusterView
 
 _USUAL_WEIGHT = 0.02  # of the latest request in the usual TTFT
@@ -23,7 +23,7 @@ class JudgedTbt:
         self._usual_ttft_s = before_s + _USUAL_WEIGHT * (ttft_s - before_s)
 
     def of(
-        self, view: ClusterView, placement: Placement, num_prompt_tokens: int, mode: AdmissionMode, now_s: float
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, mode: AdmissionMode, now_s: float
     ) -> float:
         """The TBT that the mode judges the placement by, in seconds.
 
@@ -33,8 +33,8 @@ class JudgedTbt:
           the place of short ones.
         """
         if mode == "load":
-            return self._forecast.tbt_at_mean_load(view, placement, num_prompt_tokens, now_s)
+            return self._forecast.tbt_at_mean_load(view, request, placement, now_s)
         if self._usual_ttft_s is None or placement.ttft_s <= self._usual_ttft_s:
             return placement.tbt_s
-        usual_s = self._forecast.tbt_at(view, placement, num_prompt_tokens, now_s + self._usual_ttft_s, now_s)
+        usual_s = self._forecast.tbt_at(view, request, placement, now_s + self._usual_ttft_s, now_s)
         return max(placement.tbt_s, usual_s)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import AdmissionMode, PredictedLatency
 from halfmoon.policy.forecast.prefill_queue_model import PromptWork
 from halfmoon.policy.forecast.request_forecast import RequestForecast
@@ -45,6 +46,7 @@ def latency_lower_bound(
     view: ClusterView,
     prompt: PromptLowerBound,
     priority: int,
+    qos: QosClass,
     targets: AdmissionTargets,
     mode: AdmissionMode,
     now_s: float,
@@ -58,18 +60,20 @@ def latency_lower_bound(
     `may_keep`: decode workers may compute prompts (`placement/conditional.py`).
     """
     num_rows = view.num_rows
-    request = PlacementRequest(prompt.num_tokens, 1, priority=priority, cached_blocks=prompt.cached_blocks)
+    request = PlacementRequest(
+        prompt.num_tokens, 1, priority=priority, class_priority=qos.priority, cached_blocks=prompt.cached_blocks
+    )
     ttft = forecast.ttft(view, request, now_s)
     computing = view.can_prefill[:num_rows] | view.can_do_both[:num_rows]
     if may_keep:
         computing |= view.capabilities.may_keep
     ttft_s, unloaded_s = _ttft_lower_bound(forecast, view, request, ttft, computing, targets.ttft_s, now_s)
     if mode == "load":
-        loads = forecast.mean_load(view, now_s)
+        loads = forecast.mean_load(view, request, now_s)
     elif targets.ttft_s is None:
         loads = DecodeLoads(np.zeros(num_rows), np.zeros(num_rows))
     else:
-        loads = forecast.decodes.loads_lower_bound(now_s + ttft_s, now_s + targets.ttft_s, now_s, num_rows)
+        loads = forecast.loads_beside(view, request, now_s + ttft_s, now_s + targets.ttft_s, now_s)
     decodes = np.flatnonzero(view.can_decode[:num_rows] | view.can_do_both[:num_rows])
     tbt_s = predict_tbt(view, loads, prompt.num_tokens)[decodes]
     lightest = int(np.argmin(tbt_s))

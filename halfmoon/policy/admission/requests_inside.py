@@ -118,7 +118,8 @@ class RequestsInside:
         self.reservations.take(admitted.qos.name, num_tokens)
         tbt_s = max(admitted.mean_tbt_s, admitted.placement.tbt_s)
         target_s = math.inf if admitted.qos.tbt_s is None else admitted.qos.tbt_s
-        work = RunningRequest(num_prompt_tokens, admitted.num_output, tbt_s, admitted.priority, target_s)
+        level = admitted.qos.priority, admitted.qos.max_pause_s
+        work = RunningRequest(num_prompt_tokens, admitted.num_output, tbt_s, admitted.priority, target_s, *level)
         unloaded = self._forecast.unloaded_latency(admitted.placement, num_prompt_tokens, admitted.num_output)
         handover_s = admitted.placement.handover_s
         self._inside[request_id] = Inside(admitted.qos, work, num_tokens, unloaded, handover_s, now_s)

@@ -3,81 +3,23 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.forecast.colocated_decodes import DecodeIntervals
 from halfmoon.policy.forecast.colocated_workers import Spans
+from halfmoon.policy.forecast.room import Before, Decoding, Room, paused_for
+from halfmoon.policy.forecast.row_slots import RowSlots
+from halfmoon.policy.forecast.usual_joins import UsualJoins
 from halfmoon.policy.models.chunk_length import StepDecodes, step_decodes
 from halfmoon.policy.models.latency import Floats
+from halfmoon.policy.preemption import Pauses
 from halfmoon.policy.values import NO_NEIGHBOURS, DecodeLoad, DecodeLoads, Neighbours
 
-_PAST_S, _MAX_JOINS = 60.0, 256  # window of remembered joins
-_LEAST_PAST_S = 10.0  # of history before arrivals are predicted from it
 _NO_SLOTS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 _OVERTIME = 0.25  # of its life so far: how much longer a request stays that has outlived its prediction
-
-
-class _Joins:
-    """Owns the latest requests placed on one row: their rate, duration and size."""
-
-    def __init__(self) -> None:
-        self._joined: Floats = np.empty((2 * _MAX_JOINS, 3))  # [_, (time, duration in s, tokens)]
-        self._first = self._end = 0  # range of the entries that count
-
-    def add(self, now_s: float, stays_s: float, num_tokens: float) -> None:
-        """Adds a request that joined."""
-        if self._end == len(self._joined):
-            kept = self._joined[self._first :].copy()
-            self._first, self._end = 0, len(kept)
-            self._joined[: self._end] = kept
-        self._joined[self._end] = now_s, stays_s, num_tokens
-        self._end += 1
-        self._first = max(self._first, self._end - _MAX_JOINS)
-        while self._joined[self._first, 0] < now_s - _PAST_S:
-            self._first += 1
-
-    def mean_present(self, length_s: float, now_s: float) -> DecodeLoad:
-        """Mean load over the next `length_s` from requests that join in that time; 0 while little is known."""
-        joined = self._joined[self._first : self._end]
-        past_s = now_s - float(joined[0, 0])
-        if past_s < _LEAST_PAST_S:
-            return DecodeLoad(0.0, 0.0)
-        _, stays_s, num_tokens = (np.add.reduce(joined, axis=0) / len(joined)).tolist()
-        stays_s = min(stays_s, length_s)
-        batch = len(joined) / past_s * stays_s * (1 - stays_s / length_s / 2)
-        return DecodeLoad(batch, batch * num_tokens)
-
-
-class _Slots:
-    """Owns the slots of one row."""
-
-    def __init__(self) -> None:
-        self._slots: list[int] = []  # ascending
-        self._column: NDArray[np.int64] | None = None  # the same; None after a change
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._slots)
-
-    def add(self, slot: int) -> None:
-        """Adds a slot."""
-        insort(self._slots, slot)
-        self._column = None
-
-    def remove(self, slot: int) -> None:
-        """Removes a slot."""
-        del self._slots[bisect_left(self._slots, slot)]
-        self._column = None
-
-    @property
-    def ascending(self) -> NDArray[np.int64]:
-        """The slots in ascending order; read-only."""
-        if self._column is None:
-            self._column = np.array(self._slots, dtype=np.int64)
-        return self._column
 
 
 class DecodeForecast:
@@ -96,11 +38,14 @@ class DecodeForecast:
         self._outputs: Floats = np.zeros(64)  # tokens, predicted
         self._mean_contexts: Floats = np.zeros(64)  # tokens, mean over its life
         self._tbt_targets_s: Floats = np.full(64, np.inf)
+        self._class_priorities: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
+        self._max_pauses_s: Floats = np.zeros(64)
+        self.num_pausable = 0  # requests that may be paused
         self._free.extend(range(63, -1, -1))
         self._num_used = 0  # slots from here on were never used
         self._seen: tuple[float, Floats] | None = None  # time and result of the latest `_ends_s`
-        self._of_row: dict[int, _Slots] = {}
-        self._joins: dict[int, _Joins] = {}  # by row
+        self._of_row: dict[int, RowSlots] = {}
+        self._joins: dict[int, UsualJoins] = {}  # by row
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -114,6 +59,8 @@ class DecodeForecast:
         num_prompt: int,
         num_output: float,
         tbt_target_s: float = math.inf,
+        class_priority: int = 0,
+        max_pause_s: float = 0.0,
     ) -> None:
         """Adds a request on `row` that decodes from `joins_s` to `leaves_s` and generates `num_output` tokens."""
         self._seen = None
@@ -122,11 +69,13 @@ class DecodeForecast:
         slot = self._slots[request_id] = self._free.pop()
         self._num_used = max(self._num_used, slot + 1)
         self._rows[slot] = row
-        self._of_row.setdefault(row, _Slots()).add(slot)
+        self._of_row.setdefault(row, RowSlots()).add(slot)
         self._joins_s[slot], self._leaves_s[slot] = joins_s, max(leaves_s, joins_s)
         self._prompts[slot], self._outputs[slot] = num_prompt, num_output
         self._mean_contexts[slot] = num_prompt + 0.5 * num_output
         self._tbt_targets_s[slot] = tbt_target_s
+        self._class_priorities[slot], self._max_pauses_s[slot] = class_priority, max_pause_s
+        self.num_pausable += max_pause_s > 0
 
     def begin(self, request_id: str, now_s: float) -> None:
         """Starts the decode of a request now; it takes as long as predicted."""
@@ -135,8 +84,9 @@ class DecodeForecast:
             self._seen = None
             joins_s, leaves_s = float(self._joins_s[slot]), float(self._leaves_s[slot])
             self._joins_s[slot], self._leaves_s[slot] = now_s, now_s + leaves_s - joins_s
-            joins = self._joins.setdefault(int(self._rows[slot]), _Joins())
-            joins.add(now_s, leaves_s - joins_s, float(self._prompts[slot] + self._outputs[slot]))
+            joins = self._joins.setdefault(int(self._rows[slot]), UsualJoins())
+            num_tokens = float(self._prompts[slot] + self._outputs[slot])
+            joins.add(now_s, leaves_s - joins_s, num_tokens, int(self._class_priorities[slot]))
 
     def leave(self, request_id: str) -> None:
         """Removes a request, if it is there."""
@@ -146,6 +96,7 @@ class DecodeForecast:
             self._of_row[int(self._rows[slot])].remove(slot)
             self._rows[slot] = -1
             self._joins_s[slot] = self._leaves_s[slot] = np.inf
+            self.num_pausable -= bool(self._max_pauses_s[slot] > 0)
             self._free.append(slot)
 
     def loads(self, at_s: float, now_s: float, num_rows: int) -> DecodeLoads:
@@ -154,12 +105,25 @@ class DecodeForecast:
 
     def loads_lower_bound(self, from_s: float, until_s: float, now_s: float, num_rows: int) -> DecodeLoads:
         """Lower bound on the load of each row at any moment of a period: the requests there at `from_s` that stay."""
-        joins_s, ends_s = self._joins_s[: self._num_used], self._ends_s(now_s)
-        is_there = joins_s <= from_s
-        is_there &= ends_s >= until_s
-        there = is_there.nonzero()[0]
-        rows, joins_s = self._rows[there], joins_s[there]
-        share = ends_s[there]
+        return self._loads(self._throughout(from_s, until_s, now_s), from_s, now_s, num_rows)
+
+    def giving_way(
+        self, class_priority: int, from_s: float, until_s: float, now_s: float, num_rows: int
+    ) -> DecodeLoads:
+        """The part of `loads_lower_bound` that may be paused for a class of that priority."""
+        there = self._throughout(from_s, until_s, now_s)
+        gives_way = (self._max_pauses_s[there] > 0) & (self._class_priorities[there] > class_priority)
+        return self._loads(there[gives_way], from_s, now_s, num_rows)
+
+    def _throughout(self, from_s: float, until_s: float, now_s: float) -> NDArray[np.int64]:
+        """The slots of the requests that decode at `from_s` and stay."""
+        is_there = self._joins_s[: self._num_used] <= from_s
+        is_there &= self._ends_s(now_s) >= until_s
+        return is_there.nonzero()[0]
+
+    def _loads(self, there: NDArray[np.int64], from_s: float, now_s: float, num_rows: int) -> DecodeLoads:
+        rows, joins_s = self._rows[there], self._joins_s[there]
+        share = self._ends_s(now_s)[there]
         share -= joins_s
         np.maximum(share, 1e-9, out=share)
         np.divide(from_s - joins_s, share, out=share)
@@ -208,6 +172,41 @@ class DecodeForecast:
         context = self._mean_contexts[there]
         extra = self._joins[row].mean_present(length_s, now_s) if row in self._joins else DecodeLoad(0.0, 0.0)
         return DecodeLoad(float(np.add.reduce(shares)) + extra.batch, float(shares @ context) + extra.context_tokens)
+
+    def before(self, row: int, class_priority: int, now_s: float) -> Before:
+        """The requests that go before a newcomer of a class on `row`, whether they decode or are still to join."""
+        there = self._slots_of(row)
+        there = there[(self._max_pauses_s[there] <= 0) | (self._class_priorities[there] <= class_priority)]
+        ends_s = self._ends_s(now_s)[there]
+        usual = self._joins.get(row)
+        return Before(
+            self._joins_s[there],
+            ends_s,
+            self._mean_contexts[there],
+            lambda length_s: usual.mean_present(length_s, now_s, class_priority) if usual else DecodeLoad(0.0, 0.0),
+        )
+
+    def pause_for(self, request_id: str, room: Room) -> None:
+        """Moves the ends of the answers that are paused when a request joins: until others leave them a place, and by
+        what their classes allow at most.
+        """
+        if not self.num_pausable:
+            return
+        self._seen = None
+        slot = self._slots[request_id]
+        at_s = float(self._joins_s[slot])
+        there = self._slots_of(int(self._rows[slot]))
+        there = there[(self._joins_s[there] <= at_s) & (self._leaves_s[there] >= at_s)]
+        decoding = [self._decoding(one) for one in there.tolist() if one != slot]
+        paused = paused_for(self._decoding(slot), decoding, room, at_s)
+        goes_on = ~np.isin(there, [one.slot for one in paused])
+        frees_s = np.sort(self._leaves_s[there[goes_on]]).tolist()
+        for one, free_s in zip(reversed(paused), frees_s, strict=False):  # the first in turn goes on first
+            self._leaves_s[one.slot] += min(free_s - at_s, one.pauses.max_pause_s)
+
+    def _decoding(self, slot: int) -> Decoding:
+        pauses = Pauses(int(self._class_priorities[slot]), float(self._max_pauses_s[slot]))
+        return Decoding(slot, pauses, float(self._joins_s[slot]), float(self._mean_contexts[slot]))
 
     def present(self, row: int, now_s: float, without: Collection[str] = ()) -> DecodeIntervals:
         """The requests in decode on `row` now, except those in `without`."""
@@ -276,6 +275,8 @@ class DecodeForecast:
         self._outputs = np.concatenate([self._outputs, np.zeros(num)])
         self._mean_contexts = np.concatenate([self._mean_contexts, np.zeros(num)])
         self._tbt_targets_s = np.concatenate([self._tbt_targets_s, np.full(num, np.inf)])
+        self._class_priorities = np.concatenate([self._class_priorities, np.zeros(num, dtype=np.int64)])
+        self._max_pauses_s = np.concatenate([self._max_pauses_s, np.zeros(num)])
         self._free.extend(range(2 * num - 1, num - 1, -1))
 
 

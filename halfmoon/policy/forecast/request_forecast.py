@@ -12,6 +12,7 @@ from halfmoon.policy.forecast.handover import HandoverPrediction, HandoverQueue,
 from halfmoon.policy.forecast.prefill_forecast import PrefillForecast
 from halfmoon.policy.forecast.prefill_queue_model import PromptWork
 from halfmoon.policy.forecast.prefill_queue_models import PrefillQueueModels
+from halfmoon.policy.forecast.room import Rooms, beside, paused_s, room_s
 from halfmoon.policy.forecast.ttft import predict_ttft
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.models.overheads import Overhead
@@ -38,6 +39,8 @@ class RunningRequest:
     tbt_s: float  # predicted over the whole answer: determines when it leaves
     priority: int  # smaller goes first
     tbt_target_s: float = math.inf  # of its class
+    class_priority: int = 0
+    max_pause_s: float = 0.0
 
 
 class RequestForecast:
@@ -91,9 +94,28 @@ class RequestForecast:
         """The decode load of one row at `at_s`."""
         return self.decodes.load(row, at_s, now_s)
 
-    def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
-        """The placement with what prompts in the same steps and colocated workers add to its TBT."""
+    def load_beside(
+        self, view: ClusterView, request: PlacementRequest, row: int, load: DecodeLoad, at_s: float, now_s: float
+    ) -> DecodeLoad:
+        """`load` of one row at `at_s`, without the answers that would be paused for the request."""
+        if request.class_priority is None or not self.decodes.num_pausable:
+            return load
+        return self.loads_beside(view, request, at_s, at_s, now_s).of(row)
+
+    def refine_decode(
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
+    ) -> Placement:
+        """The placement with what prompts in the same steps, colocated workers and pauses add to its TBT, and what
+        waiting for room adds to the TTFT of a request that may be paused.
+        """
         tbt_s = self._queue_models.tbt_s(view, placement, placement.tbt_s, _MANY_GAPS, now_s)
+        if request.max_pause_s > 0 and request.class_priority is not None:
+            row = _decode_row(view, placement)
+            before = self.decodes.before(row, request.class_priority, now_s)
+            wait_s = room_s(before, _rooms(view).of(row), request.num_prompt_tokens + 1, now_s) - placement.queue_s
+            if wait_s > 0:
+                placement = replace(placement, ttft_s=placement.ttft_s + wait_s, queue_s=placement.queue_s + wait_s)
+            tbt_s = self._with_pauses(view, request, placement, tbt_s, request.num_gaps, now_s)
         return replace(placement, tbt_s=tbt_s) if tbt_s != placement.tbt_s else placement
 
     def neighbours(self, view: ClusterView, row: int, until_s: float, now_s: float) -> Neighbours:
@@ -119,36 +141,73 @@ class RequestForecast:
         return (placement.handover_s + self._handover.seconds) / max(num_output - 1, 1)
 
     def mean_tbt_s(
-        self, view: ClusterView, num_prompt_tokens: int, placement: Placement, num_output: float, now_s: float
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, num_output: float, now_s: float
     ) -> float:
         """The mean TBT over the whole answer, while others leave and join; `Placement.tbt_s` is for its beginning."""
+        num_prompt_tokens = request.num_prompt_tokens
         begins_s = now_s + placement.ttft_s
         ends_s = begins_s + num_output * placement.tbt_s
         load = self.decodes.mean_load(_decode_row(view, placement), begins_s, ends_s, now_s)
         own_tokens = num_prompt_tokens + num_output / 2
         step_s = placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + own_tokens)
-        tbt_s = self._queue_models.tbt_s(view, placement, step_s, max(num_output - 1, 1), now_s)
+        num_gaps = max(num_output - 1, 1)
+        tbt_s = self._queue_models.tbt_s(view, placement, step_s, num_gaps, now_s)
+        tbt_s = self._with_pauses(view, request, placement, tbt_s, num_gaps, now_s)
         return tbt_s + self.handover_s(placement, num_output)
+
+    def _with_pauses(
+        self,
+        view: ClusterView,
+        request: PlacementRequest,
+        placement: Placement,
+        tbt_s: float,
+        num_gaps: float,
+        now_s: float,
+    ) -> float:
+        """The mean TBT with the pauses for higher classes."""
+        if request.class_priority is None or request.max_pause_s <= 0:
+            return tbt_s
+        row = _decode_row(view, placement)
+        before, room = self.decodes.before(row, request.class_priority, now_s), _rooms(view).of(row)
+        num_tokens, begins_s = request.num_prompt_tokens + num_gaps / 2, now_s + placement.ttft_s
+        return tbt_s + paused_s(before, room, num_tokens, begins_s, num_gaps * tbt_s, request.max_pause_s) / num_gaps
 
     def unloaded_latency(self, placement: Placement, num_prompt_tokens: int, num_output: float) -> UnloadedLatency:
         """The latency of the request on these workers if they were idle."""
         step_s = placement.decode.step_model.seconds(1, num_prompt_tokens + num_output / 2)
         return UnloadedLatency(placement.work_s + placement.overhead_s, step_s + self.handover_s(placement, num_output))
 
+    def loads_beside(
+        self, view: ClusterView, request: PlacementRequest, from_s: float, until_s: float, now_s: float
+    ) -> DecodeLoads:
+        """Lower bound on the decode loads beside the request at any moment of a period: the requests that are there at
+        `from_s` and stay, without the answers that would be paused for it.
+        """
+        num_rows, class_priority = view.num_rows, request.class_priority
+        loads = self.decodes.loads_lower_bound(from_s, until_s, now_s, num_rows)
+        if class_priority is None or not self.decodes.num_pausable:
+            return loads
+        giving_way = self.decodes.giving_way(class_priority, from_s, until_s, now_s, num_rows)
+        return beside(loads, giving_way, _rooms(view), request.num_prompt_tokens)
+
     def tbt_at(
-        self, view: ClusterView, placement: Placement, num_prompt_tokens: int, at_s: float, now_s: float
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, at_s: float, now_s: float
     ) -> float:
         """The TBT on the decode worker of the placement if the answer began at `at_s`."""
-        load = self.decodes.load(_decode_row(view, placement), at_s, now_s)
-        return self._tbt_s(view, placement, num_prompt_tokens, load, now_s)
+        row = _decode_row(view, placement)
+        load = self.load_beside(view, request, row, self.decodes.load(row, at_s, now_s), at_s, now_s)
+        return self._tbt_s(view, placement, request.num_prompt_tokens, load, now_s)
 
-    def tbt_at_mean_load(self, view: ClusterView, placement: Placement, num_prompt_tokens: int, now_s: float) -> float:
+    def tbt_at_mean_load(
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
+    ) -> float:
         """The TBT on the decode worker of the placement if the present decode load were spread evenly."""
-        return self._tbt_s(view, placement, num_prompt_tokens, self.mean_load(view, now_s).of(0), now_s)
+        load = self.mean_load(view, request, now_s).of(0)
+        return self._tbt_s(view, placement, request.num_prompt_tokens, load, now_s)
 
-    def mean_load(self, view: ClusterView, now_s: float) -> DecodeLoads:
+    def mean_load(self, view: ClusterView, request: PlacementRequest, now_s: float) -> DecodeLoads:
         """The present decode load spread evenly over the workers that decode, for every row."""
-        batch, context = self.decodes.loads(now_s, now_s, view.num_rows)
+        batch, context = self.loads_beside(view, request, now_s, now_s, now_s)
         share = np.ones(view.num_rows) / view.num_decoding
         return DecodeLoads(batch.sum() * share, context.sum() * share)
 
@@ -167,7 +226,8 @@ class RequestForecast:
         leaves_s = now_s + placement.ttft_s + running.num_output * running.tbt_s
         row = _decode_row(view, placement)
         num_prompt, num_output = running.num_prompt_tokens, running.num_output
-        self.decodes.join(request_id, row, now_s, leaves_s, num_prompt, num_output, running.tbt_target_s)
+        level = running.class_priority, running.max_pause_s
+        self.decodes.join(request_id, row, now_s, leaves_s, num_prompt, num_output, running.tbt_target_s, *level)
 
     def move(
         self, request_id: str, view: ClusterView, running: RunningRequest, placement: Placement, now_s: float
@@ -187,7 +247,9 @@ class RequestForecast:
         self._handovers.join(request_id, row, placement.handover_bytes, joins_s)
         self.decodes.leave(request_id)  # reserved or placed before
         leaves_s = joins_s + num_output * running.tbt_s
-        self.decodes.join(request_id, row, joins_s, leaves_s, num_prompt, num_output, target_s)
+        level = running.class_priority, running.max_pause_s
+        self.decodes.join(request_id, row, joins_s, leaves_s, num_prompt, num_output, target_s, *level)
+        self.decodes.pause_for(request_id, _rooms(view).of(row))
 
     def begin_decode(self, request_id: str, now_s: float) -> None:
         """Notes the first token of a request."""
@@ -226,6 +288,10 @@ class _Waits:
         """Work that a worker reports beyond this gateway's comes from other gateways, and counts as ahead."""
         others_s = np.maximum(reported_s - self.prefills.totals(len(takes_s), self.now_s), 0.0)
         return others_s + self.prefills.waits(takes_s, self.priority, self.now_s)
+
+
+def _rooms(view: ClusterView) -> Rooms:
+    return Rooms(view.column("max_running"), view.column("total_tokens"))
 
 
 def _decode_row(view: ClusterView, placement: Placement) -> int:

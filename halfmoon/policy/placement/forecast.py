@@ -32,10 +32,17 @@ class Forecast(Protocol):
     def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
         """The decode load of one worker at `at_s`."""
 
+    def load_beside(
+        self, view: ClusterView, request: PlacementRequest, row: int, load: DecodeLoad, at_s: float, now_s: float
+    ) -> DecodeLoad:
+        """`load` of one worker at `at_s`, without what would be paused for the request."""
+
     def handover(
         self, view: ClusterView, request: PlacementRequest, prefill: Placement, at_s: float
     ) -> HandoverPrediction:
         """The hand-over from the placement's prefill worker to every worker, for a first token due at `at_s`."""
 
-    def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
-        """The placement with what prompts and colocated workers add to its TBT."""
+    def refine_decode(
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
+    ) -> Placement:
+        """The placement with what prompts, colocated workers and pauses add to its TBT."""
