@@ -69,9 +69,12 @@ class WorkerConfig(Section):
     offload_kv: Literal["none", "host"] = Field(
         "none",
         description="'host': KV that exceeds kv_memory is kept in host memory and fetched layer by layer; for OPT, "
-        "layers' inputs, half as large, may be kept there instead. Not with several ranks",
+        "layers' inputs, half as large, may be kept there instead. With tensor_parallel all of it is fetched; not with "
+        "pipeline_parallel",
     )
-    offload_bytes: ByteSize = Field(ByteSize(4 << 30), gt=0, description="host memory for offload_kv: host")
+    offload_bytes: ByteSize = Field(
+        ByteSize(4 << 30), gt=0, description="host memory for offload_kv: host, of all ranks together"
+    )
     offload_schedule: Literal["latency", "throughput"] = Field(
         "latency",
         description="order of offloaded sequences: 'latency': group by group; 'throughput': all of them in each layer",

@@ -19,10 +19,10 @@ Kernels = Literal["torch", "native", "triton"]  # implementation of everything b
 class OffloadConfig:
     """Keeps KV that does not fit in the device's KV memory on the host and brings it in layer by layer (`offload/`)."""
 
-    host_bytes: int
+    host_bytes: int  # of all ranks, which divide it evenly
     schedule: OffloadSchedule = "latency"
     # auto: computed again instead of loaded where the measured rates say that it pays; always: K and V of what is
-    # computed here, from inputs
+    # computed here, from inputs. Never with several ranks, each of which would choose by its own rates
     recompute: Literal["auto", "never", "always"] = "auto"
     # what a fetch runs beside. layers: two buffers, one fills while the layer before it computes; layer: one buffer, it
     # fills beside its own layer's computing from inputs; none: beside nothing. The last two for comparisons
@@ -97,10 +97,10 @@ class EngineConfig:
                 f"engine: gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}",
                 param="gpu_memory_utilization",
             )
-        if self.offload is not None and self.num_ranks > 1:
+        if self.offload is not None and self.num_ranks > self.tensor_parallel:
             raise Incompatible(
-                f"engine: KV on the host needs a worker of one rank, this one has {self.num_ranks}: leave out "
-                "--offload-kv, or --tensor-parallel, --pipeline-parallel and --sequence-parallel",
+                "engine: KV on the host is not for stages of layers, or ranks that share tokens: leave out "
+                "--offload-kv, or --pipeline-parallel and --sequence-parallel",
                 param="offload",
             )
         if self.sequence_parallel > 1 and self.num_ranks > self.sequence_parallel:

@@ -70,7 +70,7 @@ class Engine(EngineCore):
                 config.prefill_chunk_tokens,
                 config.max_running,
                 config.speculation == "ngram",
-                None if isinstance(memory, TieredKV) else checkpoint.model_config.longest_window,
+                None if config.offload is not None else checkpoint.model_config.longest_window,
             ),
             partial(root_key, checkpoint.fingerprint, layout) if config.prefix_cache else None,
             lambda sequence: sequence.finish_reason(checkpoint.eos_token_ids),
@@ -160,7 +160,9 @@ class Engine(EngineCore):
             ended_s=time.monotonic(),
             layer_wait_s=sum(gate.waited_s for gate in gates),
             num_spread_tokens=self._runner.num_spread_tokens if isinstance(self._runner, ParallelRunner) else 0,
-            staged=self._runner.take_work() if isinstance(self._runner, OffloadRunner) else StagedWork(),
+            staged=self._runner.take_work()
+            if isinstance(self._runner, OffloadRunner | ParallelRunner)
+            else StagedWork(),
         )
 
     def check_ranks(self) -> None:

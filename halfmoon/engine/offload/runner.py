@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.offload.attention import ColdRows, OffloadedAttention, Replacement, Stores
 from halfmoon.engine.offload.choice import Chooser
 from halfmoon.engine.offload.link import Link
-from halfmoon.engine.offload.passes import Pass, PassPlanner
+from halfmoon.engine.offload.passes import Pass, PassPlanner, PlannedSequence, planned_sequence
 from halfmoon.engine.offload.plan import GroupPlan, Replaced
 from halfmoon.engine.offload.staging import Pipeline, Staging, Task
 from halfmoon.engine.offload.tiers import TieredKV
@@ -53,6 +53,7 @@ class OffloadRunner:
         self._num_layers = memory.host.shape[0]
         self._device = memory.device.tensor.device
         self._work = StagedWork()  # of the step before
+        self._groups: list[ColdRows] = []  # of this step
 
     def take_work(self) -> StagedWork:
         """Work since the last call."""
@@ -67,12 +68,27 @@ class OffloadRunner:
     def run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None) -> list[SampledToken]:
         """See `ModelRunner.run`."""
         started_s = time.perf_counter()
+        passes = self.passes([planned_sequence(item) for item in scheduled])
+        if not passes:
+            return self._runner.run(scheduled, watch)
+        sampled = self._runner.sample(scheduled, self.logits(passes, watch))
+        only_decodes = all(item.num_tokens == 1 for item in scheduled)
+        self.finish_step((lambda: time.perf_counter() - started_s) if only_decodes else None)
+        return sampled
+
+    def passes(self, items: Sequence[PlannedSequence]) -> list[Pass]:
+        """The passes of a step; empty if no sequence has KV on the host."""
         planner = PassPlanner(
             self._memory, self.chooser, self._staging.num_blocks, self._num_layers, self._config.schedule
         )
-        passes = planner.passes(scheduled)
-        if not passes:
-            return self._runner.run(scheduled, watch)
+        return planner.passes(items)
+
+    @torch.inference_mode()
+    def logits(self, passes: Sequence[Pass], watch: LayerWatch | None = None) -> Tensor:
+        """The model's logits in the order of the planned sequences: of a rank, its part of them.
+
+        The device may still be computing them: `finish_step` ends the step.
+        """
         groups = [[self._cold_rows(plan) for plan in forward_pass.groups] for forward_pass in passes]
         tasks = iter([task for forward_pass in passes for task in self._tasks(forward_pass)])
         pipeline = Pipeline(self._staging, self._link, self._memory, tasks, self._config.overlap)
@@ -84,14 +100,18 @@ class OffloadRunner:
             pipeline.close()
         order = [number for forward_pass in passes for number in forward_pass.drawn]
         ranked = sorted(range(len(order)), key=order.__getitem__)
-        sampled = self._runner.sample(scheduled, torch.cat(logits)[ranked])
+        self._groups = [cold for pass_groups in groups for cold in pass_groups]
+        return torch.cat(logits)[ranked]
+
+    def finish_step(self, took_s: Callable[[], float] | None = None) -> None:
+        """Ends a step of passes, once its logits were used. took_s: its duration so far; None: nothing is learned."""
         self._runner.finish_watch()
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        for group in (cold for pass_groups in groups for cold in pass_groups):
+        for group in self._groups:
             self._replace(group)
-        self._learn_step(scheduled, time.perf_counter() - started_s)
-        return sampled
+        self._groups = []
+        self._learn_step(None if took_s is None else took_s())
 
     def _tasks(self, forward_pass: Pass) -> Iterator[Task]:
         for layer in range(self._num_layers):
@@ -128,11 +148,10 @@ class OffloadRunner:
         rows_again = forward_pass.num_rows_again / num_groups
         self.chooser.learn_pass(times.base_s / num_layers, times.inputs_s / num_layers, num_inputs, rows_again)
 
-    def _learn_step(self, scheduled: Sequence[ScheduledSequence], took_s: float) -> None:
+    def _learn_step(self, took_s: float | None) -> None:
         link = self._link.take_work()
         self.chooser.learn_link(link, self._token_bytes())
-        only_decodes = all(item.num_tokens == 1 for item in scheduled)
-        staged = self.chooser.learn_step(took_s if only_decodes else None)
+        staged = self.chooser.learn_step(took_s)
         self._work = replace(self._work, num_groups=staged, link_bytes=link.num_bytes, link_s=link.busy_s)
 
     def _replace(self, group: ColdRows) -> None:

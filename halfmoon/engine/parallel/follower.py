@@ -125,18 +125,18 @@ def _copied(
     where = (request.blocks, request.layer_start, request.layer_end, request.start, request.num_tokens)
     match request:
         case StageKV(ticket=ticket, place=place):
-            rows = rows_of(place, request.num_tokens, rank.arena.read(*where))
+            rows = rows_of(place, request.num_tokens, rank.memory.read(*where))
             staged.put(ticket, number, place, rows, time.monotonic())
         case WriteStagedKV(ticket=ticket):
             try:
-                rank.arena.write(*where, staged.take(ticket, number))
+                rank.memory.write(*where, staged.take(ticket, number))
             except HalfmoonError as error:  # of the other worker's ranks: nothing is wrong with this one
                 return error.message.encode()
         case WriteKV():
             assert payload is not None
-            rank.arena.write(*where, payload)
+            rank.memory.write(*where, payload)
         case _:
-            payload_here: memoryview = rank.arena.read(*where)
+            payload_here: memoryview = rank.memory.read(*where)
             return payload_here
     return b""
 

@@ -23,6 +23,10 @@ from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.native.prepared_model import ModelSteps, ready_model
+from halfmoon.engine.offload.build import Offload
+from halfmoon.engine.offload.passes import Pass, PlannedSequence
+from halfmoon.engine.offload.runner import OffloadRunner
+from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.links import Links
 from halfmoon.engine.parallel.weights import fill_dummy_part, load_part, load_part_shapes
@@ -34,8 +38,13 @@ class StepRank(Protocol):
     """What computes one rank's part of each step; the tensors of a step are its own affair."""
 
     @property
-    def arena(self) -> KVArena:
+    def memory(self) -> KVArena | TieredKV:
         """Its KV memory."""
+        ...
+
+    @property
+    def offload(self) -> OffloadRunner | None:
+        """Runs steps with KV on the host; None: there is none."""
         ...
 
     @property
@@ -88,9 +97,21 @@ class Rank:
         kv_dtype = config.layout_dtype(config.dtype)
         whole_layout = KVLayout(whole.num_layers, whole.num_kv_heads, whole.head_dim, kv_dtype, config.block_tokens)
         layout = shard_layout(whole_layout, shard)
-        self.arena = KVArena(layout, config.num_blocks, self._device, path.kernels)
+        offload, num_blocks = None, config.num_blocks
+        if config.offload is not None:
+            # every rank plans the same passes by the chunks alone, so nothing is recomputed by rates of one of them
+            loading = replace(
+                config.offload, recompute="never", host_bytes=config.offload.host_bytes // grid.tensor_size
+            )
+            offload = Offload(loading, layout, model, self._part.config, num_blocks, context_tokens)
+            num_blocks = offload.rooms.device
+        self.arena = KVArena(layout, num_blocks, self._device, path.kernels)  # on the device
         masks = TokenMasks(checkpoint.path, whole.vocab_size, checkpoint.eos_token_ids)
         self.runner = ModelRunner(model, self.arena, path.attention, checkpoint.eos_token_ids, masks=masks)
+        self.memory: KVArena | TieredKV = self.arena
+        self.offload: OffloadRunner | None = None
+        if offload is not None:
+            self.offload, self.memory = offload.around(self.runner, path.attention, self.arena)
 
     def _model(
         self, checkpoint: Checkpoint, config: EngineConfig, path: DevicePath, on_progress: Progress | None
@@ -112,18 +133,24 @@ class Rank:
         return ready_model(steps, weights_place(config, checkpoint, path, self._dtype, part))
 
     @torch.inference_mode()
-    def batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
-        """The tensors of a step over `chunks`; involves no other rank."""
-        return self.runner.batch(chunks)
+    def batch(self, chunks: Sequence[Chunk]) -> ForwardBatch | list[Pass]:
+        """What `compute` needs of a step over `chunks`: passes, if some of its KV is on the host.
+
+        Involves no other rank.
+        """
+        passes = [] if self.offload is None else self.offload.passes([PlannedSequence(chunk) for chunk in chunks])
+        return passes or self.runner.batch(chunks)
 
     @torch.inference_mode()
-    def compute(self, batch: ForwardBatch, watch: LayerWatch | None = None) -> Tensor | None:
+    def compute(self, batch: ForwardBatch | list[Pass], watch: LayerWatch | None = None) -> Tensor | None:
         """Computes this rank's part of a step. Rank 0 gets the logits [num_logits, vocab_size], if the batch wants any.
 
         `watch` is notified of this rank's own layers while they compute. A step without logits ends, on each stage,
         when its hidden states are on their way: the next step's chunk starts here while later stages compute this one.
         Raises PeerGone.
         """
+        if isinstance(batch, list):
+            return self._compute_passes(batch, watch)
         num_tokens, num_logits = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         hidden = None
         if not self._part.is_first:
@@ -137,8 +164,17 @@ class Rank:
             if self._is_first_rank and num_logits:
                 return self.links.receive_logits(self.empty_logits(num_logits))
             return None
-        if not num_logits:
-            return None
+        return self._gathered(out) if num_logits else None
+
+    def _compute_passes(self, passes: list[Pass], watch: LayerWatch | None) -> Tensor | None:
+        """With KV on the host there is one stage."""
+        assert self.offload is not None
+        out = self.offload.logits(passes, watch)
+        self.offload.finish_step()
+        return self._gathered(out) if len(out) else None
+
+    def _gathered(self, out: Tensor) -> Tensor | None:
+        """All logits from the last stage's parts, on the first rank; None on others."""
         logits = self.links.gather_logits(out, self._whole.vocab_size)
         if self._part.is_first:
             return logits

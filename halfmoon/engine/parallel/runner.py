@@ -31,6 +31,7 @@ from halfmoon.engine.request import SampledToken
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.schedule import ScheduledSequence
 from halfmoon.engine.scheduling.spread_pool import Blocks, SpreadPool
+from halfmoon.engine.step_result import StagedWork
 from halfmoon.errors import Incompatible, ServiceFailed
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
 from halfmoon.kv.kv_layout import KVLayout, Shard
@@ -93,6 +94,9 @@ class ParallelRunner:
         try:
             self._followers.connect()
             self._rank = _rank_0(checkpoint, config_here(config, *places[0]), grid, store, address, on_progress)
+            if config.offload is not None:
+                self.num_blocks = self._rank.memory.num_blocks
+                self.pool = BlockPool(self.num_blocks)
             self._followers.wait_until_ready()
             self._followers.call_on_failure(self._rank.abort)
         except BaseException:
@@ -155,9 +159,15 @@ class ParallelRunner:
         """Calls `on_failure`, on any thread, when a follower ends on its own."""
         self._followers.call_on_failure(on_failure)
 
+    def take_work(self) -> StagedWork:
+        """See `OffloadRunner.take_work`: rank 0's."""
+        return StagedWork() if self._rank.offload is None else self._rank.offload.take_work()
+
     def close(self) -> None:
         """Ends the followers. Idempotent; nothing else may be called afterwards."""
         self._followers.close()
+        if self._rank.offload is not None:
+            self._rank.offload.close()
 
     def _by_ticket(self, place: DeviceBytes) -> tuple[ShardedKV, Ticket]:
         if not isinstance(place.cells, Ticket) or isinstance(self._kv, SpreadKV):
@@ -185,9 +195,9 @@ class ParallelRunner:
             request, payload = requests[0]
             where = (request.blocks, request.layer_start, request.layer_end, request.start, request.num_tokens)
             if isinstance(request, WriteKV):
-                self._rank.arena.write(*where, payload)
+                self._rank.memory.write(*where, payload)
             else:
-                done[0] = self._rank.arena.read(*where)
+                done[0] = self._rank.memory.read(*where)
         done |= self._followers.ask({rank: request for rank, request in requests.items() if rank > 0})
         return done
 

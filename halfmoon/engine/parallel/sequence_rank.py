@@ -40,7 +40,8 @@ class SequenceRank:
 
     def __init__(self, rank: Rank, index: int, num_ranks: int) -> None:
         self._rank, self._index, self._num_ranks = rank, index, num_ranks
-        self.arena, self.runner, self.abort = rank.arena, rank.runner, rank.abort
+        self.memory, self.runner, self.abort = rank.memory, rank.runner, rank.abort
+        self.offload = None  # `EngineConfig` refuses it
 
     @torch.inference_mode()
     def batch(self, chunks: Sequence[Chunk]) -> SharedBatch:
@@ -94,7 +95,7 @@ class SequenceRank:
         return whole
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.arena.tensor.device)
+        return torch.tensor(values, dtype=torch.int64, device=self._rank.arena.tensor.device)
 
 
 def load_rank(

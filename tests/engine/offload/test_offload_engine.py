@@ -226,8 +226,9 @@ def test_a_host_that_is_full_preempts(make_engine: MakeEngine, make_offloading: 
 def test_too_small_a_budget_is_refused(make_offloading: MakeEngine) -> None:
     with pytest.raises(Incompatible, match="has to fit twice"):
         make_offloading("opt", num_blocks=2)
-    with pytest.raises(Incompatible, match="one rank"):
-        make_offloading("opt", tensor_parallel=2)
+    for ranks in ("pipeline_parallel", "sequence_parallel"):
+        with pytest.raises(Incompatible, match="not for stages of layers, or ranks that share tokens"):
+            make_offloading("opt", **{ranks: 2})
     with pytest.raises(Incompatible, match="leave out --offload-kv or --kv-dtype"):
         make_offloading("opt", kv_dtype="int8")
 

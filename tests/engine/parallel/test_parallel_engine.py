@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
-from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.config import EngineConfig, OffloadConfig, OffloadSchedule
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.parallel.messages import ReadKV
 from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SamplingParams, TokenLogprobs, TokenOutput
@@ -114,6 +115,37 @@ def test_the_tokens_are_those_of_one_process(
         engine = start_engine(tensor, pipeline, model, max_batch_tokens=30, chunk_tokens=9)
     assert generate(engine, *requests()) == expected
     assert engine.stats().num_free_blocks == engine.num_blocks
+
+
+@pytest.mark.parametrize("schedule", ["latency", "throughput"])
+@pytest.mark.parametrize(("model", "tensor"), [("llama", 2), ("opt", 2), ("deepseek-v3", 2), ("llama", 4)])
+def test_ranks_keep_kv_on_the_host(
+    model: str, tensor: int, schedule: OffloadSchedule, start_engine: StartEngine
+) -> None:
+    """Each rank its own part; the passes of a step are the same on all of them."""
+    plain = start_engine(model=model, prefix_cache=False)
+    expected = generate(plain, *requests())
+    options: dict[str, Any] = {"num_blocks": 32, "max_context_tokens": 128, "max_batch_tokens": 30, "chunk_tokens": 9}
+    options["prefix_cache"] = False
+    offload = OffloadConfig(1 << 20, schedule)
+    engine = start_engine(tensor, 1, model, offload=offload, **options)
+    num_staged: Counter[str] = Counter()
+    found: dict[str, list[int]] = {}
+    for one in requests():
+        engine.add(one)
+    while engine.has_work():
+        result = engine.step()
+        num_staged.update(result.staged.num_groups)
+        for output in result.outputs:
+            found.setdefault(output.request_id, []).append(output.token_id)
+        engine.check_integrity()
+    assert found == expected
+    assert set(num_staged) == {"load"}
+    assert num_staged["load"] > 5
+    assert engine.stats().num_free_blocks == engine.num_blocks
+    last = request("last", 40)
+    assert hand_over(plain, engine, last) == generate(plain, last)["last"]
+    assert hand_over(engine, plain, replace(last, request_id="back")) == generate(plain, last)["last"]
 
 
 def hand_over(source: Engine, target: Engine, one: EngineRequest, token_step: int = 16) -> list[int]:
