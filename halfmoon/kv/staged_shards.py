@@ -140,20 +140,27 @@ def gathered(place: Shard, pieces: Sequence[tuple[Shard, KVBytes]], num_tokens: 
     num_layers, num_heads = place.layer_end - place.layer_start, place.head_end - place.head_start
     if num_layers < 1 or num_heads < 1 or num_tokens < 1:
         raise InvalidRequest(f"no KV is at {place} of {num_tokens} tokens")
-    num_cells = sum((p.layer_end - p.layer_start) * (p.head_end - p.head_start) for p, _ in pieces)
+    cells = [_cells(piece, place) for piece, _ in pieces]
+    times_held = np.zeros((num_layers, num_heads), np.uint8)
+    for layers, heads in cells:
+        times_held[layers, heads] += 1
     total_bytes = sum(memoryview(payload).nbytes for _, payload in pieces)
     row_bytes, rest = divmod(total_bytes, 2 * num_layers * num_heads * num_tokens)
-    if num_cells != num_layers * num_heads or rest:
-        raise Incompatible("the ranks of the other worker do not hold all of this KV")
+    if (times_held != 1).any() or rest:
+        raise Incompatible("the ranks of the other worker do not hold all of this KV once")
     rows = np.empty((num_layers, 2, num_heads, num_tokens, row_bytes), np.uint8)
-    for piece, payload in pieces:
-        layers = slice(piece.layer_start - place.layer_start, piece.layer_end - place.layer_start)
-        heads = slice(piece.head_start - place.head_start, piece.head_end - place.head_start)
+    for (layers, heads), (_, payload) in zip(cells, pieces, strict=True):
         view = rows[layers, :, heads]
         if memoryview(payload).nbytes != view.nbytes:
             raise Incompatible("a rank of the other worker sent KV of another size")
         view[...] = np.frombuffer(payload, np.uint8).reshape(view.shape)
     return rows
+
+
+def _cells(piece: Shard, place: Shard) -> tuple[slice, slice]:
+    """Layers and heads of a piece, counted from the place's first."""
+    layers = slice(piece.layer_start - place.layer_start, piece.layer_end - place.layer_start)
+    return layers, slice(piece.head_start - place.head_start, piece.head_end - place.head_start)
 
 
 def rows_of(place: Shard, num_tokens: int, payload: KVBytes) -> NDArray[np.uint8]:

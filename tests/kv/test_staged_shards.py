@@ -99,7 +99,8 @@ def test_a_rank_gives_only_what_it_has(place: Shard) -> None:
 def test_pieces_that_do_not_make_a_part_are_refused() -> None:
     half, other = cut(2, 1)
     payload = part(kv(), half).tobytes()
-    for pieces in ([(half, payload)], [(half, payload), (half, payload), (other, payload)]):
+    twice = [(half, payload), (half, payload)]  # as many bytes as the whole
+    for pieces in ([(half, payload)], twice, [*twice, (other, payload)]):
         with pytest.raises(Incompatible, match="do not hold all"):
             gathered(WHOLE, pieces, TOKENS)
     with pytest.raises(Incompatible, match="another size"):
