@@ -17,6 +17,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine_core import EngineCore
 from halfmoon.engine.kv_memory.kv_access import KVAccess
+from halfmoon.engine.kv_memory.kv_by_ticket import KVByTicket
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.kv_memory.paused_kv import HostCopies
 from halfmoon.engine.model_runner import ModelRunner
@@ -33,7 +34,6 @@ from halfmoon.engine.step_result import StagedWork, StepResult
 from halfmoon.errors import ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key
-from halfmoon.kv.staged_shards import WorkerRanks
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ class Engine(EngineCore):
         layout = kv_layout(checkpoint.model_config, config)
         most_tokens = most_context_tokens(checkpoint, config)
         self._runner, memory = assemble(checkpoint, config, layout, on_progress)
-        self._kv = KVAccess(memory)
+        reached = memory if isinstance(memory, ParallelRunner) else KVByTicket(memory, layout)
+        self._kv = KVAccess(reached)
+        self.ranks = reached.ranks  # that pass KV on to those of other workers; None: they cannot
         self.context_tokens = min(most_tokens, memory.num_blocks * config.block_tokens)  # prompt and output
         super().__init__(
             memory.pool if isinstance(memory, TieredKV | ParallelRunner) else BlockPool(memory.num_blocks),
@@ -107,11 +109,6 @@ class Engine(EngineCore):
         prefill-only; InvalidRequest for a wrong range.
         """
         return self._kv.read(self.find(request_id), layer_start, layer_end, token_start, num_tokens, out)
-
-    @property
-    def ranks(self) -> WorkerRanks | None:
-        """The ranks that compute together; None: one alone."""
-        return self._runner.ranks if isinstance(self._runner, ParallelRunner) else None
 
     @property
     def loads_by_layer(self) -> bool:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from halfmoon.engine.config import JoinedRanks
 from halfmoon.engine.parallel.sharded_kv import ShardedKV
 from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.kv.kv_layout import Shard
-from halfmoon.kv.staged_shards import RankShard, Ticket
+from halfmoon.kv.staged_shards import RankShard, StagedShards, Ticket
 from halfmoon.pb import prefill_pb2, rank_kv_pb2
 from halfmoon.rpc.credentials.credential import credential_from, rank_key
 from halfmoon.rpc.peer import Peer
@@ -101,13 +102,21 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(Cut(2, 2, 2), Cut(2, 2, 2)), (Cut(1, 2, 1), Cut(2, 1, 1)), (Cut(2, 1, 1), Cut(1, 2, 0))],
-    ids=["alike", "differently cut", "to ranks of one host"],
+    [
+        (Cut(2, 2, 2), Cut(2, 2, 2)),
+        (Cut(1, 2, 1), Cut(2, 1, 1)),
+        (Cut(2, 1, 1), Cut(1, 2, 0)),
+        (Cut(2, 1, 1), Cut(1, 1, 0)),
+        (Cut(1, 2, 0), Cut(2, 1, 1)),
+        (Cut(1, 1, 0), Cut(2, 2, 2)),
+    ],
+    ids=["alike", "differently cut", "to ranks of one host", "to one rank", "from ranks of one host", "from one rank"],
 )
 async def test_the_reference_tokens_with_no_kv_at_a_first_rank(
     hosts: Hosts, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch, source: Cut, target: Cut
 ) -> None:
-    prefill, decode = await hosts.start("prefill", source), await hosts.start("decode", target)
+    prefill = await hosts.start("prefill", source, transports=("grpc",))
+    decode = await hosts.start("decode", target)
     forbid(monkeypatch)
     assert await handed_over(tiny, prefill, decode) == reference(tiny, PROMPT, 6)
     assert num_fallbacks(prefill) == 0
@@ -116,7 +125,7 @@ async def test_the_reference_tokens_with_no_kv_at_a_first_rank(
     assert decode.metrics.handover_bytes.labels("in")._value.get() == len(PROMPT) * decode.engine.layout.token_bytes
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8", "tensor_parallel": 2}], ids=["one rank", "int8"])
+@pytest.mark.parametrize("options", [{"sequence_parallel": 2}, {"kv_dtype": "int8"}], ids=["sequence ranks", "int8"])
 async def test_a_worker_that_cannot_take_it_gets_it_from_the_first_rank(
     hosts: Hosts, tiny: Checkpoint, options: dict[str, Any]
 ) -> None:
@@ -124,8 +133,56 @@ async def test_a_worker_that_cannot_take_it_gets_it_from_the_first_rank(
     tokens = await handed_over(tiny, prefill, decode)
     assert num_fallbacks(prefill) == 1
     assert len(tokens) == 6
-    if not options:
+    if "kv_dtype" not in options:
         assert tokens == reference(tiny, PROMPT, 6)
+
+
+async def test_two_workers_of_one_host_each_send_in_frames_as_ever(hosts: Hosts, tiny: Checkpoint) -> None:
+    prefill = await hosts.start("prefill", Cut(1, 2, 0), transports=("grpc",))
+    decode = await hosts.start("decode", Cut(1, 1, 0))
+    assert await handed_over(tiny, prefill, decode) == reference(tiny, PROMPT, 6)
+    assert num_fallbacks(prefill) == 1
+
+
+async def test_shared_memory_comes_before_fetches_from_one_host(hosts: Hosts, tiny: Checkpoint) -> None:
+    prefill, decode = await hosts.start("prefill", Cut(1, 1, 0)), await hosts.start("decode", Cut(1, 2, 1))
+    assert decode.ranks is not None
+    decode.ranks.ranks = replace(decode.ranks.ranks, dtype="int8")  # would be declined if it came first
+    assert await handed_over(tiny, prefill, decode) == reference(tiny, PROMPT, 6)
+    assert num_fallbacks(prefill) == 0
+
+
+async def test_ranks_that_answer_nothing_leave_it_to_the_first(hosts: Hosts, tiny: Checkpoint) -> None:
+    prefill, decode = await hosts.start("prefill", Cut(1, 2, 1)), await hosts.start("decode", Cut(1, 2, 1))
+    assert prefill.ranks is not None
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections like a host that drops what comes
+        first, second = prefill.ranks.ranks.shards
+        second = replace(second, address=f"127.0.0.1:{silent.getsockname()[1]}")
+        prefill.ranks.ranks = replace(prefill.ranks.ranks, shards=(first, second))
+        assert await handed_over(tiny, prefill, decode) == reference(tiny, PROMPT, 6)
+    assert num_fallbacks(prefill) == 1
+
+
+@pytest.mark.parametrize("head", [0, 1])
+async def test_ranks_that_send_too_little_cost_the_receiver_one_transfer(
+    hosts: Hosts, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch, head: int
+) -> None:
+    prefill = await hosts.start("prefill", Cut(1, 1, 0), transports=("grpc",))
+    decode = await hosts.start("decode", Cut(2, 2, 2))
+    cut = StagedShards.cut
+
+    def half(staged: StagedShards, ticket: Ticket, rank: int, place: Shard) -> bytes:
+        payload = cut(staged, ticket, rank, place)
+        return payload[: len(payload) // 2] if place.head_start == head else payload
+
+    with monkeypatch.context() as lying:
+        lying.setattr(StagedShards, "cut", half)
+        async with listening(decode):
+            with pytest.raises(HalfmoonError, match="bytes"):
+                await prefilled(prefill, asked(tiny, decode))
+    await until(lambda: decode.num_used_blocks == prefill.num_used_blocks == 0)
+    assert await handed_over(tiny, prefill, decode) == reference(tiny, PROMPT, 6)
+    assert num_fallbacks(prefill) == 0
 
 
 async def test_ranks_that_do_not_reach_each_other_leave_it_to_the_first(
@@ -205,6 +262,7 @@ async def test_bad_offers_are_declined(hosts: Hosts) -> None:
     worker = await hosts.start("decode", Cut(2, 1, 0))
     links = worker.ranks
     assert links is not None
+    assert links.ranks.dtype == "float32"
     nowhere = rank_kv_pb2.RankShards(shards=[rank_kv_pb2.RankShard(layer_end=2, head_end=2)], dtype="float32")
     for parameters in (b"\xff", nowhere.SerializeToString()):
         with pytest.raises(InvalidRequest, match="an offer of ranks"):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
 from halfmoon.engine.parallel.messages import CopyKV, ReadKV, StageKV, WriteKV, WriteStagedKV
-from halfmoon.errors import Unavailable
+from halfmoon.errors import Incompatible, Unavailable
 from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
 from halfmoon.kv.staged_shards import Ticket, WorkerRanks, rows_of
 
@@ -31,6 +31,7 @@ class ShardedKV:
         self._copy_all = copy_all
         self._num_steps = num_steps
         self._canonical = CanonicalKV(layout)
+        self._row_bytes = layout.row_bytes
 
     def read(
         self,
@@ -88,18 +89,28 @@ class ShardedKV:
     def write_staged(
         self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, ticket: Ticket
     ) -> None:
-        """`write` of what the ranks' hosts keep. Raises Unavailable where they do not any more."""
+        """`write` of what the ranks' hosts keep.
+
+        Raises Unavailable where they do not any more, Incompatible if it is not as long as the place.
+        """
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
         requests: dict[int, tuple[CopyKV, bytes | memoryview]] = {}
         for rank, place in self._places(layer_start, layer_end, [True] * len(self._shards)).items():
             where = (self._num_steps(), blocks, *self._own_layers(rank, place), start, num_tokens)
             if self._is_here(rank):
-                requests[rank] = WriteKV(*where), self._ranks.staged.take(ticket, rank)
+                payload = self._ranks.staged.take(ticket, rank)
+                if payload.nbytes != self._num_bytes(place, num_tokens):  # the rank itself would fail, and end all
+                    raise Incompatible(f"the ranks of the other worker sent {payload.nbytes} bytes for {place}")
+                requests[rank] = WriteKV(*where), payload
             else:
                 requests[rank] = WriteStagedKV(*where, ticket), b""
         for reason in self._copy_all(requests).values():
             if reason:
                 raise Unavailable(bytes(reason).decode())
+
+    def _num_bytes(self, place: Shard, num_tokens: int) -> int:
+        num_rows = (place.layer_end - place.layer_start) * 2 * (place.head_end - place.head_start) * num_tokens
+        return num_rows * self._row_bytes
 
     def _is_here(self, rank: int) -> bool:
         return self._ranks.shards[rank].address is None

@@ -59,7 +59,7 @@ class KVLink:
     """Owns the channel to one receiver, its outlets, its window and the estimate of its speed.
 
     `on_fallback` is called with the name of each transport that was offered and could not be used. `device` holds
-    `cuda_ipc`'s memory. `ranks` of other hosts pass KV on themselves wherever the receiver's can: offered first.
+    `cuda_ipc`'s memory. `ranks` pass KV on to the receiver's: see `_in_order`.
     """
 
     def __init__(
@@ -86,8 +86,7 @@ class KVLink:
             SHM: SharedMemoryOutlet,
             RANKS: partial(RanksOutlet, ranks),
         }
-        own = (RANKS,) if ranks is not None and ranks.ranks.spans_hosts else ()
-        self._transports = (*own, *self.settings.transports)
+        self._transports = _in_order(self.settings.transports, ranks)
         self._outlets: dict[str, Outlet] = {}
         self._making = asyncio.Lock()  # guards creating an outlet, which the next transfer will use, too
         self._declined_at_s: dict[str, float] = {}
@@ -168,3 +167,14 @@ class KVLink:
         log.log(level, "kv.fallback", extra={"transport": name, "peer": self.peer.address, "reason": reason})
         self._declined_at_s[name] = self.clock.time()
         self._on_fallback(name)
+
+
+def _in_order(transports: tuple[str, ...], ranks: RankLinks | None) -> tuple[str, ...]:
+    """All transports to offer, best first.
+
+    Ranks on several hosts send from each. Those of one host use memory that they share with the receiver's first rank
+    if they can: its other hosts then get their part over one link, as they would from here.
+    """
+    if ranks is None:
+        return transports
+    return (RANKS, *transports) if ranks.ranks.spans_hosts else (*transports, RANKS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import grpc
 
@@ -20,8 +21,15 @@ BYTES_SERVICE = "halfmoon.RankKVBytes"
 
 _READ = f"/{BYTES_SERVICE}/Read"
 _FETCH_S = 10.0  # to bring one frame's part, or to find that its rank is gone
-_MAX_PEERS = 64
+_REACH_S = 3.0  # a sender waits 10 s for the answer to its offer; then the transfer has failed, and nothing is declined
+_MAX_IDLE = 64  # addresses change when workers restart; channels to old ones must not pile up
 _NO_TRANSFER = bytes(16)
+
+
+@dataclass(slots=True)
+class _Channel:
+    peer: Peer
+    num_calls: int = 0
 
 
 class RankFetches:
@@ -30,7 +38,7 @@ class RankFetches:
     def __init__(self, staged: StagedShards, credential: Credential | None = None) -> None:
         self._staged = staged
         self._credential = credential
-        self._peers: dict[str, Peer] = {}  # the least recently used first
+        self._channels: dict[str, _Channel] = {}  # by address, the least recently used first
 
     async def fetch(
         self, sources: Sequence[RankShard], ticket: Ticket, wanted: RankShard, num_tokens: int, kept_as: Ticket
@@ -49,26 +57,36 @@ class RankFetches:
     async def reach(self, addresses: Iterable[str | None]) -> None:
         """Raises Unavailable unless every address answers, or the refusal with which one does."""
         empty = encode_frame(Frame(FrameKind.RENEW, _NO_TRANSFER, 0, 0))
-        await asyncio.gather(*(self._call(address or "", empty) for address in sorted(set(addresses), key=str)))
+        named = sorted({address or "" for address in addresses})
+        await asyncio.gather(*(self._call(address, empty, _REACH_S) for address in named))
 
     async def close(self) -> None:
         """Closes the channels."""
-        peers, self._peers = self._peers, {}
-        for peer in peers.values():
-            await peer.close()
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.peer.close()
 
     async def _read(self, source: RankShard, ticket: Ticket, place: Shard) -> bytes | bytearray | memoryview:
         where = KVRange(place.layer_start, place.layer_end, place.head_start, place.head_end)
         asked = Frame(FrameKind.OPEN, _NO_TRANSFER, 0, source.rank, where, payload=ticket.encoded())
-        return decode_frame(await self._call(source.address or "", encode_frame(asked))).payload
+        return decode_frame(await self._call(source.address or "", encode_frame(asked), _FETCH_S)).payload
 
-    async def _call(self, address: str, message: bytes) -> bytes:
-        peer = self._peers.pop(address, None) or Peer(address, self._credential, "worker")
-        self._peers[address] = peer
-        while len(self._peers) > _MAX_PEERS:
-            await self._peers.pop(next(iter(self._peers))).close()
-        answer: bytes = await peer.call(peer.channel.unary_unary(_READ), message, deadline_s=_FETCH_S)
+    async def _call(self, address: str, message: bytes, deadline_s: float) -> bytes:
+        channel = self._channels.pop(address, None) or _Channel(Peer(address, self._credential, "worker"))
+        self._channels[address] = channel
+        channel.num_calls += 1
+        try:
+            method = channel.peer.channel.unary_unary(_READ)
+            answer: bytes = await channel.peer.call(method, message, deadline_s=deadline_s)
+        finally:
+            channel.num_calls -= 1
+        await self._close_idle()
         return answer
+
+    async def _close_idle(self) -> None:
+        idle = [address for address, channel in self._channels.items() if not channel.num_calls]
+        for channel in [self._channels.pop(address) for address in idle[: max(0, len(idle) - _MAX_IDLE)]]:
+            await channel.peer.close()
 
 
 class RankKVServicer(rank_kv_pb2_grpc.RankKVServicer):
@@ -129,7 +147,7 @@ async def fetch_there(
 async def reach_there(peer: Peer, sources: Sequence[RankShard]) -> None:
     """`RankFetches.reach` by a rank of another host."""
     request = rank_kv_pb2.FetchRequest(sources=map(shard_message, sources))
-    await peer.call(rank_kv_pb2_grpc.RankKVStub(peer.channel).Fetch, request, deadline_s=2 * _FETCH_S)
+    await peer.call(rank_kv_pb2_grpc.RankKVStub(peer.channel).Fetch, request, deadline_s=2 * _REACH_S)
 
 
 def shard_message(rank: RankShard) -> rank_kv_pb2.RankShard:

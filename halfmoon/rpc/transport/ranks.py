@@ -34,6 +34,7 @@ from halfmoon.rpc.transport.rank_fetches import RankFetches, fetch_there, reach_
 NAME = "ranks"
 
 _OWNER_BYTES = 8
+_MAX_REACHED = 256
 
 
 class RankLinks:
@@ -67,7 +68,8 @@ class RankLinks:
     async def join(self, parameters: bytes) -> _RankSource:
         """Takes a sender's shards once all ranks here have reached those there.
 
-        Raises InvalidRequest, Incompatible for KV of another dtype, and why a rank cannot be reached.
+        Raises InvalidRequest, Incompatible for KV of another dtype or where it has but one way, and why a rank cannot
+        be reached.
         """
         try:
             message = rank_kv_pb2.RankShards.FromString(parameters)
@@ -78,8 +80,12 @@ class RankLinks:
         sources = tuple(map(shard_from, message.shards))
         if any(source.address is None for source in sources):
             raise InvalidRequest("an offer of ranks must say where each is")
+        if not self.ranks.spans_hosts and len({source.address for source in sources}) == 1:
+            raise Incompatible("the ranks of each worker are on one host: the first ones do as well")
         if sources not in self._reached:
             await self._reach(sources)
+            if len(self._reached) >= _MAX_REACHED:  # most are of workers that are gone
+                self._reached.clear()
             self._reached.add(sources)
         return _RankSource(self, sources)
 
@@ -125,9 +131,9 @@ class RanksOutlet:
     name = NAME
 
     def __init__(self, links: RankLinks | None, num_slots: int, slot_bytes: int) -> None:
-        """Raises Incompatible where one rank computes alone, or all are on one host."""
-        if links is None or not links.ranks.spans_hosts:
-            raise Incompatible("ranks pass KV on themselves where some are on other hosts")
+        """Raises Incompatible for a process without an engine's ranks."""
+        if links is None:
+            raise Incompatible("there are no ranks here to pass KV on")
         self._links = links
         self._owner = os.urandom(_OWNER_BYTES)
         self._slot_bytes = slot_bytes
