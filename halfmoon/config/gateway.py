@@ -108,7 +108,9 @@ class GatewayConfig(Section):
         description="what a model writes between <think> and </think>, if its chat template has such tags, is parted "
         "from the answer; false: it is a part of the text",
     )
-    tool_parser: Literal["hermes", "llama3_json", "pythonic", "mistral", "deepseek", "harmony"] | None = Field(
+    tool_parser: (
+        Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek", "harmony"] | None
+    ) = Field(
         None,
         description="how the model writes calls of tools, if its chat template has a place for them; default: as far "
         "as the template shows it",

@@ -11,7 +11,9 @@ from typing import Any
 from services.gateway.replies.call_parts import ParsedPart, call_part, first_call
 
 _PYTHON_TAG = "<|python_tag|>"
-_BEGUN_CALL = re.compile(r'\{\s*"name"\s*:')
+_BEGUN_CALL = re.compile(
+    r'\{\s*(?:\Z|"type"\s*:\s*"function"\s*(?:\Z|,)|"(?:name|parameters|function)"\s*(?:\Z|:))'
+)
 _SEPARATORS = re.compile(r"[; \n]*")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -90,6 +92,8 @@ class PythonicCalls:
             self._raw.append(text[start:at])
             if self._state == "ended":
                 parts.append(self._call(text[at - 1]))
+            elif self._state == "closed":
+                self._raw, self._state, self._is_blank = [], "text", True
             elif self._state == "text":
                 parts.append(self._as_text())
         if self._state == "text":
@@ -119,6 +123,9 @@ class PythonicCalls:
         return min(at + (self._state != "text"), len(text))
 
     def _read_name(self, text: str, at: int) -> int:
+        if self._num_calls and not self._name.strip() and text[at:].lstrip().startswith("]"):
+            self._state = "closed"  # Python lets a list end with a comma
+            return text.index("]", at) + 1
         end = text.find("(", at, at + _MAX_NAME_CHARS)
         stop = min(at + _MAX_NAME_CHARS, len(text)) if end < 0 else end
         self._name += text[at:stop]

@@ -81,21 +81,36 @@ _BARE, _QUOTED = re.compile(r'["{}]'), re.compile(r'["\\]')
 def first_object(text: str, start: int = 0) -> tuple[dict[str, Any] | None, int]:
     """The JSON object that begins at `start`, if it is whole, and where it ends; not of NaN or infinity."""
     try:
-        value, end = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).raw_decode(text, start)
+        value, end = _decoder().raw_decode(text, start)
     except (ValueError, RecursionError):
         return None, start
     return (value, end) if isinstance(value, dict) else (None, start)
 
 
+def json_or_text(text: str) -> Any:
+    """The JSON value that a text is; the text if it is none."""
+    try:
+        return _decoder().decode(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _decoder() -> json.JSONDecoder:
+    return json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+
+
 def first_call(text: str, start: int = 0) -> tuple[dict[str, Any] | None, int]:
-    """Likewise, an object with a name."""
+    """Likewise, an object with a name, or OpenAI's `{"type": "function", "function": …}` around one."""
     value, end = first_object(text, start)
+    if value is not None and isinstance(value.get("function"), dict):
+        value = value["function"]
     return (value, end) if value is not None and isinstance(value.get("name"), str) else (None, start)
 
 
 def call_part(index: int, call: Mapping[str, Any]) -> CallPart:
     """A whole call."""
-    arguments = call.get("arguments", call.get("parameters", {}))
+    arguments = call.get("arguments", call.get("parameters"))
+    arguments = {} if arguments is None else arguments
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return CallPart(index, _writable(text), new_call_id(), _writable(call["name"]))
 

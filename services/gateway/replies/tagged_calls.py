@@ -1,12 +1,13 @@
-"""Finds calls that a model marks, between texts: as Hermes and Qwen write them, DeepSeek, and Mistral."""
+"""Finds calls that a model marks, between texts: as Hermes and Qwen write them, Qwen3-Coder, DeepSeek, and Mistral."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
-from services.gateway.replies.call_parts import ObjectEnd, ParsedPart, call_part, first_call, first_object
+from services.gateway.replies.call_parts import ObjectEnd, ParsedPart, call_part, first_call, first_object, json_or_text
 from services.gateway.replies.stop_strings import StopStrings
 
 _SLICE_CHARS = 1_024
@@ -19,6 +20,7 @@ class CallMarks(NamedTuple):
     close: str
     read: Callable[[str], dict[str, Any] | None]  # a call from what is between them
     around: tuple[str, ...] = ()  # marks outside of calls
+    can_end_open: bool = True  # the body says itself whether it is whole
 
 
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
@@ -42,6 +44,52 @@ DEEPSEEK = CallMarks(
 )
 
 
+Parameters = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the parameters of each function."""
+
+_CODER_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+
+
+def coder_calls(parameters: Parameters) -> TaggedCalls:
+    """Parses Qwen3-Coder's calls: `<function=NAME>` and `<parameter=NAME>` with a value each, as text or as JSON."""
+    read = partial(_read_coder, parameters)
+    return TaggedCalls(CallMarks("<function=", "</function>", read, ("<tool_call>", "</tool_call>"), False))
+
+
+def _read_coder(parameters: Parameters, body: str) -> dict[str, Any] | None:
+    name, sign, rest = body.partition(">")
+    name = name.strip()
+    if not sign or not name:
+        return None
+    properties = parameters.get(name, {}).get("properties")
+    schemas = properties if isinstance(properties, dict) else {}
+    pairs = ((found[1].strip(), found[2]) for found in _CODER_PARAMETER.finditer(rest))
+    return {"name": name, "arguments": {key: _typed(value, schemas.get(key)) for key, value in pairs}}
+
+
+def _typed(value: str, schema: object) -> Any:
+    """What the text of a value means by its schema: text if that allows it or is not known, else JSON if it is some."""
+    kinds = _kinds(schema)
+    if value == "null" and "null" in kinds:
+        return None
+    if not isinstance(schema, dict) or "string" in kinds or value in schema.get("enum", ()):
+        return value
+    return json_or_text(_PYTHON_NAMES.get(value, value))
+
+
+def _kinds(schema: object) -> set[str]:
+    """The types that a schema names, itself or in its alternatives."""
+    if not isinstance(schema, dict):
+        return set()
+    named = schema.get("type", [])
+    kinds = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
+    others = [one for key in ("anyOf", "oneOf") for one in schema.get(key) or ()]
+    return kinds.union(*(_kinds(one) for one in others))
+
+
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+
+
 DEEPSEEK_MARKS = frozenset((DEEPSEEK.open, DEEPSEEK.close, _DEEPSEEK_SEPARATOR, *DEEPSEEK.around))
 
 
@@ -52,7 +100,7 @@ class TaggedCalls:
         self._marks = marks
         self._until = StopStrings([marks.open, *marks.around])  # the marks that may come next
         self._body: list[str] | None = None  # what has come after the opening mark
-        self._after_call = False  # white space there is dropped
+        self._after_mark = False  # white space there is dropped
         self._num_calls = 0
 
     def push(self, text: str) -> list[ParsedPart]:
@@ -64,16 +112,18 @@ class TaggedCalls:
         """Returns a whole call even without its closing mark."""
         held = self._until.flush()
         if self._body is None:
-            return [held] if held else []
+            is_mark = is_cut_off and 2 * len(held) > len(self._marks.open)
+            return [held] if held and not is_mark else []
         part = self._call(held, closed=False)
-        return [] if is_cut_off and isinstance(part, str) else [part]
+        is_part = isinstance(part, str) or not self._marks.can_end_open
+        return [] if is_cut_off and is_part else [part]
 
     def _take(self, text: str) -> Iterator[ParsedPart]:
         """Takes a short text, whose rest is copied after each mark."""
         while text:
-            if self._after_call:
+            if self._after_mark and self._body is None:
                 text = text.lstrip()
-                self._after_call = not text
+                self._after_mark = not text
             held = self._until.pending + text
             before, mark = self._until.push(text), self._until.matched
             text = "" if mark is None else held[len(before) + len(mark) :]
@@ -83,8 +133,8 @@ class TaggedCalls:
                 self._body.append(before)
             elif self._body is not None:
                 yield self._call(before)
-                self._after_call = True
             if mark is not None:
+                self._after_mark = True
                 opens = self._body is None and mark == self._marks.open
                 self._until = StopStrings([self._marks.close] if opens else [self._marks.open, *self._marks.around])
                 self._body = [] if opens else None

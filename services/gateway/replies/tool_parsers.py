@@ -18,14 +18,17 @@ from services.gateway.replies.tagged_calls import (
     HERMES,
     MISTRAL_MARKS,
     MistralCalls,
+    Parameters,
     TaggedCalls,
+    coder_calls,
 )
 
-ToolFormat = Literal["hermes", "llama3_json", "pythonic", "mistral", "deepseek", "harmony"]
-"""How a model writes calls: in `<tool_call>` tags, as bare JSON, as a list in Python, or with own special tokens."""
+ToolFormat = Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek", "harmony"]
+"""How a model writes calls: in tags, as bare JSON, as a list in Python, or with own special tokens."""
 
 PARSERS: Mapping[ToolFormat, NewToolParser] = {
     "hermes": partial(TaggedCalls, HERMES),
+    "qwen3_coder": partial(coder_calls, {}),
     "deepseek": partial(TaggedCalls, DEEPSEEK),
     "mistral": MistralCalls,
     "pythonic": PythonicCalls,
@@ -42,12 +45,18 @@ MARKS: Mapping[str | None, frozenset[str]] = {
 
 _SIGNS: Mapping[str, ToolFormat] = {
     "<|channel|>": "harmony",
+    "<parameter=": "qwen3_coder",
     HERMES.open: "hermes",
     DEEPSEEK.open: "deepseek",
     "[TOOL_CALLS]": "mistral",
     "[func_name1(": "pythonic",
     '"parameters"': "llama3_json",
 }
+
+
+def parser_of(tool_format: ToolFormat, parameters: Parameters) -> NewToolParser:
+    """The parser of a format. One whose values have no types takes them from the functions' parameters."""
+    return partial(coder_calls, parameters) if tool_format == "qwen3_coder" else PARSERS[tool_format]
 
 
 def format_of_template(template: str | None, forced: ToolFormat | None = None) -> ToolFormat | None:

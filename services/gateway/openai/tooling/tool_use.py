@@ -20,11 +20,11 @@ from services.gateway.replies.call_parts import NewToolParser
 from services.gateway.replies.tagged_calls import CallList
 from services.gateway.replies.tool_parsers import (
     MARKS,
-    PARSERS,
     FirstCall,
     NamedCall,
     ToolFormat,
     format_of_template,
+    parser_of,
 )
 
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -57,7 +57,8 @@ def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
         if answer is not None and tool_format not in (None, "hermes"):
             raise _no_room(answer.param)
         bound = answer and answer._replace(constraint=answer_or_calls(answer.constraint, tools, parallel=parallel))
-        new_parser = PARSERS[tool_format or "hermes"]
+        parameters = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        new_parser = parser_of(tool_format or "hermes", parameters)
         return told._replace(
             forced=bound,
             new_parser=new_parser if parallel else lambda: FirstCall(new_parser()),

@@ -24,7 +24,7 @@ from services.gateway.openai.tooling.tool_constraints import constraint_of_choic
 from services.gateway.replies.call_parts import CallPart, ToolParser
 from services.gateway.replies.stop_strings import StopStrings
 from services.gateway.replies.tagged_calls import CallList
-from services.gateway.replies.tool_parsers import PARSERS, FirstCall, NamedCall, ToolFormat, format_of_template
+from services.gateway.replies.tool_parsers import PARSERS, FirstCall, NamedCall, ToolFormat, format_of_template, parser_of
 from tests.services.gateway import fakes
 from tests.services.gateway.fakes import MODEL, Script, running_fleet, served_model
 
@@ -44,6 +44,12 @@ def _model_with_tools(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     model = dataclasses.replace(served_model(), tool_format=tool_format, context_tokens=2_000)
     monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
     monkeypatch.setattr(fakes, "CONTEXT_TOKENS", 2_000)
+
+
+CODER = (
+    "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
+    "<parameter=b>\ntwo\nlines\n</parameter>\n</function>\n</tool_call>"
+)
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -318,6 +324,12 @@ async def test_a_model_without_tools_is_told_in_plain_text(
     [
         ("hermes", f'so {ONE}<tool_call>{{"name": "we', "so ", 1),
         ("hermes", "a < b <tool", "a < b <tool", 0),
+        ("hermes", "so <tool_cal", "so ", 0),
+        ("qwen3_coder", f"so {CODER}<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n", "so ", 1),
+        ("llama3_json", '{"name', '{"name', 0),
+        ("llama3_json", '{"name"', "", 0),
+        ("llama3_json", '{"type": "function", "fun', "", 0),
+        ("llama3_json", '{"type": "function", "name": "weather", "pa', "", 0),
         ("llama3_json", '{"name": "weather", "param', "", 0),
         ("llama3_json", '{"city": "Ro', '{"city": "Ro', 0),
         ("required", '[{"name": "f", "parameters": {}}, {"name": "g", "par', "", 1),
@@ -340,10 +352,44 @@ def test_results_and_what_is_said_with_them_are_one_turn() -> None:
     ]
 
 
+def test_values_without_types_have_those_of_their_schemas() -> None:
+    written = {
+        "text": ("5", {"type": "string"}, "5"),
+        "perhaps": ("5", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "5"),
+        "none": ("null", {"type": ["string", "null"]}, None),
+        "whole": ("5", {"type": "integer"}, 5),
+        "wrong": ("five", {"type": "integer"}, "five"),
+        "huge": ("1e999", {"type": "number"}, "1e999"),
+        "flag": ("True", {"type": "boolean"}, True),
+        "list": ('[1, {"a": null}]', {"type": "array"}, [1, {"a": None}]),
+        "object": ('{"a": 1}', {"$ref": "#/$defs/A"}, {"a": 1}),
+        "choice": ("1", {"enum": ["1", "2"]}, "1"),
+        "unknown": ("5", None, "5"),
+    }
+    schemas = {name: schema for name, (_, schema, _) in written.items() if schema is not None}
+    values = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, (text, _, _) in written.items())
+    parser = parser_of("qwen3_coder", {"f": {"type": "object", "properties": schemas}})()
+    content, ((name, arguments),) = parsed(parser, [f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"])
+    assert (content, name) == ("", "f")
+    assert json.loads(arguments) == {name: value for name, (_, _, value) in written.items()}
+
+
+async def test_types_of_values_come_from_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dataclasses.replace(served_model(), tool_format="qwen3_coder", context_tokens=2_000)
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script(CODER))
+        answer = await fleet.client.chat.completions.create(model=MODEL, messages=HI, tools=tools)
+    assert calls_of(answer.choices[0].message) == [("f", {"a": 1, "b": "two\nlines"})]
+
+
 def test_formats_of_templates() -> None:
     assert format_of_template(None) is None
     assert format_of_template("{{ messages }}") is None
     assert format_of_template("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    assert format_of_template("{% if tools %}<tool_call><function=f><parameter=a>{% endif %}") == "qwen3_coder"
     assert format_of_template('{% if tools %}{"name": "parameters": }"parameters"{% endif %}') == "llama3_json"
     assert format_of_template("{% if tools %}[TOOL]{% endif %}") is None
     assert format_of_template("{% if tools %}[TOOL]{% endif %}", "pythonic") == "pythonic"
@@ -373,10 +419,24 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", ONE.removesuffix("</tool_call>"), "", [("weather", '{"city": "Rom"}')]),
     ("hermes", "x<tool_call>no call</tool_call>y", "x<tool_call>no call</tool_call>y", []),
     ("hermes", "<tool_call>{", "<tool_call>{", []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    (
+        "hermes",
+        '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}</tool_call>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    ("qwen3_coder", "a < b <func", "a < b <func", []),
+    ("qwen3_coder", f"so {CODER}\n\nthen", "so then", [("f", '{"a": "1", "b": "two\\nlines"}')]),
+    ("qwen3_coder", f"{CODER}\n{CODER}", "", [("f", '{"a": "1", "b": "two\\nlines"}')] * 2),
+    ("qwen3_coder", "<function=g>\n</function>", "", [("g", "{}")]),
+    ("qwen3_coder", "<tool_call>\n<function=g>\n<parameter=a>\nx</function>", "", [("g", '{"a": "x"}')]),
+    ("qwen3_coder", "<function=g</function>", "<function=g</function>", []),
     ("llama3_json", " plain", " plain", []),
     ("llama3_json", "{not a call", "{not a call", []),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "g"}', "", [("f", '{"a": 1}'), ("g", "{}")]),
     ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
+    ("llama3_json", '{"type": "function", "function": {"name": "f", "parameters": {}}}', "", [("f", "{}")]),
     (
         "required",
         '[{"name": "f", "parameters": {"a": "]"}}, {"name": "g", "parameters": {}}]',
@@ -412,6 +472,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     ("pythonic", "[I don't know] it", "[I don't know] it", []),
     ("pythonic", "[f(**{'a': [1]}, b=2)]", "", [("f", '{"a": [1], "b": 2}')]),
+    ("pythonic", "[f(a=1), ] so", "so", [("f", '{"a": 1}')]),
     ("pythonic", "[f(**{1: 2})]", "[f(**{1: 2})]", []),
     ("pythonic", "[f(**g)]", "[f(**g)]", []),
     ("pythonic", "[f().g(a=1)]", "[f().g(a=1)]", []),
@@ -453,6 +514,7 @@ def test_what_can_be_no_call_is_not_held(kind: ToolFormat, text: str) -> None:
         ("hermes", f"<tool_call>{'}' * 3_000}"),
         ("hermes", "<tool_call></tool_call>" * 3_000),
         ("deepseek", "<｜tool▁call▁begin｜>" * 3_000),
+        ("qwen3_coder", "<function=f>" + "<parameter=a>" * 1_000),
         ("mistral", f'[TOOL_CALLS]f[ARGS]{{"a": "{"}" * 3_000}'),
         ("mistral", "[TOOL_CALLS]" + "f{}" * 3_000),
         ("required", "{" + '"": {}, ' * 3_000),
