@@ -16,7 +16,7 @@ from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.plan.plot import check_plot, write_plot
 from halfmoon.replay.bench_load import BenchLoad, DrawnTurns, LoadAmount, Pace, RequestLoad, SessionLoad, trace_load
-from halfmoon.replay.bench_report import markdown_table, plot_spec, ratio_lines
+from halfmoon.replay.bench_report import failure_lines, markdown_table, plot_spec, ratio_lines
 from halfmoon.replay.client import Gateway, found_server
 from halfmoon.replay.outcome import ReplayTargets
 from halfmoon.replay.sweep import Sweep, SweepOptions, highest_kept
@@ -132,6 +132,9 @@ def bench(
     """
     terminal = Console(stderr=True)
     try:
+        for path in (output.json_file, output.markdown_file):
+            if path is not None and not path.parent.is_dir():
+                raise InvalidRequest(f"{path} cannot be written: {path.parent} is not a directory", param="output")
         if output.plot is not None:
             check_plot(output.plot)
         options = SweepOptions(
@@ -208,7 +211,7 @@ def _report(sweep: Sweep, pace: Pace, output: OutputOptions) -> None:
     best = {name: highest_kept(sweep.points, name) for name in names}
     unit = "a second" if pace == "rate" else "at once"
     share = f"{sweep.options.attainment:.0%} of requests"
-    lines = ratio_lines(sweep.points, names[0], pace)
+    lines = [*ratio_lines(sweep.points, names[0], pace), *failure_lines(sweep.points, pace)]
     for name, point in best.items():
         whose = f" of {name}" if len(names) > 1 else ""
         highest = "none" if point is None else f"{point.value:.3g} {unit}"

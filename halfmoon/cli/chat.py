@@ -40,6 +40,7 @@ class Answer:
     """Owns what came of one answer so far."""
 
     text: str = ""
+    reasons: bool = False  # reasoning came before the text; it is shown and not sent back
     ttft_s: float | None = None
     whole_s: float | None = None
     usage: dict[str, Any] | None = None
@@ -85,8 +86,8 @@ def chat(options: ChatOptions, terminal: Console, questions: Iterator[str]) -> i
         head = [{"role": "system", "content": system}] if system else []
         answer = Answer()
 
-        def write(text: str) -> None:
-            terminal.print(Text(text), end="", soft_wrap=True)
+        def write(text: str, style: str = "") -> None:
+            terminal.print(Text(text, style=style), end="", soft_wrap=True)
 
         try:
             asyncio.run(_ask(options, [*head, *asked], answer, write))
@@ -112,7 +113,7 @@ def typed_questions(terminal: Console) -> Iterator[str]:
 
 
 async def _ask(
-    options: ChatOptions, messages: list[dict[str, str]], answer: Answer, write: Callable[[str], None]
+    options: ChatOptions, messages: list[dict[str, str]], answer: Answer, write: Callable[..., None]
 ) -> None:
     """Streams one answer. Raises HalfmoonError with the gateway's reason."""
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
@@ -141,7 +142,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
             yield json.loads(line[len(b"data: ") :])
 
 
-def _take(answer: Answer, event: dict[str, Any], at_s: float, write: Callable[[str], None]) -> None:
+def _take(answer: Answer, event: dict[str, Any], at_s: float, write: Callable[..., None]) -> None:
     if "error" in event:
         raise HalfmoonError(event["error"]["message"])
     answer.usage = event.get("usage") or answer.usage
@@ -149,7 +150,12 @@ def _take(answer: Answer, event: dict[str, Any], at_s: float, write: Callable[[s
         if answer.ttft_s is None:
             answer.ttft_s = at_s
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+        if reasoning := choice["delta"].get("reasoning"):
+            answer.reasons = True
+            write(reasoning, "dim")
         if text := choice["delta"].get("content"):
+            if answer.reasons and not answer.text:
+                write("\n\n")
             answer.text += text
             write(text)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from halfmoon.plan.plot import panel, rule
 from halfmoon.replay.bench_load import Pace
-from halfmoon.replay.report import percentiles
+from halfmoon.replay.report import counted, percentiles
 from halfmoon.replay.sweep import Point
 
 _UNIT: dict[Pace, str] = {"rate": "rate/s", "at once": "at once"}
@@ -56,9 +56,27 @@ def ratio_lines(points: Sequence[Point], control: str, pace: Pace = "rate") -> l
             "jobs/h": (point.jobs_per_hour, base.jobs_per_hour),
         }
         ratios = ", ".join(f"{name} {value / other:.2f}x" for name, (value, other) in figures.items() if other > 0)
-        where = f"{point.value:.3g} a second" if pace == "rate" else f"{point.value:.3g} at once"
-        lines.append(f"{point.server} beside {control}, {where}: {ratios}")
+        lines.append(f"{point.server} beside {control}, {_where(point, pace)}: {ratios}")
     return lines
+
+
+def failure_lines(points: Sequence[Point], pace: Pace = "rate") -> list[str]:
+    """Why requests of a point were not answered."""
+    lines = []
+    for point in sorted(points, key=lambda one: one.value):
+        found = point.summary
+        ends = {
+            "refused": counted(found.num_refused, found.refused_by) if found.num_refused else "",
+            "failed": counted(found.num_failed, found.failed_by) if found.num_failed else "",
+        }
+        said = ", ".join(f"{name} {text}" for name, text in ends.items() if text)
+        if said:
+            lines.append(f"{point.server}, {_where(point, pace)}: {said}")
+    return lines
+
+
+def _where(point: Point, pace: Pace) -> str:
+    return f"{point.value:.3g} {'a second' if pace == 'rate' else 'at once'}"
 
 
 def plot_spec(points: Sequence[Point], names: Sequence[str], attainment: float, pace: Pace = "rate") -> dict[str, Any]:

@@ -24,8 +24,8 @@ def _figures(found: Summary) -> dict[str, str]:
         "in time": f"{found.num_in_time} ({found.attainment:.1%})",
         "refused or wasted": str(found.num_refused_or_wasted),
         "late (of them by TTFT)": f"{found.num_late} ({found.num_late_ttft})",
-        "refused": _counted(found.num_refused, found.refused_by),
-        "failed": _counted(found.num_failed, found.failed_by),
+        "refused": counted(found.num_refused, found.refused_by),
+        "failed": counted(found.num_failed, found.failed_by),
         "goodput, requests/s": f"{found.goodput_per_s:.2f}",
         "TTFT mean, s": f"{found.ttft_s.mean:.2f}",
         "TTFT p50 / p90 / p99, s": percentiles(found.ttft_s, 1, ".2f"),
@@ -41,7 +41,8 @@ def percentiles(spread: Spread, factor: float, form: str) -> str:
     return " / ".join(format(factor * one, form) for one in (spread.p50, spread.p90, spread.p99))
 
 
-def _counted(total: int, by_reason: Mapping[str, int]) -> str:
+def counted(total: int, by_reason: Mapping[str, int]) -> str:
+    """A number of requests, with the numbers by reason."""
     if not any(by_reason):
         return str(total)
     return f"{total} ({', '.join(f'{name} {number}' for name, number in sorted(by_reason.items()))})"

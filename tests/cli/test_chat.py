@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from halfmoon.cli.chat import ChatOptions, chat
-from tests.services.gateway.fakes import Fleet, Script, running_fleet
+from tests.services.gateway import fakes
+from tests.services.gateway.fakes import Fleet, Script, running_fleet, served_model
 
 
 async def said(fleet: Fleet | None, *questions: str, **options: Any) -> str:
@@ -60,3 +63,14 @@ async def test_what_goes_wrong_is_said_and_the_conversation_goes_on(tmp_path: Pa
     assert "400: the context length is" in shown
     assert "hello" in shown
     assert "no answer from http://127.0.0.1:9" in await said(None, "hi")
+
+
+async def test_reasoning_is_shown_and_not_sent_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dataclasses.replace(served_model(), reasons=True)
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script("<think>hm</think>yes"))
+        shown = await said(fleet, "hi", "more")
+        asked = prompts(prefill)
+    assert shown.count("hm\n\nyes\n") == 2
+    assert asked[1] == "user:hi\nassistant:yes\nuser:more\n"

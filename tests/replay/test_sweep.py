@@ -126,6 +126,7 @@ def test_what_is_refused_is_not_in_time(server: tuple[str, Server]) -> None:
     said = run(url, "--rates", "100", "--seconds", "1", "--lengths", "in=4,out=3")
     assert "in time: none" in said
     assert "| 90 |" in said
+    assert "100 a second: refused 90 (no_capacity 90)" in said
 
 
 def test_nobody_there() -> None:
@@ -221,6 +222,7 @@ def test_several_servers_take_turns(server: tuple[str, Server], tmp_path: Path) 
         (("--rates", "x"), "numbers above 0"),
         (("--trace", "missing.jsonl"), "cannot be read"),
         (("--plot", "p.gif"), ".png or .html"),
+        (("--markdown", "missing/r.md"), "not a directory"),
         (("--model", "a", "--model", "b"), "once for each"),
     ],
 )
