@@ -57,6 +57,7 @@ class EngineConfig:
     kv_memory_bytes: int | None = None  # per rank; on a CPU, of all ranks of a host; None: `kv_memory/kv_budget.py`
     gpu_memory_utilization: float = 0.9  # the share of a GPU for weights, KV and steps, if kv_memory_bytes is None
     num_blocks: int | None = None  # overrides kv_memory_bytes
+    paused_bytes: int | None = None  # host memory for KV of paused answers; None: `kv_memory/kv_budget.py`; 0: none
     max_batch_tokens: int | None = None  # per step; None: 512 on a CPU, which that keeps busy, else 2048
     chunk_tokens: int | None = None  # prefill tokens in a step that also decodes; None: 128 on a CPU, else 512
     max_running: int = 64

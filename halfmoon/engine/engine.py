@@ -17,6 +17,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine_core import EngineCore
 from halfmoon.engine.kv_memory.kv_access import KVAccess
+from halfmoon.engine.kv_memory.kv_budget import paused_budget_bytes
 from halfmoon.engine.kv_memory.kv_by_ticket import KVByTicket
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.kv_memory.paused_kv import HostCopies
@@ -76,7 +77,7 @@ class Engine(EngineCore):
             ),
             partial(root_key, checkpoint.fingerprint, layout) if config.prefix_cache else None,
             lambda sequence: sequence.finish_reason(checkpoint.eos_token_ids),
-            HostCopies(memory, layout, memory.num_blocks),
+            HostCopies(memory, layout, paused_budget_bytes(config, memory.num_blocks * layout.block_bytes)),
         )
 
     def reserve(self, request: EngineRequest, on_kv: OnKV | None = None, now_s: float | None = None) -> int:

@@ -101,6 +101,7 @@ def test_a_request_has_the_same_bits_alone_and_in_any_schedule(engine_of: Callab
             chunk_tokens=rng.choice((7, 64, 200)),
             num_threads=rng.choice((1, 2, 3)),
             speculation=rng.choice(("off", "ngram")),
+            paused_bytes=rng.choice((None, None, 0, 40_000)),
         )
         outputs, found = run(engine, list(requests), rng)
         counted += found

@@ -1,4 +1,4 @@
-"""Default size of a worker's KV cache, if none is configured."""
+"""Default sizes of a worker's KV cache, and of its copies of paused answers' KV, if none are configured."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from halfmoon.host_limits import free_memory_bytes
 
 _MAX_HOST_BYTES = 2 << 30
 _HOST_SHARE = 8  # divisor of the free memory; two workers and the weights must fit on a laptop
+_PAUSED_SHARE = 4  # divisor of the free host memory, for copies that pauses make
 _STEP_BYTES = 1 << 30  # set aside on a GPU for activations, captured graphs and staging buffers
 
 
@@ -45,6 +46,16 @@ def kv_budget_bytes(
             "gpu_memory_utilization"
         )
     return left
+
+
+def paused_budget_bytes(config: EngineConfig, kv_bytes: int) -> int:
+    """Host memory in bytes for KV of paused answers: the configured size, or `kv_bytes`, all KV, if the host has it.
+
+    GPUs may have more KV than their host has memory: a worker must not be killed for what it can compute again.
+    """
+    if config.paused_bytes is not None:
+        return config.paused_bytes
+    return min(kv_bytes, free_memory_bytes() // _PAUSED_SHARE)
 
 
 def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:

@@ -15,12 +15,12 @@ class _Copy(NamedTuple):
 
 
 class HostCopies:
-    """Owns the copies, by request: at most `max_blocks` blocks in all. Called between steps, by their thread."""
+    """Owns the copies, by request: at most `max_bytes` in all. Called between steps, by their thread."""
 
-    def __init__(self, memory: KVMemory, layout: KVLayout, max_blocks: int) -> None:
+    def __init__(self, memory: KVMemory, layout: KVLayout, max_bytes: int) -> None:
         self._memory = memory
         self._layout = layout
-        self._max_bytes = max_blocks * layout.block_bytes
+        self._max_bytes = max_bytes
         self._copies: dict[str, _Copy] = {}
 
     @property

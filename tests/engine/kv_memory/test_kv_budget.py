@@ -10,7 +10,7 @@ import torch
 from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes, weight_bytes
+from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes, paused_budget_bytes, weight_bytes
 from halfmoon.engine.models import build_model
 from halfmoon.errors import Incompatible
 
@@ -48,6 +48,14 @@ def test_a_gpu_without_weights_and_working_memory(model: ModelConfig) -> None:
 def test_weights_that_fill_a_gpu_are_told(model: ModelConfig) -> None:
     with pytest.raises(Incompatible, match="leaves no room for KV"):
         budget(model, EngineConfig(device="cuda"), GIB)
+
+
+def test_copies_of_paused_kv_take_a_part_of_what_the_host_can_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfmoon.engine.kv_memory.kv_budget.free_memory_bytes", lambda: 8 * GIB)
+    assert paused_budget_bytes(EngineConfig(), GIB) == GIB
+    assert paused_budget_bytes(EngineConfig(device="cuda"), 70 * GIB) == 2 * GIB
+    assert paused_budget_bytes(EngineConfig(paused_bytes=77), GIB) == 77
+    assert paused_budget_bytes(EngineConfig(paused_bytes=0), GIB) == 0
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.01])
