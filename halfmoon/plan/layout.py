@@ -35,15 +35,20 @@ class Parallelism(NamedTuple):
 
 
 class WorkerKind(NamedTuple):
-    """The GPU and the parallelism of a worker."""
+    """The GPU and the parallelism of a worker, and its host memory for KV that the GPUs' does not hold."""
 
     gpu: str
     parallelism: Parallelism
+    host_bytes: int = 0
 
     @property
     def num_devices(self) -> int:
         """Devices of one worker."""
         return self.parallelism.num_devices
+
+    def __str__(self) -> str:
+        """Without the GPU."""
+        return f"{self.parallelism}" + (f" with {self.host_bytes / 2**30:g} GiB KV on the host" * bool(self.host_bytes))
 
 
 class WorkerSet(NamedTuple):
@@ -133,7 +138,7 @@ class Layout:
     def text(self, *, named: bool) -> str:
         """In words, with or without the names of the GPUs."""
         gpu = "{0.kind.gpu} " if named else ""
-        text = " + ".join(f"{{0.num}} {{0.role}} {gpu}{{0.kind.parallelism}}".format(workers) for workers in self.sets)
+        text = " + ".join(f"{{0.num}} {{0.role}} {gpu}{{0.kind}}".format(workers) for workers in self.sets)
         if self.num_units > 1:
             text = f"{self.num_units} x ({text})"
         codec = "" if self.codec == "raw" else f", {self.codec} KV"

@@ -43,6 +43,7 @@ class PlannedWorkers(BaseModel):
     pp: int = Field(default=1, ge=1)
     sp: int = Field(default=1, ge=1)
     long_prompt_tokens: int | None = Field(default=None, ge=1)
+    offload_bytes: int = Field(default=0, ge=0)  # host memory for KV of one worker
     max_batch_tokens: int | None = Field(default=None, ge=1)
     chunk_tokens: int | None = Field(default=None, ge=1)
     max_running: int | None = Field(default=None, ge=1)
@@ -73,8 +74,14 @@ class PlannedWorkers(BaseModel):
             "--max-batch-tokens": self.max_batch_tokens,
             "--chunk-tokens": self.chunk_tokens,
             "--max-running": self.max_running,
+            **(_host_options(self.offload_bytes) if self.offload_bytes else {}),
         }
         return tuple(part for name, value in named.items() if value is not None for part in (name, str(value)))
+
+
+def _host_options(offload_bytes: int) -> dict[str, str]:
+    """The simulator has all sequences in one pass of a step."""
+    return {"--offload-kv": "host", "--offload-bytes": str(offload_bytes), "--offload-schedule": "throughput"}
 
 
 class PlannedLayout(BaseModel):
@@ -165,6 +172,7 @@ def _worker(problem: PlanningProblem, layout: Layout, workers: WorkerSet, unit: 
         "tp": workers.kind.parallelism.tensor,
         "pp": workers.kind.parallelism.pipeline,
         **_sequence(problem, workers),
+        **({"offload_bytes": workers.kind.host_bytes} if workers.kind.host_bytes else {}),
         **limits,
         "workers_per_node": workers_per_node(layout, workers, problem.fleet),
         **({"first_node": unit} if layout.is_paired else {}),
@@ -173,7 +181,7 @@ def _worker(problem: PlanningProblem, layout: Layout, workers: WorkerSet, unit: 
 
 def _sequence(problem: PlanningProblem, workers: WorkerSet) -> dict[str, int]:
     """The devices that share long prompts, and from which length on that pays."""
-    gpu, parallelism = workers.kind
+    gpu, parallelism = workers.kind.gpu, workers.kind.parallelism
     if parallelism.sequence == 1:
         return {}
     most_tokens = long_prompt_tokens(parallel_model(problem.sources[gpu], gpu, *parallelism))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from halfmoon.plan.search.search import Plan, Progress, search
 from halfmoon.plan.search.simulating_processes import simulating_processes
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import SloTargets
+from halfmoon.sim.latency_sources.hardware import device
 from halfmoon.sim.latency_sources.latency_model import LatencySource
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
@@ -119,6 +121,7 @@ def problem_from(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]
         raise InvalidRequest(f"a network has more than 0 Gbit/s, got {request.network_gbit_per_s:g}", param="network")
     targets = SloTargets(request.ttft_s, request.tpot_s, request.tbt_s, request.tbt_of)
     roles: dict[Role, str | None] = {"prefill": request.prefill_gpu, "decode": request.decode_gpu}
+    _check_host(request, sources)
     problem = PlanningProblem(
         sources,
         fleet,
@@ -134,8 +137,20 @@ def problem_from(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]
         ("raw", "int8", "int4") if request.kv_codec == "auto" else (request.kv_codec,),
         request.is_thorough,
         request.conditional_disaggregation,
+        request.host_bytes_per_gpu,
     )
     return problem, notes
+
+
+def _check_host(request: PlanRequest, sources: Mapping[str, LatencySource]) -> None:
+    """Raises InvalidRequest if host memory is offered and no worker could use it."""
+    of_host = [gpu for gpu, source in sources.items() if isinstance(source, Roofline) and device(gpu).pcie_bytes_per_s]
+    if request.host_bytes_per_gpu and not of_host:
+        raise InvalidRequest(
+            f"no worker on {', '.join(sources)} can be planned with KV on the host: that needs GPUs with memory of "
+            "their own, and a roofline's latencies; leave out --host-kv",
+            param="host_kv",
+        )
 
 
 def _source_of(gpu: str, text: str) -> LatencySource:

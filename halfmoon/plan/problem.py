@@ -42,6 +42,7 @@ class PlanningProblem:
     - codecs: of KV between nodes, the least lossy first.
     - is_thorough: prune by bounds only, and simulate all requests from the start.
     - conditional: when decode workers compute prompts.
+    - host_bytes_per_gpu: host memory for KV that workers which decode may have; 0: none.
     """
 
     sources: Mapping[str, LatencySource]
@@ -58,11 +59,16 @@ class PlanningProblem:
     codecs: tuple[KvCodecName, ...] = ("raw",)
     is_thorough: bool = False
     conditional: ConditionalMode = DEFAULT_MODE
+    host_bytes_per_gpu: int = 0
 
     def __post_init__(self) -> None:
         if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
             raise InvalidRequest(
                 f"the rate must be above 0 per second, and finite, got {self.rate_per_s:g}", param="rate"
+            )
+        if self.host_bytes_per_gpu < 0:
+            raise InvalidRequest(
+                f"host memory for KV is 0 bytes at least, got {self.host_bytes_per_gpu}", param="host_kv"
             )
         if self.objective in OF_A_RATE and self.rate_per_s is None:
             what = "fewest GPUs" if self.objective == "gpus" else "the lowest price"

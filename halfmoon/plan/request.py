@@ -26,6 +26,7 @@ class PlanRequest:
     - num_requests: of one pass; of a trace, the first ones.
     - is_thorough: prune by bounds only; takes several times as long.
     - conditional_disaggregation: when decode workers compute prompts; `auto` and `strict` take several times as long.
+    - host_bytes_per_gpu: host memory for KV; above 0, workers with `--offload-kv host` are tried, too.
     """
 
     model: str
@@ -54,3 +55,4 @@ class PlanRequest:
     context_tokens: int | None = None
     is_thorough: bool = False
     conditional_disaggregation: ConditionalMode = DEFAULT_MODE
+    host_bytes_per_gpu: int = 0

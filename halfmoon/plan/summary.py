@@ -60,6 +60,7 @@ def _rated(problem: PlanningProblem, rated: Rated) -> dict[str, Any]:
                 "count": layout.num_units * workers.num,
                 "gpu": workers.kind.gpu,
                 **workers.kind.parallelism._asdict(),
+                "host_bytes": workers.kind.host_bytes,
             }
             for workers in layout.sets
         ],

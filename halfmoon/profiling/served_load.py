@@ -49,8 +49,7 @@ def _workload(profile: MeasuredProfile, num_workers: int) -> Workload:
     prompt_tokens = max(min(_PROMPT_TOKENS, most // 2), 1)
     answer_tokens = max(min(_ANSWER_TOKENS, most - prompt_tokens - 1), 2)
     latency = profile.model(None, profile.tensor_parallel, profile.pipeline_parallel)
-    step = latency.cycle(1)
-    work_s = latency.prefill_s(prompt_tokens) + answer_tokens * (step.base_s + step.slope_s * prompt_tokens)
+    work_s = latency.prefill_s(prompt_tokens) + answer_tokens * latency.step_s(1, prompt_tokens)
     lengths = named_lengths(f"in={prompt_tokens},out={answer_tokens}")
     return synthetic_workload(lengths, _REQUESTS, _BUSY_SHARE * num_workers / work_s, seed=_SEED)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from halfmoon.cli.profile_store import LedgerOptions, profile_file
 from halfmoon.cli.simulate import Criterion, TbtOf
@@ -113,6 +114,12 @@ class HardwareOptions:
     price: Annotated[
         list[str] | None, typer.Option(help="GPU=DOLLARS per hour instead of the catalogue's; repeat it for more.")
     ] = None
+    host_kv: Annotated[
+        str,
+        typer.Option(
+            help="Host memory for each GPU's KV, such as 64GiB: workers with --offload-kv host are tried, too."
+        ),
+    ] = "0"
     latency: Annotated[
         str | None,
         typer.Option(
@@ -214,7 +221,15 @@ def plan_request(
         context_tokens=workload.context,
         is_thorough=search.thorough,
         conditional_disaggregation=search.conditional_disaggregation.value,
+        host_bytes_per_gpu=_host_bytes(hardware.host_kv),
     )
+
+
+def _host_bytes(text: str) -> int:
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        raise InvalidRequest(f"{text!r} is not a size: write one such as 64GiB", param="host_kv") from error
 
 
 def _latency(text: str, ledger: LedgerOptions) -> str:

@@ -65,15 +65,11 @@ def _tokens_per_s(model: LatencyModel, context: float, gap_s: float, limits: Bat
     batches = np.unique(np.geomspace(1, most, 64).astype(int)).tolist()
     best_per_s = 0.0
     for batch, following in zip(batches, [*batches[1:], most], strict=True):
-        base_s, slope_s = model.cycle(batch)
-        if base_s + slope_s * batch * context > gap_s:
+        step_s = model.step_s(batch, batch * context)
+        if step_s > gap_s:
             break
-        after_s, after_slope_s = model.cycle(following)
-        speeds = (
-            _speed(batch, base_s + slope_s * batch * context),
-            _speed(following, after_s + after_slope_s * following * context),
-        )
-        best_per_s = max(best_per_s, *speeds)
+        after_s = model.step_s(following, following * context)
+        best_per_s = max(best_per_s, _speed(batch, step_s), _speed(following, after_s))
     return best_per_s
 
 

@@ -14,11 +14,11 @@ from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.bounds import RateBound, decode_bound_per_s, prefill_bound_per_s
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import SloTargets
+from halfmoon.sim.latency_sources.host_kv import worker_model
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 from halfmoon.sim.latency_sources.model_shape import ModelShape
 from halfmoon.sim.latency_sources.roofline import Roofline
-from halfmoon.sim.latency_sources.sequence_parallel import parallel_model
 
 LONG_PROMPT_TOKENS = 4096  # the search proposes sequence ranks only where prompts are longer
 
@@ -53,17 +53,28 @@ def feasible_models(problem: PlanningProblem) -> dict[WorkerKind, LatencyModel]:
     for pool in problem.fleet.pools:
         source, name = problem.sources[pool.gpu.name], pool.gpu.name
         measured = isinstance(source, MeasuredProfile)
-        for parallelism in _parallelisms(problem, pool):
+        for kind in _kinds(problem, pool):
+            tensor, pipeline, sequence = kind.parallelism
             try:
                 if problem.shape is not None:
-                    problem.shape.check(parallelism.tensor, parallelism.pipeline)
-                result[WorkerKind(name, parallelism)] = parallel_model(source, None if measured else name, *parallelism)
+                    problem.shape.check(tensor, pipeline)
+                gpu = None if measured else name
+                result[kind] = worker_model(source, gpu, tensor, pipeline, sequence, kind.host_bytes)
             except (InvalidRequest, Incompatible) as error:
                 problems.append(error)
     if not result:
         why = problems[-1] if problems else InvalidRequest(f"{problem.fleet} are too few for one worker")
         raise NoLayout(f"no parallelism is possible: {why.message}", param="gpu")
     return result
+
+
+def _kinds(problem: PlanningProblem, pool: NodePool) -> Iterator[WorkerKind]:
+    """Each parallelism with all KV on the devices and, where asked for and possible, with more of it on the host."""
+    for parallelism in _parallelisms(problem, pool):
+        yield WorkerKind(pool.gpu.name, parallelism)
+        host_bytes = problem.host_bytes_per_gpu * parallelism.tensor
+        if host_bytes and parallelism.pipeline * parallelism.sequence == 1:
+            yield WorkerKind(pool.gpu.name, parallelism, host_bytes)
 
 
 def _parallelisms(problem: PlanningProblem, pool: NodePool) -> Iterator[Parallelism]:
@@ -107,7 +118,7 @@ def options(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel])
     ttft_s, gap_s = problem.goal.targets.ttft_s, problem.goal.gap_s
     assert ttft_s is not None
     first_s = {one: model.prefill_s(prompt) for one, model in fitting.items()}
-    step_s = {one: model.cycle(1).base_s + model.cycle(1).slope_s * prompt for one, model in fitting.items()}
+    step_s = {one: model.step_s(1, prompt) for one, model in fitting.items()}
     reuse = workload.prefixes is not None  # cached prompts take less
     prefills = [kind for kind in fitting if reuse or first_s[kind] <= ttft_s]
     # sequence ranks gain nothing for decodes
@@ -132,7 +143,7 @@ def _fitting(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel]
         most = max(models, key=lambda one: models[one].kv_tokens)
         raise NoLayout(
             f"memory: the longest request is {longest:,} tokens long, and no worker of {problem.fleet} holds more "
-            f"than {models[most].kv_tokens:,} tokens of KV beside the weights ({most.parallelism}): "
+            f"than {models[most].kv_tokens:,} tokens of KV beside the weights ({most}): "
             "give larger or more GPUs a node, or shorter requests",
             param="workload",
         )
@@ -149,6 +160,7 @@ def _bounded(
     result = [
         Option("prefill", kind, prefill_bound_per_s(models[kind], workload, goal, limits["prefill"]))
         for kind in prefills
+        if not kind.host_bytes  # a prompt's KV leaves once it is computed
     ]
     result += [
         Option("decode", kind, decode_bound_per_s(models[kind], workload, goal, limits["decode"])) for kind in decodes
@@ -175,6 +187,6 @@ def _broken(
     problem: PlanningProblem, name: str, target_s: float, alone_s: Mapping[WorkerKind, float], what: str
 ) -> str:
     best = min(alone_s, key=lambda one: (alone_s[one], one))
-    on = f"{best.gpu} {best.parallelism}" if problem.fleet.is_mixed else str(best.parallelism)
+    on = f"{best.gpu} {best}" if problem.fleet.is_mixed else str(best)
     takes = f"{what} alone on an idle worker takes {alone_s[best]:.3g} s at best ({on})"
     return f"{name} {target_s:g} s cannot be met: {takes}"

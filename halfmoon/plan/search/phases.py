@@ -122,7 +122,7 @@ def phase_trial(
         goal = replace(problem.goal, targets=SloTargets(targets.ttft_s, None))
     else:
         instant = replace(
-            model, prefill=(PrefillPiece(0, PrefillModel(_NO_TIME_S, 0.0, 0.0)),), num_stages=1, launch_s=0.0
+            model, prefill=(PrefillPiece(0, PrefillModel(_NO_TIME_S, 0.0, 0.0)),), num_stages=1, launch_s=0.0, host=None
         )
         most = int(workload.prompt_tokens.max())
         other = WorkerGroup(

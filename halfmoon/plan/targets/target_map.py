@@ -302,7 +302,7 @@ def _grid(
             raise InvalidRequest(f"targets are above 0 seconds, and finite: {name} {targets}", param=name)
     prompt = float(np.quantile(problem.workload.prompt_tokens, problem.goal.attainment, method="lower"))
     first_s = {kind: model.prefill_s(prompt) for kind, model in models.items()}
-    step_s = {kind: model.cycle(1).base_s + model.cycle(1).slope_s * prompt for kind, model in models.items()}
+    step_s = {kind: model.step_s(1, prompt) for kind, model in models.items()}
     most = problem.fleet.num_gpus // 2 or 1  # larger workers have no room beside others
     halves = [kind for kind in models if kind.num_devices <= most] or list(models)
     smallest = min(models, key=lambda kind: (kind.num_devices, kind.parallelism.pipeline))

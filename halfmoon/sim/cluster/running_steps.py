@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from halfmoon.sim.cluster.contention import Work
 from halfmoon.sim.cluster.decode_batch import DecodeBatch
 from halfmoon.sim.cluster.job import Job
@@ -57,11 +59,22 @@ class RunningSteps:
         """Whether prompts pass through pipeline stages."""
         return len(self._stage_free_s) > 1
 
+    def most_in_run(self, num_steps: int) -> int:
+        """Of `num_steps` decode steps, how many can be one run: those before the next bend of their times."""
+        size, context = self._decodes.size, self._decodes.context
+        if self._latency.host is None or not size:
+            return num_steps
+        before_bend = (self._latency.bend_after(size, context) - context) / size
+        return num_steps if before_bend >= num_steps else max(math.ceil(before_bend), 1)
+
     def begin_run(self, num_steps: int, now_s: float) -> None:
-        """Begins `num_steps` decode steps of the whole batch."""
+        """Begins `num_steps` decode steps of the whole batch, at most `most_in_run`."""
         size = self._decodes.size
-        cycle = self._cycles.get(size)
-        if cycle is None:
+        if self._latency.host is not None:
+            cycle = self._latency.cycle(size, self._decodes.context)
+        elif (known := self._cycles.get(size)) is not None:
+            cycle = known
+        else:
             cycle = self._cycles[size] = self._latency.cycle(size)
         pace = self.pace
         self._cycle = cycle if pace == 1.0 else Cycle(pace * cycle.base_s, pace * cycle.slope_s)

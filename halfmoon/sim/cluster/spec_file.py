@@ -37,10 +37,10 @@ from halfmoon.sim.cluster.cluster_spec import (
 )
 from halfmoon.sim.cluster.contention import Contention
 from halfmoon.sim.latency_sources.hardware import DEVICES
+from halfmoon.sim.latency_sources.host_kv import worker_model
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, LatencySource
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
-from halfmoon.sim.latency_sources.sequence_parallel import parallel_model
 
 _LIMITS = BatchLimits(follows_targets=True)  # as workers without --chunk-tokens
 _MOST_WORKERS = 100_000  # of a group; each worker takes some kilobytes before the simulation starts
@@ -59,6 +59,7 @@ class _Workers(_Strict):
     pp: int = Field(default=1, ge=1)
     sp: int = Field(default=1, ge=1)
     long_prompt_tokens: int | None = Field(default=None, ge=1)  # of real workers; simulated ones share what is sooner
+    offload_bytes: int = Field(default=0, ge=0)  # host memory for KV of one worker
     latency: str | None = None
     kv_tokens: int | None = Field(default=None, ge=1)
     prefix_cache: bool = True
@@ -131,7 +132,8 @@ def read_cluster(
             request_s = source.request_s if request_s is None else request_s
             answer_s = source.answer_s if answer_s is None else answer_s
             limits = source.batch_limits
-        groups.append(_group(worker, parallel_model(source, worker.gpu, worker.tp, worker.pp, worker.sp), limits))
+        parallelism = worker.tp, worker.pp, worker.sp
+        groups.append(_group(worker, worker_model(source, worker.gpu, *parallelism, worker.offload_bytes), limits))
     return ClusterSpec(
         tuple(groups),
         _validated(path, Network, network, "network"),

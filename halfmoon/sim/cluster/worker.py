@@ -430,6 +430,6 @@ class SimWorker:
 
     def _begin_decodes(self, most: int, now_s: float) -> None:
         """Begins at most `most` steps, as far as there are blocks. The first step's blocks are taken already."""
-        num = self.decodes.affordable_steps(most, self.kv.available)
+        num = self.decodes.affordable_steps(self.steps.most_in_run(most), self.kv.available)
         self.kv.take(self.decodes.new_blocks(1, num))
         self.steps.begin_run(num, now_s)

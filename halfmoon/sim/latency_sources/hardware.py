@@ -27,6 +27,7 @@ class Device:
     host_bytes_per_s: float | None = None  # shared by all devices, if more than two exchange data through the host only
     fp8_speed: float = 2.0  # of products in fp8, over bfloat16; 1: there are none, and weights are widened
     int8_speed: float = 2.0
+    pcie_bytes_per_s: float | None = None  # from host memory; None: the device computes in it
 
     def product_flops(self, arithmetic: Arithmetic) -> float:
         """The peak of matrix products in `arithmetic`."""
@@ -48,11 +49,42 @@ DEVICES: MappingProxyType[str, Device] = MappingProxyType(
             Device(
                 *("a100-80g", 312e12, 80e9, 2.039e12, 300e9, 25e9, 1.8, "NVIDIA A100 80GB SXM data sheet; HDR 200"),
                 fp8_speed=1.0,
+                pcie_bytes_per_s=32e9,
             ),
-            Device("h100", 989e12, 80e9, 3.35e12, 450e9, 50e9, 3.0, "NVIDIA H100 SXM data sheet; NDR 400"),
-            Device("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 3.8, "NVIDIA H200 SXM data sheet; NDR 400"),
-            Device("b200", 2250e12, 180e9, 7.7e12, 900e9, 50e9, 5.0, "NVIDIA HGX B200 data sheet; NDR 400"),
-            Device("l40s", 362e12, 48e9, 0.864e12, 32e9, 12.5e9, 0.9, _L40S, 22e9),
+            Device(
+                "h100",
+                989e12,
+                80e9,
+                3.35e12,
+                450e9,
+                50e9,
+                3.0,
+                "NVIDIA H100 SXM data sheet; NDR 400",
+                pcie_bytes_per_s=64e9,
+            ),
+            Device(
+                "h200",
+                989e12,
+                141e9,
+                4.8e12,
+                450e9,
+                50e9,
+                3.8,
+                "NVIDIA H200 SXM data sheet; NDR 400",
+                pcie_bytes_per_s=64e9,
+            ),
+            Device(
+                "b200",
+                2250e12,
+                180e9,
+                7.7e12,
+                900e9,
+                50e9,
+                5.0,
+                "NVIDIA HGX B200 data sheet; NDR 400",
+                pcie_bytes_per_s=64e9,
+            ),
+            Device("l40s", 362e12, 48e9, 0.864e12, 32e9, 12.5e9, 0.9, _L40S, 22e9, pcie_bytes_per_s=32e9),
             Device(
                 *("cpu", 30e12, 256e9, 0.3e12, 20e9, 3e9, 1.5, "a 32-core server with AMX and 8 DDR5-4800 channels"),
                 fp8_speed=1.0,

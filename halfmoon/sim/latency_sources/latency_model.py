@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -80,6 +81,34 @@ class Ring(NamedTuple):
         return self.round_s + min(max(self.key_s * num_keys - attention_s, 0.0), self.query_s * num_rows)
 
 
+class HostKV(NamedTuple):
+    """KV beyond the device's memory lies on the host, and each step loads it layer by layer (engine: `offload/`).
+
+    A layer is loaded while the one before it computes, so the shorter of the two is seen in one layer only. Nothing is
+    recomputed.
+    """
+
+    device_tokens: float  # of the sequences of a step; what exceeds them is loaded
+    load_s: float  # of one token, in all layers
+    num_layers: int
+
+    def step_s(self, computed_s: float, num_tokens: float) -> float:
+        """Seconds of a step that sees `num_tokens` and computes for `computed_s`."""
+        loaded_s = self.load_s * max(num_tokens - self.device_tokens, 0.0)
+        return max(computed_s, loaded_s) + min(computed_s, loaded_s) / self.num_layers
+
+    def piece(self, computed: Cycle, context_tokens: float) -> tuple[Cycle, float]:
+        """The decode step of a batch that computes for `computed`, and the context up to which this holds."""
+        base_s, slope_s = computed
+        before_s, share = self.load_s * self.device_tokens, 1 / self.num_layers
+        if context_tokens < self.device_tokens:
+            return computed, self.device_tokens
+        bend = (base_s + before_s) / (self.load_s - slope_s) if self.load_s > slope_s else math.inf
+        if context_tokens < bend:
+            return Cycle(base_s - share * before_s, slope_s + share * self.load_s), bend
+        return Cycle(share * base_s - before_s, self.load_s + share * slope_s), math.inf
+
+
 @dataclass(frozen=True)
 class LatencyModel:
     """One worker of `num_stages` pipeline stages. The pieces describe one stage; all stages take the same time.
@@ -104,6 +133,7 @@ class LatencyModel:
     launch_s: float = 0.0
     launch_s_per_token: float = 0.0  # of all sequences in the step
     ring: Ring | None = None  # the pieces are then of one of its ranks alone
+    host: HostKV | None = None  # None: all KV is in the device's memory; of one stage only
 
     def stage_s(self, new_tokens: float, pairs: float, batch: float, context_tokens: float) -> float:
         """One stage's seconds for a step with `new_tokens` of prompts and one token for each of `batch` sequences.
@@ -111,12 +141,16 @@ class LatencyModel:
         Ranks of a ring share a step with prompts if that is sooner than on one of them.
         """
         alone_s = self._alone_s(new_tokens, pairs, batch, context_tokens)
+        num_keys = context_tokens
+        if new_tokens:
+            num_keys += pairs / new_tokens + new_tokens / 2  # of a prompt: those cached, and its own
+        if self.host is not None:
+            return self.host.step_s(alone_s, num_keys)
         if self.ring is None or not new_tokens:
             return alone_s
         num_ranks, num_rows = self.ring.num_ranks, new_tokens + batch
         shared_s = self._alone_s(*(one / num_ranks for one in (new_tokens, pairs, batch, context_tokens)))
         attention_s = _held_at(self.prefill, num_rows / num_ranks).c * pairs / num_ranks
-        num_keys = pairs / new_tokens + new_tokens / 2 + context_tokens  # of a prompt: those cached, and its own
         return min(alone_s, shared_s + self.ring.exposed_s(num_rows, num_keys, attention_s))
 
     def _alone_s(self, new_tokens: float, pairs: float, batch: float, context_tokens: float) -> float:
@@ -139,12 +173,12 @@ class LatencyModel:
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         return self.num_stages * self.stage_s(new_tokens, pairs, 0, 0) + self.launching_s(new_tokens + cached_tokens)
 
-    def cycle(self, batch: int) -> Cycle:
+    def cycle(self, batch: int, context_tokens: float = 0.0) -> Cycle:
         """The time until each of `batch` sequences has its next token, without prompts in between.
 
         Without groups it passes through all stages. Groups follow each other in rounds. A round takes as long as the
         first stage needs for all groups; with fewer sequences than stages, it takes as long as one group needs for all
-        stages.
+        stages. With KV on the host it holds from `context_tokens` on, up to the next bend (`bend_after`).
         """
         groups = self.num_groups(batch)
         step = _held_at(self.step, batch / groups)
@@ -152,7 +186,19 @@ class LatencyModel:
         launches = groups if groups == self.num_stages else 1
         base_s = rounds * (step.d + step.e * batch / groups) + launches * self.launch_s
         slope_s = (rounds * step.f + launches * self.launch_s_per_token) / groups
-        return Cycle(base_s, slope_s)
+        computed = Cycle(base_s, slope_s)
+        return computed if self.host is None else self.host.piece(computed, context_tokens)[0]
+
+    def step_s(self, batch: int, context_tokens: float) -> float:
+        """Seconds of a decode step of `batch` sequences with `context_tokens` in total."""
+        base_s, slope_s = self.cycle(batch, context_tokens)
+        return base_s + slope_s * context_tokens
+
+    def bend_after(self, batch: int, context_tokens: float) -> float:
+        """The context up to which `cycle(batch, context_tokens)` holds."""
+        if self.host is None:
+            return math.inf
+        return self.host.piece(replace(self, host=None).cycle(batch), context_tokens)[1]
 
     def num_groups(self, batch: int) -> int:
         """Groups of sequences that decode in different stages at the same time."""
@@ -172,16 +218,16 @@ class LatencyModel:
             return self.step[0].model
         samples = []
         for batch in _POLICY_BATCHES:
-            base_s, slope_s = self.cycle(batch)
-            samples += [StepSample(batch, batch * one, base_s + slope_s * batch * one) for one in _POLICY_CONTEXTS]
+            samples += [StepSample(batch, batch * one, self.step_s(batch, batch * one)) for one in _POLICY_CONTEXTS]
         return fit_step(samples)
 
     def scaled(self, factor: float) -> LatencyModel:
         """A worker that is `factor` times as fast."""
         faster = self.with_errors(1 / factor, 1 / factor)
         ring = self.ring and self.ring._replace(**{name: getattr(self.ring, name) / factor for name in _RING_TIMES})
+        host = self.host and self.host._replace(load_s=self.host.load_s / factor)
         per_token_s = self.launch_s_per_token / factor
-        return replace(faster, launch_s=self.launch_s / factor, launch_s_per_token=per_token_s, ring=ring)
+        return replace(faster, launch_s=self.launch_s / factor, launch_s_per_token=per_token_s, ring=ring, host=host)
 
     def with_errors(self, prefill: float, step: float) -> LatencyModel:
         """A worker whose prompts take `prefill` times as long, and its decode steps `step` times."""
@@ -195,7 +241,7 @@ class LatencyModel:
 
     @property
     def _is_plain(self) -> bool:
-        is_one = self.num_stages == 1 and self.ring is None
+        is_one = self.num_stages == 1 and self.ring is None and self.host is None
         return is_one and not self.launch_s and not self.launch_s_per_token
 
 
