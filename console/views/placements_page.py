@@ -58,7 +58,14 @@ def placement_row(placement: Placement) -> dict[str, Any]:
         "TBT": _ms(measured.get("tbt_s")),
         "cached": measured.get("cached_tokens"),
         "output": measured.get("output_tokens"),
+        "guessed": right_guesses(measured),
     }
+
+
+def right_guesses(measured: Mapping[str, Any]) -> str | None:
+    """How many guessed tokens of an answer were right, of how many; None where nothing was guessed."""
+    num_drafts = measured.get("drafts") or 0
+    return f"{measured['right_drafts']} of {num_drafts} right" if num_drafts else None
 
 
 def outcome(placement: Placement) -> str:
@@ -188,6 +195,8 @@ def _draw_figures(placement: Placement) -> None:
         column.markdown(f"**{value}**")
     if (where := prompt_side(placement)) is not None:
         st.caption(where)
+    if (guesses := right_guesses(measured)) is not None:
+        st.caption(f"Guessed tokens: {guesses}.")
     for move in placement["moves"]:
         st.caption(
             f"Moved after {seconds(move['after_s'])} to {plain(move['prefill_worker'])} and "

@@ -151,10 +151,9 @@ class Engine(EngineCore):
         except Exception:
             logger.exception("step_failed", extra={"num_requests": len(scheduled)})
         result = self.end_step(step, sampled)
-        self.last_step_s = time.perf_counter() - started
-        return replace(
+        timed = replace(
             result,
-            duration_s=self.last_step_s,
+            duration_s=time.perf_counter() - started,
             ended_s=time.monotonic(),
             layer_wait_s=sum(gate.waited_s for gate in gates),
             num_spread_tokens=self._runner.num_spread_tokens if isinstance(self._runner, ParallelRunner) else 0,
@@ -162,6 +161,8 @@ class Engine(EngineCore):
             if isinstance(self._runner, OffloadRunner | ParallelRunner)
             else StagedWork(),
         )
+        self.note_timed(timed)
+        return timed
 
     def check_ranks(self) -> None:
         """Raises ServiceFailed, with the reason, if another rank's process ended."""

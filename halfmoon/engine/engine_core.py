@@ -35,7 +35,9 @@ from halfmoon.engine.scheduling.spread_pool import Blocks
 from halfmoon.engine.scheduling.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
-from halfmoon.policy.models.chunk_length import ChunkRule
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
+from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
+from halfmoon.policy.models.measured_step import MeasuredStep
 from halfmoon.policy.retries import retry_ms_when_full
 
 _FAILURES: Mapping[int, FinishReason] = {ERROR_TOKEN_ID: "error", CONSTRAINT_TOKEN_ID: "constraint"}
@@ -71,11 +73,12 @@ class EngineCore:
         """
         self.layout = limits.layout
         self.num_blocks = limits.num_blocks
-        self.last_step_s = 0.0  # duration of the last non-empty step, set by the caller that times steps
+        self.last_step_s = 0.0  # duration of the last non-empty step
         self._limits = limits
         self._finish_reason = finish_reason
         self._cache = PrefixCache(pool, self.layout.block_tokens, root)
         self._scheduler = Scheduler(self._cache, self.layout.block_tokens, step_limits, paused_kv)
+        self._chunk_rule = LearnedChunkRule(CONSTANT_CHUNKS)
         self._queues = self._scheduler.queues
         self._kv_watch = KVWatch(self.layout)
         self._restores = RestoreWatch(self.layout.block_tokens)
@@ -96,8 +99,24 @@ class EngineCore:
         self._restores.tell(sequence)
 
     def follow_targets(self, rule: ChunkRule) -> None:
-        """From the next step on prompts beside decodes are as long as the decodes' TBT targets leave."""
-        self._scheduler.chunk_rule = rule
+        """From the next step on prompts beside decodes are as long as the decodes' TBT targets leave.
+
+        `rule` is that of the start; it follows the steps that `note_timed` tells of.
+        """
+        self._chunk_rule = self._scheduler.chunk_rule = LearnedChunkRule(rule)
+
+    def note_timed(self, result: StepResult) -> None:
+        """Takes the times of a step that was not empty, from the caller that measures them."""
+        self.last_step_s = result.duration_s
+        self._chunk_rule.note(
+            MeasuredStep(
+                result.num_decode_rows,
+                result.decode_context_tokens,
+                result.duration_s - result.layer_wait_s,
+                result.num_prefill_tokens,
+                result.num_prefill_pairs,
+            )
+        )
 
     def reserve(self, request: EngineRequest, on_kv: OnKV | None = None, now_s: float = 0.0) -> int:
         """Reserves blocks for a request whose KV comes from another worker, and pauses answers for it if need be.

@@ -247,6 +247,8 @@ class RequestRow(Base):
     refused_unread: Mapped[bool | None]  # before its prompt was tokenized: its predictions are lower bounds
     tenant: Mapped[str | None] = mapped_column(String(64))  # None where no API key is needed
     peer: Mapped[str | None] = mapped_column(String(256))  # the gateway that answered it instead of this one
+    num_drafts: Mapped[int | None]  # tokens that workers guessed of its outputs (speculation)
+    num_right_drafts: Mapped[int | None]  # of these, how many were what was drawn
 
     def as_dict(self) -> dict[str, Any]:
         """Columns by name."""

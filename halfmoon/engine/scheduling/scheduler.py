@@ -16,7 +16,8 @@ from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence, Sch
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.engine.scheduling.speculation import Speculation
-from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, told_decodes
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, told_decodes
+from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.policy.preemption import Turns, in_turn
 
 _MOST_LOGITS = 256  # of a step, for all prompts that need those of each token: a row is as wide as the vocabulary
@@ -30,7 +31,7 @@ class Scheduler:
     ) -> None:
         """paused_kv: see `SequenceQueues`."""
         self.queues = SequenceQueues(cache, block_tokens, limits, paused_kv)
-        self.chunk_rule = CONSTANT_CHUNKS  # how much of a prompt is computed beside decodes
+        self.chunk_rule: ChunkRule | LearnedChunkRule = CONSTANT_CHUNKS  # how much of a prompt is computed beside decodes
         self._blocks = self.queues.blocks
         self._block_tokens = block_tokens
         self._limits = limits

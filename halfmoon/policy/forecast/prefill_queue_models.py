@@ -137,8 +137,8 @@ class PrefillQueueModels:
             told_s = told_target_s(placement.tbt_target_s, worker.role)
             beside = self._step_decodes(row, worker, now_s).with_one(0.0, told_s)
             chunk_tokens = worker.chunk_rule.tokens(worker.chunk_tokens, worker.step_tokens, beside, 0)
-            added_s = chunk_s(worker.prefill_model, worker.step_model, chunk_tokens)
-        return tbt_among_prompts(step_s, added_s, prompts_s, num_gaps)
+            added_s = chunk_s(worker.prefill_model, worker.whole_step_model, chunk_tokens)
+        return tbt_among_prompts(step_s, added_s / worker.tokens_per_step, prompts_s, num_gaps)
 
     def prompts_s(self, view: ClusterView, row: int, length_s: float, now_s: float) -> float:
         """Work of the prompts that are on a worker, and of those that usually come within `length_s`."""
@@ -167,7 +167,8 @@ class PrefillQueueModels:
         if not queue_model.is_in_step(speed, now_s):
             past_busy = self._past_busy(view, worker, queue_model, now_s)
             beside = self._step_decodes(row, worker, now_s)
-            decode_s = worker.step_model.seconds(beside.batch, beside.context_tokens) if beside.batch else 0.0
+            model = worker.whole_step_model
+            decode_s = model.seconds(beside.batch, beside.context_tokens) if beside.batch else 0.0
             queue_model.advance(speed, past_busy, now_s, decode_s, beside)
             self._steps.note_changed(row)
         return queue_model
@@ -175,9 +176,9 @@ class PrefillQueueModels:
     def _colocated_decodes(self, row: int, worker: WorkerView, now_s: float) -> ColocatedDecodes:
         """The requests that decode in the steps of a worker that decodes, too."""
         if worker.role == "prefill":
-            return ColocatedDecodes(row, NO_DECODES, worker.step_model)
+            return ColocatedDecodes(row, NO_DECODES, worker.whole_step_model)
         present = self._decodes.present(row, now_s, self._queued(row))
-        return ColocatedDecodes(row, present, worker.step_model, worker.role)
+        return ColocatedDecodes(row, present, worker.whole_step_model, worker.role)
 
     def _step_decodes(self, row: int, worker: WorkerView, now_s: float) -> StepDecodes:
         """What decodes in a step that begins now; nobody where such steps are unknown."""

@@ -37,7 +37,7 @@ NO_STEP_DECODES = StepDecodes(0, 0)
 
 
 class ChunkRule(NamedTuple):
-    """The worker's models, as they were when it joined; unknown: the constant holds."""
+    """The worker's models; unknown: the constant holds."""
 
     prefill: PrefillModel = PrefillModel()
     step: StepModel = StepModel()
@@ -64,6 +64,10 @@ class ChunkRule(NamedTuple):
         num_tokens = self._tokens_within(seconds, known_tokens)
         least = max(constant // _LEAST, 1)
         return int(min(max(num_tokens - num_tokens % _MULTIPLE, least), most)) if num_tokens < most else most
+
+    def slowed(self, times: float) -> ChunkRule:
+        """The rule of a worker that takes `times` as long for everything."""
+        return self if times == 1 else ChunkRule(self.prefill.scaled(times), self.step.scaled(times))
 
     def _tokens_within(self, seconds: float, known_tokens: float) -> float:
         """The length that `prefill.seconds` says takes so long after `known_tokens`."""

@@ -32,6 +32,10 @@ class PrefillModel(NamedTuple):
             return 0.0
         return self.a + self.b * new_tokens + self.c * new_tokens * (cached_tokens + new_tokens / 2)
 
+    def scaled(self, times: float) -> PrefillModel:
+        """The model of a worker that takes `times` as long."""
+        return PrefillModel(times * self.a, times * self.b, times * self.c)
+
 
 class StepModel(NamedTuple):
     """Seconds of a decode step of `batch` sequences with `context_tokens` in all: `d + e*batch + f*context`."""
@@ -43,6 +47,10 @@ class StepModel(NamedTuple):
     def seconds(self, batch: float, context_tokens: float) -> float:
         """Predicts one step, which is the TBT of each sequence in it."""
         return self.d + self.e * batch + self.f * context_tokens
+
+    def scaled(self, times: float) -> StepModel:
+        """The model of a worker that takes `times` as long."""
+        return StepModel(times * self.d, times * self.e, times * self.f)
 
 
 class PrefillSample(NamedTuple):

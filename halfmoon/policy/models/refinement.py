@@ -27,6 +27,8 @@ from halfmoon.policy.models.latency import (
     step_shape,
     with_shape,
 )
+from halfmoon.policy.models.measured_step import MeasuredStep
+from halfmoon.policy.models.speculation import LearnedSpeculation, SpeculationRates
 
 # Decay of a measurement's weight per later one: about the latest 10 prefill steps and 200 decode steps count. Both are
 # seconds of work: a shared machine is as fast as it was a moment ago.
@@ -152,14 +154,22 @@ class RefinedModel:
         return real
 
 
+class LearnedSteps(NamedTuple):
+    """How many of the steps said something of each kind of work."""
+
+    num_decodes: int
+    num_prompts: int
+
+
 class WorkerLatency:
-    """Owns the two models of one worker."""
+    """Owns the two models of one worker, and what its guessed tokens come to."""
 
     def __init__(self, prefill: PrefillModel = _UNKNOWN_PREFILL, step: StepModel = _UNKNOWN_STEP) -> None:
         tokens_are_free = any(prefill) and prefill.b <= 0  # an artefact of too few measurements
         shape = prefill_shape(USUAL_PREFILL if tokens_are_free else prefill)
         self._prefill = RefinedModel(prefill, shape, _PREFILL_FORGETTING, LearnedContention(*_PREFILL_CONTENTION))
         self._step = RefinedModel(step, step_shape(step), _STEP_FORGETTING, LearnedContention(*_STEP_CONTENTION))
+        self._speculation = LearnedSpeculation()
 
     @property
     def prefill(self) -> PrefillModel:
@@ -168,8 +178,18 @@ class WorkerLatency:
 
     @property
     def step(self) -> StepModel:
-        """The present decode step model; zeros if unknown."""
+        """The present model of a whole decode step, by rows: guesses are rows, too. Zeros if unknown."""
         return StepModel(*self._step.coefficients)
+
+    @property
+    def speculation(self) -> SpeculationRates:
+        """How many tokens are guessed of late, and how many of these are right."""
+        return self._speculation.rates
+
+    @property
+    def tbt(self) -> StepModel:
+        """The present time between two tokens, by sequences; zeros if unknown."""
+        return self.speculation.per_token(self.step)
 
     @property
     def errors(self) -> dict[Literal["prefill", "step"], ErrorFigures]:
@@ -185,6 +205,21 @@ class WorkerLatency:
     def step_contention(self) -> float:
         """What each busy colocated worker adds to a decode step, as a share of its time alone."""
         return self._step.contention.factor
+
+    def observe(self, steps: Sequence[MeasuredStep], num_busy: Sequence[float] = ()) -> LearnedSteps:
+        """Learns from measured steps in order, with prompts and without. `num_busy` is as for `observe_prefills`."""
+        pairs = list(zip(steps, num_busy or [0.0] * len(steps), strict=True))
+        self._speculation.observe(steps)
+        decodes = [(step.decode_sample, busy) for step, busy in pairs if not step.prefill_tokens]
+        self.observe_steps([sample for sample, _ in decodes], [busy for _, busy in decodes])
+        prefill, model = self.prefill, self.step
+        prompts = [
+            (step.prompt_sample(model), busy)
+            for step, busy in pairs
+            if step.prefill_tokens and step.tells_of_prompts(prefill, model)
+        ]
+        self.observe_prefills([sample for sample, _ in prompts], [busy for _, busy in prompts])
+        return LearnedSteps(len(decodes), len(prompts))
 
     def observe_prefills(self, samples: Sequence[PrefillSample], num_busy: Sequence[float] = ()) -> None:
         """Learns from measured prefills in order, ignoring those with no tokens or no time.

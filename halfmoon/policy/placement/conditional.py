@@ -114,7 +114,8 @@ class ConditionalDisaggregation:
         new_tokens = np.maximum(self.request.num_prompt_tokens - ttft.cached_tokens - ttft.fetched_tokens, 1)
         num_steps = np.ceil(new_tokens / np.maximum(view.column("chunk_tokens"), 1))
         d, e, f = view.step_coefficients[: view.num_rows].T
-        step_s = np.where(loads.batch > 0, d + e * loads.batch + f * loads.context_tokens, 0.0)
+        tbt_s = np.where(loads.batch > 0, d + e * loads.batch + f * loads.context_tokens, 0.0)
+        step_s = view.column("tokens_per_step") * tbt_s
         seconds: Floats = ttft.seconds + num_steps * step_s
         return seconds
 
@@ -141,8 +142,8 @@ class ConditionalDisaggregation:
         known_tokens = max(num_tokens - chunk_tokens, 0)
         added_s = worker.prefill_model.seconds(chunk_tokens, known_tokens)
         if worker.chunk_rule.is_known:
-            added_s = chunk_s(worker.prefill_model, model, chunk_tokens, known_tokens)
-        step_s = model.seconds(load.batch, load.context_tokens)
+            added_s = chunk_s(worker.prefill_model, worker.whole_step_model, chunk_tokens, known_tokens)
+        step_s = worker.whole_step_model.seconds(load.batch, load.context_tokens)
         longest_s = target_s
         if target_s == math.inf:
             longest_s = max(_LONGEST_STEP * step_s, step_s + gained_s if self.request.is_failover else 0.0)

@@ -33,6 +33,7 @@ COLUMNS = {
             "step_tokens",
             "layer_passes",
             "max_running",
+            "tokens_per_step",
         )
     )
 }
@@ -174,6 +175,7 @@ class ClusterView:
             worker.step_tokens,
             worker.layer_passes,
             worker.max_running,
+            worker.tokens_per_step,
         )
         self.prefill_coefficients[row] = worker.prefill_model
         self.step_coefficients[row] = worker.step_model

@@ -42,7 +42,8 @@ class WorkerView:
     layer_passes: int = 0  # parts in which layers of a load arrive while its step computes; 0: it cannot wait for them
     max_running: float = math.inf  # most sequences in its batch; inf if unknown
     prefill_model: PrefillModel = UNKNOWN_PREFILL
-    step_model: StepModel = UNKNOWN_STEP
+    step_model: StepModel = UNKNOWN_STEP  # seconds between two tokens of each sequence in a batch
+    tokens_per_step: float = 1.0  # of each sequence, in the mean: above 1 where guessed tokens are right
     holder: int = -1  # its number in the block index; -1 if its blocks are unknown
     kv_bytes_per_token: float = 0.0  # of KV that it computes and hands over; 0 if unknown
     fetch_s_per_token: float = math.inf  # for KV from a holder whose link was not measured; inf if it cannot fetch
@@ -57,6 +58,11 @@ class WorkerView:
     def host(self) -> str:
         """The host it runs on, by its address if it reports no name. Workers of one host are colocated."""
         return self.host_name or self.address.rpartition(":")[0] or self.address
+
+    @property
+    def whole_step_model(self) -> StepModel:
+        """Seconds of a decode step: as many times those between two tokens as it gives a sequence tokens."""
+        return self.step_model if self.tokens_per_step == 1 else self.step_model.scaled(self.tokens_per_step)
 
     @property
     def num_requests(self) -> int:

@@ -411,7 +411,7 @@ class SimWorker:
         role, latency = self.group.role, self.group.latency
         targets_s = () if role == "prefill" else (job.tbt_target_s for job in jobs)
         beside = step_decodes(len(jobs), context_tokens, targets_s, role)
-        rule = ChunkRule(latency.policy_prefill, latency.policy_step)
+        rule = ChunkRule(latency.policy_prefill, latency.policy_step).slowed(self.steps.pace)
         return lambda first: rule.tokens(limits.chunk_tokens, limits.max_batch_tokens, beside, first.computed)
 
     def _begin_prompts(self, sets: list[list[PromptChunk]], now_s: float) -> list[PromptChunk]:

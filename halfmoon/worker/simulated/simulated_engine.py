@@ -268,8 +268,9 @@ class SimulatedEngine:
         for output in result.outputs:
             if output.finish_reason is not None and not self._requests.is_held(output.request_id):
                 self._requests.leave(output.request_id)
-        self._core.last_step_s = max(seconds, _LEAST_STEP_S)
-        return replace(result, duration_s=self._core.last_step_s, ended_s=self._clock())
+        timed = replace(result, duration_s=max(seconds, _LEAST_STEP_S), ended_s=self._clock())
+        self._core.note_timed(timed)
+        return timed
 
 
 def _note_death(task: asyncio.Task[None], death: asyncio.Future[BaseException]) -> None:

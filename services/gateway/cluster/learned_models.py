@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfmoon.pb.gateway_pb2 import StepTiming
-from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel, StepSample, prefill_sample
+from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel
+from halfmoon.policy.models.measured_step import MeasuredStep
 from halfmoon.policy.models.refinement import WorkerLatency
+from halfmoon.policy.models.speculation import SpeculationRates
 from halfmoon.policy.view.cluster_view import ClusterView
 from services.gateway.cluster.model_fallback import ModelFallback
 
@@ -19,9 +21,10 @@ class WorkerModels(NamedTuple):
     """The latency models to use for one worker."""
 
     prefill: PrefillModel
-    step: StepModel
+    step: StepModel  # of a whole step, by rows
     contention: float
     step_contention: float
+    speculation: SpeculationRates
 
 
 class LearnedModels:
@@ -46,7 +49,7 @@ class LearnedModels:
         """
         prefill = self._prefill_models.model_for(worker_id, kind, latency.prefill, now_s, like)
         step = self._step_models.model_for(worker_id, kind, latency.step, now_s)
-        return WorkerModels(prefill, step, latency.contention, latency.step_contention)
+        return WorkerModels(prefill, step, latency.contention, latency.step_contention, latency.speculation)
 
     def report(
         self,
@@ -57,33 +60,19 @@ class LearnedModels:
         view: ClusterView,
         now_s: float,
     ) -> None:
-        """Takes the steps that a worker measured.
-
-        A mixed step teaches how long prompts take as `LatencyModel.stage_s` says: decodes are rows of the same matrix
-        products, with attention of their own. One whose products should take less than its decodes alone teaches
-        nothing of prompts: the end of a moved answer's text, a few tokens, costs less than the decodes' time varies.
-        """
-
-        def num_busy(timings: Sequence[StepTiming]) -> list[float]:
-            ends_s = [now_s - step.ended_before_s for step in timings]
-            times_s = zip(timings, ends_s, strict=True)
-            return [view.busy.mean_busy_colocated(worker_id, end_s - step.seconds, end_s) for step, end_s in times_s]
-
-        decodes = [step for step in steps if not step.prefill_tokens]
-        if decodes:
-            samples = [
-                StepSample(step.batch, step.context_tokens, step.seconds / _tokens_each(step)) for step in decodes
-            ]
-            latency.observe_steps(samples, num_busy(decodes))
-            self._step_models.note(worker_id, kind, latency.step, len(decodes), now_s)
-        model, prefills, prompts = latency.step, list[StepTiming](), list[PrefillSample]()
-        for step in (one for one in steps if one.prefill_tokens):
-            sample = _prefill_sample(step, model)
-            if not step.batch or _outweighs(sample, step, model, latency.prefill):
-                prefills.append(step)
-                prompts.append(sample)
-        if prefills:
-            self._learn(worker_id, kind, latency, prompts, num_busy(prefills), now_s)
+        """Takes the steps that a worker measured."""
+        ends_s = [now_s - step.ended_before_s for step in steps]
+        learned = latency.observe(
+            [measured_step(step) for step in steps],
+            [
+                view.busy.mean_busy_colocated(worker_id, end_s - step.seconds, end_s)
+                for step, end_s in zip(steps, ends_s, strict=True)
+            ],
+        )
+        if learned.num_decodes:
+            self._step_models.note(worker_id, kind, latency.step, learned.num_decodes, now_s)
+        if learned.num_prompts:
+            self._prefill_models.note(worker_id, kind, latency.prefill, learned.num_prompts, now_s)
 
     def note_prompt(
         self, worker_id: str, kind: str, latency: WorkerLatency, sample: PrefillSample, now_s: float
@@ -94,7 +83,8 @@ class LearnedModels:
         num_prompts = self._num_prompts[worker_id] = self._num_prompts.get(worker_id, 0) + 1
         if num_prompts <= _LEARN_AT_ONCE or now_s - self._learned_s[worker_id] >= _BATCH_S:
             self._learned_s[worker_id] = now_s
-            self._learn(worker_id, kind, latency, pending, [0.0] * len(pending), now_s)
+            latency.observe_prefills(pending)
+            self._prefill_models.note(worker_id, kind, latency.prefill, len(pending), now_s)
             pending.clear()
 
     def forget(self, worker_id: str) -> None:
@@ -104,32 +94,15 @@ class LearnedModels:
         for of_worker in (self._pending, self._num_prompts, self._learned_s):
             of_worker.pop(worker_id, None)
 
-    def _learn(
-        self,
-        worker_id: str,
-        kind: str,
-        latency: WorkerLatency,
-        samples: Sequence[PrefillSample],
-        num_busy: Sequence[float],
-        now_s: float,
-    ) -> None:
-        latency.observe_prefills(samples, num_busy)
-        self._prefill_models.note(worker_id, kind, latency.prefill, len(samples), now_s)
 
-
-def _prefill_sample(step: StepTiming, model: StepModel) -> PrefillSample:
-    """A step's matrix products and its prompts' attention: all of it but the attention of its decodes."""
-    attention_s = _tokens_each(step) * model.f * step.context_tokens
-    num_rows = step.prefill_tokens + step.batch + step.drafts
-    return prefill_sample(num_rows, step.prefill_pairs, step.seconds - attention_s)
-
-
-def _outweighs(sample: PrefillSample, step: StepTiming, model: StepModel, prefill: PrefillModel) -> bool:
-    """Whether the step should take longer than its decodes alone, so that it says what its prompts take."""
-    decoding_s = _tokens_each(step) * model.seconds(step.batch, step.context_tokens)
-    return not any(prefill) or prefill.seconds(sample.new_tokens, sample.cached_tokens) >= decoding_s
-
-
-def _tokens_each(step: StepTiming) -> float:
-    """Tokens that the step gave each of its decoding sequences, in the mean: right guesses shorten their TBT."""
-    return 1 + step.right_drafts / max(step.batch, 1)
+def measured_step(timing: StepTiming) -> MeasuredStep:
+    """A reported step, as the models take it."""
+    return MeasuredStep(
+        timing.batch,
+        timing.context_tokens,
+        timing.seconds,
+        timing.prefill_tokens,
+        timing.prefill_pairs,
+        timing.drafts,
+        timing.right_drafts,
+    )

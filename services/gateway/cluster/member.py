@@ -10,7 +10,6 @@ from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
 from halfmoon.pb.types_pb2 import Role as PbRole
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
-from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.models.refinement import WorkerLatency
 from halfmoon.policy.view.fetch_costs import FetchLink
 from halfmoon.policy.view.link_speeds import usual_s_per_byte
@@ -40,13 +39,9 @@ class Member:
     role_since_s: float = -math.inf  # when its role was changed last
     decoding: set[str] = field(default_factory=set)  # requests placed since the last report
     kv_bytes_per_token: int = field(init=False)
-    _chunk_rule: ChunkRule = field(init=False)
 
     def __post_init__(self) -> None:
         self.kv_bytes_per_token = layout_from(self.identity.layout).token_bytes
-        profile, follows = self.identity.profile, self.identity.follows_targets
-        models = PrefillModel(*profile.prefill), StepModel(*profile.step)
-        self._chunk_rule = ChunkRule(*models) if follows else CONSTANT_CHUNKS
 
     @property
     def worker_id(self) -> str:
@@ -94,6 +89,8 @@ class Member:
     def view(self, models: WorkerModels) -> WorkerView:
         """What the policies see."""
         identity, load, prefill = self.identity, self.load, models.prefill
+        tbt_model, tokens_per_step = models.speculation.per_token(models.step), models.speculation.tokens_per_step
+        rule = ChunkRule(prefill, tbt_model.scaled(tokens_per_step))
         return WorkerView(
             worker_id=identity.worker_id,
             role=self.role,
@@ -114,11 +111,12 @@ class Member:
             others_prefill_s=self.prompts.others_s(prefill),
             step_tokens=identity.step_tokens,
             chunk_tokens=identity.chunk_tokens,
-            chunk_rule=self._chunk_rule,
+            chunk_rule=rule if identity.follows_targets else CONSTANT_CHUNKS,
             layer_passes=identity.layer_passes,
             max_running=identity.max_running or math.inf,
             prefill_model=prefill,
-            step_model=models.step,
+            step_model=tbt_model,
+            tokens_per_step=tokens_per_step,
             contention=models.contention,
             step_contention=models.step_contention,
             holder=self.holder,

@@ -139,7 +139,7 @@ class ControlEndpoints:
 
 
 def _worker(membership: Membership, member: Member, now_s: float, shows_links: bool) -> dict[str, Any]:
-    identity, load = member.identity, member.load
+    identity, load, speculation = member.identity, member.load, member.latency.speculation
     decodes_s = [step.seconds for step in load.steps if not step.prefill_tokens]
     return {
         "worker_id": identity.worker_id,
@@ -169,7 +169,8 @@ def _worker(membership: Membership, member: Member, now_s: float, shows_links: b
         "load": {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields if not field.is_repeated},
         "cached_blocks": membership.index.num_blocks(member.holder),
         "prefill_model": member.latency.prefill._asdict(),
-        "step_model": member.latency.step._asdict(),
+        "step_model": member.latency.tbt._asdict(),
+        "speculation": {**speculation._asdict(), "tokens_per_step": speculation.tokens_per_step},
         "prefill_free_in_s": max(_view(membership, member).prefill_free_s - now_s, 0.0),
         "predicted_step_s": _predicted_step_s(member),
         "measured_step_s": fmean(decodes_s) if decodes_s else None,
@@ -191,7 +192,8 @@ def _predicted_step_s(member: Member) -> float | None:
     """The predicted step of the current decode batch; None without a batch or a model."""
     if member.role == "prefill":
         return None
-    seconds = member.latency.step.seconds(member.load.num_running, member.load.context_tokens)
+    tokens = member.latency.speculation.tokens_per_step
+    seconds = tokens * member.latency.tbt.seconds(member.load.num_running, member.load.context_tokens)
     return seconds if member.load.num_running and seconds else None
 
 

@@ -87,6 +87,8 @@ class Decisions:
                 "cached_tokens": progress.cached_tokens,
                 "loaded_tokens": progress.loaded_tokens,
                 "output_tokens": len(progress.output_token_ids),
+                "drafts": progress.num_drafts,
+                "right_drafts": progress.num_right_drafts,
             }
 
     def newest(self, limit: int, now_s: float) -> list[dict[str, Any]]:

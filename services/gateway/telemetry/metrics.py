@@ -74,6 +74,12 @@ class GatewayMetrics:
             "halfmoon_gateway_cached_tokens", "Prompt tokens not computed again", registry=registry
         )
         self.output_tokens = Counter("halfmoon_gateway_output_tokens", "Tokens generated", registry=registry)
+        self.draft_tokens = Counter(
+            "halfmoon_gateway_draft_tokens", "Tokens that workers guessed of answers", registry=registry
+        )
+        self.right_draft_tokens = Counter(
+            "halfmoon_gateway_right_draft_tokens", "Of these, those that were what was drawn", registry=registry
+        )
         self.retries = Counter("halfmoon_gateway_retries", "Attempts after the first at a request", registry=registry)
         self.refusals = Counter(
             "halfmoon_gateway_refusals",
@@ -120,6 +126,8 @@ class GatewayMetrics:
             "generation_tokens": self.output_tokens,
             "prefix_cache_queries": self.prompt_tokens,
             "prefix_cache_hits": self.cached_tokens,
+            "spec_decode_num_draft_tokens": self.draft_tokens,
+            "spec_decode_num_accepted_tokens": self.right_draft_tokens,
         }
 
 
@@ -140,6 +148,14 @@ class _Workers(Collector):
         for member in members:
             blocks.add_metric(_labels(member), member.identity.total_blocks)
         yield blocks
+        tokens = GaugeMetricFamily(
+            "halfmoon_worker_tokens_per_step",
+            "Tokens that a decode step gives a sequence of late: above 1 where guessed tokens are right",
+            labels=["worker_id", "role"],
+        )
+        for member in members:
+            tokens.add_metric(_labels(member), member.latency.speculation.tokens_per_step)
+        yield tokens
         epochs = GaugeMetricFamily(
             "halfmoon_worker_role_epoch", "How often the worker's role was changed", labels=["worker_id", "role"]
         )

@@ -133,6 +133,8 @@ class RequestRecorder:
         metrics.tenants.count(row)
         metrics.retries.inc(row.num_retries)
         metrics.output_tokens.inc(row.output_tokens)
+        metrics.draft_tokens.inc(row.num_drafts or 0)
+        metrics.right_draft_tokens.inc(row.num_right_drafts or 0)
         if row.ttft_s is not None:
             metrics.prompt_tokens.inc(row.prompt_tokens)
             metrics.cached_tokens.inc(row.cached_tokens)
@@ -201,6 +203,8 @@ def request_row(
         refused_unread=refusal is not None and refusal.is_early,
         tenant=request.tenant.name or None,
         peer=passed and passed.peer,
+        num_drafts=usage.num_drafts,
+        num_right_drafts=usage.num_right_drafts,
     )
 
 

@@ -54,6 +54,8 @@ def end_span(span: Span, row: RequestRow, reason: str) -> None:
         "halfmoon.status": row.status,
         "halfmoon.num_retries": row.num_retries,
     }
+    if row.num_drafts:
+        attributes |= {"halfmoon.num_drafts": row.num_drafts, "halfmoon.num_right_drafts": row.num_right_drafts or 0}
     if row.finish_reason is not None:
         attributes["gen_ai.response.finish_reasons"] = [row.finish_reason]
     if row.status != "ok":
