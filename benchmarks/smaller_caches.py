@@ -1,0 +1,318 @@
+"""What a smaller KV cache costs: KL, top-1 agreement and recall of planted facts against the whole cache.
+
+    python -m benchmarks.smaller_caches --prompts 24 --documents 4 --tokens 256
+
+The whole prompt is computed, then of its KV a budget of tokens is kept, by layer and KV head, and the answer sees that.
+In plain torch, float32. `budget` counts tokens, of which the latest are a part:
+
+- `sinks`: the first 4 tokens and the latest (StreamingLLM, arXiv 2309.17453); `sinks, prompt too`: the engine's policy
+  `sinks:S+W`, under which tokens of the prompt see no more than that, either, in blocks of 64.
+- `h2o`: half latest, half those to which all tokens of the prompt gave most attention (arXiv 2306.14048).
+- `snapkv`: the latest 32, and those to which these gave most, smoothed over 7 neighbours (arXiv 2404.14469).
+- `snapkv, 64 latest`: that, with the latest 64 kept, as whole blocks need.
+- `pyramidkv`: snapkv, with budgets that shrink from the first layer to the last (arXiv 2406.02069).
+- `blocks`: whole blocks of 64 by the same attention, alike for all layers and heads.
+- `minicache`: the deeper half of the layers by pairs: one direction for both, their own lengths, 5 % of the tokens as
+  they were (arXiv 2405.14366).
+
+`asked`: the question ends the prompt. KL(whole, kept) in nats and agreement of the likeliest token are means over "The
+secret number of Alice is" and the whole cache's greedy answer from there; recall: questions whose number is the
+likeliest continuation, digit by digit. `asked later`: the question comes when the cache of the documents is small
+already; KL and top-1 are also over it.
+`depths`: recall by the document that has the fact, first to last. `KV`: bytes kept of the whole prompt's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from benchmarks.plain_model import KV, Model, answered
+from benchmarks.planted_facts import Prompt, prompts
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
+from halfmoon.engine.text.tokenizer import Tokenizer
+from halfmoon.kv.kv_policy import KVPolicy
+
+_ANSWER_TOKENS = 16
+_BLOCK_TOKENS = 64
+_SINKS = 4
+_OBSERVERS = 32  # latest tokens of the prompt whose attention counts
+_NEIGHBOURS = 7
+_STEEPNESS = 20  # of a pyramid: the last layer has 1/20 of the mean budget for its choice
+_UNMERGED = 0.05
+_TOWARDS_DEEPER = 0.6  # of the angle between two layers, as in the paper
+
+
+class Prefilled(NamedTuple):
+    """A prompt's KV by layer, and the attention that its tokens got, [kv_heads, tokens]."""
+
+    kv: list[KV]
+    by_all: list[Tensor]  # from all tokens
+    by_latest: list[Tensor]  # from the latest `_OBSERVERS`
+    log_probs: Tensor  # [vocabulary] after the last token
+
+
+Keep = Callable[[Prefilled, int], tuple[list[KV], float]]  # the KV kept of a budget, and its share of the whole's bytes
+
+
+@dataclass(slots=True)
+class Figures:
+    """Measurements of one way, under one way of asking."""
+
+    kl: list[float] = field(default_factory=list)
+    agrees: list[bool] = field(default_factory=list)
+    recalls: list[list[bool]] = field(default_factory=list)  # by depth
+    shares: list[float] = field(default_factory=list)
+
+
+Results = dict[tuple[str, str], list[Figures]]  # by way and budget: asked, asked later
+
+
+def prefilled(model: Model, token_ids: Sequence[int], policy: KVPolicy | None = None) -> Prefilled:
+    """Computes a prompt; under a policy, tokens see what the engine lets them see."""
+    positions = torch.arange(len(token_ids))
+    sees = _seen(policy, len(token_ids))
+    hidden = model.embedded(token_ids)
+    result = Prefilled([], [], [], hidden)
+    for index in range(model.num_layers):
+        kv = model.kv(index, hidden, positions)
+        attention = _attention(model.queries(index, hidden, positions), kv.keys, sees)
+        result.kv.append(kv)
+        result.by_all.append(attention.sum(1))
+        result.by_latest.append(attention[:, -_OBSERVERS:].sum(1))
+        hidden = model.behind(index, hidden, positions, kv, sees)
+    return result._replace(log_probs=model.log_probs(hidden[-1:])[0])
+
+
+def _seen(policy: KVPolicy | None, num_tokens: int) -> Tensor:
+    """Which token sees which, [num_tokens, num_tokens]."""
+    result = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    for row in range(num_tokens if policy is not None else 0):
+        assert policy is not None
+        unseen = policy.unseen(row, _BLOCK_TOKENS)
+        result[row, unseen.start * _BLOCK_TOKENS : unseen.stop * _BLOCK_TOKENS] = False
+    return result
+
+
+def _attention(queries: Tensor, keys: Tensor, sees: Tensor) -> Tensor:
+    """What tokens give to tokens, [kv_heads, tokens, tokens], the mean of the query heads of each KV head."""
+    num_kv_heads, _, head_dim = keys.shape
+    grouped = queries.unflatten(0, (num_kv_heads, -1))
+    result = torch.zeros(num_kv_heads, *sees.shape)
+    for head in range(grouped.shape[1]):
+        scores = grouped[:, head] @ keys.transpose(1, 2) * head_dim**-0.5
+        result += scores.masked_fill_(~sees, float("-inf")).softmax(-1) / grouped.shape[1]
+    return result
+
+
+def _taken(kv: KV, chosen: Tensor) -> KV:
+    """The KV of `chosen` tokens [kv_heads, tokens]; they are not in order, and before all that follows."""
+    where = chosen[..., None].expand(-1, -1, kv.keys.shape[-1])
+    return KV(torch.zeros(chosen.shape[1], dtype=torch.long), kv.keys.gather(1, where), kv.values.gather(1, where))
+
+
+def _heaviest(attention: Tensor, num: int, num_latest: int) -> Tensor:
+    """The tokens that got most attention, and the latest: [kv_heads, num + num_latest]."""
+    num_tokens = attention.shape[1]
+    heavy = attention[:, : num_tokens - num_latest].topk(num).indices
+    latest = torch.arange(num_tokens - num_latest, num_tokens).expand(len(attention), -1)
+    return torch.cat((heavy, latest), 1)
+
+
+def _smooth(attention: Tensor) -> Tensor:
+    return avg_pool1d(attention[None], _NEIGHBOURS, 1, _NEIGHBOURS // 2)[0]
+
+
+def _share(kept: Sequence[KV], whole: Sequence[KV]) -> float:
+    return sum(kv.keys.shape[1] for kv in kept) / sum(kv.keys.shape[1] for kv in whole)
+
+
+def _sinks(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+    result = []
+    for kv in prompt.kv:
+        num_heads, num_tokens, _ = kv.keys.shape
+        latest = torch.arange(num_tokens - budget + _SINKS, num_tokens)
+        result.append(_taken(kv, torch.cat((torch.arange(_SINKS), latest)).expand(num_heads, -1)))
+    return result, _share(result, prompt.kv)
+
+
+def _h2o(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+    layers = zip(prompt.kv, prompt.by_all, strict=True)
+    result = [_taken(kv, _heaviest(attention, budget // 2, budget - budget // 2)) for kv, attention in layers]
+    return result, _share(result, prompt.kv)
+
+
+def _snapkv(num_latest: int) -> Keep:
+    def keep(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+        layers = zip(prompt.kv, prompt.by_latest, strict=True)
+        result = [
+            _taken(kv, _heaviest(_smooth(attention), budget - num_latest, num_latest)) for kv, attention in layers
+        ]
+        return result, _share(result, prompt.kv)
+
+    return keep
+
+
+def _pyramidkv(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+    mean, num_layers = budget - _OBSERVERS, len(prompt.kv)
+    least = mean // _STEEPNESS
+    most = min(2 * mean - least, prompt.kv[0].keys.shape[1] - _OBSERVERS)
+    result = []
+    for index, (kv, attention) in enumerate(zip(prompt.kv, prompt.by_latest, strict=True)):
+        num = round(most - (most - least) * index / (num_layers - 1))
+        result.append(_taken(kv, _heaviest(_smooth(attention), num, _OBSERVERS)))
+    return result, _share(result, prompt.kv)
+
+
+def _blocks(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+    num_tokens = prompt.kv[0].keys.shape[1]
+    attention = torch.stack(prompt.by_latest).mean((0, 1))
+    starts = torch.arange(0, num_tokens - _OBSERVERS, _BLOCK_TOKENS)
+    last = int(starts[-1])  # of the latest tokens, always kept
+    by_block = torch.stack([attention[start : start + _BLOCK_TOKENS].sum() for start in starts[:-1]])
+    chosen = by_block.topk(max(budget // _BLOCK_TOKENS - 1, 1)).indices
+    kept = torch.cat((*(torch.arange(start, start + _BLOCK_TOKENS) for start in starts[chosen]),
+                      torch.arange(last, num_tokens)))  # fmt: skip
+    result = [_taken(kv, kept.expand(len(kv.keys), -1)) for kv in prompt.kv]
+    return result, _share(result, prompt.kv)
+
+
+def _minicache(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+    result, saved = list(prompt.kv), 0.0
+    num_layers, head_dim = len(result), result[0].keys.shape[-1]
+    for deeper in range(num_layers // 2 + 1, num_layers, 2):
+        pair = result[deeper - 1], result[deeper]
+        keys = _merged(pair[0].keys, pair[1].keys)
+        values = _merged(pair[0].values, pair[1].values)
+        result[deeper - 1 : deeper + 1] = [
+            KV(kv.positions, key, value) for kv, key, value in zip(pair, keys, values, strict=True)
+        ]
+        saved += 1 - _UNMERGED - 2 / head_dim  # of two layers' vectors one is left, with two lengths
+    return result, 1 - saved / num_layers
+
+
+def _merged(upper: Tensor, deeper: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors [kv_heads, tokens, head_dim] of two layers with one direction, but for those that are furthest apart."""
+    lengths = [part.norm(dim=-1, keepdim=True) for part in (upper, deeper)]
+    one, other = upper / lengths[0], deeper / lengths[1]
+    angle = (one * other).sum(-1, keepdim=True).clamp(-1, 1).acos()
+    weights = ((1 - _TOWARDS_DEEPER) * angle).sin(), (_TOWARDS_DEEPER * angle).sin()
+    direction = (weights[0] * one + weights[1] * other) / angle.sin().clamp_min(1e-6)
+    is_kept = angle >= angle.quantile(1 - _UNMERGED, dim=1, keepdim=True)
+    return (
+        torch.where(is_kept, upper, direction * lengths[0]),
+        torch.where(is_kept, deeper, direction * lengths[1]),
+    )
+
+
+_WAYS: dict[str, Keep] = {
+    "sinks": _sinks,
+    "h2o": _h2o,
+    "snapkv": _snapkv(_OBSERVERS),
+    "snapkv, 64 latest": _snapkv(_BLOCK_TOKENS),
+    "pyramidkv": _pyramidkv,
+    "blocks": _blocks,
+}
+
+
+class Case(NamedTuple):
+    """One way of asking: what the whole cache says behind a prompt, and what it should recall."""
+
+    model: Model
+    token_ids: list[int]  # of the prompt
+    behind: list[int]  # what the answer follows
+    whole: Prefilled
+    answer: list[int]  # greedy
+    number: list[int]
+    depth: int
+
+    def note(self, figures: Figures, prompt: Prefilled, kept: Sequence[KV], share: float) -> None:
+        """Adds the figures of kept KV."""
+        expected, got = (self._after(*kv, self.answer) for kv in ((self.whole, self.whole.kv), (prompt, kept)))
+        figures.kl += (expected.exp() * (expected - got)).sum(-1).tolist()
+        figures.agrees += (expected.argmax(-1) == got.argmax(-1)).tolist()
+        said = self._after(prompt, kept, self.number)[-len(self.number) :]
+        figures.recalls[self.depth].append(said.argmax(-1).tolist() == self.number)
+        figures.shares.append(share)
+
+    def _after(self, prompt: Prefilled, kept: Sequence[KV], answer: Sequence[int]) -> Tensor:
+        behind = answered(self.model, kept, len(self.token_ids), [*self.behind, *answer[:-1]])
+        return torch.cat((prompt.log_probs[None], behind))
+
+
+def asked(model: Model, prompt: Prompt, *, is_later: bool) -> Case:
+    """Computes the whole cache and its answer; `is_later`: the question is not in the cache."""
+    documents = [*prompt.system, *(token for ids in prompt.documents for token in ids)]
+    token_ids = documents if is_later else documents + prompt.question
+    behind = [*prompt.question, *prompt.opening] if is_later else prompt.opening
+    whole, answer = prefilled(model, token_ids), list[int]()
+    for _ in range(_ANSWER_TOKENS):
+        answer.append(int(answered(model, whole.kv, len(token_ids), behind + answer)[-1].argmax()))
+    return Case(model, token_ids, behind, whole, answer, prompt.number, prompt.depth)
+
+
+@torch.inference_mode()
+def measure(model: Model, prompt: Prompt, budgets: Sequence[int], results: Results) -> None:
+    """Adds the figures of one prompt."""
+    num_depths = len(prompt.documents)
+    for is_later in (False, True):
+        case = asked(model, prompt, is_later=is_later)
+
+        def figures(way: str, budget: str, index: int = int(is_later)) -> Figures:
+            empty = [Figures(recalls=[[] for _ in range(num_depths)]) for _ in range(2)]
+            return results.setdefault((way, budget), empty)[index]
+
+        case.note(figures("whole", "-"), case.whole, case.whole.kv, 1.0)
+        for budget in budgets:
+            for way, keep in _WAYS.items():
+                case.note(figures(way, str(budget)), case.whole, *keep(case.whole, budget))
+            policy = KVPolicy(_SINKS, budget - _BLOCK_TOKENS)
+            streamed = prefilled(model, case.token_ids, policy)
+            case.note(figures("sinks, prompt too", str(policy)), streamed, *_streamed(streamed, policy))
+        case.note(figures("minicache", "-"), case.whole, *_minicache(case.whole, 0))
+
+
+def _streamed(prompt: Prefilled, policy: KVPolicy) -> tuple[list[KV], float]:
+    """What the engine keeps of a prompt that was computed under its policy."""
+    result = []
+    for kv in prompt.kv:
+        unseen = policy.unseen(len(kv.positions), _BLOCK_TOKENS)
+        parts = kv.positions[: unseen.start * _BLOCK_TOKENS], kv.positions[unseen.stop * _BLOCK_TOKENS :]
+        result.append(_taken(kv, torch.cat(parts).expand(len(kv.keys), -1)))
+    return result, _share(result, prompt.kv)
+
+
+def main() -> None:
+    """Prints one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=256, help="of each document")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[512, 256, 128])
+    options = parser.parse_args()
+    checkpoint = prepare_checkpoint(options.model)
+    model, tokenizer = Model(checkpoint), Tokenizer(checkpoint)
+    results: Results = {}
+    for prompt in prompts(tokenizer, options.prompts, options.documents, options.tokens):
+        measure(model, prompt, options.budgets, results)
+    print("| way | budget | KV | asked: KL | top-1 | recall | depths | asked later: KL | top-1 | recall | depths |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for (way, budget), rows in results.items():
+        cells = [way, budget, f"{fmean(rows[0].shares):.0%}"]
+        for figures in rows:
+            by_depth = [f"{fmean(depth):.0%}" if depth else "-" for depth in figures.recalls]
+            recall = fmean(value for depth in figures.recalls for value in depth)
+            cells += [f"{fmean(figures.kl):.4f}", f"{fmean(figures.agrees):.1%}", f"{recall:.0%}", "/".join(by_depth)]
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
