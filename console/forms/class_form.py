@@ -21,7 +21,7 @@ _KINDS = ("header", "api_key", "tenant", "model")
 _DEFAULTS: Mapping[str, Any] = {
     "version": 0, "priority": 0, "reserved": 0.0, "ttft_s": None, "tbt_s": None, "attainment": 0.9, "rules": [],
     "early_rejection": "strict", "degradation": [], "capped_tokens": 256,
-    "max_pause_s": 0.0,
+    "max_pause_s": 0.0, "kv_policy": None,
 }  # fmt: skip
 
 
@@ -132,6 +132,9 @@ def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, d
     max_pause_s = st.number_input("Longest pause of an answer (s)", 0.0, None, float(known["max_pause_s"]), 0.5,
                                   key=f"pause-{key}",
                                   help="While a higher class needs its place or its KV memory. 0: never.")  # fmt: skip
+    kv_policy = st.text_input("Kept KV", known["kv_policy"] or "", key=f"policy-{key}", max_chars=32,
+                              placeholder="whole",
+                              help="Of requests that name none: for example sinks:4+1024. Empty: all of it.")  # fmt: skip
     early_rejection = st.selectbox(
         "Early rejection", tuple(EARLY_REJECTIONS), tuple(EARLY_REJECTIONS).index(known["early_rejection"]),
         format_func=EARLY_REJECTIONS.__getitem__, key=f"rejection-{key}",
@@ -159,6 +162,7 @@ def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, d
         "reserved": reserved / 100,
         "capped_tokens": int(capped),
         "max_pause_s": max_pause_s,
+        "kv_policy": kv_policy.strip() or None,
         "early_rejection": early_rejection,
         "degradation": list(degradation),
         "rules": rules_of(rows),

@@ -14,7 +14,10 @@ from console.plain_text import plain
 from console.quantities import NOTHING, seconds
 
 _SHOWN = 12
-_TITLES = {"ttft_s": "TTFT", "tbt_s": "TBT", "attainment": "goal", "capped_tokens": "cap", "max_pause_s": "pause"}
+_TITLES = {
+    "ttft_s": "TTFT", "tbt_s": "TBT", "attainment": "goal", "capped_tokens": "cap", "max_pause_s": "pause",
+    "kv_policy": "kept KV",
+}  # fmt: skip
 
 
 class Undo(NamedTuple):

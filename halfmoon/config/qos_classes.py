@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from halfmoon.config.section import Section
 from halfmoon.errors import InvalidRequest
+from halfmoon.kv.kv_policy import parse_kv_policy
 from halfmoon.policy.admission.qos_classes import (
     NO_PROMISES,
     ClassTable,
@@ -90,9 +91,16 @@ class ClassConfig(_Strict):
         description="how long a running answer may be paused at a time for a higher class that needs its place or its "
         "KV memory; then it goes on for as long, before all classes; 0: never",
     )
+    kv_policy: str | None = Field(
+        None,
+        max_length=32,
+        description="which KV is kept of requests that name no `kv_policy` themselves, such as sinks:4+1024; default: "
+        "all of it",
+    )
 
     def as_class(self, name: str) -> QosClass:
         """Converts the section to a class. Raises InvalidRequest for values out of range."""
+        kv_policy = None if self.kv_policy is None else parse_kv_policy(self.kv_policy)
         return QosClass(
             name,
             self.priority,
@@ -105,6 +113,7 @@ class ClassConfig(_Strict):
             self.capped_tokens,
             self.early_rejection,
             self.max_pause_s,
+            None if kv_policy is None else str(kv_policy),
         )
 
 

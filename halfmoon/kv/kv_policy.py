@@ -16,7 +16,8 @@ from typing import NamedTuple
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.keys import ADAPTER_SALT_BYTES, adapter_of
 
-PATTERN = r"sinks:\d{1,7}\+\d{1,7}"
+WHOLE = "whole"  # a request's policy that keeps all KV, whatever its class has
+PATTERN = rf"sinks:\d{{1,7}}\+\d{{1,7}}|{WHOLE}"
 _SALT = struct.Struct("<cII")
 _MARK = b"\xfd"  # begins no text in UTF-8, and no salt of a tenant
 _MOST_TOKENS = 1 << 20
@@ -38,12 +39,14 @@ class KVPolicy(NamedTuple):
         return f"sinks:{self.num_sinks}+{self.num_window}"
 
 
-def parse_kv_policy(text: str) -> KVPolicy:
-    """Reads `sinks:4+1024`. Raises InvalidRequest."""
+def parse_kv_policy(text: str) -> KVPolicy | None:
+    """Reads `sinks:4+1024`; None for `whole`. Raises InvalidRequest."""
+    if text == WHOLE:
+        return None
     if re.fullmatch(PATTERN, text) is None:
         raise InvalidRequest(
             f"kv_policy is {text!r}: write sinks:S+W, the numbers of first and of latest tokens that are kept, "
-            "for example sinks:4+1024",
+            "for example sinks:4+1024, or whole",
             param="kv_policy",
         )
     policy = KVPolicy(*map(int, text.removeprefix("sinks:").split("+")))

@@ -108,8 +108,9 @@ class Generation:
             request.qos = offer.in_class(request.qos, self._early_rejection.classes, request.tenant)
             request.is_offered, cache_salt = True, offer.cache_salt
         tenant_salt = kv_salt(request.tenant, cache_salt, is_shared=self._is_cache_shared)
-        if body.kv_policy is not None:
-            tenant_salt = policy_salt(parse_kv_policy(body.kv_policy), tenant_salt)
+        kv_policy = body.kv_policy or request.qos.kv_policy
+        if kv_policy is not None:
+            tenant_salt = policy_salt(parse_kv_policy(kv_policy), tenant_salt)
         request.tenant_salt = adapter_salt(self._model.adapters.get(request.model, ""), tenant_salt)
 
     def fingerprint(self, request: GatewayRequest) -> str:

@@ -31,6 +31,10 @@ def test_the_salt_names_the_policy(policy: KVPolicy, adapter: str, tenant_salt: 
     assert parse_kv_policy(str(policy)) == policy
 
 
+def test_a_request_may_keep_its_whole_kv() -> None:
+    assert parse_kv_policy("whole") is None
+
+
 def test_no_text_of_a_client_is_a_policy() -> None:
     for text in ("ý", "\xfd", "sinks:4+64", "\U0010ffff"):
         assert kv_policy_of(text.encode()) is None

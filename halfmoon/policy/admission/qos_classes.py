@@ -49,6 +49,7 @@ class QosClass:
     capped_tokens: int = 256  # what cap_max_tokens leaves
     early_rejection: EarlyRejection = "strict"  # overload: reject only what an idle cluster would serve in time
     max_pause_s: float = 0.0  # how long its answers may be paused for higher classes at a time; 0: never
+    kv_policy: str | None = None  # of requests that name none (`halfmoon.kv.kv_policy`); None: all KV is kept
 
     def __post_init__(self) -> None:
         _check(bool(self.name), "name", "must not be empty")

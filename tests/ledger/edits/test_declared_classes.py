@@ -61,7 +61,7 @@ async def test_a_new_field_is_no_news_of_the_text(ledger_url: str) -> None:
             await connection.execute(text(statement))
     await engine.dispose()
     async with open_ledger(ledger_url) as ledger:
-        declared = {"gold": Declaration({"ttft_s": 1.0, "max_pause_s": 0.0})}
+        declared = {"gold": Declaration({"ttft_s": 1.0, "max_pause_s": 0.0, "kv_policy": None})}
         assert await started(ledger.classes, declared) == {"gold": 7.0}
 
 

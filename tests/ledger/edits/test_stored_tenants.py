@@ -82,7 +82,7 @@ async def test_keys_in_clear_are_hashed_by_the_upgrade(ledger_url: str) -> None:
         (gold,) = (await ledger.classes.all()).classes
         (edit,) = await ledger.classes.edits(9)
     hashed = {"kind": "api_key", "value": rule_value("hm-present")}
-    rest = {"priority": 1, "max_pause_s": 0.0}
+    rest = {"priority": 1, "max_pause_s": 0.0, "kv_policy": None}
     assert gold.definition == edit.definition == {**rest, "rules": [hashed, {"kind": "model", "value": "m"}]}
     assert edit.before is not None
     assert edit.before["rules"][0]["value"] == rule_value("hm-before")

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from halfmoon.config.qos_classes import ClassConfig
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.kv_policy import KVPolicy, policy_salt
@@ -213,6 +214,17 @@ async def test_a_kv_policy_is_in_the_salt(tmp_path: Path) -> None:
             assert (status, body["error"]["param"]) == (400, "kv_policy"), wrong
         salts = [call.generation.tenant_salt for call in worker.calls.prefills]
     assert salts == [b"", policy_salt(KVPolicy(4, 100), b""), policy_salt(KVPolicy(4, 100), b"x")]
+
+
+async def test_a_class_has_a_kv_policy_for_requests_that_name_none(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("w", "both")
+        short = ClassConfig(kv_policy="sinks:4+100").as_class("default")
+        fleet.gateway.routing.admission.classes = ClassTable((short,))
+        for more in ({}, {"kv_policy": "sinks:4+300"}, {"kv_policy": "whole"}):
+            assert (await complete(fleet, **more))[0] == 200
+        salts = [call.generation.tenant_salt for call in worker.calls.prefills]
+    assert salts == [policy_salt(KVPolicy(4, 100), b""), policy_salt(KVPolicy(4, 300), b""), b""]
 
 
 async def test_a_prompt_is_read_as_far_as_somebody_has_it_before_it_is_refused(tmp_path: Path) -> None:

@@ -54,8 +54,9 @@ class ComputedBody(Part):
     kv_policy: str | None = Field(
         None,
         max_length=32,
-        pattern=f"^{PATTERN}$",
-        description="sinks:S+W: KV of the first S and the latest W tokens alone is kept; default: all of it",
+        pattern=f"^({PATTERN})$",
+        description="sinks:S+W: KV of the first S and the latest W tokens alone is kept; whole: all of it; default: what the "
+        "class says, or whole",
     )
 
 

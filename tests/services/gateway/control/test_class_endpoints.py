@@ -80,6 +80,8 @@ MALFORMED: tuple[tuple[str, str | None], ...] = (
     ('{"priority": 1.5}', "priority"),
     ('{"priority": 123456789012345678901234567890}', "priority"),
     ('{"capped_tokens": 0}', "capped_tokens"),
+    ('{"kv_policy": "sinks:4"}', "kv_policy"),
+    ('{"kv_policy": 4}', "kv_policy"),
     ('{"capped_tokens": 123456789012345678901234567890}', "capped_tokens"),
     ('{"attainment": 1.01}', "attainment"),
     ('{"reserved": -0.1}', "reserved"),
