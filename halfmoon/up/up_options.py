@@ -98,9 +98,10 @@ class UpOptions:
                 param="gateways",
             )
         is_whole = self.num_both or (self.num_prefill and self.num_decode)
-        if not is_whole and self.joins is None and not self.other_gateways:
+        if not is_whole and self.joins is None and self.host_address is None:  # nobody can bring what is missing
             raise InvalidRequest(
-                "nothing could be served: start at least one --prefill and one --decode, or one --both"
+                "nothing could be served: start at least one --prefill and one --decode, or one --both, or give "
+                "--host-address for workers of other hosts"
             )
         if self.simulation is not None:
             self.simulation.check_limits(arguments for _, arguments in simulated_workers(self))
