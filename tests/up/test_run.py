@@ -126,6 +126,10 @@ def test_what_could_serve_nothing_is_refused(counts: tuple[int, int, int]) -> No
         UpOptions(num_prefill=counts[0], num_decode=counts[1], num_both=counts[2])
 
 
+def test_other_hosts_may_bring_what_is_missing() -> None:
+    UpOptions(num_prefill=0, num_decode=1, host_address="10.0.0.1")
+
+
 def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
