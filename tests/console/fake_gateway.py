@@ -52,7 +52,7 @@ PLACEMENT: dict[str, Any] = {
     "predicted": {"ttft_s": 0.06, "tbt_s": 0.01}, "moves": [],
     "measured": {
         "status": "ok", "queue_s": 0.01, "prefill_s": 0.05, "ttft_s": 0.08, "tbt_s": 0.012, "e2e_s": 0.5,
-        "cached_tokens": 64, "loaded_tokens": 24, "output_tokens": 20,
+        "cached_tokens": 64, "loaded_tokens": 24, "output_tokens": 20, "drafts": 12, "right_drafts": 9,
     },
     "candidates": [_CANDIDATE, _CANDIDATE | {"worker_id": "prefill-2", "compute_s": 0.1, "ttft_s": 0.11}],
 }  # fmt: skip

@@ -22,7 +22,7 @@ from console.quantities import ago, count, seconds, share, size
 from console.sign_in import is_right
 from console.views.cache_page import decision_rows, restored
 from console.views.overview_page import attainment, outcome_rates, peer_row
-from console.views.placements_page import candidate_parts, pairs, prompt_side
+from console.views.placements_page import candidate_parts, pairs, placement_row, prompt_side
 from halfmoon.policy.values import Disaggregation
 from tests.console.fake_gateway import CACHE, CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, STORES, WORKER
 
@@ -203,6 +203,12 @@ def test_each_reason_of_a_decode_worker_is_a_sentence() -> None:
     for reason in set(get_args(Disaggregation)) - {"off"}:
         assert (prompt_side(PLACEMENT | {"disaggregation": reason}) or "").startswith("Computed by")
     assert prompt_side(PLACEMENT | {"disaggregation": "off"}) is prompt_side(REFUSED) is None
+
+
+def test_guessed_tokens_are_shown_where_there_were_any() -> None:
+    assert placement_row(PLACEMENT)["guessed"] == "9 of 12 right"
+    assert placement_row(PLACEMENT | {"measured": PLACEMENT["measured"] | {"drafts": 0}})["guessed"] is None
+    assert placement_row(REFUSED)["guessed"] is None
 
 
 def test_refusals_count_against_attainment_and_strangers_do_not() -> None:

@@ -131,6 +131,7 @@ async def test_rows_of_every_release_are_there_after_it(ledger_url: str, revisio
     async with open_ledger(ledger_url) as ledger:
         (old,) = await ledger.recent(9)
         assert (old.request_id, old.status, old.refused_unread) == ("old", "rejected", None)
+        assert (old.num_drafts, old.num_right_drafts) == (None, None)
         (outcome,) = await ledger.outcomes.since(BEFORE, "gold", 9)
         assert (outcome.predicted_ttft_s, outcome.refused_unread) == (0.5, None)
         assert [one.prompt_tokens for one in await ledger.traffic.since(BEFORE, 9)] == [3]

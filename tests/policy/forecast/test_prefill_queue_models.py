@@ -110,6 +110,17 @@ def test_a_worker_of_both_roles_computes_in_chunks_beside_its_decoding() -> None
     assert refined(PrefillQueueModels(DecodeForecast()), view, placement, 0.0) == (0.0, 1.0)
 
 
+def test_right_guesses_shorten_the_time_between_tokens_but_no_step() -> None:
+    """A token every 0.1 s, four of them a step: a chunk waits for 0.4 s beside it, and takes a fourth of that each."""
+    guessing, view = replace(B, tokens_per_step=4.0), ClusterView()
+    placement = at(view, guessing, guessing)
+    courses = PrefillQueueModels(decoding_at(view, guessing, 99.0))
+    assert refined(courses, view, placement, 0.0) == (0.2, 1.8)
+    courses.join("first", view, placement, 100, 1000, 0, 0.0)
+    behind = replace(placement, behind_s=99.0)
+    assert courses.tbt_s(view, behind, 0.1, 10, 0.0) == pytest.approx(0.1 + MODEL.seconds(50) / 4)
+
+
 def test_an_answer_comes_slower_where_prompts_are_computed_in_its_steps() -> None:
     view = ClusterView()
     courses, placement = PrefillQueueModels(DecodeForecast()), at(view, B, B)

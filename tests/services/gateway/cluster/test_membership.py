@@ -221,7 +221,24 @@ def test_right_guesses_shorten_the_time_between_tokens() -> None:
     )
     membership.report(member, WorkerLoad(steps=[decode] * 20 + [mixed] * 20), 2.0)
     assert shown(membership).step_model.seconds(2, 50) == pytest.approx(0.01)
+    assert shown(membership).whole_step_model.seconds(2, 50) == pytest.approx(0.03)
     assert shown(membership).prefill_model.seconds(300, -50) == pytest.approx(0.33, rel=0.05)
+    membership.report(member, WorkerLoad(steps=[StepTiming(batch=2, context_tokens=50, seconds=0.012)] * 60), 3.0)
+    assert shown(membership).tokens_per_step < 1.5, "guesses that ceased are forgotten within some steps"
+
+
+def test_chunks_are_predicted_by_the_speed_that_is_measured() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    profile = LatencyProfile(kind="k", prefill=[0.01, 1e-3, 0.0], step=[0.02, 1e-3, 0.0])
+    member = membership.join(identity(profile=profile, follows_targets=True, step_tokens=512), 0.0)
+    start = shown(membership).chunk_rule
+    assert (start.prefill, start.step) == (PrefillModel(0.01, 1e-3, 0.0), StepModel(0.02, 1e-3, 0.0))
+    prompt = StepTiming(seconds=2 * 0.21, prefill_tokens=200, prefill_pairs=20_000)
+    steps = [StepTiming(batch=2, context_tokens=50, seconds=2 * 0.022)] * 40 + [prompt] * 20
+    for at_s in range(1, 11):
+        membership.report(member, WorkerLoad(steps=steps), float(at_s))
+    assert shown(membership).chunk_rule.step.seconds(2, 50) == pytest.approx(0.044, rel=0.05)
+    assert shown(membership).chunk_rule.prefill.seconds(200) == pytest.approx(0.42, rel=0.05)
 
 
 def test_a_worker_is_taken_for_one_of_its_kind_while_little_is_known_of_it() -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from halfmoon.ledger.models import RequestRow
-from halfmoon.pb.types_pb2 import SamplingParams
+from halfmoon.pb.types_pb2 import SamplingParams, Token
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import PredictedLatency, Refused
 from halfmoon.policy.values import AdmissionTargets
@@ -49,11 +49,14 @@ def test_a_row_has_the_figures_of_the_first_output_and_the_gaps_of_all() -> None
     first.note_tokens([1], 11.0)
     second.note_tokens([1], 11.5)
     second.note_tokens([1], 11.75)
+    first.note_drafts([Token(num_drafts=5, num_right_drafts=2)])
+    second.note_drafts([Token(num_drafts=1)])
     row = request_row(request, "m", "ok", 200, None, request.gaps_s, 12.5)
     assert (row.qos_class, row.predicted_ttft_s, row.predicted_tbt_s) == ("gold", 0.7, 0.1)
     assert (row.prefill_worker, row.decode_worker, row.queue_s, row.prefill_s) == ("p0", "d0", 0.2, 0.3)
     assert (row.ttft_s, row.mean_tbt_s, row.max_tbt_s, row.e2e_s) == (1.0, 0.25, 0.25, 2.5)
     assert (row.prompt_tokens, row.num_outputs, row.refused_unread) == (3, 2, False)
+    assert (row.num_drafts, row.num_right_drafts) == (6, 2)
 
 
 @pytest.mark.parametrize("request_", [refused(arrived()), refused(tokenized())], ids=["early", "routing"])

@@ -48,6 +48,7 @@ async def test_each_output_is_counted_with_its_tokens_times_and_end(tmp_path: Pa
     assert figures["prompt_tokens_by_source_total", "local_cache_hit"] == 6
     assert figures["prompt_tokens_by_source_total", "external_kv_transfer"] == 0
     assert figures["prompt_tokens_cached_total", ""] == 6
+    assert figures["spec_decode_num_draft_tokens_total", ""] == 0
 
 
 PANELS = {
