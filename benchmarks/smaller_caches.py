@@ -9,7 +9,6 @@ In plain torch, float32. `budget` counts tokens, of which the latest are a part:
   `sinks:S+W`, under which tokens of the prompt see no more than that, either, in blocks of 64.
 - `h2o`: half latest, half those to which all tokens of the prompt gave most attention (arXiv 2306.14048).
 - `snapkv`: the latest 32, and those to which these gave most, smoothed over 7 neighbours (arXiv 2404.14469).
-- `snapkv, 64 latest`: that, with the latest 64 kept, as whole blocks need.
 - `pyramidkv`: snapkv, with budgets that shrink from the first layer to the last (arXiv 2406.02069).
 - `blocks`: whole blocks of 64 by the same attention, alike for all layers and heads.
 - `minicache`: the deeper half of the layers by pairs: one direction for both, their own lengths, 5 % of the tokens as
@@ -40,7 +39,7 @@ from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.kv.kv_policy import KVPolicy
 
-_ANSWER_TOKENS = 16
+_ANSWER_TOKENS = 8
 _BLOCK_TOKENS = 64
 _SINKS = 4
 _OBSERVERS = 32  # latest tokens of the prompt whose attention counts
@@ -54,7 +53,7 @@ class Prefilled(NamedTuple):
     """A prompt's KV by layer, and the attention that its tokens got, [kv_heads, tokens]."""
 
     kv: list[KV]
-    by_all: list[Tensor]  # from all tokens
+    by_all: list[Tensor]  # from all tokens; empty under a policy
     by_latest: list[Tensor]  # from the latest `_OBSERVERS`
     log_probs: Tensor  # [vocabulary] after the last token
 
@@ -83,10 +82,11 @@ def prefilled(model: Model, token_ids: Sequence[int], policy: KVPolicy | None = 
     result = Prefilled([], [], [], hidden)
     for index in range(model.num_layers):
         kv = model.kv(index, hidden, positions)
-        attention = _attention(model.queries(index, hidden, positions), kv.keys, sees)
         result.kv.append(kv)
-        result.by_all.append(attention.sum(1))
-        result.by_latest.append(attention[:, -_OBSERVERS:].sum(1))
+        if policy is None:
+            attention = _attention(model.queries(index, hidden, positions), kv.keys, sees)
+            result.by_all.append(attention.sum(1))
+            result.by_latest.append(attention[:, -_OBSERVERS:].sum(1))
         hidden = model.behind(index, hidden, positions, kv, sees)
     return result._replace(log_probs=model.log_probs(hidden[-1:])[0])
 
@@ -118,16 +118,13 @@ def _taken(kv: KV, chosen: Tensor) -> KV:
     return KV(torch.zeros(chosen.shape[1], dtype=torch.long), kv.keys.gather(1, where), kv.values.gather(1, where))
 
 
-def _heaviest(attention: Tensor, num: int, num_latest: int) -> Tensor:
-    """The tokens that got most attention, and the latest: [kv_heads, num + num_latest]."""
+def _heaviest(attention: Tensor, num: int, num_latest: int, num_smoothed: int = 1) -> Tensor:
+    """The tokens that got most attention, smoothed over neighbours, and the latest: [kv_heads, num + num_latest]."""
     num_tokens = attention.shape[1]
-    heavy = attention[:, : num_tokens - num_latest].topk(num).indices
+    smooth = avg_pool1d(attention[None, :, : num_tokens - num_latest], num_smoothed, 1, num_smoothed // 2)[0]
+    heavy = smooth.topk(num).indices
     latest = torch.arange(num_tokens - num_latest, num_tokens).expand(len(attention), -1)
     return torch.cat((heavy, latest), 1)
-
-
-def _smooth(attention: Tensor) -> Tensor:
-    return avg_pool1d(attention[None], _NEIGHBOURS, 1, _NEIGHBOURS // 2)[0]
 
 
 def _share(kept: Sequence[KV], whole: Sequence[KV]) -> float:
@@ -149,15 +146,11 @@ def _h2o(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
     return result, _share(result, prompt.kv)
 
 
-def _snapkv(num_latest: int) -> Keep:
-    def keep(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
-        layers = zip(prompt.kv, prompt.by_latest, strict=True)
-        result = [
-            _taken(kv, _heaviest(_smooth(attention), budget - num_latest, num_latest)) for kv, attention in layers
-        ]
-        return result, _share(result, prompt.kv)
-
-    return keep
+def _snapkv(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+    layers = zip(prompt.kv, prompt.by_latest, strict=True)
+    num = budget - _OBSERVERS
+    result = [_taken(kv, _heaviest(attention, num, _OBSERVERS, _NEIGHBOURS)) for kv, attention in layers]
+    return result, _share(result, prompt.kv)
 
 
 def _pyramidkv(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
@@ -167,7 +160,7 @@ def _pyramidkv(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
     result = []
     for index, (kv, attention) in enumerate(zip(prompt.kv, prompt.by_latest, strict=True)):
         num = round(most - (most - least) * index / (num_layers - 1))
-        result.append(_taken(kv, _heaviest(_smooth(attention), num, _OBSERVERS)))
+        result.append(_taken(kv, _heaviest(attention, num, _OBSERVERS, _NEIGHBOURS)))
     return result, _share(result, prompt.kv)
 
 
@@ -215,8 +208,7 @@ def _merged(upper: Tensor, deeper: Tensor) -> tuple[Tensor, Tensor]:
 _WAYS: dict[str, Keep] = {
     "sinks": _sinks,
     "h2o": _h2o,
-    "snapkv": _snapkv(_OBSERVERS),
-    "snapkv, 64 latest": _snapkv(_BLOCK_TOKENS),
+    "snapkv": _snapkv,
     "pyramidkv": _pyramidkv,
     "blocks": _blocks,
 }
@@ -232,17 +224,20 @@ class Case(NamedTuple):
     answer: list[int]  # greedy
     number: list[int]
     depth: int
+    expected: Tensor  # of the whole cache
 
     def note(self, figures: Figures, prompt: Prefilled, kept: Sequence[KV], share: float) -> None:
         """Adds the figures of kept KV."""
-        expected, got = (self._after(*kv, self.answer) for kv in ((self.whole, self.whole.kv), (prompt, kept)))
+        expected, got = self.expected, self.after(prompt, kept, self.answer)
         figures.kl += (expected.exp() * (expected - got)).sum(-1).tolist()
         figures.agrees += (expected.argmax(-1) == got.argmax(-1)).tolist()
-        said = self._after(prompt, kept, self.number)[-len(self.number) :]
-        figures.recalls[self.depth].append(said.argmax(-1).tolist() == self.number)
+        num = len(self.number)
+        said = got if self.answer[: num - 1] == self.number[:-1] else self.after(prompt, kept, self.number)
+        figures.recalls[self.depth].append(said[len(self.behind) :][:num].argmax(-1).tolist() == self.number)
         figures.shares.append(share)
 
-    def _after(self, prompt: Prefilled, kept: Sequence[KV], answer: Sequence[int]) -> Tensor:
+    def after(self, prompt: Prefilled, kept: Sequence[KV], answer: Sequence[int]) -> Tensor:
+        """Log-probabilities after the prompt, what follows it, and each but the last token of an answer."""
         behind = answered(self.model, kept, len(self.token_ids), [*self.behind, *answer[:-1]])
         return torch.cat((prompt.log_probs[None], behind))
 
@@ -255,7 +250,8 @@ def asked(model: Model, prompt: Prompt, *, is_later: bool) -> Case:
     whole, answer = prefilled(model, token_ids), list[int]()
     for _ in range(_ANSWER_TOKENS):
         answer.append(int(answered(model, whole.kv, len(token_ids), behind + answer)[-1].argmax()))
-    return Case(model, token_ids, behind, whole, answer, prompt.number, prompt.depth)
+    case = Case(model, token_ids, behind, whole, answer, prompt.number, prompt.depth, whole.log_probs)
+    return case._replace(expected=case.after(whole, whole.kv, answer))
 
 
 @torch.inference_mode()
@@ -289,6 +285,22 @@ def _streamed(prompt: Prefilled, policy: KVPolicy) -> tuple[list[KV], float]:
     return result, _share(result, prompt.kv)
 
 
+def table(results: Results) -> str:
+    """A row for each way and budget, in Markdown."""
+    rows = [
+        "| way | budget | KV | asked: KL | top-1 | recall | depths | asked later: KL | top-1 | recall | depths |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (way, budget), measured in results.items():
+        cells = [way, budget, f"{fmean(measured[0].shares):.0%}"]
+        for figures in measured:
+            by_depth = [f"{fmean(depth):.0%}" if depth else "-" for depth in figures.recalls]
+            recall = fmean(value for depth in figures.recalls for value in depth)
+            cells += [f"{fmean(figures.kl):.4f}", f"{fmean(figures.agrees):.1%}", f"{recall:.0%}", "/".join(by_depth)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     """Prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -303,15 +315,7 @@ def main() -> None:
     results: Results = {}
     for prompt in prompts(tokenizer, options.prompts, options.documents, options.tokens):
         measure(model, prompt, options.budgets, results)
-    print("| way | budget | KV | asked: KL | top-1 | recall | depths | asked later: KL | top-1 | recall | depths |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for (way, budget), rows in results.items():
-        cells = [way, budget, f"{fmean(rows[0].shares):.0%}"]
-        for figures in rows:
-            by_depth = [f"{fmean(depth):.0%}" if depth else "-" for depth in figures.recalls]
-            recall = fmean(value for depth in figures.recalls for value in depth)
-            cells += [f"{fmean(figures.kl):.4f}", f"{fmean(figures.agrees):.1%}", f"{recall:.0%}", "/".join(by_depth)]
-        print(f"| {' | '.join(cells)} |")
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfmoon.engine.scheduling.schedule import ScheduledSequence
+from halfmoon.engine.scheduling.sequence import KVChoice
 from halfmoon.kv.kv_policy import KVPolicy
 
 
@@ -18,6 +19,7 @@ class Chunk:
     blocks: Sequence[int]  # all blocks of the sequence
     num_logits: int  # how many of the last tokens' logits are needed
     policy: KVPolicy | None = None  # what its tokens see; None: all before them
+    choice: KVChoice | None = None  # what is chosen behind these tokens, the last of a prompt
 
     @property
     def end(self) -> int:
@@ -29,4 +31,6 @@ def chunk_of(item: ScheduledSequence) -> Chunk:
     """The chunk for a scheduled sequence."""
     sequence, start = item.sequence, item.start
     token_ids = [*sequence.token_ids[start : start + item.num_tokens - len(item.drafts)], *item.drafts]
-    return Chunk(token_ids, start, sequence.blocks, item.num_logits, sequence.policy)
+    policy = None if sequence.is_read_whole else sequence.policy
+    choice = sequence.choice if start + len(token_ids) == sequence.num_prompt else None
+    return Chunk(token_ids, start, sequence.blocks, item.num_logits, policy, choice)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import AttentionBackend, StepAttention, TokenSpan
+from halfmoon.engine.attention.chosen_kv import choosing
 from halfmoon.engine.attention.watched_attention import DeviceWatch, GatedAttention, WatchedAttention
 from halfmoon.engine.chunk import Chunk, chunk_of
 from halfmoon.engine.constraint import TokenMasks
@@ -123,7 +124,7 @@ class ModelRunner:
             token_ids=self._tensor(token_ids),
             positions=self._tensor(list(chain.from_iterable(positions))),
             logit_rows=self._tensor(logit_rows),
-            attention=attention or self._attention.step(spans),
+            attention=attention or choosing(self._attention.step(spans), chunks, self._arena),
         )
 
     def _tensor(self, values: list[int]) -> Tensor:

@@ -1,4 +1,8 @@
-"""Which part of a request's KV is kept: attention sinks and a window (Xiao et al., StreamingLLM, arXiv 2309.17453).
+"""Which part of a request's KV is kept: a window, and of what precedes it the first tokens or those that count most.
+
+- `sinks:S+W`: attention sinks (Xiao et al., StreamingLLM, arXiv 2309.17453). All tokens, the prompt's too, see no more.
+- `snapkv:B+W`: the prompt is computed whole. At its end each layer and KV head keeps those tokens to which the prompt's
+  last ones gave most attention (Li et al., SnapKV, arXiv 2404.14469); what follows sees these and the window.
 
 A policy is counted in whole blocks, rounded up: what is kept is seen, and what is not seen is freed. All tokens of a
 block therefore see the same blocks before it. Positions stay those of the text, also behind tokens that were freed.
@@ -16,43 +20,55 @@ from typing import NamedTuple
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.keys import ADAPTER_SALT_BYTES, adapter_of
 
+OBSERVERS = 32
+"""Latest tokens of a prompt whose attention says what is kept."""
 WHOLE = "whole"  # a request's policy that keeps all KV, whatever its class has
-PATTERN = rf"sinks:\d{{1,7}}\+\d{{1,7}}|{WHOLE}"
-_SALT = struct.Struct("<cII")
+PATTERN = rf"(?:sinks|snapkv):\d{{1,7}}\+\d{{1,7}}|{WHOLE}"
+_SALT = struct.Struct("<c?II")
 _MARK = b"\xfd"  # begins no text in UTF-8, and no salt of a tenant
 _MOST_TOKENS = 1 << 20
 
 
 class KVPolicy(NamedTuple):
-    """The first `num_sinks` tokens and at least the latest `num_window` ones are kept and seen."""
+    """`num_early` tokens and at least the latest `num_window` ones are kept and seen."""
 
-    num_sinks: int
+    num_early: int  # the first ones, or those chosen
     num_window: int
+    chooses: bool = False
 
     def unseen(self, position: int, block_tokens: int) -> range:
-        """Blocks between sinks and window, which neither the token at `position` nor any later one sees."""
+        """Blocks between the early ones and the window, which no token from `position` on sees.
+
+        Those of a policy that chooses, from the end of the prompt on: what was chosen lies in the early blocks then.
+        """
         first = position // block_tokens - -(-self.num_window // block_tokens)
-        sinks = -(-self.num_sinks // block_tokens)
-        return range(sinks, max(sinks, first))
+        early = -(-self.num_early // block_tokens)
+        return range(early, max(early, first))
+
+    def num_reusable(self, num_prompt: int, num_tokens: int) -> int:
+        """Leading tokens of `num_tokens` whose KV may come from elsewhere; at least one is left to compute."""
+        return max(num_prompt - OBSERVERS, 0) if self.chooses else num_tokens - 1
 
     def __str__(self) -> str:
-        return f"sinks:{self.num_sinks}+{self.num_window}"
+        return f"{'snapkv' if self.chooses else 'sinks'}:{self.num_early}+{self.num_window}"
 
 
 def parse_kv_policy(text: str) -> KVPolicy | None:
-    """Reads `sinks:4+1024`; None for `whole`. Raises InvalidRequest."""
+    """Reads `sinks:4+1024` or `snapkv:512+64`; None for `whole`. Raises InvalidRequest."""
     if text == WHOLE:
         return None
     if re.fullmatch(PATTERN, text) is None:
         raise InvalidRequest(
-            f"kv_policy is {text!r}: write sinks:S+W, the numbers of first and of latest tokens that are kept, "
-            "for example sinks:4+1024, or whole",
+            f"kv_policy is {text!r}: write sinks:S+W or snapkv:B+W, the numbers of first or of chosen tokens and of "
+            "latest ones that are kept, for example sinks:4+1024, or whole",
             param="kv_policy",
         )
-    policy = KVPolicy(*map(int, text.removeprefix("sinks:").split("+")))
-    if not 1 <= policy.num_window <= _MOST_TOKENS or policy.num_sinks > _MOST_TOKENS:
+    name, numbers = text.split(":")
+    policy = KVPolicy(*map(int, numbers.split("+")), chooses=name == "snapkv")
+    if not 1 <= policy.num_window <= _MOST_TOKENS or not policy.chooses <= policy.num_early <= _MOST_TOKENS:
         raise InvalidRequest(
-            f"kv_policy is {text!r}: the window must have 1 to {_MOST_TOKENS} tokens, and the sinks at most as many",
+            f"kv_policy is {text!r}: the window must have 1 to {_MOST_TOKENS} tokens, what is chosen as many, and the "
+            "sinks at most as many",
             param="kv_policy",
         )
     return policy
@@ -60,7 +76,11 @@ def parse_kv_policy(text: str) -> KVPolicy | None:
 
 def policy_salt(policy: KVPolicy | None, tenant_salt: bytes) -> bytes:
     """The salt of KV that is computed under a policy; None: under none."""
-    return tenant_salt if policy is None else _SALT.pack(_MARK, *policy) + tenant_salt
+    return (
+        tenant_salt
+        if policy is None
+        else _SALT.pack(_MARK, policy.chooses, policy.num_early, policy.num_window) + tenant_salt
+    )
 
 
 def kv_policy_of(salt: bytes) -> KVPolicy | None:
@@ -70,5 +90,5 @@ def kv_policy_of(salt: bytes) -> KVPolicy | None:
         return None
     if len(own) < _SALT.size:
         raise InvalidRequest("the salt names a policy and is too short for it", param="kv_policy")
-    _, num_sinks, num_window = _SALT.unpack_from(own)
-    return parse_kv_policy(str(KVPolicy(num_sinks, num_window)))
+    _, chooses, num_early, num_window = _SALT.unpack_from(own)
+    return parse_kv_policy(str(KVPolicy(num_early, num_window, chooses)))

@@ -9,19 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, TokenOutput
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.kv_policy import KVPolicy, policy_salt
+from halfmoon.kv.kv_policy import KVPolicy, kv_policy_of, policy_salt
 from tests.engine.engine_runs import finish, request
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 BLOCK_TOKENS = 8
 POLICY = KVPolicy(5, 12)  # one block, and two before a token's own
+CHOSEN = KVPolicy(12, 10, chooses=True)  # two blocks, and two before a token's own
+OBSERVERS, NEIGHBOURS = 32, 7
 
 MakeEngine = Callable[..., Engine]
 
@@ -44,27 +46,87 @@ def under(policy: KVPolicy | None, one: EngineRequest) -> EngineRequest:
     return replace(one, tenant_salt=policy_salt(policy, one.tenant_salt))
 
 
-def asked(name: str = "a", length: int = 61, max_tokens: int = 30, **options: Any) -> EngineRequest:
-    return under(POLICY, request(name, length, max_tokens, num_top_logprobs=3, **options))
+def asked(name: str = "a", length: int = 61, max_tokens: int = 30, policy: KVPolicy = POLICY) -> EngineRequest:
+    return under(policy, request(name, length, max_tokens, num_top_logprobs=3))
+
+
+@pytest.fixture(params=[POLICY, CHOSEN], ids=str)
+def policy(request: pytest.FixtureRequest) -> KVPolicy:
+    found: KVPolicy = request.param
+    return found
 
 
 def seen(num_tokens: int, policy: KVPolicy) -> Tensor:
     """Which token sees which, [num_tokens, num_tokens], written down anew."""
     rows, keys = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)[None]
-    num_sinks, num_window = (-(-part // BLOCK_TOKENS) for part in policy)
+    num_sinks, num_window = (-(-part // BLOCK_TOKENS) for part in policy[:2])
     in_window = keys // BLOCK_TOKENS >= rows // BLOCK_TOKENS - num_window
     return (keys <= rows) & ((keys // BLOCK_TOKENS < num_sinks) | in_window)
+
+
+def chosen(attention: Tensor, num_prompt: int, policy: KVPolicy) -> Tensor:
+    """Which token sees which, [heads, num_tokens, num_tokens], written down anew.
+
+    attention: what tokens give to tokens with nothing hidden, [heads, num_tokens, num_tokens]; heads of one group.
+    """
+    num_chosen, num_window = (-(-part // BLOCK_TOKENS) for part in policy[:2])
+    num_candidates = (num_prompt // BLOCK_TOKENS - num_window) * BLOCK_TOKENS
+    sees = torch.ones(attention.shape[-2:], dtype=torch.bool).tril()
+    if num_candidates <= num_chosen * BLOCK_TOKENS:
+        early = torch.arange(num_chosen * BLOCK_TOKENS)
+    else:
+        given = attention[:, max(num_prompt - OBSERVERS, 0) : num_prompt, :num_candidates].sum((0, 1))
+        padded = torch.nn.functional.pad(given, (NEIGHBOURS // 2, NEIGHBOURS // 2))
+        early = padded.unfold(0, NEIGHBOURS, 1).mean(1).topk(num_chosen * BLOCK_TOKENS).indices
+    for row in range(num_prompt, len(sees)):
+        first = max(row // BLOCK_TOKENS - num_window, 0) * BLOCK_TOKENS
+        hidden = torch.arange(len(sees)) < first
+        hidden[early] = False
+        sees[row] &= ~hidden
+    return sees
+
+
+def attend_to_chosen(num_prompt: int, policy: KVPolicy) -> Callable[..., tuple[Tensor, None]]:
+    """Attention of transformers' models over what each KV head chooses."""
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **rest: Any) -> Any:
+        num_heads = q.shape[1]
+        keys, values = (part[0].repeat_interleave(num_heads // part.shape[1], 0) for part in (k, v))
+        scores = q[0] @ keys.transpose(1, 2) * scaling
+        attention = scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), float("-inf")).softmax(
+            -1
+        )
+        num_cached = 1 if hasattr(module.config, "kv_lora_rank") else k.shape[1]  # of latents there is one head
+        groups = attention.unflatten(0, (num_cached, -1))
+        sees = torch.stack([chosen(group, num_prompt, policy) for group in groups])
+        sees = sees.repeat_interleave(num_heads // num_cached, 0)
+        return (scores.masked_fill(~sees, float("-inf")).softmax(-1) @ values).transpose(0, 1)[None], None
+
+    return attend
+
+
+def logits_under(policy: KVPolicy, model: PreTrainedModel, token_ids: list[int], num_prompt: int) -> Tensor:
+    """Of the whole text [num_tokens, vocab_size], by transformers."""
+    if policy.chooses:
+        AttentionInterface.register("chosen", attend_to_chosen(num_prompt, policy))
+        model.set_attn_implementation("chosen")
+        mask = None
+    else:
+        model.set_attn_implementation("eager")
+        mask = torch.zeros(1, 1, len(token_ids), len(token_ids))
+        mask[0, 0].masked_fill_(~seen(len(token_ids), policy), float("-inf"))
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([token_ids]), attention_mask=mask).logits[0].float()
+    return logits
 
 
 def check(model: PreTrainedModel, one: EngineRequest, outputs: list[TokenOutput]) -> None:
     """Every token, and the log-probabilities of the likeliest, against the whole text computed with that mask."""
     outputs = [output for output in outputs if output.request_id == one.request_id]
     token_ids = [*one.prompt_token_ids, *(output.token_id for output in outputs)][:-1]
-    mask = torch.zeros(1, 1, len(token_ids), len(token_ids))
-    mask[0, 0].masked_fill_(~seen(len(token_ids), POLICY), float("-inf"))
-    with torch.no_grad():
-        logits = model(torch.tensor([token_ids]), attention_mask=mask).logits[0].float()
-    expected = logits.log_softmax(-1)[len(one.prompt_token_ids) - 1 :]
+    num_prompt, policy = len(one.prompt_token_ids), kv_policy_of(one.tenant_salt)
+    assert policy is not None
+    expected = logits_under(policy, model, token_ids, num_prompt).log_softmax(-1)[num_prompt - 1 :]
     assert len(outputs) == one.sampling.max_tokens == len(expected)
     for output, row in zip(outputs, expected, strict=True):
         assert output.logprobs is not None
@@ -80,13 +142,14 @@ def check(model: PreTrainedModel, one: EngineRequest, outputs: list[TokenOutput]
 def test_logits_are_those_of_a_model_with_that_mask(
     attention: str,
     steps: dict[str, int],
+    policy: KVPolicy,
     engine_of: Any,
     tiny_checkpoint: Any,
     reference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("halfmoon.engine.attention.flex_attention.can_compile", lambda device: False)
-    one, other = asked(), replace(request("full", 33, 9), tenant_salt=b"")
+    one, other = asked(policy=policy), replace(request("full", 33, 9), tenant_salt=b"")
     engine = engine_of(attention=attention, **steps)
     for each in (one, other):
         engine.add(each)
@@ -94,8 +157,8 @@ def test_logits_are_those_of_a_model_with_that_mask(
 
 
 @pytest.mark.parametrize("model", ["qwen3", "mixtral", "deepseek-v3"])
-def test_other_models(model: str, engine_of: Any, tiny_checkpoint: Any, reference: Any) -> None:
-    engine, one = engine_of(model), asked()
+def test_other_models(model: str, policy: KVPolicy, engine_of: Any, tiny_checkpoint: Any, reference: Any) -> None:
+    engine, one = engine_of(model), asked(policy=policy)
     engine.add(one)
     check(reference(tiny_checkpoint(model)), one, finish(engine))
 
@@ -114,7 +177,9 @@ def test_a_long_answer_needs_no_more_blocks(engine_of: Any) -> None:
 def copied(source: Engine, target: Engine, one: EngineRequest, outputs: list[TokenOutput]) -> None:
     """Hands a request over from the one engine to the other."""
     num_tokens = len(one.prompt_token_ids)
-    num_tokens -= len(POLICY.unseen(num_tokens, BLOCK_TOKENS)) * BLOCK_TOKENS
+    policy = kv_policy_of(one.tenant_salt)
+    assert policy is not None
+    num_tokens -= len(policy.unseen(num_tokens, BLOCK_TOKENS)) * BLOCK_TOKENS
     assert target.reserve(one) == 0
     heard: list[Any] = []
     source.add(replace(one, prefill_only=True), heard.append)
@@ -132,14 +197,16 @@ def copied(source: Engine, target: Engine, one: EngineRequest, outputs: list[Tok
 
 @pytest.mark.parametrize("length", [17, 33, 61, 64])
 def test_a_hand_over_carries_only_what_is_kept(
-    length: int, engine_of: Any, tiny_checkpoint: Any, reference: Any
+    length: int, policy: KVPolicy, engine_of: Any, tiny_checkpoint: Any, reference: Any
 ) -> None:
     source, target = engine_of(chunk_tokens=7, max_batch_tokens=9, max_running=4), engine_of()
     outputs: list[TokenOutput] = []
-    copied(source, target, asked(length=length), outputs)
-    assert target.num_blocks - target.stats().num_free_blocks == min(length // BLOCK_TOKENS + 1, 4)
+    one = asked(length=length, policy=policy)
+    copied(source, target, one, outputs)
+    num_kept = -(-policy.num_early // BLOCK_TOKENS) + 3  # and two of the window, the token's own
+    assert target.num_blocks - target.stats().num_free_blocks == min(length // BLOCK_TOKENS + 1, num_kept)
     outputs += finish(target)
-    check(reference(tiny_checkpoint("llama")), asked(length=length), outputs)
+    check(reference(tiny_checkpoint("llama")), one, outputs)
 
 
 def test_others_find_no_blocks_of_a_policy(engine_of: Any) -> None:
@@ -156,9 +223,9 @@ def test_others_find_no_blocks_of_a_policy(engine_of: Any) -> None:
     assert list(cached.values()) == [0, 0, 56]
 
 
-def test_a_pause_keeps_what_is_kept(engine_of: Any, tiny_checkpoint: Any, reference: Any) -> None:
+def test_a_pause_keeps_what_is_kept(policy: KVPolicy, engine_of: Any, tiny_checkpoint: Any, reference: Any) -> None:
     engine = engine_of(num_blocks=14, max_running=2)
-    low = replace(asked("low", 50, 40), priority=2, class_priority=2, max_pause_s=1e9)
+    low = replace(asked("low", 50, 40, policy), priority=2, class_priority=2, max_pause_s=1e9)
     engine.add(low)
     outputs = [output for _ in range(12) for output in engine.step().outputs]
     engine.add(replace(request("high", 90, 20), priority=0))
@@ -172,8 +239,8 @@ def test_a_pause_keeps_what_is_kept(engine_of: Any, tiny_checkpoint: Any, refere
     check(reference(tiny_checkpoint("llama")), low, outputs)
 
 
-def test_int8_kv_and_speculation_compose(engine_of: Any) -> None:
-    greedy = under(POLICY, request("a", 61, 30, allowed_token_ids=(7, 11)))
+def test_int8_kv_and_speculation_compose(policy: KVPolicy, engine_of: Any) -> None:
+    greedy = under(policy, request("a", 61, 30, allowed_token_ids=(7, 11)))
     plain, guessing = engine_of(kv_dtype="int8"), engine_of(kv_dtype="int8", speculation="ngram")
     texts = []
     for engine in (plain, guessing):
@@ -183,10 +250,10 @@ def test_int8_kv_and_speculation_compose(engine_of: Any) -> None:
 
 
 def test_a_preempted_request_is_computed_again_under_its_policy(
-    engine_of: Any, tiny_checkpoint: Any, reference: Any
+    policy: KVPolicy, engine_of: Any, tiny_checkpoint: Any, reference: Any
 ) -> None:
     engine = engine_of(num_blocks=13)
-    both = [asked(name, length, 40) for name, length in (("a", 30), ("b", 25))]
+    both = [asked(name, length, 40, policy) for name, length in (("a", 30), ("b", 25))]
     for one in (request("full", 30, 40), *both):
         engine.add(one)
     outputs, num_preempted = [], 0
@@ -200,8 +267,20 @@ def test_a_preempted_request_is_computed_again_under_its_policy(
         check(reference(tiny_checkpoint("llama")), one, outputs)
 
 
-def test_two_ranks(engine_of: Any, tiny_checkpoint: Any, reference: Any) -> None:
-    engine, one = engine_of(tensor_parallel=2), asked()
+def test_what_is_chosen_does_not_depend_on_what_was_cached(
+    engine_of: Any, tiny_checkpoint: Any, reference: Any
+) -> None:
+    engine = engine_of()
+    for name in ("first", "second"):
+        one = asked(name, policy=CHOSEN)
+        engine.add(one)
+        outputs = list(engine.step().outputs)
+        assert engine.find(name).num_cached == (24 if name == "second" else 0)  # whole blocks of 61 - 32 tokens
+        check(reference(tiny_checkpoint("llama")), one, outputs + finish(engine))
+
+
+def test_two_ranks(policy: KVPolicy, engine_of: Any, tiny_checkpoint: Any, reference: Any) -> None:
+    engine, one = engine_of(tensor_parallel=2), asked(policy=policy)
     engine.add(one)
     check(reference(tiny_checkpoint("llama")), one, finish(engine))
 

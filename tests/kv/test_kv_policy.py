@@ -10,13 +10,13 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.kv.keys import adapter_of, adapter_salt
 from halfmoon.kv.kv_policy import KVPolicy, kv_policy_of, parse_kv_policy, policy_salt
 
-POLICIES = st.builds(KVPolicy, st.integers(0, 300), st.integers(1, 2000))
+POLICIES = st.builds(KVPolicy, st.integers(1, 300), st.integers(1, 2000), st.booleans()) | st.just(KVPolicy(0, 9))
 
 
 @given(POLICIES, st.integers(0, 5000), st.sampled_from((8, 16, 64)))
 def test_sinks_and_window_are_seen_and_what_is_freed_stays_so(policy: KVPolicy, position: int, size: int) -> None:
     unseen = policy.unseen(position, size)
-    assert unseen.start * size >= policy.num_sinks
+    assert unseen.start * size >= policy.num_early
     if unseen:
         assert policy.num_window <= position + 1 - unseen.stop * size <= policy.num_window + 2 * size
     later = policy.unseen(position + 1, size)
@@ -40,14 +40,16 @@ def test_no_text_of_a_client_is_a_policy() -> None:
         assert kv_policy_of(text.encode()) is None
 
 
-@pytest.mark.parametrize("text", ["", "sinks", "sinks:4", "sinks:4+0", "sinks:-1+4", "sinks:4+1048577", "sinks:4+64 "])
+@pytest.mark.parametrize(
+    "text", ["", "sinks", "sinks:4", "sinks:4+0", "sinks:-1+4", "sinks:4+1048577", "sinks:4+64 ", "snapkv:0+9"]
+)
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         parse_kv_policy(text)
     assert refusal.value.param == "kv_policy"
 
 
-@pytest.mark.parametrize("salt", [b"\xfd", b"\xfd" + bytes(7), b"\xfd" + bytes(8)])
+@pytest.mark.parametrize("salt", [b"\xfd", b"\xfd" + bytes(7), b"\xfd" + bytes(8), b"\xfd" + bytes(9)])
 def test_a_damaged_salt_is_refused(salt: bytes) -> None:
     with pytest.raises(InvalidRequest):
         kv_policy_of(salt)

@@ -102,9 +102,12 @@ async def test_two_workers_give_the_reference_tokens(start_worker: Start, tiny: 
     await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)
 
 
+@pytest.mark.parametrize("policy", [KVPolicy(3, 12), KVPolicy(12, 10, chooses=True)], ids=str)
 @pytest.mark.parametrize("num_prompt", [20, 64, 101])
-async def test_under_a_policy_only_what_is_kept_is_sent(start_worker: Start, tiny: Checkpoint, num_prompt: int) -> None:
-    prompt, policy = [(7 * i + 3) % 125 + 3 for i in range(num_prompt)], KVPolicy(3, 12)
+async def test_under_a_policy_only_what_is_kept_is_sent(
+    start_worker: Start, tiny: Checkpoint, num_prompt: int, policy: KVPolicy
+) -> None:
+    prompt = [(7 * i + 3) % 125 + 3 for i in range(num_prompt)]
     prefill, decode, both = [await start_worker(role) for role in ("prefill", "decode", "both")]
     asked = generation(tiny, prompt, 20)
     asked.tenant_salt = policy_salt(policy, b"")

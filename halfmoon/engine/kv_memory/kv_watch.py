@@ -87,7 +87,9 @@ class KVWatch:
             block_tokens = self._layout.block_tokens
             runs = sequence.restore.runs(sequence.num_computed // block_tokens)
             written = written._replace(loaded=tuple((a * block_tokens, b * block_tokens) for a, b in runs))
-        if sequence.not_handed_over:
+        if sequence.choice is not None:
+            written = Written()  # what is handed over is not chosen yet
+        elif sequence.not_handed_over:
             written = written.without(sequence.not_handed_over, self._layout.block_tokens)
         sequence.written = written
         on_kv = self._listeners.get(sequence.request_id)

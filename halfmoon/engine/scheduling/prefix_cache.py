@@ -13,6 +13,9 @@ from halfmoon.engine.scheduling.spread_pool import Blocks
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.keys import child_key
 
+EVERY_BLOCK = 1 << 62
+"""Known blocks of a sequence of which nothing more is to be found."""
+
 
 class CacheChanges(NamedTuple):
     """Keys of blocks that became available, and of those that ceased to be."""

@@ -124,6 +124,7 @@ class Scheduler:
             if sequence.needs_all_outputs:
                 num_tokens = min(num_tokens, num_logits)
                 num_logits -= num_tokens
+            num_tokens = sequence.num_at_once(num_tokens)
             if num_tokens:
                 budget -= num_tokens
                 yield ScheduledSequence(sequence, num_tokens)

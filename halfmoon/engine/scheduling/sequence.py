@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,17 @@ from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams,
 from halfmoon.engine.scheduling.restore_order import Restore
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.kv_policy import kv_policy_of
+from halfmoon.kv.kv_policy import OBSERVERS, kv_policy_of
 from halfmoon.policy.preemption import Pauses
 
 SequenceState = Literal["waiting", "running", "paused", "reserved", "held", "removed"]
+
+
+class KVChoice(NamedTuple):
+    """Where a policy's choice goes at the end of the prompt: K and V of as many tokens as `blocks` hold."""
+
+    blocks: list[int]
+    num_candidates: int  # leading tokens of the prompt that are chosen from
 
 
 class Sequence:
@@ -41,6 +48,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.dropped = range(0)
         self.policy = kv_policy_of(request.tenant_salt)
+        self.choice: KVChoice | None = None  # what is still to be chosen
         self.not_handed_over = range(0)  # blocks that the policy leaves out where one worker computes and one decodes
         self.block_keys: list[bytes] = []  # of the leading full blocks, as far as they have been needed
         self.num_known_blocks = 0  # leading blocks that the prefix cache has seen
@@ -98,6 +106,27 @@ class Sequence:
         return self.wants_prompt_logprobs or (self.sampling.pooling == "mean" and self.num_output == 0)
 
     @property
+    def num_reusable(self) -> int:
+        """Leading tokens whose K and V may come from elsewhere: at least one is left to compute."""
+        if self.needs_all_outputs:
+            return 0
+        num_tokens = len(self.token_ids)
+        return num_tokens - 1 if self.policy is None else self.policy.num_reusable(self.num_prompt, num_tokens)
+
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether what runs next sees everything before it: no policy holds, or not before the prompt's end."""
+        return self.policy is None or (self.policy.chooses and self.num_computed < self.num_prompt)
+
+    def num_at_once(self, num_tokens: int) -> int:
+        """How many of the next `num_tokens` run in one step. The tokens that choose run together, last of a prompt."""
+        if self.policy is None or not self.policy.chooses or not num_tokens or self.num_computed >= self.num_prompt:
+            return num_tokens
+        num_left = self.num_prompt - self.num_computed
+        num_before = num_left - OBSERVERS
+        return num_left if num_tokens >= num_left or num_before <= 0 else min(num_tokens, num_before)
+
+    @property
     def kept_blocks(self) -> list[int]:
         """The blocks that are its own: those that were not given back, in order."""
         return self.blocks[: self.dropped.start] + self.blocks[self.dropped.stop :]
@@ -109,7 +138,8 @@ class Sequence:
 
     def num_arriving(self, block_tokens: int) -> int:
         """Uncomputed tokens that need no computing if the step behind them waits for their layers; 0: it cannot."""
-        if self.restore is None or self.num_computed % block_tokens:
+        is_choosing = self.policy is not None and self.policy.chooses
+        if self.restore is None or self.num_computed % block_tokens or is_choosing:
             return 0
         block = self.num_computed // block_tokens
         if block >= self.restore.num_blocks or not self.restore.arrives_by_layer(block):

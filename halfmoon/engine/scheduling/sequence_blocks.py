@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from halfmoon.engine.scheduling.prefix_cache import PrefixCache
-from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.engine.scheduling.prefix_cache import EVERY_BLOCK, PrefixCache
+from halfmoon.engine.scheduling.sequence import KVChoice, Sequence
 
 
 class SequenceBlocks:
@@ -60,6 +60,21 @@ class SequenceBlocks:
         sequence.num_known_blocks = len(shared)
         sequence.num_cached = len(shared) * self._block_tokens
 
+    def num_chosen(self, sequence: Sequence) -> int:
+        """Blocks for what a policy will choose of the prompt, besides those of the prompt; 0: it keeps all of that."""
+        policy = sequence.policy
+        if policy is None or not policy.chooses:
+            return 0
+        unseen = policy.unseen(sequence.num_prompt, self._block_tokens)
+        return unseen.start if unseen else 0
+
+    def prepare_choice(self, sequence: Sequence) -> None:
+        """Takes these blocks. There must be enough."""
+        num_chosen = self.num_chosen(sequence)
+        if num_chosen and sequence.policy is not None:
+            unseen = sequence.policy.unseen(sequence.num_prompt, self._block_tokens)
+            sequence.choice = KVChoice(self._cache.allocate(num_chosen), unseen.stop * self._block_tokens)
+
     def refill(self, sequence: Sequence) -> None:
         """Gives a sequence that was moved out new blocks for what it has computed."""
         num_blocks = self.num_for(sequence.num_computed) - len(sequence.dropped)
@@ -80,7 +95,11 @@ class SequenceBlocks:
 
         A prompt that is handed over keeps those behind the model's window: where it goes, they are asked for.
         """
-        if sequence.restore is not None:
+        if sequence.choice is not None:
+            if not sequence.is_read_whole:
+                self._keep_choice(sequence, sequence.choice)
+            return
+        if sequence.restore is not None or (sequence.policy is not None and sequence.is_read_whole):
             return
         window = self._window_tokens
         if sequence.policy is not None:
@@ -97,7 +116,18 @@ class SequenceBlocks:
     def free(self, sequence: Sequence) -> None:
         """Releases all blocks of a sequence."""
         self._cache.release(sequence.kept_blocks)
-        sequence.blocks, sequence.dropped = [], range(0)
+        if sequence.choice is not None:
+            self._cache.release(sequence.choice.blocks)
+        sequence.blocks, sequence.dropped, sequence.choice = [], range(0), None
+
+    def _keep_choice(self, sequence: Sequence, choice: KVChoice) -> None:
+        """Gives back the blocks that were chosen from. What follows in the sequence is found by nobody."""
+        num_blocks = choice.num_candidates // self._block_tokens
+        with sequence.kv_lock:
+            self._cache.release(sequence.blocks[:num_blocks])
+            sequence.dropped = range(len(choice.blocks), num_blocks)
+            sequence.blocks = _with_places(choice.blocks + sequence.blocks[num_blocks:], sequence.dropped)
+            sequence.choice, sequence.num_known_blocks = None, EVERY_BLOCK
 
     def _room(self, sequence: Sequence, num_blocks: int) -> int:
         return max(self.num_for(sequence.max_tokens_ever) - num_blocks, 0)

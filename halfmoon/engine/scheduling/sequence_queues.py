@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from halfmoon.engine.scheduling.paused_sequences import PauseCounts, PausedKV, PausedSequences
-from halfmoon.engine.scheduling.prefix_cache import PrefixCache
+from halfmoon.engine.scheduling.prefix_cache import EVERY_BLOCK, PrefixCache
 from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.scheduling.sequence_blocks import SequenceBlocks
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.frame_plan import Written
 from halfmoon.policy.preemption import Queued, Turns, in_turn, is_overtaken, last_in_turn, take_turns, to_pause
-
-_EVERY_BLOCK = 1 << 62
 
 
 class SequenceQueues:
@@ -104,7 +102,7 @@ class SequenceQueues:
             raise NoCapacity(f"{num_tokens + 1} tokens do not fit: {self.blocks.num_available} blocks are available")
         if sequence.not_handed_over:
             self.blocks.leave_gap(sequence)
-            sequence.num_known_blocks = _EVERY_BLOCK  # the prefix cache finds no prefix with a gap
+            sequence.num_known_blocks = EVERY_BLOCK  # the prefix cache finds no prefix with a gap
         sequence.state = "reserved"
         self._reserved[sequence.request_id] = sequence
 
@@ -116,7 +114,7 @@ class SequenceQueues:
         del self._reserved[sequence.request_id]
         sequence.num_computed = sequence.num_received = len(sequence.token_ids)
         if is_private:
-            sequence.num_known_blocks = _EVERY_BLOCK
+            sequence.num_known_blocks = EVERY_BLOCK
         sequence.token_ids.append(first_token_id)
         self._run(sequence)
 
@@ -173,9 +171,9 @@ class SequenceQueues:
         if self.num_places <= 0:
             return False
         num_tokens = len(sequence.token_ids)
-        num_known = 0 if sequence.needs_all_outputs else num_tokens - 1  # at least one token is left to compute
-        if not self._take_blocks(sequence, num_known, num_tokens, now_s):
+        if not self._take_blocks(sequence, sequence.num_reusable, num_tokens, now_s, self.blocks.num_chosen(sequence)):
             return False
+        self.blocks.prepare_choice(sequence)
         sequence.num_computed = sequence.num_cached
         sequence.num_loaded = 0
         if sequence.restore is not None:
@@ -214,8 +212,8 @@ class SequenceQueues:
             kept = [] if sequence.is_moved_out else sequence.kept_blocks
             num_kept = sum(block not in reclaimable for block in kept) + len(sequence.dropped)
             return Queued(sequence, self.blocks.num_for(num_tokens) - num_kept)
-        num_known = 0 if sequence.needs_all_outputs else num_tokens - 1
-        num_blocks = self.blocks.num_unused(sequence, num_known, num_tokens, reclaimable)
+        num_blocks = self.blocks.num_unused(sequence, sequence.num_reusable, num_tokens, reclaimable)
+        num_blocks += self.blocks.num_chosen(sequence)
         return Queued(sequence, num_blocks, sequence.num_uncomputed)
 
     def _pause_for(self, sequence: Sequence, num_known: int, num_tokens: int, now_s: float) -> None:
@@ -268,10 +266,15 @@ class SequenceQueues:
                 sequence.dropped = dropped
         return True
 
-    def _take_blocks(self, sequence: Sequence, num_known: int, num_tokens: int, now_s: float) -> bool:
-        """Takes blocks for `num_tokens`, sharing what is cached of the first `num_known`; False if too few are left."""
+    def _take_blocks(
+        self, sequence: Sequence, num_known: int, num_tokens: int, now_s: float, num_more: int = 0
+    ) -> bool:
+        """Takes blocks for `num_tokens`, sharing what is cached of the first `num_known`; leaves `num_more` available.
+
+        Returns False if too few are left.
+        """
         shared = self.blocks.share(sequence, num_known)
-        lacking = self.blocks.num_for(num_tokens) - len(shared) - self.blocks.num_available
+        lacking = self.blocks.num_for(num_tokens) + num_more - len(shared) - self.blocks.num_available
         if lacking > 0 and not self._reclaim(lacking, now_s):
             self.blocks.give_up(shared)
             return False
