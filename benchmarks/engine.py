@@ -1,7 +1,7 @@
 """Prefill and decode rates of the engine, compared with transformers in the same process and with servers.
 
     python -m benchmarks.engine --model demo --dtype bfloat16 --repeat 3 [--server vllm=http://127.0.0.1:9000/smollm2]
-        [--quantization auto --quantization int4 --llama-cpp /…/llama-batched-bench] [--kv-dtype int8]
+        [--quantization auto --quantization int4 --llama-cpp /…/llama-batched-bench] [--kv-dtype int8 --kv-dtype fp8]
 
 Subjects take turns within each repeat. Figures are medians; ratios are to transformers, or to our engine with weights
 as numbers if quantised weights or KV are measured beside it, and above 1 where the subject is better. Of those it also
@@ -58,7 +58,7 @@ _TEXT = Path(__file__).parents[1] / "docs" / "architecture.md"
 _TEXT_WINDOWS, _WINDOW_TOKENS = 4, 512
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-KV = Literal["auto", "int8"]
+KV = Literal["auto", "int8", "fp8"]
 Figures = dict[str, float]
 Subject = Callable[[], Figures]
 
@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--server", type=Server.parse, action="append", default=[], metavar="NAME=URL/MODEL")
     parser.add_argument("--llama-cpp", type=Path, metavar="PROGRAM", help="llama-batched-bench; needs a GGUF model")
     parser.add_argument("--quantization", choices=("auto", "int8", "int4"), action="append", default=[])
-    parser.add_argument("--kv-dtype", choices=("int8",), action="append", default=[])
+    parser.add_argument("--kv-dtype", choices=("int8", "fp8"), action="append", default=[])
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args(arguments)
     checkpoint = prepare_checkpoint(options.model, quantization="none" if options.quantization else "auto")

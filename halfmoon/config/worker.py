@@ -44,10 +44,10 @@ class WorkerConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="number format of weights and KV; auto uses bfloat16 where it is fast"
     )
-    kv_dtype: Literal["auto", "int8"] = Field(
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
-        description="number format of KV in memory; int8: with a scale for each token and head, half as large as "
-        "bfloat16; auto: the dtype. Not with vLLM, nor with offload_kv",
+        description="number format of KV in memory; int8, fp8 (e4m3): with a scale for each token and head, half as "
+        "large as bfloat16, int8 nearer to it; auto: the dtype. Not with vLLM, nor with offload_kv",
     )
     block_tokens: int = Field(64, ge=1, description="tokens in a KV block; must be the same on all workers")
     kv_memory: ByteSize | None = Field(

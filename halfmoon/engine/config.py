@@ -52,7 +52,7 @@ class EngineConfig:
 
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    kv_dtype: Literal["auto", "int8"] = "auto"  # of KV in memory; auto: `dtype`
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of KV in memory; auto: `dtype`
     block_tokens: int = 64
     kv_memory_bytes: int | None = None  # per rank; on a CPU, of all ranks of a host; None: `kv_memory/kv_budget.py`
     gpu_memory_utilization: float = 0.9  # the share of a GPU for weights, KV and steps, if kv_memory_bytes is None

@@ -18,7 +18,7 @@ from halfmoon.engine.attention.attention_backend import AttentionBackend
 from halfmoon.engine.attention.attention_table import Backend, attends, need_of
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization, default_cache_dir
 from halfmoon.engine.config import EngineConfig, Kernels
-from halfmoon.engine.kv_memory.kv_arena import KVArena
+from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES, KVArena
 from halfmoon.engine.model_runner import DecodeSteps
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.blocks import Blocks, quantised
@@ -159,7 +159,7 @@ def _triton_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, c
     if _attends("triton", model, context_tokens):
         num_programs = model.num_kv_heads
         if model.latent is not None:
-            memory = torch.int8 if config.kv_dtype == "int8" else dtype
+            memory = dtype if config.kv_dtype == "auto" else TORCH_DTYPES[config.kv_dtype]
             num_programs = -(-model.num_heads // row_tile(model.num_heads, memory))
         attention = TritonBackend(
             config.block_tokens, num_programs, context_tokens, config.device, config.mixed_attention

@@ -12,16 +12,19 @@ from typing import Literal, get_args
 from halfmoon.errors import Incompatible
 
 FloatDtype = Literal["float32", "float16", "bfloat16"]
-KVDtype = Literal["float32", "float16", "bfloat16", "int8"]
+QuantisedDtype = Literal["int8", "fp8"]
+KVDtype = Literal["float32", "float16", "bfloat16", "int8", "fp8"]  # stored blocks number them: append only
 KVBytes = bytes | bytearray | memoryview
-_ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
-_SCALE_BYTES = 2  # behind the codes of each row of int8, in bfloat16
+QUANTISED: frozenset[KVDtype] = frozenset(get_args(QuantisedDtype))
+"""Dtypes of rows that are codes and their scale, as `codec/scaled_rows.py` defines them."""
+_ITEM_BYTES: dict[KVDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
+_SCALE_BYTES = 2  # behind the codes of each quantised row, in bfloat16
 _MAX_INDEX = 0xFFFF  # a frame header names layers and heads in 16 bits
 
 
 def row_items(head_dim: int, dtype: KVDtype) -> int:
     """Elements that hold a row of `head_dim` values."""
-    return head_dim + _SCALE_BYTES if dtype == "int8" else head_dim
+    return head_dim + _SCALE_BYTES if dtype in QUANTISED else head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,8 @@ class KVLayout:
     """Shape of the whole model's KV cache. Two workers can exchange KV if their layouts differ only in dtype.
 
     Canonical order of KV bytes, in memory views and in frames: `[num_layers, 2 (K, V), num_kv_heads, num_tokens,
-    head_dim]`, keys after rotary embedding. A row of int8, K or V of one token, layer and head, is `head_dim` codes and
-    their scale, as `codec/int8.py` defines them.
+    head_dim]`, keys after rotary embedding. A quantised row, K or V of one token, layer and head, is `head_dim` codes and
+    their scale.
     """
 
     num_layers: int
@@ -58,7 +61,7 @@ class KVLayout:
 
     @property
     def row_items(self) -> int:
-        """Elements of a row of memory: the head's values and, of int8, the bytes of their scale."""
+        """Elements of a row of memory: the head's values and, where they are codes, the bytes of their scale."""
         return row_items(self.head_dim, self.dtype)
 
     @property

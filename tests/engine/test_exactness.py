@@ -25,12 +25,14 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["llama", "qwen3", "opt", "llama/int8", "qwen3/int4", "qwen3/int8 KV"])
+@pytest.fixture(params=["llama", "qwen3", "opt", "llama/int8", "qwen3/int4", "qwen3/int8 KV", "qwen3/fp8 KV"])
 def engine_of(request: pytest.FixtureRequest, dtype: str, tiny_checkpoint: Callable[[str], Checkpoint]) -> Any:
     name, _, quantization = request.param.partition("/")
-    path, has_int8_kv = str(tiny_checkpoint(name).path), quantization == "int8 KV"
-    checkpoint = prepare_checkpoint(path, quantization="auto" if has_int8_kv else quantization or "auto")
-    of_kv = {"kv_dtype": "int8"} if has_int8_kv else {}
+    kv_dtype, is_of_kv, _ = quantization.partition(" KV")
+    checkpoint = prepare_checkpoint(
+        str(tiny_checkpoint(name).path), quantization="auto" if is_of_kv else quantization or "auto"
+    )
+    of_kv = {"kv_dtype": kv_dtype} if is_of_kv else {}
 
     def make(**options: Any) -> Engine:
         return Engine(checkpoint, EngineConfig(**{"dtype": dtype, "num_blocks": 400, **of_kv, **options}))

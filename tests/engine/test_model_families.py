@@ -78,8 +78,9 @@ def test_a_prompt_that_is_handed_over_keeps_its_blocks(make_engine: MakeEngine) 
 
 
 @pytest.mark.parametrize("family", ["gemma2", "deepseek-v3"])
-def test_kv_in_int8_stays_close(family: str, make_engine: MakeEngine) -> None:
-    exact, rounded = (make_engine(family, kv_dtype=dtype) for dtype in ("auto", "int8"))
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_kv_stays_close(family: str, kv_dtype: str, make_engine: MakeEngine) -> None:
+    exact, rounded = (make_engine(family, kv_dtype=dtype) for dtype in ("auto", kv_dtype))
     assert rounded.layout.block_bytes < exact.layout.block_bytes / 2
     found = []
     for engine in (exact, rounded):

@@ -239,9 +239,10 @@ def test_a_pause_keeps_what_is_kept(policy: KVPolicy, engine_of: Any, tiny_check
     check(reference(tiny_checkpoint("llama")), low, outputs)
 
 
-def test_int8_kv_and_speculation_compose(policy: KVPolicy, engine_of: Any) -> None:
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_kv_and_speculation_compose(policy: KVPolicy, engine_of: Any, kv_dtype: str) -> None:
     greedy = under(policy, request("a", 61, 30, allowed_token_ids=(7, 11)))
-    plain, guessing = engine_of(kv_dtype="int8"), engine_of(kv_dtype="int8", speculation="ngram")
+    plain, guessing = engine_of(kv_dtype=kv_dtype), engine_of(kv_dtype=kv_dtype, speculation="ngram")
     texts = []
     for engine in (plain, guessing):
         engine.add(greedy)

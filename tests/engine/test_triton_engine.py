@@ -92,9 +92,12 @@ def test_latent_models_have_the_logits_of_torch(name: str, tiny_checkpoint: Call
     torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
 
 
-def test_with_int_8_kv_the_tokens_are_those_of_native(make_engine: MakeEngine, make_triton: MakeEngine) -> None:
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_with_quantised_kv_the_tokens_are_those_of_native(
+    kv_dtype: str, make_engine: MakeEngine, make_triton: MakeEngine
+) -> None:
     requests = [request("a", 19, 3), request("b", 1, 6), request("c", 15)]
-    make = {"kv_dtype": "int8", "max_batch_tokens": 16, "chunk_tokens": 5}
+    make = {"kv_dtype": kv_dtype, "max_batch_tokens": 16, "chunk_tokens": 5}
     assert generate(make_triton("qwen3", **make), *requests) == generate(make_engine("qwen3", **make), *requests)
 
 

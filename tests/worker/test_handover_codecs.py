@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes, gainful
-from halfmoon.kv.kv_layout import KVDtype
+from halfmoon.kv.kv_layout import QUANTISED, KVDtype
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.rpc.transport import receiving
 from halfmoon.worker.servicers.wire import codec_from
@@ -27,7 +27,7 @@ NUM_TOKENS = 16
 HANDED_OVER = [codec for codec in Codec if codec is not Codec.INT2]  # which is for stored blocks
 
 # Of the mean over the decoded tokens of |logprob - that of transformers in float32|.
-DTYPE_ERROR: dict[KVDtype, float] = {"float32": 0.0001, "float16": 0.02, "bfloat16": 0.1, "int8": 0.06}
+DTYPE_ERROR: dict[KVDtype, float] = {"float32": 0.0001, "float16": 0.02, "bfloat16": 0.1, "int8": 0.06, "fp8": 0.3}
 CODEC_ERROR = {Codec.RAW: 0.0, Codec.LZ4: 0.0, Codec.ZSTD: 0.0, Codec.INT8: 0.06, Codec.FP8: 0.3, Codec.INT4: 0.5}
 
 
@@ -104,18 +104,18 @@ async def test_what_is_decoded_is_what_the_model_says(
 
 def dtypes(kv: KVDtype) -> dict[str, str]:
     """The options of a worker with such KV."""
-    return {"dtype": "float32", "kv_dtype": "int8"} if kv == "int8" else {"dtype": kv}
+    return {"dtype": "float32", "kv_dtype": kv} if kv in QUANTISED else {"dtype": kv}
 
 
-@pytest.mark.parametrize("sent", ["float32", "int8"])
-@pytest.mark.parametrize("kept", ["float32", "int8"])
-async def test_kv_that_an_int8_cache_rounded_is_found_by_no_other_dtype(
+@pytest.mark.parametrize("sent", ["float32", "int8", "fp8"])
+@pytest.mark.parametrize("kept", ["float32", "int8", "fp8"])
+async def test_kv_that_a_quantised_cache_rounded_is_found_by_no_other_dtype(
     start_worker: Start, tiny: Checkpoint, sent: KVDtype, kept: KVDtype
 ) -> None:
     prefill = await start_worker("prefill", **dtypes(sent))
     decode = await start_worker("decode", **dtypes(kept))
     sizes = [(await decoded(prefill, decode, Codec.RAW, PROMPT))[1] for _ in range(2)]
-    num_held = len(PROMPT) // 8 * 8 if (sent, kept) != ("int8", "float32") else 0
+    num_held = len(PROMPT) // 8 * 8 if sent in (kept, "float32") else 0
     token_bytes = prefill.engine.layout.token_bytes
     assert sizes == [len(PROMPT) * token_bytes, (len(PROMPT) - num_held) * token_bytes]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
-from halfmoon.engine.kv_memory.int8_rows import round_rows, widen_rows
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised, numbers_of, round_rows
 from halfmoon.engine.kv_memory.kv_arena import slot_runs
 
 
@@ -80,10 +80,10 @@ def attend_sdpa(
 ) -> Tensor:
     """Attention on the CPU: no copy of cached keys, one flash-attention call per sequence and contiguous run.
 
-    The reference computes what flash attention does not: keys in int8, which it widens (kernels read them as they are),
+    The reference computes what flash attention does not: quantised keys, which it widens (kernels read them as they are),
     capped scores, latents, and chunks of which some rows see less than all keys before them.
     """
-    if layer_kv.dtype is torch.int8 or rule.softcap is not None or rule.latent_size is not None:
+    if is_quantised(layer_kv.dtype) or rule.softcap is not None or rule.latent_size is not None:
         return attend_reference(q, k, v, layer_kv, batch, rule)
     store(k, v, layer_kv, batch.slots)
     outs = []
@@ -112,9 +112,9 @@ def _latest(runs: tuple[tuple[int, int], ...], num_slots: int | None) -> tuple[t
 
 
 def store(k: Tensor, v: Tensor, layer_kv: Tensor, slots: Tensor) -> None:
-    """Writes k, v [num_tokens, num_kv_heads, head_dim] to their slots of one layer, rounded if that is of int8."""
+    """Writes k, v [num_tokens, num_kv_heads, head_dim] to their slots of one layer, rounded if that is of codes."""
     for rows, memory in ((k, layer_kv[0]), (v, layer_kv[1])):
-        rows = round_rows(rows) if memory.dtype is torch.int8 else rows
+        rows = round_rows(rows, memory.dtype) if is_quantised(memory.dtype) else rows
         memory.index_copy_(1, slots, rows.transpose(0, 1))
 
 
@@ -180,8 +180,7 @@ def _reference_segment(q: Tensor, layer_kv: Tensor, slots: Tensor, segment: Segm
     first_sees = None if rule.window is None else rule.window - (num_tokens > 1)  # without the rows of a chunk
     pieces = [torch.arange(start, end, device=slots.device) for start, end in _latest(segment.runs, first_sees)]
     where = torch.cat(pieces if num_tokens == 1 else [*pieces, slots[rows]])  # [num_keys]
-    memory = layer_kv[:, :, where]  # [2, num_kv_heads, num_keys, row_items]
-    numbers = widen_rows(memory) if memory.dtype is torch.int8 else memory.float()
+    numbers = numbers_of(layer_kv[:, :, where])  # [2, num_kv_heads, num_keys, head_dim]
     if rule.latent_size is not None:
         keys = torch.cat((numbers[0], numbers[1]), dim=-1)  # [1, num_keys, 2 * head_dim]
         values = keys[..., : rule.latent_size]

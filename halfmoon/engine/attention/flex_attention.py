@@ -3,7 +3,7 @@
 Keys are read where they lie: a block mask names the blocks of each tile of rows, in the arena's numbering, and a mask
 function turns a slot back into a position (Dong et al., "Flex Attention", 2024, section 4.2). Windows and capped scores
 are part of the functions. Compiled where torch can compile (`can_compile`); elsewhere torch computes all scores of the
-blocks that the step reads, so those are copied together first. Latents, and KV in int8, are left to the reference.
+blocks that the step reads, so those are copied together first. Latents, and quantised KV, are left to the reference.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from halfmoon.engine.attention.attention import AttentionBatch, SdpaBackend, attend_reference, store
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised
 
 _TILE_ROWS = 64  # of a prompt's chunk
 _NOWHERE = 1 << 30  # where a tile has blocks that are not its own
@@ -86,7 +87,7 @@ class FlexStep:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
         """See `StepAttention.attend`."""
-        if layer_kv.dtype is torch.int8 or rule.latent_size is not None:
+        if is_quantised(layer_kv.dtype) or rule.latent_size is not None:
             return attend_reference(q, k, v, layer_kv, self.plain, rule)
         store(k, v, layer_kv, self.plain.slots)
         layer_kv[1].index_fill_(1, self.tails, 0)  # weights of 0 are multiplied with them: they must be numbers

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfmoon.engine.attention.attention import flash
 from halfmoon.engine.attention.attention_backend import AttentionRule
-from halfmoon.engine.kv_memory.int8_rows import widen_rows
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised, numbers_of
 
 
 class RunningSoftmax:
@@ -55,7 +55,8 @@ def attend_part(
     num_rows = q.shape[0]
     seen = int(torch.searchsorted(key_positions, first_row + num_rows))
     is_plain = rule.window is None and rule.softcap is None and rule.latent_size is None
-    if q.device.type != "cpu" or memory.dtype is torch.int8 or not is_plain or seen - before not in (0, num_rows):
+    is_plain = is_plain and q.device.type == "cpu" and not is_quantised(memory.dtype)
+    if not is_plain or seen - before not in (0, num_rows):
         return attend_part_reference(q, memory[:, :, :seen], first_row, key_positions[:seen], rule)
     parts = RunningSoftmax.empty(num_rows, q.shape[1], memory.shape[3], q.device)
     for start, end, is_causal in ((0, before, False), (before, seen, True)):
@@ -78,7 +79,7 @@ def attend_part_reference(
     q: Tensor, memory: Tensor, first_row: int, key_positions: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
     """Plain reference of `attend_part`, for every rule: scores in float32, masked by positions."""
-    numbers = widen_rows(memory) if memory.dtype is torch.int8 else memory.float()
+    numbers = numbers_of(memory)
     if rule.latent_size is not None:
         keys = torch.cat((numbers[0], numbers[1]), dim=-1)  # [1, num_keys, 2 * head_dim]
         values = keys[..., : rule.latent_size]

@@ -1,4 +1,4 @@
-"""Writes new K and V into the arena, rounded to int8 where that keeps codes (`halfmoon/kv/codec/int8.py`)."""
+"""Writes new K and V into the arena, rounded where that keeps codes (`halfmoon/kv/codec/scaled_rows.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfmoon.engine.kernels.paged_kv import PagedKV
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
-from halfmoon.engine.kv_memory.int8_rows import LARGEST_OF, round_rows, split_rows
+from halfmoon.engine.kv_memory.quantised_rows import BELOW_SCALE, LARGEST_CODE, LARGEST_OF, round_rows, split_rows
 
 _TILE_TOKENS = 16
 
@@ -18,16 +18,38 @@ _TILE_TOKENS = 16
 def _rounded(
     rows: tl.tensor,  # [TILE, DIM_PAD], 0 beyond the head
     LARGEST: tl.constexpr,  # what infinities count as, and a NaN for the scale
+    LARGEST_CODE: tl.constexpr,
+    BELOW_SCALE: tl.constexpr,  # the bits of a float32 that a scale has not
+    codes: tl.constexpr,  # the dtype of memory
 ) -> tl.tensor:
-    """Returns the codes, float32 [TILE, DIM_PAD], and the bits of their bfloat16 scales, int32 [TILE]."""
+    """Returns the codes, [TILE, DIM_PAD], and the bits of their bfloat16 scales, int32 [TILE]."""
     numbers = rows.to(tl.float32)
     is_nan = numbers != numbers
     magnitudes = tl.where(is_nan, LARGEST, tl.minimum(tl.abs(numbers), LARGEST))
-    bounds = tl.maximum(tl.div_rn(tl.max(magnitudes, axis=1), 127.0), 1.1754943508222875e-38)  # 2**-126
-    bits = (bounds.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    bounds = tl.maximum(tl.div_rn(tl.max(magnitudes, axis=1), LARGEST_CODE), 1.1754943508222875e-38)  # 2**-126
+    bits = (bounds.to(tl.int32, bitcast=True) + BELOW_SCALE) >> 16
+    bits &= ~(BELOW_SCALE >> 16)
     inverse = tl.div_rn(1.0, (bits << 16).to(tl.float32, bitcast=True))
     finite = tl.where(is_nan, 0.0, tl.minimum(tl.maximum(numbers, -LARGEST), LARGEST))
-    return finite * inverse[:, None] + 12582912.0 - 12582912.0, bits  # 1.5 * 2**23: to the nearest, ties to even
+    scaled = finite * inverse[:, None]
+    if codes == tl.uint8:
+        return _e4m3(scaled).to(codes), bits
+    return (scaled + 12582912.0 - 12582912.0).to(codes), bits  # 1.5 * 2**23: to the nearest, ties to even
+
+
+@triton.jit
+def _e4m3(numbers: tl.tensor) -> tl.tensor:
+    """Returns the codes, int32, of float32 numbers below 464, to the nearest, ties to even.
+
+    Adding 2**20 times the power of two below a number, at least 2**-6, leaves three bits of mantissa.
+    """
+    bits = numbers.to(tl.int32, bitcast=True)
+    power = tl.maximum(bits & 0x7F800000, 121 << 23)
+    magic = (power + (20 << 23)).to(tl.float32, bitcast=True)
+    rounded = tl.abs(numbers) + magic - magic
+    normal = (rounded.to(tl.int32, bitcast=True) >> 20) - (120 << 3)
+    subnormal = (rounded * 512.0).to(tl.int32)
+    return tl.where(rounded < 0.015625, subnormal, normal) | ((bits >> 24) & 0x80)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -37,7 +59,7 @@ def _kv_write_kernel(
     slot_mapping: tl.tensor,  # [num_tokens], -1: skip
     k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
     v: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
-    k_scales: tl.tensor,  # [num_kv_heads, num_slots] int16, of int8
+    k_scales: tl.tensor,  # [num_kv_heads, num_slots] int16, of codes
     v_scales: tl.tensor,  # like k_scales
     num_tokens: tl.tensor,
     k_token_stride: tl.tensor,
@@ -49,8 +71,10 @@ def _kv_write_kernel(
     DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
     ROW_ITEMS: tl.constexpr,  # between slots
-    IS_INT8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     LARGEST: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    BELOW_SCALE: tl.constexpr,
 ) -> None:
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -63,12 +87,12 @@ def _kv_write_kernel(
         v_new + token[:, None] * v_token_stride + head * v_head_stride + dim[None, :], mask=mask, other=0.0
     )
     to = head * kv_head_stride + slots[:, None] * ROW_ITEMS + dim[None, :]
-    if IS_INT8:
+    if HAS_SCALES:
         scales_to = head * (kv_head_stride // 2) + slots * (ROW_ITEMS // 2)
-        keys, key_bits = _rounded(keys, LARGEST)
-        values, value_bits = _rounded(values, LARGEST)
-        tl.store(k + to, keys.to(tl.int8), mask=mask)
-        tl.store(v + to, values.to(tl.int8), mask=mask)
+        keys, key_bits = _rounded(keys, LARGEST, LARGEST_CODE, BELOW_SCALE, k.dtype.element_ty)
+        values, value_bits = _rounded(values, LARGEST, LARGEST_CODE, BELOW_SCALE, k.dtype.element_ty)
+        tl.store(k + to, keys, mask=mask)
+        tl.store(v + to, values, mask=mask)
         tl.store(k_scales + scales_to, key_bits.to(tl.int16), mask=kept)
         tl.store(v_scales + scales_to, value_bits.to(tl.int16), mask=kept)
     else:
@@ -94,7 +118,9 @@ def kv_write(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
         k, v, slot_mapping, kv.k, kv.v, *kv.scales, num_tokens,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv.k.stride(0),
         HEAD_DIM=head_dim, DIM_PAD=triton.next_power_of_2(head_dim), TILE=_TILE_TOKENS,
-        ROW_ITEMS=kv.k.stride(1), IS_INT8=kv.k_scales is not None, LARGEST=LARGEST_OF[k.dtype],
+        ROW_ITEMS=kv.k.stride(1), HAS_SCALES=kv.k_scales is not None,
+        LARGEST=LARGEST_OF[k.dtype], LARGEST_CODE=LARGEST_CODE.get(kv.k.dtype),
+        BELOW_SCALE=BELOW_SCALE.get(kv.k.dtype),
         num_warps=4, enable_fp_fusion=False,  # codes are rounded twice, as everywhere
     )  # fmt: skip
 
@@ -108,5 +134,5 @@ def kv_write_reference(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) 
         if scales is None:
             stored[:, slots] = rows
         else:
-            codes, bits = split_rows(round_rows(rows))
+            codes, bits = split_rows(round_rows(rows, stored.dtype))
             stored[:, slots], scales[:, slots] = codes, bits.view(torch.int16)

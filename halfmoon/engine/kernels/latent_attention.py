@@ -21,7 +21,7 @@ from halfmoon.engine.kernels.decode_attention import (
     split_parts,
     split_tokens,
 )
-from halfmoon.engine.kernels.paged_kv import PagedKV, num_stages, tile_scales, tile_slots
+from halfmoon.engine.kernels.paged_kv import PagedKV, num_stages, tile_numbers, tile_scales, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
 
 _LOG2_E = math.log2(math.e)
@@ -33,7 +33,7 @@ _MOST_ROWS = 64  # their outputs, 512 numbers each, fill the registers of eight 
 def _latent_tile(
     rows: tl.tensor,  # [num_slots, HALF], the first halves
     to_second_half: tl.tensor,  # what lies between a row's halves
-    scales: tl.tensor,  # [num_slots] int16, of the first halves of int8
+    scales: tl.tensor,  # [num_slots] int16, of the first halves of codes
     slots: tl.tensor,  # [TILE]
     seen: tl.tensor,  # [TILE]
     FIRST: tl.constexpr,  # numbers FIRST..FIRST + SIZE of each row
@@ -41,7 +41,7 @@ def _latent_tile(
     PAD: tl.constexpr,
     HALF: tl.constexpr,
     ROW_ITEMS: tl.constexpr,
-    IS_INT8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
     """Returns [TILE, PAD], zeros beyond SIZE and for what is not seen."""
@@ -49,10 +49,10 @@ def _latent_tile(
     within = number + tl.where(number < HALF, 0, to_second_half - HALF)
     mask = seen[:, None] & (number < FIRST + SIZE)[None, :]
     tile = tl.load(rows + slots[:, None] * ROW_ITEMS + within[None, :], mask=mask, other=0)
-    if IS_INT8:
+    if HAS_SCALES:
         first = tile_scales(scales, slots, seen, ROW_ITEMS)
         second = tile_scales(scales + to_second_half // 2, slots, seen, ROW_ITEMS)
-        tile = tile.to(tl.float32) * tl.where((number < HALF)[None, :], first[:, None], second[:, None])
+        tile = tile_numbers(tile, tl.float32) * tl.where((number < HALF)[None, :], first[:, None], second[:, None])
     return tile.to(dtype)
 
 
@@ -60,7 +60,7 @@ def _latent_tile(
 def _latent_attention_kernel(
     q: tl.tensor,  # [num_tokens, NUM_HEADS, SIZE + SHARED]
     rows: tl.tensor,  # [num_slots, HALF], the first halves
-    scales: tl.tensor,  # [num_slots] int16, of int8
+    scales: tl.tensor,  # [num_slots] int16, of codes
     block_table: tl.tensor,  # [num_seqs, max_blocks]
     cu_seqlens: tl.tensor,  # [num_seqs + 1]; not read where each sequence has one token
     context_lens: tl.tensor,  # [num_seqs]
@@ -83,7 +83,7 @@ def _latent_attention_kernel(
     NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     ROW_ITEMS: tl.constexpr,  # between slots
-    IS_INT8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     IS_DECODE: tl.constexpr,
 ) -> None:
     row_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
@@ -128,10 +128,10 @@ def _latent_attention_kernel(
         seen = key < last
         slots, next_slots = next_slots, tile_slots(block_row, start + TILE, last, TILE, BLOCK_TOKENS)
         latent = _latent_tile(
-            rows, to_second_half, scales, slots, seen, 0, SIZE, SIZE_PAD, HALF, ROW_ITEMS, IS_INT8, query.dtype
+            rows, to_second_half, scales, slots, seen, 0, SIZE, SIZE_PAD, HALF, ROW_ITEMS, HAS_SCALES, query.dtype
         )  # [TILE, SIZE_PAD]
         shared = _latent_tile(
-            rows, to_second_half, scales, slots, seen, SIZE, SHARED, SHARED_PAD, HALF, ROW_ITEMS, IS_INT8, query.dtype
+            rows, to_second_half, scales, slots, seen, SIZE, SHARED, SHARED_PAD, HALF, ROW_ITEMS, HAS_SCALES, query.dtype
         )  # [TILE, SHARED_PAD]
         scores = tl.dot(query, tl.trans(latent), input_precision="ieee")  # [ROWS, TILE]
         scores = tl.dot(query_shared, tl.trans(shared), scores, input_precision="ieee") * scale_log2
@@ -154,7 +154,7 @@ def _latent_attention_kernel(
 def row_tile(num_rows: int, memory: torch.dtype) -> int:
     """Rows of a program, of so many rows of a sequence, where KV is of this dtype.
 
-    float32 has no tensor cores at full precision, and is for debugging; int8 is widened in registers.
+    float32 has no tensor cores at full precision, and is for debugging; codes are widened in registers.
     """
     return _MOST_ROWS if num_rows > _MIN_ROWS and memory in (torch.bfloat16, torch.float16) else _MIN_ROWS
 
@@ -205,7 +205,7 @@ def latent_attention(
         (kv.v.data_ptr() - kv.k.data_ptr()) // kv.k.element_size(), block_table.stride(0),
         NUM_HEADS=num_heads, ROWS=rows, SIZE=latent_size, SIZE_PAD=size_pad, SHARED=shared, SHARED_PAD=shared_pad,
         HALF=half, BLOCK_TOKENS=kv.block_tokens, TILE=tile, NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
-        ROW_ITEMS=kv.k.stride(1), IS_INT8=kv.k_scales is not None, IS_DECODE=cu_seqlens is None,
+        ROW_ITEMS=kv.k.stride(1), HAS_SCALES=kv.k_scales is not None, IS_DECODE=cu_seqlens is None,
         num_warps=8 if rows == _MOST_ROWS else 4, enable_fp_fusion=True,
         num_stages=min(2, num_stages(q.device, tile * row_bytes, rows * row_bytes)),  # a third would not fit
     )  # fmt: skip

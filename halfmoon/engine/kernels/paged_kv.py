@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, check_tensor
-from halfmoon.engine.kv_memory.int8_rows import split_rows
+from halfmoon.engine.kv_memory.quantised_rows import CODES, is_quantised, split_rows
 
 _STAGES = 3
 _MAX_HEAD_DIM = 256  # the tiles of attention over K and V are sized for this
@@ -23,7 +23,7 @@ _SHARED_BYTES = 227 << 10  # of a program on the device that is compiled for whe
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """K and V of one layer: numbers or, with scales, codes of int8 (`KVLayout`), whose rows their scales follow.
+    """K and V of one layer: numbers or, with scales, codes (`quantised_rows.py`), whose rows their scales follow.
 
     Raises ValueError or TypeError for tensors that do not fit together.
     """
@@ -37,14 +37,14 @@ class PagedKV:
     @classmethod
     def of_layer(cls, layer_kv: Tensor, block_tokens: int) -> PagedKV:
         """The K and V of an arena's layer: [2, num_kv_heads, num_slots, row_items]."""
-        if layer_kv.dtype is not torch.int8:
+        if not is_quantised(layer_kv.dtype):
             return cls(layer_kv[0], layer_kv[1], block_tokens)
         codes, scales = split_rows(layer_kv)
         scales = scales.view(torch.int16)
         return cls(codes[0], codes[1], block_tokens, scales[0], scales[1])
 
     def __post_init__(self) -> None:
-        check_tensor("k", self.k, (None, None, None), FLOATS if self.k_scales is None else (torch.int8,))
+        check_tensor("k", self.k, (None, None, None), FLOATS if self.k_scales is None else tuple(CODES))
         check_tensor("v", self.v, self.k.shape, (self.k.dtype,))
         _, num_slots, head_dim = self.k.shape
         row_items = head_dim
@@ -92,9 +92,10 @@ class PagedKV:
         """Gathers K and V of a sequence's first tokens for references: [num_kv_heads, num_tokens, head_dim] float32."""
         positions = torch.arange(num_tokens, device=block_row.device)
         slots = block_row.long()[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
-        k, v = self.k[:, slots].float(), self.v[:, slots].float()
+        k, v = self.k[:, slots], self.v[:, slots]
         if self.k_scales is None or self.v_scales is None:
-            return k, v
+            return k.float(), v.float()
+        k, v = (one.view(CODES[one.dtype]).float() for one in (k, v))
         k_scales, v_scales = (one[:, slots].view(torch.bfloat16).float() for one in (self.k_scales, self.v_scales))
         return k * k_scales.unsqueeze(-1), v * v_scales.unsqueeze(-1)
 
@@ -132,6 +133,20 @@ def tile_slots(
         blocks = tl.load(block_row + position // BLOCK_TOKENS, mask=position < end, other=0).to(tl.int64)
         slots = blocks * BLOCK_TOKENS + position % BLOCK_TOKENS
     return slots
+
+
+@triton.jit
+def tile_numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Returns K or V as loaded, or the values of codes, in `dtype`: exact in each that queries may have.
+
+    Codes of e4m3 are widened by shifts, on devices without the format, too: read as float16, seven bits further up,
+    they are 1/256 of their value.
+    """
+    if codes.dtype == tl.uint8:
+        bits = codes.to(tl.int16)
+        halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return (halves.to(tl.float32) * 256.0).to(dtype)
+    return codes.to(dtype)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ TORCH_DTYPES: dict[KVDtype, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
+    "fp8": torch.uint8,  # see `quantised_rows.py`
 }
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by size in bytes
 

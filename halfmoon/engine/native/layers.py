@@ -17,7 +17,7 @@ from halfmoon.engine.models.layer_ops import LayerWeights
 from halfmoon.engine.models.rotary import Rotary
 from halfmoon.engine.native.attention import NativeBatch
 from halfmoon.engine.native.block_kernels import PackedBlocks, x_room_bytes
-from halfmoon.engine.native.library import NativeLibrary, PackedNumbers
+from halfmoon.engine.native.library import NativeLibrary, PackedNumbers, row_codes
 
 _Between = ctypes.CFUNCTYPE(c_int, c_int64, c_int)
 
@@ -45,7 +45,7 @@ class _Step(ctypes.Structure):
         *((name, c_int64) for name in ("num_layers", "num_tokens", "num_tasks", "num_heads", "num_kv_heads")),
         *((name, c_int64) for name in ("head_dim", "hidden_size", "table_stride")),
         *((name, c_float) for name in ("eps", "scale")),
-        *((name, c_int) for name in ("is_int8", "num_threads")),
+        *((name, c_int) for name in ("codes", "num_threads")),
         ("between", _Between),
         ("calls", c_char_p),
     )
@@ -126,7 +126,7 @@ class NativeLayers:
             *(kv.stride(dimension) * item_bytes for dimension in range(4)),
             *(len(self._weights), num_tokens, len(tasks), config.num_heads, config.num_kv_heads),
             *(config.head_dim, config.hidden_size, self._cos.stride(0)),
-            *(config.norm_eps, config.score_scale, kv.dtype == torch.int8, library.num_threads),
+            *(config.norm_eps, config.score_scale, row_codes(kv.dtype), library.num_threads),
             *(_Between(listeners.between) if calls else _Between(), calls),
         )
         library.run_layers(self._table, ctypes.byref(step))

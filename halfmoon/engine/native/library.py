@@ -179,7 +179,7 @@ class NativeLibrary:
             num_heads // num_kv_heads,
             head_dim,
             scale,
-            layer_kv.dtype == torch.int8,
+            row_codes(layer_kv.dtype),
             self.num_threads,
         )
         return out
@@ -220,6 +220,11 @@ class PackedNumbers:
             library.num_threads,
         )
         return out
+
+
+def row_codes(memory: torch.dtype) -> int:
+    """The number by which kv_rows.h knows what rows of KV in this dtype are."""
+    return {torch.int8: 1, torch.uint8: 2}.get(memory, 0)
 
 
 def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...], result: Any = None) -> Any:

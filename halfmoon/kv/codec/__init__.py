@@ -1,10 +1,11 @@
 """How KV values are encoded as bytes, one file per codec. numpy and bytes only.
 
 Values come and go in the canonical order `[layers, 2 (K, V), heads, tokens, head_dim]`, as integers that hold the bits
-of a dtype, because numpy has no bfloat16; of the dtype int8 a row has two more, its scale. Each codec's file says what
-becomes of NaN, infinities and huge numbers; RAW keeps them, and saturates when the dtype has to change to float16.
+of a dtype, because numpy has no bfloat16; of the dtypes int8 and fp8 a row has two more, its scale. Each codec's file
+says what becomes of NaN, infinities and huge numbers; RAW keeps them, and saturates when the dtype has to change to
+float16.
 
-Read in this order: names, floats, int8, fp8, groups, int4, int2, lossless.
+Read in this order: names, floats, scaled_rows, groups, int4, int2, lossless.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.codec import fp8, int2, int4, int8
+from halfmoon.kv.codec import int2, int4, scaled_rows
 from halfmoon.kv.codec.floats import UNSIGNED, Bits, convert
 from halfmoon.kv.codec.lossless import Lossless, compress_planes, decompress_planes, is_installed
 from halfmoon.kv.codec.names import Codec
+from halfmoon.kv.codec.scaled_rows import ScaledRows
 from halfmoon.kv.kv_layout import KVBytes, KVDtype, row_items
 
 __all__ = ["LOSSLESS", "Codec", "check_size", "decodable", "decode", "encode", "encoded_bytes", "gainful"]
@@ -35,7 +37,13 @@ class _Quantiser(Protocol):
     def decode(self, payload: KVBytes, shape: Shape, dtype: KVDtype) -> Bits: ...
 
 
-_QUANTISERS: dict[Codec, _Quantiser] = {Codec.INT8: int8, Codec.INT4: int4, Codec.FP8: fp8, Codec.INT2: int2}
+_ROWS: dict[KVDtype, ScaledRows] = {"int8": scaled_rows.INT8, "fp8": scaled_rows.FP8}
+_QUANTISERS: dict[Codec, _Quantiser] = {
+    Codec.INT8: scaled_rows.INT8,
+    Codec.INT4: int4,
+    Codec.FP8: scaled_rows.FP8,
+    Codec.INT2: int2,
+}
 
 LOSSLESS: dict[Codec, Lossless] = {Codec.LZ4: Lossless.LZ4, Codec.ZSTD: Lossless.ZSTD}
 """Codecs whose size is known only from what they encode."""
@@ -94,19 +102,20 @@ def encode(codec: Codec, values: NDArray[np.integer[Any]], dtype: KVDtype, out: 
     num_bytes = encoded_bytes(codec, shape, dtype)
     payload = np.empty(num_bytes, np.uint8) if out is None else np.frombuffer(out, np.uint8)
     assert payload.size == num_bytes, "a payload has no room to spare"
+    rows = _ROWS.get(dtype)
     if codec is Codec.RAW:
         np.copyto(payload, bits.reshape(-1).view(np.uint8))
-    elif dtype != "int8":
+    elif rows is None:
         _QUANTISERS[codec].encode(bits, dtype, payload)
-    elif codec is Codec.INT8:
-        int8.from_rows(bits, payload)
+    elif rows is _QUANTISERS[codec]:
+        scaled_rows.from_rows(bits, payload)
     else:
-        _QUANTISERS[codec].encode(int8.widen_rows(bits, "float32"), "float32", payload)
+        _QUANTISERS[codec].encode(rows.widen_rows(bits, "float32"), "float32", payload)
     return payload.data
 
 
 def decode(codec: Codec, payload: KVBytes, shape: Shape, dtype: KVDtype, to: KVDtype | None = None) -> Bits:
-    """Values of `shape` as unsigned integers that hold the bits of `to`, or else of `dtype`; int8 as rows with scales.
+    """Values of `shape` as unsigned integers that hold the bits of `to`, or else of `dtype`; codes as rows with scales.
 
     dtype: the dtype of the values when they were encoded. RAW without a change of dtype returns a view of `payload`.
     Raises InvalidRequest, before anything is allocated, unless `payload` has exactly `encoded_bytes`. Of lossless
@@ -120,11 +129,12 @@ def decode(codec: Codec, payload: KVBytes, shape: Shape, dtype: KVDtype, to: KVD
             payload = decompress_planes(payload, raw_shape, np.dtype(UNSIGNED[dtype]).itemsize, LOSSLESS[codec]).data
         bits = np.frombuffer(payload, UNSIGNED[dtype]).reshape(_in_memory(shape, dtype))
         return bits if dtype == to else _converted(bits, dtype, to)
-    if to == "int8":
-        if codec is Codec.INT8:
-            return int8.to_rows(payload, shape)
-        return int8.round_rows(_decoded(codec, payload, shape, "float32"), "float32")
-    return _decoded(codec, payload, shape, to)
+    rows = _ROWS.get(to)
+    if rows is None:
+        return _decoded(codec, payload, shape, to)
+    if rows is _QUANTISERS[codec]:
+        return scaled_rows.to_rows(payload, shape)
+    return rows.round_rows(_decoded(codec, payload, shape, "float32"), "float32")
 
 
 def _decoded(codec: Codec, payload: KVBytes, shape: Shape, to: KVDtype) -> Bits:
@@ -133,11 +143,11 @@ def _decoded(codec: Codec, payload: KVBytes, shape: Shape, to: KVDtype) -> Bits:
 
 
 def _converted(bits: Bits, dtype: KVDtype, to: KVDtype) -> Bits:
-    if to == "int8":
-        return int8.round_rows(bits, dtype)
-    if dtype == "int8":
-        return int8.widen_rows(bits, to)
-    return convert(bits, dtype, to)
+    if dtype in _ROWS:
+        if to not in _ROWS:
+            return _ROWS[dtype].widen_rows(bits, to)
+        bits, dtype = _ROWS[dtype].widen_rows(bits, "float32"), "float32"
+    return _ROWS[to].round_rows(bits, dtype) if to in _ROWS else convert(bits, dtype, to)
 
 
 def _in_memory(shape: Shape, dtype: KVDtype) -> Shape:

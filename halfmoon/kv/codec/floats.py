@@ -24,7 +24,8 @@ UNSIGNED: dict[KVDtype, np.dtype[np.unsignedinteger[Any]]] = {
     "float32": np.dtype("<u4"),
     "float16": np.dtype("<u2"),
     "bfloat16": np.dtype("<u2"),
-    "int8": np.dtype("u1"),  # rows of codes and a scale: see `int8.py`
+    "int8": np.dtype("u1"),  # rows of codes and a scale: see `scaled_rows.py`
+    "fp8": np.dtype("u1"),
 }
 LARGEST: dict[KVDtype, np.float32] = {  # the difference of two such numbers is finite, too
     "float32": np.float32(2.0**126),
@@ -148,10 +149,14 @@ def widened(bits: Bits, dtype: KVDtype) -> Floats:
     return numbers
 
 
-def scales_above(numbers: Floats) -> Bits:
-    """bfloat16 bits of scales that are at least `numbers`, which are not negative, and have a finite inverse."""
+def scales_above(numbers: Floats, precision: int = 7) -> Bits:
+    """bfloat16 bits of scales that are at least `numbers`, which are not negative, and have a finite inverse.
+
+    precision: bits of their mantissa, 7 at most; with 0 they are powers of two.
+    """
     floored = np.maximum(numbers, SMALLEST_SCALE)
-    return ((floored.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
+    below = np.uint32((1 << (23 - precision)) - 1)
+    return (((floored.view(np.uint32) + below) & ~below) >> np.uint32(16)).astype(np.uint16)
 
 
 def bfloat16_below(numbers: Floats) -> Bits:

@@ -73,9 +73,12 @@ _SMOL = {"head_dim": 64, "tied_embeddings": True, "context_tokens": 8192}
 _LONG = {"context_tokens": 131072}
 
 _KV_BYTES: Mapping[str, Callable[[int], float]] = MappingProxyType(
-    {"int8-kv": lambda head_dim: row_items(head_dim, "int8") / head_dim, "fp8-kv": lambda head_dim: 1.0}
+    {
+        "int8-kv": lambda head_dim: row_items(head_dim, "int8") / head_dim,
+        "fp8-kv": lambda head_dim: row_items(head_dim, "fp8") / head_dim,
+    }
 )
-"""Bytes of a value of KV: our engine's rows in int8 have a scale, vLLM's fp8 has one for all."""
+"""Bytes of a value of KV: our engine's rows have a scale each. vLLM's fp8 has one for all, and is that much smaller."""
 
 MODELS: MappingProxyType[str, ModelShape] = MappingProxyType(
     {

@@ -11,6 +11,7 @@ import grpc
 
 from halfmoon.errors import Incompatible, InvalidRequest, NotFound
 from halfmoon.kv.frame import KVRange
+from halfmoon.kv.kv_layout import QUANTISED
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write, WriteFromDevice
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, types_pb2
 from halfmoon.rpc.context import request_scope
@@ -141,7 +142,7 @@ class _Reception:
         self._generation = types_pb2.Generation()
         self._reserved = False
         self._held_tokens = 0
-        self._is_rounded = False  # the sender's KV was of int8, and is not here
+        self._is_rounded = False  # the sender's KV was quantised, and is not so here
         self._transfer = current_span()
         self.dropped = RequestDropped(engine)
         self.num_bytes = 0
@@ -161,7 +162,7 @@ class _Reception:
             case Reserve(whole, body):
                 return await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, body))
             case Write(part, payload, codec, dtype):
-                self._is_rounded |= dtype == "int8" != self._state.layout.dtype
+                self._is_rounded |= dtype in QUANTISED and dtype != self._state.layout.dtype
                 await self._engine.kv_write(
                     self._generation.request_id,
                     part.layer_start,

@@ -11,7 +11,7 @@ from halfmoon.engine.attention import attention_table
 from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.attention.attention_table import MixedAttention, fused_from
-from halfmoon.engine.kv_memory.int8_rows import round_rows
+from halfmoon.engine.kv_memory.quantised_rows import round_rows
 from halfmoon.errors import Incompatible
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
@@ -22,6 +22,7 @@ from halfmoon.engine.attention.triton_attention import TritonBackend  # isort: s
 BLOCK_TOKENS = 8
 NUM_BLOCKS = 40
 DEVICE = "cuda" if HAS_GPU else "cpu"
+CODES = [None, torch.int8, torch.uint8]
 
 
 def backend(num_programs: int = 2, context_tokens: int = 128, mixed: MixedAttention = "auto") -> TritonBackend:
@@ -47,17 +48,17 @@ def spans(*ranges: tuple[int, int]) -> list[TokenSpan]:
     ids=["decodes", "prefill", "both", "one-token chunk"],
 )
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2)])
-@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("mixed", ["fused", "apart"])
 def test_a_step_is_that_of_the_reference(
-    ranges: list[tuple[int, int]], num_heads: int, num_kv_heads: int, is_int8: bool, mixed: MixedAttention
+    ranges: list[tuple[int, int]], num_heads: int, num_kv_heads: int, codes: torch.dtype | None, mixed: MixedAttention
 ) -> None:
     rows = sum(end - start for start, end in ranges)
     generator = torch.Generator().manual_seed(rows)
     fused = torch.randn(rows, num_heads + 2 * num_kv_heads, 16, generator=generator).to(DEVICE)
     q, k, v = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)  # views, as a model hands them over
     memory = torch.randn(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, 16, generator=generator).to(DEVICE)
-    memory = round_rows(memory) if is_int8 else memory
+    memory = memory if codes is None else round_rows(memory, codes)
     memories = [memory.clone(), memory.clone()]
     batch = SdpaBackend(BLOCK_TOKENS, DEVICE).step(spans(*ranges))
     expected = attend_reference(q, k, v, memories[0], batch, AttentionRule(0.25))
@@ -69,14 +70,14 @@ def test_a_step_is_that_of_the_reference(
 @pytest.mark.parametrize(
     "ranges", [[(0, 1), (20, 21)], [(0, 20)], [(40, 41), (7, 8), (0, 9), (16, 30)]], ids=["decodes", "prefill", "both"]
 )
-@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
-def test_latents_are_attended_as_by_the_reference(ranges: list[tuple[int, int]], is_int8: bool) -> None:
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_latents_are_attended_as_by_the_reference(ranges: list[tuple[int, int]], codes: torch.dtype | None) -> None:
     rows = sum(end - start for start, end in ranges)
     generator = torch.Generator().manual_seed(rows)
     q = torch.randn(rows, 4, 64, generator=generator).to(DEVICE)
     k, v = torch.randn(rows, 1, 64, generator=generator).to(DEVICE).chunk(2, dim=2)
     memory = torch.randn(2, 1, NUM_BLOCKS * BLOCK_TOKENS, 32, generator=generator).to(DEVICE)
-    memory = round_rows(memory) if is_int8 else memory
+    memory = memory if codes is None else round_rows(memory, codes)
     memories, rule = [memory.clone(), memory.clone()], AttentionRule(0.25, latent_size=48)
     expected = attend_reference(q, k, v, memories[0], SdpaBackend(BLOCK_TOKENS, DEVICE).step(spans(*ranges)), rule)
     got = backend(1).step(spans(*ranges)).attend(q, k, v, memories[1], rule)

@@ -30,6 +30,7 @@ from halfmoon.engine.kernels.prefill_attention import prefill_attention
 from halfmoon.engine.kernels.rms_norm import add_rms_norm, rms_norm
 from halfmoon.engine.kernels.rotary import rotary
 from halfmoon.engine.kernels.silu_mul import silu_mul
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised
 
 BF16 = torch.bfloat16
 
@@ -56,7 +57,7 @@ class Target:
 
 def paged(dtype: torch.dtype, head_dim: int, num_kv_heads: int = 2) -> PagedKV:
     shape = (num_kv_heads, 128, head_dim)
-    if dtype is torch.int8:
+    if is_quantised(dtype):
         return PagedKV.of_layer(torch.zeros(2, num_kv_heads, 128, head_dim + 2, dtype=dtype), 64)
     return PagedKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), 64)
 
@@ -83,7 +84,7 @@ def mixed(dtype: torch.dtype, head_dim: int, num_splits: int, q_dtype: torch.dty
 
 def latent(num_tokens: int, num_splits: int, dtype: torch.dtype = BF16, num_heads: int = 128) -> None:
     """Of DeepSeek's sizes."""
-    layer = torch.zeros(2, 1, 128, 288 + 2 * (dtype is torch.int8), dtype=dtype)
+    layer = torch.zeros(2, 1, 128, 288 + 2 * is_quantised(dtype), dtype=dtype)
     table, lens = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     starts = None if num_tokens == 1 else torch.zeros(2, dtype=torch.int32)
     q = torch.zeros(num_tokens, num_heads, 576, dtype=torch.float32 if dtype is torch.float32 else BF16)
@@ -118,6 +119,8 @@ CASES: dict[str, Callable[[], None]] = {
     "latent prefill bf16": lambda: latent(4, 1),
     "store bf16": lambda: store(BF16),
     "store int8": lambda: store(torch.int8),
+    "store e4m3": lambda: store(torch.uint8),
+    "decode e4m3 128": lambda: decode(torch.uint8, 128, 4),
     "copies": copies,
     "pointwise": pointwise,
 }
@@ -127,6 +130,7 @@ MORE: dict[str, Callable[[], None]] = {  # not in the test, for its time
     "decode bf16 256": lambda: decode(BF16, 256, 1),
     "decode int8 128": lambda: decode(torch.int8, 128, 4),
     "prefill int8 128": lambda: prefill(torch.int8, 128, 512),
+    "prefill e4m3 128": lambda: prefill(torch.uint8, 128, 512),
     "decode fp32 128": lambda: decode(torch.float32, 128, 1, torch.float32),
     "prefill bf16 64": lambda: prefill(BF16, 64, 512),
     "prefill bf16 256": lambda: prefill(BF16, 256, 512),
@@ -134,9 +138,11 @@ MORE: dict[str, Callable[[], None]] = {  # not in the test, for its time
     "mixed bf16 64": lambda: mixed(BF16, 64, 1),
     "mixed bf16 256": lambda: mixed(BF16, 256, 4),
     "mixed int8 128": lambda: mixed(torch.int8, 128, 4),
+    "mixed e4m3 128": lambda: mixed(torch.uint8, 128, 4),
     "mixed fp32 128": lambda: mixed(torch.float32, 128, 4, torch.float32),
     "latent decode bf16 16 heads": lambda: latent(1, 1, num_heads=16),
     "latent decode int8": lambda: latent(1, 1, torch.int8),
+    "latent decode e4m3": lambda: latent(1, 1, torch.uint8),
     "latent decode fp32": lambda: latent(1, 1, torch.float32),
     "prefill fp32 128": lambda: prefill(torch.float32, 128, 512, torch.float32),
 }

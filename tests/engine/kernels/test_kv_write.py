@@ -46,6 +46,23 @@ def test_every_slot_is_written_or_left_alone(device: str, dtype: torch.dtype, he
     assert torch.equal(actual.v, expected.v)
 
 
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8], ids=["int8", "e4m3"])
+def test_rows_are_rounded_as_by_torch(device: str, dtype: torch.dtype, codes: torch.dtype) -> None:
+    """Numbers of very unlike sizes in a row, so that codes of all exponents occur."""
+    generator = torch.Generator().manual_seed(3)
+    numbers = torch.randn(2, 60, NUM_HEADS, 80, generator=generator)
+    numbers *= torch.exp2(4 * torch.randn(numbers.shape, generator=generator))
+    numbers[0, 7, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
+    k, v = numbers.to(device, dtype)
+    slots = torch.randperm(NUM_SLOTS, generator=generator)[:60].to(device)
+    layers = [torch.zeros(2, NUM_HEADS, NUM_SLOTS, 82, dtype=codes, device=device) for _ in range(2)]
+    kernels.kv_write(k, v, paged_kv.PagedKV.of_layer(layers[0], 8), slots)
+    kernels.kv_write_reference(k, v, paged_kv.PagedKV.of_layer(layers[1], 8), slots)
+    assert torch.equal(layers[0], layers[1])
+    assert layers[0].unique().numel() > 250  # of 256
+
+
 def test_no_slot_at_all(device: str) -> None:
     k, v = fused(4, 64, FP32, device)
     kv = empty_kv(FP32, 64, device)

@@ -1,4 +1,4 @@
-"""Attention over paged latents against its reference: sizes, heads, prompts, splits, padding rows, int8."""
+"""Attention over paged latents against its reference: sizes, heads, prompts, splits, padding rows, rows of codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from halfmoon.engine.kernels import latent_attention as kernels  # isort: skip
 from halfmoon.engine.kernels.decode_attention import MIN_SPLIT_TOKENS  # isort: skip
 from halfmoon.engine.kernels.paged_kv import PagedKV  # isort: skip
-from halfmoon.engine.kv_memory.int8_rows import round_rows  # isort: skip
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised, round_rows  # isort: skip
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK_TOKENS = 16
@@ -37,7 +37,7 @@ def latents(
         for token in range(context):
             slot = int(blocks[token // block_tokens]) * block_tokens + token % block_tokens
             layer[:, 0, slot] = torch.randn(2, half, generator=generator)
-    layer = round_rows(layer.nan_to_num()) if dtype is torch.int8 else layer.to(dtype)
+    layer = round_rows(layer.nan_to_num(), dtype) if is_quantised(dtype) else layer.to(dtype)
     lens = torch.tensor(contexts, dtype=torch.int32, device=device)
     return PagedKV.of_layer(layer.to(device), block_tokens), table.to(device), lens
 
@@ -85,9 +85,13 @@ def test_prompts_after_cached_tokens(device: str, assert_close: Close, block_tok
 
 
 @pytest.mark.parametrize("dtype", [FP16, FP32])
-def test_int8_rows_have_a_scale_for_each_half(device: str, assert_close: Close, dtype: torch.dtype) -> None:
-    kv, table, lens = latents([50, 9], 32, torch.int8, device)
-    kv.v.mul_(3)  # halves of unlike size
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8], ids=["int8", "e4m3"])
+def test_rows_of_codes_have_a_scale_for_each_half(
+    device: str, assert_close: Close, dtype: torch.dtype, codes: torch.dtype
+) -> None:
+    kv, table, lens = latents([50, 9], 32, codes, device)
+    assert kv.v_scales is not None
+    kv.v_scales.add_(1 << 7)  # the second halves are twice as large
     check(assert_close, query(2, 20, 32, dtype, device), kv, table, lens, 0.1, 48)
 
 

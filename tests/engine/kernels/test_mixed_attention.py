@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfmoon.engine.kv_memory.int8_rows import round_rows
+from halfmoon.engine.kv_memory.quantised_rows import round_rows
 from tests.engine.kernels.conftest import HAS_GPU, Close, MakePaged
 
 kernels = pytest.importorskip("halfmoon.engine.kernels.mixed_attention", reason="triton is missing (extra `gpu`)")
@@ -94,9 +94,10 @@ def test_decodes_have_the_bits_of_a_step_of_decodes(make_paged: MakePaged, num_s
         assert torch.equal(out[2:], prefill.prefill_attention(q[2:], kv, *prefills, scale))
 
 
-def test_int8(device: str, assert_close: Close) -> None:
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8], ids=["int8", "e4m3"])
+def test_rows_of_codes(device: str, assert_close: Close, codes: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
-    layer = round_rows(torch.randn(2, 2, 4 * 64, 64, generator=generator).to(device))
+    layer = round_rows(torch.randn(2, 2, 4 * 64, 64, generator=generator).to(device), codes)
     kv = paged_kv.PagedKV.of_layer(layer, 64)
     q = torch.randn(2 + 40, 4, 64, generator=generator).to(device)
     table = torch.tensor([[2], [1], [3], [0]], dtype=torch.int32, device=device)

@@ -28,7 +28,9 @@ def arenas(dtype: KVDtype, head_dim: int) -> tuple[KVArena, KVArena]:
     return by_kernels, by_views
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 16), ("bfloat16", 16), ("float16", 5), ("int8", 16)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float32", 16), ("bfloat16", 16), ("float16", 5), ("int8", 16), ("fp8", 16)]
+)
 @pytest.mark.parametrize("part", [(0, 3, 0, 40), (1, 2, 9, 20), (2, 3, 16, 1)], ids=str)
 def test_the_same_bytes(dtype: KVDtype, head_dim: int, part: tuple[int, int, int, int]) -> None:
     by_kernels, by_views = arenas(dtype, head_dim)

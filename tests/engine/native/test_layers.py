@@ -16,6 +16,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import choose_path, pack
 from halfmoon.engine.kv_memory.kv_arena import KVArena
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.forward_batch import ForwardBatch
@@ -42,7 +43,7 @@ class Between:
 def computed(model: Model, batch: ForwardBatch, arena: KVArena) -> tuple[Tensor, Tensor]:
     """Logits, and all KV after the step."""
     earlier = torch.linspace(-1, 1, arena.tensor.numel()).view(arena.tensor.shape)
-    arena.tensor.copy_(torch.zeros_like(earlier) if arena.tensor.dtype == torch.int8 else earlier)
+    arena.tensor.copy_(torch.zeros_like(earlier) if is_quantised(arena.tensor.dtype) else earlier)
     with torch.inference_mode():
         return model.forward(batch, arena.tensor), arena.tensor.clone()
 
@@ -89,12 +90,12 @@ def count_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_one_call_gives_the_bits_of_many(
     name: str,
     dtype: Literal["float32", "bfloat16"],
-    kv_dtype: Literal["auto", "int8"],
+    kv_dtype: Literal["auto", "int8", "fp8"],
     quantization: Quantization,
     tiny_checkpoint: Callable[[str], Checkpoint],
     monkeypatch: pytest.MonkeyPatch,

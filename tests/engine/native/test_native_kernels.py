@@ -18,7 +18,7 @@ from torch.nn import functional
 from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
-from halfmoon.engine.kv_memory.int8_rows import round_rows
+from halfmoon.engine.kv_memory.quantised_rows import CODES, round_rows
 from halfmoon.engine.models.rotary import rotate
 from halfmoon.engine.native.attention import NativeBackend
 from halfmoon.engine.native.compiler import _compilers, compiled
@@ -75,10 +75,10 @@ def spans(draw: st.DrawFn) -> list[TokenSpan]:
 @pytest.mark.parametrize(("kind", "num_heads", "num_kv_heads", "head_dim"), ATTENTION)
 @settings(max_examples=25)
 @given(drawn=spans(), seed=st.integers(0, 99), num_threads=st.sampled_from((1, 2, 5)))
-@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.uint8], ids=["", "int8", "e4m3"])
 def test_attention_equals_the_reference(
     kind: str,
-    is_int8: bool,
+    codes: torch.dtype | None,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -92,8 +92,8 @@ def test_attention_equals_the_reference(
     heads = random(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=seed)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)  # with a stride, as a model has them
     memory = random(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, head_dim, dtype=dtype, seed=seed + 1)
-    memory = round_rows(memory) if is_int8 else memory
-    memory[:, :, ~seen_slots(drawn)] = -1 if is_int8 else torch.nan  # uncomputed rows must not matter (-1: a NaN scale)
+    memory = memory if codes is None else round_rows(memory, codes)
+    memory.view(torch.int8)[:, :, ~seen_slots(drawn)] = -1  # uncomputed rows, and scales, are NaN, and must not matter
     memories = memory.clone(), memory.clone()
     backend = NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
     batch, plain = backend.step(drawn), SdpaBackend(BLOCK_TOKENS, "cpu").step(drawn)
@@ -118,8 +118,10 @@ def ways(draw: st.DrawFn, num_tokens: int) -> list[tuple[int, int]]:
 @settings(max_examples=20)
 @given(data=st.data(), num_tokens=st.integers(4, 900), num_threads=st.sampled_from((1, 2, 5)))
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("codes", [None, torch.uint8], ids=["", "e4m3"])
 def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
     kind: str,
+    codes: torch.dtype | None,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -137,6 +139,7 @@ def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
         backend = NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
         memory = torch.zeros(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, head_dim, dtype=dtype)
         memory[:, :, : 8 * BLOCK_TOKENS] = 1  # what the neighbours attend to
+        memory = memory if codes is None else round_rows(memory, codes)
         rows = []
         for start, end in chunks:
             spans = [TokenSpan(blocks, start, end), *(TokenSpan([number], 7, 8) for number in range(neighbours))]
@@ -151,6 +154,42 @@ def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
     scattered = data.draw(st.permutations(range(8, NUM_BLOCKS)))[:num_blocks]
     got = attended(num_threads, data.draw(ways(num_tokens)), scattered, data.draw(st.integers(0, 8)))
     assert torch.equal(got, whole)
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8], ids=["int8", "e4m3"])
+def test_rows_are_rounded_as_by_torch(library: NativeLibrary, codes: torch.dtype) -> None:
+    """Numbers of very unlike sizes in a row, so that codes of all exponents occur, and rows of any size."""
+    num_tokens, head_dim = 400, 128
+    powers = random(2, num_tokens, 1, head_dim, dtype=torch.float32) * 4
+    sizes = torch.linspace(-126, 120, num_tokens).view(1, num_tokens, 1, 1)
+    numbers = random(2, num_tokens, 1, head_dim, dtype=torch.float32, seed=1) * torch.exp2((powers + sizes).clamp(max=124))
+    numbers[0, 7, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
+    numbers[1, 8] = 0
+    k, v = numbers.to(library.dtype)
+    memory = torch.zeros(2, 1, NUM_BLOCKS * BLOCK_TOKENS, head_dim + 2, dtype=codes)
+    batch = NativeBackend(library, BLOCK_TOKENS, 1, 1, head_dim).step([TokenSpan(range(NUM_BLOCKS), 0, num_tokens)])
+    batch.attend(torch.zeros_like(k), k, v, memory, AttentionRule(1.0))
+    assert torch.equal(memory[:, :, :num_tokens], round_rows(torch.stack((k, v)).transpose(1, 2), codes))
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8], ids=["int8", "e4m3"])
+def test_every_code_is_the_number_that_torch_reads(library: NativeLibrary, codes: torch.dtype) -> None:
+    """A token that sees one key gets its value: codes whose scale is 1."""
+    rows = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    rows[:, 127] = 0 if codes is torch.uint8 else rows[:, 127]  # e4m3's NaN
+    ones = torch.ones(2, 1, dtype=torch.bfloat16).view(torch.uint8)
+    memory = torch.zeros(2, 1, NUM_BLOCKS * BLOCK_TOKENS, 130, dtype=codes)
+    memory[1, 0, : 2 * BLOCK_TOKENS : BLOCK_TOKENS] = torch.cat((rows, ones), dim=1).view(codes)
+    stored = memory.clone()
+    backend = NativeBackend(library, BLOCK_TOKENS, 1, 1, 128)
+    nothing = torch.zeros(1, 1, 128, dtype=library.dtype)
+    for at, block in enumerate((0, 1)):
+        memory.copy_(stored)
+        # A new token behind the one that is read: its key is as far below as scores go, and it is not seen.
+        keys = torch.full_like(nothing, -1e30)
+        got = backend.step([TokenSpan((block,), 1, 2)]).attend(nothing + 1, keys, nothing, memory, AttentionRule(1.0))
+        expected = rows[at].view(CODES[codes]).float()
+        assert torch.equal(got[0].float(), expected)
 
 
 @pytest.mark.parametrize("num_new", [1, 20])

@@ -32,6 +32,7 @@ from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SamplingParam
 from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed
 from halfmoon.kv.codec import Codec, decode
 from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.kv_layout import KVDtype
 
 T = TypeVar("T")
 StartEngine = Callable[..., Engine]
@@ -182,17 +183,18 @@ def test_kv_moves_between_differently_cut_workers(
         assert engine.stats().num_free_blocks == engine.num_blocks
 
 
-def test_ranks_round_kv_to_int8_as_one_process_does(start_engine: StartEngine) -> None:
-    one, many = (start_engine(tensor, kv_dtype="int8", prefix_cache=False) for tensor in (1, 2))
+@pytest.mark.parametrize(("kv_dtype", "step"), [("int8", 1 / 100), ("fp8", 1 / 8)])
+def test_ranks_round_kv_as_one_process_does(start_engine: StartEngine, kv_dtype: KVDtype, step: float) -> None:
+    one, many = (start_engine(tensor, kv_dtype=kv_dtype, prefix_cache=False) for tensor in (1, 2))
     wanted, layout = request("a", 20, prefill_only=True), one.layout
     numbers = []
     for engine in (one, many):
         generate(engine, wanted)
         rows = engine.kv_read("a", 0, layout.num_layers, 0, 20)
         assert rows.nbytes == 20 * layout.token_bytes
-        bits = decode(Codec.RAW, rows, layout.shape(layout.num_layers, 20), "int8", "float32")
+        bits = decode(Codec.RAW, rows, layout.shape(layout.num_layers, 20), kv_dtype, "float32")
         numbers.append(torch.from_numpy(bits.view("f4")))
-    torch.testing.assert_close(*numbers, atol=float(numbers[0].abs().max()) / 100, rtol=0)
+    torch.testing.assert_close(*numbers, atol=float(numbers[0].abs().max()) * step, rtol=0)
     many.reserve(request("b", 20))
     part = (0, layout.num_layers, 0, 20)
     many.kv_write("b", *part, one.kv_read("a", *part))

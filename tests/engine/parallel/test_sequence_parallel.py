@@ -113,8 +113,9 @@ def test_kv_is_read_while_later_layers_and_chunks_are_computed(
         ring.kv_read("read", 0, 3, 90, 20)
 
 
-def test_kv_in_int8_goes_round(start_engine: StartEngine, start_ring: StartEngine) -> None:
-    one, ring = start_engine(kv_dtype="int8"), start_ring(2, kv_dtype="int8")
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_kv_goes_round(kv_dtype: str, start_engine: StartEngine, start_ring: StartEngine) -> None:
+    one, ring = start_engine(kv_dtype=kv_dtype), start_ring(2, kv_dtype=kv_dtype)
     torch.testing.assert_close(log_probabilities(ring, 60), log_probabilities(one, 60), atol=0.05, rtol=0.05)
 
 

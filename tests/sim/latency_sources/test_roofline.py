@@ -84,7 +84,8 @@ def test_what_cannot_be_says_why(gpu: str | None, tensor: int, says: str) -> Non
         Roofline(MODELS["llama-3-70b"]).model("l40s", 2, 1)
 
 
-def test_kv_in_int8_takes_a_byte_a_value_and_two_a_row() -> None:
-    plain, rounded = (latency_source(f"roofline:llama-3-8b{suffix}").model("h100", 1, 1) for suffix in ("", "+int8-kv"))
+@pytest.mark.parametrize("mark", ["+int8-kv", "+fp8-kv"])
+def test_quantised_kv_takes_a_byte_a_value_and_two_a_row(mark: str) -> None:
+    plain, rounded = (latency_source(f"roofline:llama-3-8b{suffix}").model("h100", 1, 1) for suffix in ("", mark))
     assert plain.kv_bytes_per_token / rounded.kv_bytes_per_token == pytest.approx(256 / 130)
     assert rounded.kv_tokens / plain.kv_tokens == pytest.approx(256 / 130, rel=1e-4)

@@ -92,17 +92,18 @@ async def test_decode_gets_what_was_loaded_and_goes_on_as_if_it_was_computed(
         await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd", "int8"])
-async def test_kv_in_int8_comes_back_from_the_store_as_it_was(
-    start_worker: Start, tiny: Checkpoint, codec: str
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("codec", ["raw", "zstd", "own"])
+async def test_quantised_kv_comes_back_from_the_store_as_it_was(
+    start_worker: Start, tiny: Checkpoint, codec: str, kv_dtype: str
 ) -> None:
-    async with served(dram_codec=codec) as (_, address):
-        first = await start_worker("prefill", store=address, kv_dtype="int8")
-        again = await start_worker("prefill", store=address, kv_dtype="int8")
+    async with served(dram_codec=kv_dtype if codec == "own" else codec) as (_, address):
+        first = await start_worker("prefill", store=address, kv_dtype=kv_dtype)
+        again = await start_worker("prefill", store=address, kv_dtype=kv_dtype)
         believe(again, SLOW)
         tokens = []
         for prefill in (first, again):
-            decode = await start_worker("decode", kv_dtype="int8")
+            decode = await start_worker("decode", kv_dtype=kv_dtype)
             async with listening(decode) as steps:
                 request = prefill_pb2.PrefillRequest(
                     generation=generation(tiny, PROMPT, 12), decode_address=decode.peer.address

@@ -30,20 +30,20 @@ typedef struct {
   float merged_most[MAX_ROWS], merged_sums[MAX_ROWS]; /* of the parts before */
   float merged_out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
   int64_t slots[KEYS];
-  float key_scales[KEYS] __attribute__((aligned(64))), value_scales[KEYS] __attribute__((aligned(64))); /* of int8 */
+  float key_scales[KEYS] __attribute__((aligned(64))), value_scales[KEYS] __attribute__((aligned(64))); /* of codes */
 } NAME(tile);
 
 /* One row's scores -> probabilities over its first `visible` keys; earlier sums are rescaled to the new maximum. Scores
  * and `most` are powers of two. */
-INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t head_dim, float scale, const int is_int8,
-                         const int is_masked) {
+INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t head_dim, float scale,
+                         const int has_scales, const int is_masked) {
   const i32v lanes = EACH_LANE;
   float *scores = tile->scores + row * KEYS;
   f32v s[KEYS / LANES], most = splat(-INFINITY);
 #pragma GCC unroll 8
   for (int j = 0; j < KEYS / LANES; j++) {
     s[j] = load_f32(scores + j * LANES) * scale;
-    if (is_int8) s[j] *= load_f32(tile->key_scales + j * LANES);
+    if (has_scales) s[j] *= load_f32(tile->key_scales + j * LANES);
     if (is_masked) s[j] = choose(lanes + j * LANES < (int32_t)visible, s[j], splat(-INFINITY));
     most = max_f32(most, s[j]);
   }
@@ -60,14 +60,15 @@ INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t
     f32v p = exp2_f32(s[j] - tile->most[row]);
     if (is_masked) p = choose(lanes + j * LANES < (int32_t)visible, p, splat(0));
     tile->sums[row] += p;
-    STORE_ITEMS(scores, j, is_int8 ? p * load_f32(tile->value_scales + j * LANES) : p);
+    STORE_ITEMS(scores, j, has_scales ? p * load_f32(tile->value_scales + j * LANES) : p);
   }
 }
 
 /* The scores of one token's heads, from `row` on. */
 INLINE void NAME(soften_token)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t row, int64_t visible, float scale,
-                               const int is_int8, const int is_masked) {
-  for (int64_t g = 0; g < a->group; g++) NAME(soften)(tile, row + g, visible, a->head_dim, scale, is_int8, is_masked);
+                               const int has_scales, const int is_masked) {
+  for (int64_t g = 0; g < a->group; g++)
+    NAME(soften)(tile, row + g, visible, a->head_dim, scale, has_scales, is_masked);
 }
 
 /* Adds the `num_keys` keys in `tile->slots`, the first of which is the sequence's `first_key`, to the task's rows. */
@@ -76,9 +77,9 @@ static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, cons
   const int64_t depth = a->head_dim / PACKED, num_tokens = task->row_end - task->row_start;
   const uint8_t *keys = a->keys + task->kv_head * a->kv_head_bytes;
   const uint8_t *values = a->values + task->kv_head * a->kv_head_bytes;
-  const int is_int8 = a->format.is_int8;
+  const int has_scales = a->format.codes != ROWS_OF_NUMBERS;
   const float scale = a->scale * LOG2_E;
-  if (is_int8) {
+  if (has_scales) {
     NAME(row_scales)(&a->format, keys, tile->slots, num_keys, tile->key_scales);
     NAME(row_scales)(&a->format, values, tile->slots, num_keys, tile->value_scales);
   }
@@ -88,7 +89,7 @@ static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, cons
     int64_t visible = task->first_row_keys + i - first_key;
     visible = visible < 0 ? 0 : visible > num_keys ? num_keys : visible;
     const int is_masked = visible < KEYS;
-    if (is_int8)
+    if (has_scales)
       NAME(soften_token)(a, tile, i * a->group, visible, scale, 1, is_masked);
     else if (is_masked)
       NAME(soften_token)(a, tile, i * a->group, visible, scale, 0, 1);
@@ -185,16 +186,16 @@ static void NAME(attend_task)(void *data, long index) {
 }
 
 /* Stores k and v [num_tokens, num_kv_heads, head_dim] (rows k_stride and v_stride apart) in their slots, as rows of T or
- * of int8, then out [num_tokens, num_kv_heads * group, head_dim] = softmax(q k^T * scale) v over each row's own sequence.
+ * of codes, then out [num_tokens, num_kv_heads * group, head_dim] = softmax(q k^T * scale) v over each row's own sequence.
  */
 void NAME(attend)(const T *q, const T *k, const T *v, uint8_t *keys, uint8_t *values, T *out, const int64_t *slots,
                   const segment_t *segments, const run_t *runs, const task_t *tasks, float *partials,
                   atomic_long *done, int64_t num_tokens, int64_t num_tasks, int64_t q_stride, int64_t k_stride,
                   int64_t v_stride, int64_t kv_head_bytes, int64_t row_bytes, int64_t num_kv_heads, int64_t group,
-                  int64_t head_dim, float scale, int is_int8, int num_threads) {
+                  int64_t head_dim, float scale, int codes, int num_threads) {
   NAME(attend_args) args = {q,        keys,     values,   out,  segments, runs, tasks, partials,
                             done,     q_stride, num_kv_heads * group * head_dim, kv_head_bytes,
-                            head_dim, group,    scale, {is_int8, row_bytes, head_dim}};
+                            head_dim, group,    scale, {codes, row_bytes, head_dim}};
   for (int64_t row = 0; row < num_tokens; row++)
     for (int64_t h = 0; h < num_kv_heads; h++) {
       const int64_t at = h * kv_head_bytes + slots[row] * row_bytes;

@@ -10,6 +10,8 @@
 
 #include "quantised.h"
 
+#include "codes.h"
+
 #include "quantised_pack.h"
 
 /* rows.h: a task is so many rows. */

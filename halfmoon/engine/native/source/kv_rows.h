@@ -1,18 +1,16 @@
-/* Rows of K and V in memory, for one type T: head_dim numbers of T, or codes of int8 and their scale (kv/codec/int8.py).
+/* Rows of K and V in memory, for one type T: head_dim numbers of T, or codes and their scale (kv/codec/scaled_rows.py).
  *
  * The codes of a row are what the products read. Its scale is one number of a key, and so multiplies scores and
  * probabilities instead of every code.
  */
 
-#define LARGEST_BITS 0x7e800000 /* float32: 2^126; a row with larger numbers is scaled for this one */
-
 typedef struct {
-  int is_int8;
+  int codes; /* ROWS_OF_... */
   int64_t row_bytes, head_dim;
 } NAME(kv_format);
 
 /* Numbers [head_dim] -> codes and a bfloat16 scale, bit for bit those of the codec. A NaN counts as 0. */
-static void NAME(round_row)(const T *row, uint8_t *out, int64_t head_dim) {
+INLINE void NAME(round_row)(const T *row, uint8_t *out, int64_t head_dim, const int rows) {
   i32v largest = {};
   for (int64_t d = 0; d < head_dim; d += LANES) largest = max_i32(largest, (i32v)LOAD(row + d) & 0x7fffffff);
   int32_t bits = max_of_i32(largest);
@@ -20,42 +18,49 @@ static void NAME(round_row)(const T *row, uint8_t *out, int64_t head_dim) {
   if (is_wild) bits = LARGEST_BITS;
   float most;
   memcpy(&most, &bits, sizeof most);
-  most /= 127.0f;
+  most /= LARGEST_CODE(rows);
   if (most < 0x1p-126f) most = 0x1p-126f;
   memcpy(&bits, &most, sizeof bits);
-  const uint16_t scale = (uint16_t)((uint32_t)(bits + 0xffff) >> 16); /* rounded up */
+  bits = (bits + BELOW_SCALE(rows)) & ~BELOW_SCALE(rows); /* rounded up */
+  const uint16_t scale = (uint16_t)((uint32_t)bits >> 16);
   const float inverse = 1.0f / bf16_to_f32(scale);
   for (int64_t d = 0; d < head_dim; d += LANES) {
     f32v x = LOAD(row + d);
     if (is_wild) x = min_f32(max_f32(choose(x == x, x, splat(0)), splat(-0x1p126f)), splat(0x1p126f));
-    const i8v codes = narrow_i32(round_i32(x * inverse));
+    x *= inverse;
+    const i8v codes = narrow_i32(rows == ROWS_OF_E4M3 ? round_e4m3(x) : round_i32(x));
     memcpy(out + d, &codes, sizeof codes);
   }
   memcpy(out + head_dim, &scale, sizeof scale);
 }
 
 static void NAME(store_row)(const NAME(kv_format) *format, const T *row, uint8_t *out) {
-  if (format->is_int8)
-    NAME(round_row)(row, out, format->head_dim);
+  if (format->codes == ROWS_OF_INT8)
+    NAME(round_row)(row, out, format->head_dim, ROWS_OF_INT8);
+  else if (format->codes == ROWS_OF_E4M3)
+    NAME(round_row)(row, out, format->head_dim, ROWS_OF_E4M3);
   else
     memcpy(out, row, format->head_dim * sizeof(T));
 }
 
-/* A row's numbers, or codes, as items. */
+/* A row's numbers, or codes / CODE_UNIT, as items. */
 INLINE void NAME(row_items)(const NAME(kv_format) *format, const uint8_t *row, uint32_t *items) {
-  if (format->is_int8)
-    for (int64_t j = 0; j < format->head_dim / LANES; j++) STORE_ITEMS((float *)items, j, load_i8(row + j * LANES));
+  const int64_t num_vectors = format->head_dim / LANES;
+  if (format->codes == ROWS_OF_INT8)
+    for (int64_t j = 0; j < num_vectors; j++) STORE_ITEMS((float *)items, j, load_i8(row + j * LANES));
+  else if (format->codes == ROWS_OF_E4M3)
+    for (int64_t j = 0; j < num_vectors; j++) STORE_ITEMS((float *)items, j, load_e4m3(row + j * LANES));
   else
     ITEMS(items, row, format->head_dim);
 }
 
-/* The scales of num_keys rows, 0 beyond; none are needed for numbers. */
+/* The scales of num_keys rows times CODE_UNIT, 0 beyond; none are needed for numbers. */
 static void NAME(row_scales)(const NAME(kv_format) *format, const uint8_t *rows, const int64_t *slots, int64_t num_keys,
                              float *scales) {
   for (int64_t i = 0; i < KEYS; i++) {
     uint16_t scale = 0;
     if (i < num_keys) memcpy(&scale, rows + slots[i] * format->row_bytes + format->head_dim, sizeof scale);
-    scales[i] = bf16_to_f32(scale);
+    scales[i] = bf16_to_f32(scale) * CODE_UNIT(format->codes);
   }
 }
 
@@ -96,7 +101,7 @@ static void NAME(pack_values)(const NAME(kv_format) *format, const uint8_t *rows
       const uint8_t *row = rows + slots[i * 2 + j < num_keys ? i * 2 + j : 0] * format->row_bytes;
       if (i * 2 + j >= num_keys)
         memset(items[j], 0, head_dim * sizeof(T)); /* a key without a partner */
-      else if (format->is_int8)
+      else if (format->codes)
         NAME(row_items)(format, row, items[j]);
       else
         pair[j] = row;

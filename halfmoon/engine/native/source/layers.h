@@ -33,7 +33,7 @@ typedef struct {
   int64_t kv_layer_bytes, kv_values_bytes, kv_head_bytes, kv_row_bytes;
   int64_t num_layers, num_tokens, num_tasks, num_heads, num_kv_heads, head_dim, hidden_size, table_stride;
   float eps, scale;
-  int is_int8, num_threads;
+  int codes, num_threads; /* codes: what rows of KV are (codes.h) */
   /* Called before layer i attends where calls[i] has bit 1, and after it where it has bit 2. Ends the step if it returns
      anything but 0. */
   int (*between)(int64_t layer, int is_stored);
@@ -101,7 +101,7 @@ void NAME(run_layers)(const layer_t *layers, const layers_step_t *s) {
     if (s->calls && s->calls[i] & 1 && s->between(i, 0)) return;
     NAME(attend)(heads, k, v, kv, kv + s->kv_values_bytes, s->attended, s->slots, s->segments, s->runs, s->tasks,
                  s->partials, s->done, s->num_tokens, s->num_tasks, stride, stride, stride, s->kv_head_bytes,
-                 s->kv_row_bytes, s->num_kv_heads, s->num_heads / s->num_kv_heads, s->head_dim, s->scale, s->is_int8,
+                 s->kv_row_bytes, s->num_kv_heads, s->num_heads / s->num_kv_heads, s->head_dim, s->scale, s->codes,
                  s->num_threads);
     if (s->calls && s->calls[i] & 2 && s->between(i, 1)) return;
     NAME(multiply)(s, &layer->output, s->attended, delta, 0, 0, 0, 0);

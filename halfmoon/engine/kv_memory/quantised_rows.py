@@ -1,0 +1,58 @@
+"""Rows of quantised KV in torch: what `halfmoon/kv/codec/scaled_rows.py` defines, for paths without a kernel.
+
+They are the kernels' reference, too. A tensor's dtype says what its rows are: int8 has codes of int8, uint8 those of
+e4m3. (Torch's own float8 cannot be indexed, compared or sent, and the scale in a row is none.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES
+from halfmoon.kv.codec.floats import LARGEST
+
+LARGEST_OF = {TORCH_DTYPES[dtype]: float(limit) for dtype, limit in LARGEST.items()}
+"""What an infinity of each dtype counts as."""
+LARGEST_CODE = {torch.int8: 127.0, torch.uint8: 448.0}
+"""The largest code, by the dtype of memory."""
+BELOW_SCALE = {torch.int8: 0xFFFF, torch.uint8: 0x7FFFFF}
+"""The bits of a float32 that a scale has not, by the dtype of memory."""
+CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}
+"""The dtype of codes, by that of memory."""
+_SMALLEST_SCALE = 2.0**-126
+
+
+def is_quantised(memory: torch.dtype) -> bool:
+    """Whether KV memory of this dtype has rows of codes."""
+    return memory in CODES
+
+
+def round_rows(numbers: Tensor, memory: torch.dtype) -> Tensor:
+    """[..., head_dim] in any float -> [..., head_dim + 2] of `memory`: the codes, and the bytes of their bfloat16 scale."""
+    limit, numbers = LARGEST_OF[numbers.dtype], numbers.float()
+    largest = torch.where(numbers.isnan(), limit, numbers.abs().clamp(max=limit)).amax(dim=-1, keepdim=True)
+    bounds = (largest / LARGEST_CODE[memory]).clamp(min=_SMALLEST_SCALE)
+    below = BELOW_SCALE[memory]
+    scales = ((bounds.contiguous().view(torch.int32) + below) & ~below) >> 16  # rounded up
+    inverse = 1 / (scales << 16).view(torch.float32)
+    finite = numbers.nan_to_num(nan=0.0, posinf=limit, neginf=-limit).clamp(-limit, limit)
+    scaled = finite * inverse
+    codes = scaled.round().to(torch.int8) if memory is torch.int8 else scaled.to(CODES[memory])
+    return torch.cat((codes.view(memory), scales.to(torch.int16).view(memory)), dim=-1)
+
+
+def widen_rows(rows: Tensor) -> Tensor:
+    """The float32 numbers [..., head_dim] of rows [..., head_dim + 2]."""
+    codes, scales = split_rows(rows)
+    return codes.view(CODES[rows.dtype]).float() * scales.float().unsqueeze(-1)
+
+
+def split_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of the codes [..., head_dim], in the dtype of memory, and the scales [...] bfloat16 of quantised rows."""
+    return rows[..., :-2], rows[..., -2:].view(torch.bfloat16)[..., 0]
+
+
+def numbers_of(memory: Tensor) -> Tensor:
+    """The float32 numbers of KV memory [..., row_items]: [..., head_dim]."""
+    return widen_rows(memory) if is_quantised(memory.dtype) else memory.float()
