@@ -26,7 +26,12 @@ JSON_STYLE: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \
 Models write JSON in either form. Forced out of the form that it has in mind, a small one writes nonsense; with white
 space of any length it may go on forever.
 """
-ONE_LINE_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ONE_LINE_STYLE: Any = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,  # else that of JSON_STYLE, the default, would count
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 """JSON on one line. A schema asks for it under the key `x-guidance`."""
 
 ERROR_TOKEN_ID = -1  # of a row, or of a whole step, that failed

@@ -145,7 +145,9 @@ class Generation:
         """The reply at once. `on_begin` is called at the first token."""
         embedding, num_outputs = request.generation.embedding, len(request.outputs)
         if embedding is not None:
-            embeddings = EmbeddingsFormat(request.model, embedding, request.embedding)
+            created = int(request.created_at.timestamp())
+            head = {"id": f"embd-{request.request_id}", "created": created, "model": request.model}
+            embeddings = EmbeddingsFormat(head, embedding, request.embedding)
             return WholeReply(embeddings, num_outputs, request.usage, on_begin)
         return WholeReply(self.reply_format(request), num_outputs, request.usage, on_begin)
 

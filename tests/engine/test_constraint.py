@@ -103,6 +103,8 @@ def accepts(constraint: Constraint, text: str, masks: TokenMasks, tokenizer: Tok
         ('{"name":"Ann","age":3}', True, False),
         ('{\n  "name": "Ann",\n  "age": 3\n}', True, False),
         ('{\n\t"name": "Ann",\n\t"age": 3\n}', True, False),
+        ('{\n  "name": "Ann", "age": 3\n}', True, False),
+        ('{ "name": "Ann", "age": 3}', True, False),
         ('{  "name": "Ann", "age": 3}', False, False),
         ('{\n\n"name": "Ann", "age": 3}', False, False),
         ("{\n" + " " * 40 + '"name": "Ann", "age": 3}', False, False),

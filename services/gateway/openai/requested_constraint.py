@@ -66,7 +66,9 @@ async def check_requested(requested: RequestedConstraint, check: CheckConstraint
 def _of_form(form: ResponseFormat | None) -> engine.Constraint | None:
     if form is None or form.type == "text":
         return None
-    schema = form.json_schema.schema_ if form.json_schema else None
+    if (pattern := form.any_pattern) is not None:
+        return engine.Constraint("regex", pattern)
+    schema = form.any_schema
     if schema is None:
         return _ANY_OBJECT
     return engine.Constraint("json_schema", json.dumps(closed_schema(schema), ensure_ascii=False))

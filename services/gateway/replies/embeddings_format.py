@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +26,9 @@ class EmbeddingOptions(NamedTuple):
 class EmbeddingsFormat:
     """Writes one vector for each prompt."""
 
-    def __init__(self, model: str, options: EmbeddingOptions, embedding_of: EmbeddingOf) -> None:
-        self._model = model
+    def __init__(self, head: Mapping[str, Any], options: EmbeddingOptions, embedding_of: EmbeddingOf) -> None:
+        """`head`: id, time and model, as vLLM's responses have them, beside OpenAI's model."""
+        self._head = head
         self._options = options
         self._embedding_of = embedding_of
 
@@ -38,7 +39,7 @@ class EmbeddingsFormat:
             for output in outputs
         ]
         counts = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
-        return {"object": "list", "data": data, "model": self._model, "usage": counts}
+        return {**self._head, "object": "list", "data": data, "usage": counts}
 
     def _shown(self, embedding: Sequence[float]) -> str | list[float]:
         values = np.asarray(embedding, dtype="<f4")

@@ -35,6 +35,8 @@ async def test_each_input_has_a_vector_of_length_1(tmp_path: Path) -> None:
         assert one.embedding == pytest.approx(list(expected / np.linalg.norm(expected)))
     assert (made.usage.prompt_tokens, made.usage.total_tokens) == (5, 5)
     assert (tokens["object"], tokens["model"], len(tokens["data"])) == ("list", MODEL, 1)
+    assert tokens["id"].startswith("embd-")
+    assert tokens["created"] > 0
     assert [(one.max_tokens, one.pooling) for one in asked] == [(1, LAST_TOKEN), (1, LAST_TOKEN), (1, MEAN)]
 
 

@@ -131,6 +131,25 @@ BODIES: dict[str, dict[str, Any]] = {
         "ttl": 300,
         "draft_model": "small",
     },
+    "Mistral's fields": {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "ho", "prefix": False},
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "The", "prefix": True},
+        ],
+        **STREAM,
+        "random_seed": 5,
+        "safe_prompt": False,
+    },
+    "the message of openai's `parse`": {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": '{"a": 1}', "parsed": {"a": 1}},
+            {"role": "user", "content": "hi"},
+        ],
+        **STREAM,
+    },
     "OpenRouter's fields": {
         "messages": [{"role": "user", "content": "hi"}],
         **STREAM,
@@ -167,6 +186,19 @@ async def test_it_is_answered(tmp_path: Path, name: str) -> None:
             assert response.status == 200, text
             assert ("data: [DONE]" in text) == bool(BODIES[name]["stream"])
             assert '"usage"' in text
+
+
+async def test_what_mistral_calls_otherwise(tmp_path: Path) -> None:
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The", "prefix": True}]
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        prefill, _ = await fleet.pair(Script("ok"))
+        async with session.post(CHAT, json={"messages": begun, "random_seed": 5}) as response:
+            assert response.status == 200, await response.text()
+        async with session.post(CHAT, json={"messages": begun, "random_seed": 5, "seed": 6}) as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, "random_seed")
+        generation = prefill.calls.prefills[0].generation
+    assert bytes(generation.prompt_token_ids).decode() == "user:hi\nassistant:The"
+    assert generation.sampling.seed == 5
 
 
 @pytest.mark.parametrize(("sampler", "value"), [("typical_p", 0.9), ("mirostat", 2), ("dry_multiplier", 0.8)])

@@ -167,6 +167,8 @@ async def test_a_begun_answer_is_continued_and_a_schema_is_kept(tmp_path: Path) 
         await post(fleet, BODY | {"output_config": config})
         assert prompt_of(prefill) == 'user:hi\nkwargs:{"reasoning_effort": "low"}\n'
         assert prefill.calls.prefills[-1].generation.sampling.constraint.source == '{"type": "object"}'
+        await post(fleet, BODY | {"output_format": config["format"], "mcp_servers": [], "speed": "fast"})
+        assert prefill.calls.prefills[-1].generation.sampling.constraint.source == '{"type": "object"}'
 
 
 async def test_the_tokens_of_a_prompt_are_counted(tmp_path: Path) -> None:
@@ -200,6 +202,10 @@ async def test_the_tokens_of_a_prompt_are_counted(tmp_path: Path) -> None:
             "invalid_request_error",
             "output_config.format",
         ),
+        ({"output_format": {}, "output_config": {"format": {}}}, 400, "invalid_request_error", "output_format"),
+        ({"output_format": {"type": "yaml"}}, 400, "invalid_request_error", "output_config.format.type"),
+        ({"mcp_servers": [{"url": "http://x"}]}, 400, "invalid_request_error", "mcp_servers"),
+        ({"tools": [{"type": "web_search_20250305", "name": "s"}]}, 400, "invalid_request_error", "tools[0].type"),
         ({"top_q": 1}, 400, "invalid_request_error", "top_q"),
         ({"model": "other"}, 404, "not_found_error", "other"),
     ],

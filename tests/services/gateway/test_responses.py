@@ -233,3 +233,25 @@ async def test_a_named_function_is_forced_and_its_arguments_stream(tmp_path: Pat
     (call,) = events[-1].response.output
     assert (call.type, call.name, call.arguments) == ("function_call", "weather", '{"city": "Rom"}')
     assert events[-1].response.tool_choice.name == "weather"
+
+
+@pytest.mark.usefixtures("_tools")
+async def test_tools_that_a_server_would_run_are_left_out_beside_functions(tmp_path: Path) -> None:
+    """As Codex sends them. Where there is no function, the request wanted nothing else, and is refused."""
+    function = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+    search = {"type": "web_search", "external_web_access": False}
+    agents = {"type": "namespace", "name": "agents", "tools": [function]}
+    turn = {"type": "message", "role": "assistant", "phase": "final", "content": [{"type": "output_text", "text": "a"}]}
+    body = {"input": [turn, {"role": "user", "content": "hi"}], "client_metadata": {"thread_id": "1"}, "store": False}
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        prefill, _ = await fleet.pair(Script("hello"))
+        async with session.post("/v1/responses", json={**body, "tools": [search, function, agents]}) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+            assert response.headers["Warning"] == '299 halfmoon "ignored: tools[0], tools[2], client_metadata"'
+        async with session.post("/v1/responses", json={**body, "tools": [search]}) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, "tools[0].type"), error
+        prompt = bytes(prefill.calls.prefills[0].generation.prompt_token_ids).decode()
+    assert [tool["type"] for tool in answer["tools"]] == ["function"]
+    assert "web_search" not in prompt

@@ -93,12 +93,14 @@ class Turn(Part):
 class DescribedTool(Part):
     """A function that the model may call."""
 
-    ignored_names = _CACHED | {"strict", "eager_input_streaming"}
+    ignored_names = _CACHED | {
+        *("strict", "eager_input_streaming", "defer_loading", "allowed_callers", "input_examples")
+    }
 
+    type: Literal["custom"] | None = Field(None, description="tools that Anthropic runs itself have others")
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
-    type: Literal["custom"] | None = None
 
 
 class ChosenTool(Part):
@@ -163,6 +165,18 @@ class CountedBody(Part):
     output_config: OutputConfig | None = Field(
         None, description="effort: a variable of the chat template; format: a JSON schema"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_output_format(cls, value: Any) -> Any:
+        """Takes `output_format`, as a beta of the API called it, for `output_config.format`."""
+        if not isinstance(value, dict) or value.get("output_format") is None:
+            return value
+        config = value.get("output_config") or {}
+        if not isinstance(config, dict) or config.get("format") is not None:
+            raise misplaced("output_format", "output_config has a format, too; leave out one of them")
+        rest = {name: inner for name, inner in value.items() if name != "output_format"}
+        return {**rest, "output_config": {**config, "format": value["output_format"]}}
 
     def as_chat(self, **options: Any) -> ChatBody:
         """The chat with the same prompt."""

@@ -60,6 +60,16 @@ class RenderedChat(Part):
         description="instead of the model's own; only with the setting trust_request_chat_template, within bounds",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _continue_prefix(cls, value: Any) -> Any:
+        """Takes `prefix` of the last message, as Mistral and DeepSeek have it, for `continue_final_message`."""
+        messages = value.get("messages") if isinstance(value, dict) else None
+        last = messages[-1] if isinstance(messages, list) and messages else None
+        if isinstance(last, dict) and last.get("prefix") is True and last.get("role") == "assistant":
+            return {**value, "continue_final_message": True}
+        return value
+
     def template_variables(self) -> dict[str, Any]:
         """The variables that the template receives beside messages and tools."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
@@ -82,7 +92,7 @@ class TextPart(Part):
 class CalledFunction(Part):
     """The function that an earlier answer called."""
 
-    ignored_names = _LITELLM
+    ignored_names = _LITELLM | {"parsed_arguments"}
 
     name: str
     arguments: str = Field(description="a JSON object, as text")
@@ -101,7 +111,7 @@ class CalledTool(Part):
 class Message(Part):
     """One message of a chat."""
 
-    ignored_names = _LITELLM | {"cache_control"}
+    ignored_names = _LITELLM | {"cache_control", "parsed"}  # the last one, of openai's `parse`, is in the content
 
     role: str = Field(
         pattern=r"^[A-Za-z][A-Za-z0-9_-]*$",
@@ -116,6 +126,7 @@ class Message(Part):
     )
     reasoning_content: str | None = Field(None, description="on an assistant message: given to the chat template")
     reasoning: str | None = Field(None, description="another name of reasoning_content")
+    prefix: bool | None = Field(None, description="on a last assistant message, true: the output goes on with it")
     function_call: None = None
     refusal: None = None
     audio: None = None

@@ -24,7 +24,7 @@ from services.gateway.openai.bodies.responses_body import (
 )
 from services.gateway.openai.bodies.schemas import ChatBody, CompletionBody, StreamOptions
 from services.gateway.openai.bodies.structured_output import JsonSchema, ResponseFormat, StructuredOutputs
-from services.gateway.openai.bodies.tools import FunctionDefinition, NamedTool, Tool
+from services.gateway.openai.bodies.tools import BUILT_IN, FunctionDefinition, NamedTool, Tool
 from services.gateway.openai.bodies.unsupported import IGNORED, REFUSED
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -37,6 +37,9 @@ def _is_union(annotation: Any) -> bool:
 
 GUIDED = {f"guided_{kind}": kind for kind in ("choice", "grammar", "json", "regex")}
 """Names that the fields of `structured_outputs` once had."""
+
+RENAMED = {"random_seed": "seed"}
+"""Names that other servers have for parameters: Mistral's."""
 
 TAGS = frozenset(
     (
@@ -92,8 +95,10 @@ def parse_request(schema: type[Body], raw: bytes, max_values: int) -> Parsed[Bod
     """
     fields = _fields(raw, max_values)
     _rename_guided(fields)
+    _rename(fields)
+    left_out = _leave_out_built_in(fields) if schema is ResponsesBody else ()
     unknown = {name: value for name, value in fields.items() if name not in schema.model_fields}
-    ignored = tuple(name for name, value in unknown.items() if name in IGNORED and value is not None)
+    ignored = (*left_out, *(name for name, value in unknown.items() if name in IGNORED and value is not None))
     dropped = {name for name, value in unknown.items() if name in IGNORED or _is_neutral(name, value)}
     return Parsed(_validated(schema, {name: fields[name] for name in fields if name not in dropped}), ignored)
 
@@ -153,6 +158,33 @@ def _rename_guided(fields: dict[str, Any]) -> None:
         if fields.get("structured_outputs") not in (None, named):
             raise InvalidRequest(f"{name}: an output has one form; leave out one of them", param=name)
         fields["structured_outputs"] = named
+
+
+def _rename(fields: dict[str, Any]) -> None:
+    """Takes other servers' names of parameters."""
+    for other, name in RENAMED.items():
+        value = fields.pop(other, None)
+        if value is None:
+            continue
+        if fields.get(name) not in (None, value):
+            raise InvalidRequest(f"{other}: it is another name of {name}; leave out one of them", param=other)
+        fields[name] = value
+
+
+def _leave_out_built_in(fields: dict[str, Any]) -> tuple[str, ...]:
+    """Takes tools that a server would run itself out of a list that has functions, too; returns their places.
+
+    Without a function there is nothing else that the model could call: then the tool is refused by its type.
+    """
+    tools = fields.get("tools")
+    if not isinstance(tools, list):
+        return ()
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    if "function" not in kinds:
+        return ()
+    left_out = {number: kind for number, kind in enumerate(kinds) if kind in BUILT_IN}
+    fields["tools"] = [tool for number, tool in enumerate(tools) if number not in left_out]
+    return tuple(f"tools[{number}]" for number in left_out)
 
 
 def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:

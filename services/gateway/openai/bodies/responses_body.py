@@ -51,6 +51,8 @@ class InputText(Part):
 class InputMessage(Part):
     """One message. A message of an earlier output is accepted as it was returned."""
 
+    ignored_names = frozenset(("phase",))
+
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[Items[InputText], Field(max_length=_MAX_PARTS)]
@@ -61,7 +63,7 @@ class InputMessage(Part):
 class FunctionCall(Part):
     """A call of an earlier output, accepted as it was returned."""
 
-    ignored_names = frozenset(("caller",))
+    ignored_names = frozenset(("caller", "namespace"))
 
     type: Literal["function_call"]
     call_id: str

@@ -21,16 +21,47 @@ class JsonSchema(Part):
 
 
 class ResponseFormat(Part):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`, and what clients of TGI, Together and llama.cpp write there."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="a JSON schema, with any type of JSON")
+    value: dict[str, Any] | str | None = Field(None, description="TGI's name of a schema or a pattern")
+    pattern: str | None = Field(None, description="with the type regex: the expression for the whole output")
 
     @model_validator(mode="after")
     def _check_type(self) -> Self:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise misplaced("json_schema", "it goes with the type 'json_schema', and only with that")
+        given = {"json_schema": self.json_schema, "schema": self.schema_, "value": self.value, "pattern": self.pattern}
+        names = [name for name, value in given.items() if value is not None]
+        allowed = _FIELDS_OF_FORMATS[self.type]
+        if len(names) > 1 or not set(names) <= set(allowed) or (not names and self.type in _NEEDY_FORMATS):
+            name = next((name for name in names if name not in allowed), (allowed or names)[0])
+            takes = f"takes {' or '.join(allowed)}, one of them" if allowed else "has nothing beside it"
+            raise misplaced(name, f"the type {self.type!r} {takes}")
+        if self.value is not None and isinstance(self.value, str) != (self.type == "regex"):
+            raise misplaced("value", "a schema is an object, a pattern is a text")
         return self
+
+    @property
+    def any_schema(self) -> dict[str, Any] | None:
+        """The JSON schema under any of its names; None: any object."""
+        value = self.value if isinstance(self.value, dict) else None
+        return self.schema_ or value or (self.json_schema and self.json_schema.schema_)
+
+    @property
+    def any_pattern(self) -> str | None:
+        """The regular expression under either of its names."""
+        return self.pattern if self.pattern is not None else (self.value if isinstance(self.value, str) else None)
+
+
+_FIELDS_OF_FORMATS = {
+    "text": (),
+    "json_object": ("schema", "value"),
+    "json_schema": ("json_schema", "schema"),
+    "json": ("schema", "value"),
+    "regex": ("pattern", "value"),
+}
+_NEEDY_FORMATS = ("json_schema", "json", "regex")
 
 
 class StructuredOutputs(Part):

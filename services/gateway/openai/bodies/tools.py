@@ -10,6 +10,15 @@ from services.gateway.openai.bodies.strict_model import Items, Part
 
 _MAX_TOOLS = 128
 
+BUILT_IN = frozenset(
+    (
+        *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+        *("file_search", "code_interpreter", "computer_use_preview", "computer", "image_generation", "mcp"),
+        *("local_shell", "shell", "apply_patch", "custom", "namespace", "tool_search"),
+    )
+)
+"""Types of tools of OpenAI's responses other than functions: the model is told of functions alone."""
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
@@ -57,4 +66,5 @@ class AllowedChoice(Part):
 
 
 Tools = Annotated[Items[Tool], Field(max_length=_MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice
+ToolChoice = Literal["none", "auto", "required", "any"] | NamedTool | AllowedChoice
+"""`any` is Mistral's name of `required`."""

@@ -29,7 +29,7 @@ def choice_of(choice: ToolChoice | None, tools: Sequence[Tool]) -> tuple[Effecti
         return choice.allowed_tools.mode, [tool for tool in tools if tool.function.name in names]
     if isinstance(choice, NamedTool):
         _check_known([choice], tools)
-    return "auto" if choice is None else choice, tools
+    return "auto" if choice is None else "required" if choice == "any" else choice, tools
 
 
 def _check_known(chosen: Sequence[NamedTool], tools: Sequence[Tool]) -> None:

@@ -50,7 +50,7 @@ def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
         return told
     parallel = body.parallel_tool_calls is not False
     answer = constraint_of(body.response_format, body.structured_outputs)
-    if answer is not None and answer.param == "structured_outputs":
+    if answer is not None and (answer.param == "structured_outputs" or answer.constraint.kind != "json_schema"):
         raise _no_room(answer.param)
     constraint = constraint_of_choice(choice, tools, parallel=parallel)
     if constraint is None:

@@ -33,6 +33,14 @@ OBJECT = '{"type": "object"}'
             Constraint.JSON_SCHEMA,
             json.dumps({**SCHEMA, "additionalProperties": False}, ensure_ascii=False),
         ),
+        *(
+            ({"response_format": {"type": kind, name: {"type": "object"}}}, Constraint.JSON_SCHEMA, OBJECT)
+            for kind, name in (
+                *(("json_object", "schema"), ("json_object", "value"), ("json", "value"), ("json_schema", "schema")),
+            )
+        ),
+        ({"response_format": {"type": "regex", "value": "a+"}}, Constraint.REGEX, "a+"),
+        ({"response_format": {"type": "regex", "pattern": "a+"}}, Constraint.REGEX, "a+"),
         ({"structured_outputs": {"json": OBJECT}}, Constraint.JSON_SCHEMA, OBJECT),
         ({"structured_outputs": {"json": {"type": "object"}}}, Constraint.JSON_SCHEMA, OBJECT),
         ({"structured_outputs": {"json_object": True}}, Constraint.JSON_SCHEMA, OBJECT),
@@ -79,7 +87,13 @@ async def test_text_is_no_constraint(tmp_path: Path) -> None:
     ("body", "param", "reason"),
     [
         ({"response_format": {"type": "yaml"}}, "response_format.type", "json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "takes json_schema"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "nothing beside it"),
+        ({"response_format": {"type": "json", "value": "a+"}}, "response_format.value", "a schema is an object"),
+        ({"response_format": {"type": "json"}}, "response_format.schema", "takes schema or value"),
+        ({"response_format": {"type": "json_object", "schema": {}, "value": {}}}, "response_format.schema", "one of"),
+        ({"response_format": {"type": "regex", "schema": {}}}, "response_format.schema", "takes pattern"),
+        ({"response_format": {"type": "regex", "pattern": "["}}, "response_format", "regex"),
         ({"structured_outputs": {"json": {"type": "nonsense"}}}, "structured_outputs", "nonsense"),
         ({"structured_outputs": {"regex": "["}}, "structured_outputs", "regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "several"),

@@ -122,11 +122,13 @@ async def test_some_tool_is_required(tmp_path: Path) -> None:
         prefill, _ = await fleet.pair(Script(text))
         answer = await fleet.client.chat.completions.create(**asked)
         await fleet.client.chat.completions.create(**asked, parallel_tool_calls=False)
+        any_tool: Any = asked | {"tool_choice": "any"}
+        await fleet.client.chat.completions.create(**any_tool)
         schemas = [json.loads(one.generation.sampling.constraint.source) for one in prefill.calls.prefills]
     assert calls_of(answer.choices[0].message) == [("weather", {"city": "Rom"}), ("time", {})]
     assert answer.choices[0].finish_reason == "tool_calls"
     assert answer.choices[0].message.content is None
-    assert [schema.get("maxItems") for schema in schemas] == [None, 1]
+    assert [schema.get("maxItems") for schema in schemas] == [None, 1, None]
 
 
 async def test_some_of_the_tools_are_allowed(tmp_path: Path) -> None:
@@ -190,6 +192,7 @@ async def test_llama3_calls(tmp_path: Path) -> None:
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": {"type": "regex", "pattern": "a"}}, "response_format"),
         (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": [TOOLS[1]]}}},
             "tool_choice.allowed_tools.mode",
