@@ -21,7 +21,7 @@ BYTES_SERVICE = "halfmoon.RankKVBytes"
 
 _READ = f"/{BYTES_SERVICE}/Read"
 _FETCH_S = 10.0  # to bring one frame's part, or to find that its rank is gone
-_REACH_S = 3.0  # a sender waits 10 s for the answer to its offer; then the transfer has failed, and nothing is declined
+_REACH_S = 3.0  # a first token waits for it where packets are dropped: once a minute, as often as links are offered
 _MAX_IDLE = 64  # addresses change when workers restart; channels to old ones must not pile up
 _NO_TRANSFER = bytes(16)
 
