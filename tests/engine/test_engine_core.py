@@ -19,8 +19,10 @@ from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_policy import OBSERVERS, KVPolicy, policy_salt
 
 BLOCK = 16
+POLICIES = (None, KVPolicy(16, 16), KVPolicy(32, 16, chooses=True))
 NUM_BLOCKS = 16
 
 
@@ -65,6 +67,46 @@ def test_a_name_is_free_again_while_the_step_of_its_first_owner_runs() -> None:
     assert not core.has_work()
 
 
+def test_the_end_of_a_prompt_runs_at_once_and_what_it_chooses_replaces_the_rest() -> None:
+    core, salt = make(num_blocks=14), policy_salt(KVPolicy(32, 16, chooses=True), b"")
+    core.add(request("r", 150, 40, tenant_salt=salt))
+    for name in ("a", "b"):  # decodes, beside which a step has 32 tokens of a prompt
+        core.reserve(request(name, 14, 40))
+        core.start(name, 1)
+    ends, free = [], []
+    while core.find("r").num_output < 20:
+        end(core, core.begin_step())
+        core.check_integrity()
+        ends.append(core.find("r").num_computed)
+        free.append(core.stats().num_free_blocks)
+    assert [at for at in ends if at <= 150] == [32, 64, 96, 150 - OBSERVERS, 150]
+    assert free[0] == 14 - (10 + 2) - 2 * 1  # of the prompt and of what it will choose
+    assert core.find("r").kept_blocks == core.find("r").blocks[:2] + core.find("r").blocks[9:]
+    assert core.find("r").dropped == range(2, 9)
+
+
+def test_a_prompt_that_chooses_waits_until_there_is_room_for_its_choice() -> None:
+    salt = policy_salt(KVPolicy(32, 16, chooses=True), b"")
+    for num_blocks, num_computed in ((12, 0), (13, 150)):
+        core = make(num_blocks)
+        core.reserve(request("other", 14, 2))
+        core.add(request("r", 150, 9, tenant_salt=salt))
+        end(core, core.begin_step())
+        assert core.find("r").num_computed == num_computed
+    with pytest.raises(InvalidRequest):
+        make(11).add(request("r", 150, 1, tenant_salt=salt))
+
+
+def test_nothing_behind_a_choice_is_found_by_others() -> None:
+    core, salt = make(), policy_salt(KVPolicy(32, 16, chooses=True), b"")
+    core.add(request("first", 100, 60, tenant_salt=salt))
+    while core.has_work():
+        end(core, core.begin_step())
+    core.add(request("second", 159, 1, tenant_salt=salt))
+    core.begin_step()
+    assert core.find("second").num_cached == 96
+
+
 _ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(["add", "hold", "reserve", "start", "cancel", "begin", "end", "step", "step"]),
@@ -85,7 +127,9 @@ def test_blocks_and_queues_always_add_up(actions: list[tuple[str, int, int, int,
     running: Step | None = None
     for action, number, num_prompt, max_tokens, token in actions:
         name = f"r{number}"
-        one = request(name, num_prompt, max_tokens, token, priority=number % 2, prefill_only=action == "hold")
+        salt = policy_salt(POLICIES[number % len(POLICIES)], b"")
+        options = {"priority": number % 2, "prefill_only": action == "hold", "tenant_salt": salt}
+        one = request(name, num_prompt, max_tokens, token, **options)
         try:
             match action:
                 case "add" | "hold":
