@@ -32,8 +32,8 @@ class KVLayout:
     """Shape of the whole model's KV cache. Two workers can exchange KV if their layouts differ only in dtype.
 
     Canonical order of KV bytes, in memory views and in frames: `[num_layers, 2 (K, V), num_kv_heads, num_tokens,
-    head_dim]`, keys after rotary embedding. A quantised row, K or V of one token, layer and head, is `head_dim` codes and
-    their scale.
+    head_dim]`, keys after rotary embedding. A row, K or V of one token, layer and head, is `head_dim` codes and their
+    scale where it is quantised.
     """
 
     num_layers: int

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
-from halfmoon.engine.kv_memory.quantised_rows import is_quantised, numbers_of, round_rows
 from halfmoon.engine.kv_memory.kv_arena import slot_runs
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised, numbers_of, round_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ def attend_sdpa(
 ) -> Tensor:
     """Attention on the CPU: no copy of cached keys, one flash-attention call per sequence and contiguous run.
 
-    The reference computes what flash attention does not: quantised keys, which it widens (kernels read them as they are),
-    capped scores, latents, and chunks of which some rows see less than all keys before them.
+    The reference computes what flash attention does not: quantised keys, which it widens (kernels read them as they
+    are), capped scores, latents, and chunks of which some rows see less than all keys before them.
     """
     if is_quantised(layer_kv.dtype) or rule.softcap is not None or rule.latent_size is not None:
         return attend_reference(q, k, v, layer_kv, batch, rule)

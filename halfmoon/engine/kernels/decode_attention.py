@@ -74,7 +74,7 @@ def decode_split(
     NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     ROW_ITEMS: tl.constexpr,  # between slots
-    HAS_SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     """Attends from one sequence's row to one split of its keys in one KV head; to none where the split is empty."""
     context = tl.load(context_lens + seq)
@@ -95,7 +95,7 @@ def decode_split(
     )  # [ROWS, DIM_PAD]
     k += kv_head.to(tl.int64) * kv_head_stride
     v += kv_head.to(tl.int64) * kv_head_stride
-    if HAS_SCALES:
+    if SCALED:
         k_scales += kv_head.to(tl.int64) * (kv_head_stride // 2)
         v_scales += kv_head.to(tl.int64) * (kv_head_stride // 2)
     block_row = block_table + seq * table_stride
@@ -111,7 +111,7 @@ def decode_split(
         mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
         keys = tile_numbers(tl.load(k + at, mask=mask, other=0), query.dtype)  # [TILE, DIM_PAD]
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale_log2  # [ROWS, TILE]
-        if HAS_SCALES:
+        if SCALED:
             scores = scores * tile_scales(k_scales, slots, seen, ROW_ITEMS)[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
@@ -119,7 +119,7 @@ def decode_split(
         weights = tl.exp2(scores - new_best[:, None])
         total = total * shrink + tl.sum(weights, axis=1)
         values = tile_numbers(tl.load(v + at, mask=mask, other=0), query.dtype)  # [TILE, DIM_PAD]
-        if HAS_SCALES:
+        if SCALED:
             weights = weights * tile_scales(v_scales, slots, seen, ROW_ITEMS)[None, :]
         acc = acc * shrink[:, None] + tl.dot(weights.to(query.dtype), values, input_precision="ieee")
         best = new_best
@@ -157,13 +157,13 @@ def _decode_attention_kernel(
     NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     ROW_ITEMS: tl.constexpr,  # between slots
-    HAS_SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     decode_split(
         tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2),
         q, k, v, k_scales, v_scales, block_table, context_lens, out, out_lse, scale_log2,
         q_seq_stride, q_head_stride, kv_head_stride, table_stride,
-        NUM_Q_HEADS, GROUP, ROWS, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, NUM_SPLITS, MIN_SPLIT, ROW_ITEMS, HAS_SCALES,
+        NUM_Q_HEADS, GROUP, ROWS, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, NUM_SPLITS, MIN_SPLIT, ROW_ITEMS, SCALED,
     )  # fmt: skip
 
 
@@ -270,7 +270,7 @@ def decode_attention(
         NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=rows,
         HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_TOKENS=kv.block_tokens, TILE=tile,
         NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
-        ROW_ITEMS=kv.k.stride(1), HAS_SCALES=kv.k_scales is not None,
+        ROW_ITEMS=kv.k.stride(1), SCALED=kv.k_scales is not None,
         num_warps=4, enable_fp_fusion=True, num_stages=num_stages(q.device, kv.tile_bytes(tile), 0),
     )  # fmt: skip
     if num_splits > 1:

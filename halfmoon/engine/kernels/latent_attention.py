@@ -41,7 +41,7 @@ def _latent_tile(
     PAD: tl.constexpr,
     HALF: tl.constexpr,
     ROW_ITEMS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
     """Returns [TILE, PAD], zeros beyond SIZE and for what is not seen."""
@@ -49,7 +49,7 @@ def _latent_tile(
     within = number + tl.where(number < HALF, 0, to_second_half - HALF)
     mask = seen[:, None] & (number < FIRST + SIZE)[None, :]
     tile = tl.load(rows + slots[:, None] * ROW_ITEMS + within[None, :], mask=mask, other=0)
-    if HAS_SCALES:
+    if SCALED:
         first = tile_scales(scales, slots, seen, ROW_ITEMS)
         second = tile_scales(scales + to_second_half // 2, slots, seen, ROW_ITEMS)
         tile = tile_numbers(tile, tl.float32) * tl.where((number < HALF)[None, :], first[:, None], second[:, None])
@@ -83,7 +83,7 @@ def _latent_attention_kernel(
     NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     ROW_ITEMS: tl.constexpr,  # between slots
-    HAS_SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
     IS_DECODE: tl.constexpr,
 ) -> None:
     row_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
@@ -128,10 +128,10 @@ def _latent_attention_kernel(
         seen = key < last
         slots, next_slots = next_slots, tile_slots(block_row, start + TILE, last, TILE, BLOCK_TOKENS)
         latent = _latent_tile(
-            rows, to_second_half, scales, slots, seen, 0, SIZE, SIZE_PAD, HALF, ROW_ITEMS, HAS_SCALES, query.dtype
+            rows, to_second_half, scales, slots, seen, 0, SIZE, SIZE_PAD, HALF, ROW_ITEMS, SCALED, query.dtype
         )  # [TILE, SIZE_PAD]
         shared = _latent_tile(
-            rows, to_second_half, scales, slots, seen, SIZE, SHARED, SHARED_PAD, HALF, ROW_ITEMS, HAS_SCALES, query.dtype
+            rows, to_second_half, scales, slots, seen, SIZE, SHARED, SHARED_PAD, HALF, ROW_ITEMS, SCALED, query.dtype
         )  # [TILE, SHARED_PAD]
         scores = tl.dot(query, tl.trans(latent), input_precision="ieee")  # [ROWS, TILE]
         scores = tl.dot(query_shared, tl.trans(shared), scores, input_precision="ieee") * scale_log2
@@ -205,7 +205,7 @@ def latent_attention(
         (kv.v.data_ptr() - kv.k.data_ptr()) // kv.k.element_size(), block_table.stride(0),
         NUM_HEADS=num_heads, ROWS=rows, SIZE=latent_size, SIZE_PAD=size_pad, SHARED=shared, SHARED_PAD=shared_pad,
         HALF=half, BLOCK_TOKENS=kv.block_tokens, TILE=tile, NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
-        ROW_ITEMS=kv.k.stride(1), HAS_SCALES=kv.k_scales is not None, IS_DECODE=cu_seqlens is None,
+        ROW_ITEMS=kv.k.stride(1), SCALED=kv.k_scales is not None, IS_DECODE=cu_seqlens is None,
         num_warps=8 if rows == _MOST_ROWS else 4, enable_fp_fusion=True,
         num_stages=min(2, num_stages(q.device, tile * row_bytes, rows * row_bytes)),  # a third would not fit
     )  # fmt: skip

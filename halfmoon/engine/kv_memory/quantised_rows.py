@@ -29,7 +29,7 @@ def is_quantised(memory: torch.dtype) -> bool:
 
 
 def round_rows(numbers: Tensor, memory: torch.dtype) -> Tensor:
-    """[..., head_dim] in any float -> [..., head_dim + 2] of `memory`: the codes, and the bytes of their bfloat16 scale."""
+    """[..., head_dim] in any float -> [..., head_dim + 2] of `memory`: codes, and the bytes of their bfloat16 scale."""
     limit, numbers = LARGEST_OF[numbers.dtype], numbers.float()
     largest = torch.where(numbers.isnan(), limit, numbers.abs().clamp(max=limit)).amax(dim=-1, keepdim=True)
     bounds = (largest / LARGEST_CODE[memory]).clamp(min=_SMALLEST_SCALE)

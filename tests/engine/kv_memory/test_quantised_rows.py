@@ -42,7 +42,9 @@ def test_fp8_is_the_e4m3_of_torch() -> None:
     numbers = drawn("float32").nan_to_num(posinf=1e38, neginf=-1e38)
     codes, scales = split_rows(round_rows(numbers, torch.uint8))
     inverse = 1 / scales.float().unsqueeze(-1)
-    assert torch.equal(codes, (numbers.clamp(-(2.0**126), 2.0**126) * inverse).to(torch.float8_e4m3fn).view(torch.uint8))
+    assert torch.equal(
+        codes, (numbers.clamp(-(2.0**126), 2.0**126) * inverse).to(torch.float8_e4m3fn).view(torch.uint8)
+    )
     assert codes.unique().numel() == 254  # all but the two for NaN
     assert ((codes & 0x7F) != 0x7F).all()
 

@@ -16,8 +16,8 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import choose_path, pack
 from halfmoon.engine.kv_memory.kv_arena import KVArena
-from halfmoon.engine.kv_memory.quantised_rows import is_quantised
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.weights import load_weights

@@ -162,7 +162,9 @@ def test_rows_are_rounded_as_by_torch(library: NativeLibrary, codes: torch.dtype
     num_tokens, head_dim = 400, 128
     powers = random(2, num_tokens, 1, head_dim, dtype=torch.float32) * 4
     sizes = torch.linspace(-126, 120, num_tokens).view(1, num_tokens, 1, 1)
-    numbers = random(2, num_tokens, 1, head_dim, dtype=torch.float32, seed=1) * torch.exp2((powers + sizes).clamp(max=124))
+    numbers = random(2, num_tokens, 1, head_dim, dtype=torch.float32, seed=1) * torch.exp2(
+        (powers + sizes).clamp(max=124)
+    )
     numbers[0, 7, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
     numbers[1, 8] = 0
     k, v = numbers.to(library.dtype)
