@@ -16,8 +16,8 @@ from torch.nn.functional import avg_pool1d
 
 from halfmoon.engine.attention.attention_backend import AttentionRule, StepAttention
 from halfmoon.engine.chunk import Chunk
-from halfmoon.engine.kv_memory.int8_rows import widen_rows
 from halfmoon.engine.kv_memory.kv_arena import KVArena, slot_runs
+from halfmoon.engine.kv_memory.quantised_rows import numbers_of
 from halfmoon.kv.kv_policy import OBSERVERS
 
 _NEIGHBOURS = 7  # a token's attention is the mean over as many, itself in the middle
@@ -63,7 +63,7 @@ def choosing(attention: StepAttention, chunks: Sequence[Chunk], arena: KVArena) 
 def keep_chosen(q: Tensor, layer_kv: Tensor, prompt: ChosenSlots, rule: AttentionRule) -> None:
     """Copies one layer's chosen rows. q: [num_observers, num_heads, head_dim]; layer_kv: see `StepAttention.attend`."""
     rows = layer_kv[:, :, prompt.slots]  # [2, num_kv_heads, num_tokens, row_items]
-    numbers = widen_rows(rows) if rows.dtype is torch.int8 else rows.float()
+    numbers = numbers_of(rows)
     keys = numbers[0] if rule.latent_size is None else torch.cat((numbers[0], numbers[1]), dim=-1)
     attention = observed_attention(q.float(), keys, rule)[:, : prompt.num_candidates]
     smooth = avg_pool1d(attention[None], _NEIGHBOURS, 1, _NEIGHBOURS // 2)[0]
