@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfmoon.engine.kv_memory.quantised_rows import CODES
 from tests.engine.kernels.conftest import Close, MakePaged
 
 kernels = pytest.importorskip("halfmoon.engine.kernels.decode_attention", reason="triton is missing (extra `gpu`)")
+paged_kv = pytest.importorskip("halfmoon.engine.kernels.paged_kv", reason="triton is missing (extra `gpu`)")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GPU = pytest.mark.gpu
@@ -71,6 +73,22 @@ def test_long_contexts_are_shared_by_all_splits(make_paged: MakePaged, device: s
     paged = make_paged([4 * kernels.MIN_SPLIT_TOKENS + 77], FP32, num_kv_heads=1)
     arguments = (query(1, 2, 64, FP32, device), *paged, 0.125, 4)
     assert_close(kernels.decode_attention(*arguments), kernels.decode_attention_reference(*arguments))
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=GPU)])
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8], ids=["int8", "e4m3"])
+def test_every_code_is_the_number_that_torch_reads(device: str, dtype: torch.dtype, codes: torch.dtype) -> None:
+    """A sequence of one token gets its value: codes whose scale is 1."""
+    rows = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    rows[:, 127] = 0 if codes is torch.uint8 else rows[:, 127]  # e4m3's NaN
+    layer = torch.zeros(2, 1, 2 * 64, 130, dtype=torch.uint8)
+    scale = torch.ones(2, 1, dtype=BF16).view(torch.uint8)
+    layer[1, 0, ::64] = torch.cat((rows, scale), dim=1)
+    kv = paged_kv.PagedKV.of_layer(layer.view(codes).to(device), 64)
+    table = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
+    lens = torch.ones(2, dtype=torch.int32, device=device)
+    out = kernels.decode_attention(torch.zeros(2, 1, 128, dtype=dtype, device=device), kv, table, lens, 1.0, 1)
+    assert torch.equal(out[:, 0].float().cpu(), rows.view(CODES[codes]).float())
 
 
 def test_a_strided_query(make_paged: MakePaged, device: str, assert_close: Close) -> None:
