@@ -78,8 +78,8 @@ def test_a_prompt_that_is_handed_over_keeps_its_blocks(make_engine: MakeEngine) 
 
 
 @pytest.mark.parametrize("family", ["gemma2", "deepseek-v3"])
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_quantised_kv_stays_close(family: str, kv_dtype: str, make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.1), ("fp8", 0.4)])
+def test_quantised_kv_stays_close(family: str, kv_dtype: str, most: float, make_engine: MakeEngine) -> None:
     exact, rounded = (make_engine(family, kv_dtype=dtype) for dtype in ("auto", kv_dtype))
     assert rounded.layout.block_bytes < exact.layout.block_bytes / 2
     found = []
@@ -89,7 +89,8 @@ def test_quantised_kv_stays_close(family: str, kv_dtype: str, make_engine: MakeE
         assert output.logprobs is not None
         found.append(dict(output.logprobs.top))
     assert found[0].keys() & found[1].keys()
-    assert all(abs(found[0][token] - found[1][token]) < 0.1 for token in found[0].keys() & found[1].keys())
+    errors = [abs(found[0][token] - found[1][token]) for token in found[0].keys() & found[1].keys()]
+    assert max(errors) < most
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -60,7 +60,7 @@ def test_rows_are_rounded_as_by_torch(device: str, dtype: torch.dtype, codes: to
     kernels.kv_write(k, v, paged_kv.PagedKV.of_layer(layers[0], 8), slots)
     kernels.kv_write_reference(k, v, paged_kv.PagedKV.of_layer(layers[1], 8), slots)
     assert torch.equal(layers[0], layers[1])
-    assert layers[0].unique().numel() > 250  # of 256
+    assert len(set(layers[0].flatten().tolist())) > 250  # of 256
 
 
 def test_no_slot_at_all(device: str) -> None:

@@ -45,7 +45,7 @@ def test_fp8_is_the_e4m3_of_torch() -> None:
     assert torch.equal(
         codes, (numbers.clamp(-(2.0**126), 2.0**126) * inverse).to(torch.float8_e4m3fn).view(torch.uint8)
     )
-    assert codes.unique().numel() == 254  # all but the two for NaN
+    assert len(set(codes.flatten().tolist())) == 254  # all but the two for NaN
     assert ((codes & 0x7F) != 0x7F).all()
 
 
