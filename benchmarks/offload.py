@@ -55,7 +55,14 @@ def random_opt(path: Path, hidden_size: int, num_layers: int) -> Checkpoint:
 
 
 def started(
-    checkpoint: Checkpoint, batch: int, tokens: int, steps: int, offload: OffloadConfig | None, handed_over: bool
+    checkpoint: Checkpoint,
+    batch: int,
+    tokens: int,
+    steps: int,
+    offload: OffloadConfig | None,
+    handed_over: bool,
+    link_mbps: float | None = None,
+    host_weights: float = 0.0,
 ) -> Engine:
     """Creates an engine whose sequences have all been prefilled or handed over."""
     longest = tokens + steps
@@ -72,6 +79,8 @@ def started(
         num_threads=1,
         max_context_tokens=longest,
         offload=offload,
+        host_weights=host_weights,
+        link_bytes_per_s=None if link_mbps is None else link_mbps * 1e6,
         prefix_cache=False,
     )
     engine = Engine(checkpoint, config)
@@ -123,10 +132,12 @@ def measured(engines: Sequence[Engine], settle: int, repeat: int) -> Columns:
     )
 
 
-def ablation(make: Callable[[OffloadConfig], Engine], schedule: OffloadSchedule, link: float, rounds: range) -> None:
+def ablation(
+    make: Callable[[OffloadConfig, float], Engine], schedule: OffloadSchedule, link: float, rounds: range
+) -> None:
     """Prints a row for each way to fetch, with a column for each share computed again."""
     ways = [(overlap, recompute) for overlap in OVERLAPS for recompute in RECOMPUTE]
-    engines = [make(OffloadConfig(8 << 30, schedule, recompute, overlap, link * 1e6)) for overlap, recompute in ways]
+    engines = [make(OffloadConfig(8 << 30, schedule, recompute, overlap), link) for overlap, recompute in ways]
     steps = [[engine.step().duration_s for engine in engines] for _ in range(rounds.stop)]
     medians = [statistics.median(times[rounds.start :]) for times in zip(*steps, strict=True)]
     took_s = dict(zip(ways, medians, strict=True))
@@ -166,10 +177,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         checkpoint = random_opt(Path(directory), options.hidden, options.layers)
         for schedule in options.schedules:
             for link in options.links:
-                slowed = OffloadConfig(8 << 30, schedule, link_bytes_per_s=link * 1e6)
+                slowed = OffloadConfig(8 << 30, schedule)
                 ways = [None, replace(slowed, recompute="never"), slowed]
                 engines = [
-                    started(checkpoint, options.batch, options.tokens, steps, way, options.handed_over) for way in ways
+                    started(checkpoint, options.batch, options.tokens, steps, way, options.handed_over, link)
+                    for way in ways
                 ]
                 row = measured(engines, options.settle, options.repeat)
                 shown = "".join(f"{1e3 * one_s:9.1f}" for one_s in (row.memory_s, row.loaded_s, row.chosen_s))
@@ -186,8 +198,8 @@ def _ablations(options: argparse.Namespace, steps: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = random_opt(Path(directory), options.hidden, options.layers)
 
-        def make(offload: OffloadConfig) -> Engine:
-            return started(checkpoint, options.batch, options.tokens, steps, offload, options.handed_over)
+        def make(offload: OffloadConfig, link: float) -> Engine:
+            return started(checkpoint, options.batch, options.tokens, steps, offload, options.handed_over, link)
 
         for schedule in options.schedules:
             for link in options.links:

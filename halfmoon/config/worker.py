@@ -82,9 +82,22 @@ class WorkerConfig(Section):
     offload_bytes: ByteSize = Field(
         ByteSize(4 << 30), gt=0, description="host memory for offload_kv: host, of all ranks together"
     )
-    offload_schedule: Literal["latency", "throughput"] = Field(
-        "latency",
-        description="order of offloaded sequences: 'latency': group by group; 'throughput': all of them in each layer",
+    offload_schedule: Literal["auto", "latency", "throughput"] = Field(
+        "auto",
+        description="order of offloaded sequences: 'latency': group by group; 'throughput': all of them in each layer, "
+        "whose weights are then read once; auto: throughput with offload_weights, else latency",
+    )
+    offload_recompute: Literal["auto", "never", "always"] = Field(
+        "auto",
+        description="what is computed again instead of loaded with offload_kv: host: auto, as measured rates say; "
+        "never; always, K and V from layers' inputs, which only a model has whose inputs are half as large (OPT)",
+    )
+    offload_weights: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the layers whose weights are in host memory and come in while others compute; room for "
+        "two layers on the device is for them. On a CPU with attention: native. Not with vLLM",
     )
     max_context_tokens: int | None = Field(
         None, ge=1, description="most tokens of prompt and output; default: the model's context"

@@ -19,20 +19,24 @@ from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES, KVArena
 from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import Model, build_model
+from halfmoon.engine.models.model_part import whole_model
 from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_block_shapes, load_weights
 from halfmoon.engine.native.prepared_model import ModelSteps, ready_model
 from halfmoon.engine.offload.build import Offload
+from halfmoon.engine.offload.link import Throttle
 from halfmoon.engine.offload.runner import OffloadRunner
+from halfmoon.engine.offload.weights import WeightStream, layers_on_host, weight_stream
 from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.errors import Incompatible
 from halfmoon.kv.kv_layout import FloatDtype, KVLayout
 
 
 class Assembled(NamedTuple):
-    """The runner of the steps and the memory of the KV."""
+    """The runner of the steps, the memory of the KV, and the weights that are on the host, if some are."""
 
     runner: ModelRunner | OffloadRunner | ParallelRunner
     memory: KVMemory
+    weights: WeightStream | None = None
 
 
 def kv_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
@@ -56,7 +60,7 @@ def assemble(
     if config.num_ranks == 1:
         return _on_one_device(checkpoint, config, layout, num_threads, on_progress)
     parallel = ParallelRunner(checkpoint, config, layout, on_progress)
-    return Assembled(parallel, parallel)
+    return Assembled(parallel, parallel, parallel.weights)
 
 
 def _on_one_device(
@@ -69,26 +73,39 @@ def _on_one_device(
     if num_blocks < 1:
         raise Incompatible(f"the KV memory does not hold one block of {layout.block_bytes} bytes")
     path = choose_path(config, model_config, dtype, most_tokens)
-    steps = _model_steps(checkpoint, config, path, dtype, on_progress)
+    device, throttle = torch.device(config.device), Throttle(config.link_bytes_per_s)
+    host_layers = layers_on_host(model_config.num_layers, config.host_weights)
+    weights = weight_stream(host_layers, device, throttle, path.packing)
+    steps = _model_steps(checkpoint, config, path, dtype, host_layers, weights, on_progress)
     offload = None
     if config.offload is not None:
         model = steps.build()
         steps.load(model)
         offload = Offload(config.offload, layout, model, model_config, num_blocks, most_tokens)
         num_blocks = offload.rooms.device
-        pack(model, path, checkpoint.quantization)
+        steps.pack(model, lambda pack_weight: pack_weight)
     else:
         model = ready_model(steps, weights_place(config, checkpoint, path, dtype))
+    if weights is not None:
+        weights.begin()
     arena = KVArena(layout, num_blocks, config.device, path.kernels)
     recorded = capture_decode(config, model, arena, path.attention)
     path.use_threads(num_threads)
     masks = TokenMasks(checkpoint.path, model_config.vocab_size, checkpoint.eos_token_ids)
     runner = ModelRunner(model, arena, path.attention, checkpoint.eos_token_ids, recorded, masks)
-    return Assembled(runner, arena) if offload is None else Assembled(*offload.around(runner, path.attention, arena))
+    if offload is None:
+        return Assembled(runner, arena, weights)
+    return Assembled(*offload.around(runner, path.attention, arena, throttle), weights)
 
 
 def _model_steps(
-    checkpoint: Checkpoint, config: EngineConfig, path: DevicePath, dtype: torch.dtype, on_progress: Progress | None
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    path: DevicePath,
+    dtype: torch.dtype,
+    host_layers: frozenset[int],
+    weights: WeightStream | None,
+    on_progress: Progress | None,
 ) -> ModelSteps:
     blocks = block_file(checkpoint, path)
 
@@ -98,11 +115,13 @@ def _model_steps(
         else:
             load_weights(model, checkpoint.weight_files, on_progress, blocks)
 
+    part = replace(whole_model(checkpoint.model_config), host_layers=host_layers)
+    options = {} if weights is None else {"pack_layer": weights.pack_layer}
     return ModelSteps(
-        build=partial(build_model, checkpoint.model_config, dtype, config.device, path.layer_ops),
+        build=partial(build_model, checkpoint.model_config, dtype, config.device, path.layer_ops, part),
         load=load,
         load_shapes=lambda model: load_block_shapes(model, blocks),
-        pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap),
+        pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap, **options),
     )
 
 

@@ -27,7 +27,6 @@ class OffloadConfig:
     # what a fetch runs beside. layers: two buffers, one fills while the layer before it computes; layer: one buffer, it
     # fills beside its own layer's computing from inputs; none: beside nothing. The last two for comparisons
     overlap: OffloadOverlap = "layers"
-    link_bytes_per_s: float | None = None  # throttles the link to this rate, for experiments on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,8 @@ class EngineConfig:
     long_prompt_tokens: int = 4096  # more than these are computed by all sequence ranks, fewer by one
     joined: JoinedRanks | None = None  # None: all ranks are on this host
     offload: OffloadConfig | None = None  # None: all KV is on the device
+    host_weights: float = 0.0  # share of the layers whose weights are on the host and come in layer by layer
+    link_bytes_per_s: float | None = None  # throttles what comes from the host to this rate, for experiments on a CPU
 
     def __post_init__(self) -> None:
         for name in (
@@ -98,11 +99,22 @@ class EngineConfig:
                 f"engine: gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}",
                 param="gpu_memory_utilization",
             )
+        if not 0 <= self.host_weights <= 1:
+            raise Incompatible(
+                f"engine: the weights on the host are a share of the layers, from 0 to 1, not {self.host_weights}",
+                param="offload_weights",
+            )
         if self.offload is not None and self.num_ranks > self.tensor_parallel:
             raise Incompatible(
                 "engine: KV on the host is not for stages of layers, or ranks that share tokens: leave out "
                 "--offload-kv, or --pipeline-parallel and --sequence-parallel",
                 param="offload",
+            )
+        if self.offload is not None and self.offload.recompute == "always" and self.num_ranks > 1:
+            raise Incompatible(
+                "engine: several ranks load all KV from the host, each its heads: leave out --offload-recompute always "
+                "or --tensor-parallel",
+                param="offload_recompute",
             )
         if self.sequence_parallel > 1 and self.num_ranks > self.sequence_parallel:
             raise Incompatible(

@@ -23,7 +23,7 @@ from halfmoon.engine.model_runner import DecodeSteps
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.blocks import Blocks, quantised
 from halfmoon.engine.models.layer_ops import TORCH_OPS, LayerOps
-from halfmoon.engine.models.linear import Multiply, PackWeight, pack_onednn
+from halfmoon.engine.models.linear import Multiply, PackLayer, PackWeight, pack_onednn
 from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.native.prepared_model import KeptWeights, Packing, Wrap, kept_weights
 from halfmoon.errors import Incompatible
@@ -71,16 +71,20 @@ def block_file(checkpoint: Checkpoint, path: DevicePath) -> Path | None:
 
 @torch.no_grad()
 def pack(
-    model: Model, path: DevicePath, quantization: Quantization, wrap: Wrap = lambda pack_weight: pack_weight
+    model: Model,
+    path: DevicePath,
+    quantization: Quantization,
+    wrap: Wrap = lambda pack_weight: pack_weight,
+    pack_layer: PackLayer = lambda pack_weight, _: pack_weight,
 ) -> None:
     """Packs all matrices for `path`, rounded to eight or four bits if so configured; the head never to four.
 
-    `wrap` makes what is called in place of each `PackWeight`.
+    `wrap` makes what is called in place of each `PackWeight`, and `pack_layer` then what is called for a layer.
 
     Raises Incompatible for a path that does not multiply with rounded weights.
     """
     if quantization not in ("int8", "int4"):
-        model.pack(wrap(path.pack_weight))
+        model.pack(wrap(path.pack_weight), None, pack_layer)
         return
     if path.kernels != "native":
         raise Incompatible(
@@ -90,7 +94,7 @@ def pack(
         )
     layers: Literal["Q8_0", "Q4_1"] = "Q8_0" if quantization == "int8" else "Q4_1"
     of_layers, of_head = (partial(_pack_rounded, path.pack_weight, block_format) for block_format in (layers, "Q8_0"))
-    model.pack(wrap(of_layers), wrap(of_head))
+    model.pack(wrap(of_layers), wrap(of_head), pack_layer)
 
 
 def weights_place(
@@ -98,7 +102,8 @@ def weights_place(
 ) -> KeptWeights | None:
     """Where the packed weights of a model, or of a rank's part of it, are kept; None: nowhere."""
     directory = config.prepared_weights
-    if directory is None or path.packing is None or config.weights == "dummy" or config.offload is not None:
+    is_offloaded = config.offload is not None or config.host_weights > 0
+    if directory is None or path.packing is None or config.weights == "dummy" or is_offloaded:
         return None
     return kept_weights(directory, checkpoint, dtype, part, path.packing)
 
@@ -185,6 +190,8 @@ def capture_decode(
     """Decode steps as CUDA graphs if they are enabled and possible. Not run on a GPU yet."""
     if not (config.cuda_graphs and arena.tensor.is_cuda and config.attention_backend == "triton"):
         return None
+    if config.host_weights:
+        return None  # a recorded step would not ask for weights
     from halfmoon.engine.attention.triton_attention import TritonBackend
     from halfmoon.engine.cuda_graphs import CudaCapture, DecodeGraphs
 

@@ -53,7 +53,7 @@ class Engine(EngineCore):
         self.config = config
         layout = kv_layout(checkpoint.model_config, config)
         most_tokens = most_context_tokens(checkpoint, config)
-        self._runner, memory = assemble(checkpoint, config, layout, on_progress)
+        self._runner, memory, self._weights = assemble(checkpoint, config, layout, on_progress)
         reached = memory if isinstance(memory, ParallelRunner) else KVByTicket(memory, layout)
         self._kv = KVAccess(reached)
         self.ranks = reached.ranks  # that pass KV on to those of other workers; None: they cannot
@@ -157,12 +157,19 @@ class Engine(EngineCore):
             ended_s=time.monotonic(),
             layer_wait_s=sum(gate.waited_s for gate in gates),
             num_spread_tokens=self._runner.num_spread_tokens if isinstance(self._runner, ParallelRunner) else 0,
-            staged=self._runner.take_work()
-            if isinstance(self._runner, OffloadRunner | ParallelRunner)
-            else StagedWork(),
+            staged=self._staged_work(),
         )
         self.note_timed(timed)
         return timed
+
+    def _staged_work(self) -> StagedWork:
+        staged = StagedWork()
+        if isinstance(self._runner, OffloadRunner | ParallelRunner):
+            staged = self._runner.take_work()
+        if self._weights is None:
+            return staged
+        num_bytes, wait_s = self._weights.take_work()
+        return replace(staged, weight_bytes=num_bytes, weight_wait_s=wait_s)
 
     def check_ranks(self) -> None:
         """Raises ServiceFailed, with the reason, if another rank's process ended."""
@@ -178,6 +185,8 @@ class Engine(EngineCore):
         """Ends the other ranks' processes. Idempotent; afterwards nothing can be computed or copied."""
         if isinstance(self._runner, ParallelRunner | OffloadRunner):
             self._runner.close()
+        if self._weights is not None:
+            self._weights.close()
 
 
 def _why_no_policy(model: ModelConfig, config: EngineConfig) -> str | None:

@@ -22,7 +22,7 @@ class BlockChain:
 
 @dataclass(frozen=True, slots=True)
 class StagedWork:
-    """What a step did for KV on the host. On CUDA, which is never waited for, the link's figures are 0."""
+    """What a step did for KV and weights on the host. On CUDA, which is never waited for, the link's figures are 0."""
 
     num_groups: Mapping[str, int] = field(
         default_factory=lambda: MappingProxyType({})
@@ -30,6 +30,8 @@ class StagedWork:
     link_bytes: int = 0
     link_s: float = 0.0  # while the link was busy
     wait_s: float = 0.0  # part of it during which nothing was computed
+    weight_bytes: int = 0
+    weight_wait_s: float = 0.0  # until a layer's weights were there
 
 
 @dataclass(frozen=True, slots=True)

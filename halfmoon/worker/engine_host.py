@@ -62,7 +62,7 @@ def load_shared(settings: WorkerSettings) -> Engine | None:
         return None  # it has processes of its own
     may_be_cuda = settings.device != "cpu" and torch.version.cuda is not None  # asking for devices would begin CUDA
     num_ranks = settings.tensor_parallel * settings.pipeline_parallel * settings.sequence_parallel
-    is_plain = num_ranks == 1 and settings.offload_kv == "none"
+    is_plain = num_ranks == 1 and settings.offload_kv == "none" and not settings.offload_weights
     if may_be_cuda or not is_plain:
         return None
     keep_freed_memory()
@@ -138,7 +138,8 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
         max_context_tokens=settings.max_context_tokens,
         attention=settings.attention,
         mixed_attention=settings.mixed_attention,
-        offload=_offload(settings),
+        offload=offload_config(settings),
+        host_weights=settings.offload_weights,
         cuda_graphs=settings.cuda_graphs,
         num_threads=settings.num_threads,
         load_threads=load_threads,
@@ -167,10 +168,14 @@ def _joined_ranks(settings: WorkerSettings) -> JoinedRanks | None:
     return JoinedRanks(settings.remote_ranks, settings.rank_listen, rank_key(own_credential("worker")))
 
 
-def _offload(settings: WorkerSettings) -> OffloadConfig | None:
+def offload_config(settings: WorkerSettings) -> OffloadConfig | None:
+    """KV on the host; None: there is none."""
     if settings.offload_kv == "none":
         return None
-    return OffloadConfig(host_bytes=int(settings.offload_bytes), schedule=settings.offload_schedule)
+    schedule = settings.offload_schedule
+    if schedule == "auto":
+        schedule = "throughput" if settings.offload_weights else "latency"
+    return OffloadConfig(int(settings.offload_bytes), schedule, settings.offload_recompute)
 
 
 def _device(requested: str) -> str:
@@ -206,6 +211,11 @@ def _start_vllm(settings: WorkerSettings) -> EngineHost:
             "--sequence-parallel is of our own engine; give vLLM's own context parallelism by --engine-args, or "
             "--tensor-parallel",
             param="sequence_parallel",
+        )
+    if settings.offload_weights:
+        raise InvalidRequest(
+            "--offload-weights is of our own engine; give vLLM its own, such as --engine-args '--cpu-offload-gb 8'",
+            param="offload_weights",
         )
     if settings.speculation != "off":
         raise InvalidRequest(

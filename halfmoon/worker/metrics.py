@@ -56,6 +56,14 @@ class WorkerMetrics:
             "Copying time not hidden by computing; all of it if nothing was copied while computing",
             registry=self.registry,
         )
+        self._weight_bytes = Counter(
+            "halfmoon_engine_weights_loaded_bytes", "Weights copied from host memory", registry=self.registry
+        )
+        self._weight_wait = Counter(
+            "halfmoon_engine_weights_wait_seconds",
+            "Time for which a layer waited for its weights from host memory; not measured on a GPU",
+            registry=self.registry,
+        )
         self._preemptions = Counter("halfmoon_engine_preemptions", "Sequences preempted", registry=self.registry)
         self._pauses = Counter("halfmoon_engine_pauses", "Answers paused for a higher class", registry=self.registry)
         self._moved_out = Counter(
@@ -119,6 +127,8 @@ class WorkerMetrics:
         self._staged_bytes.inc(result.staged.link_bytes)
         self._staged_link.inc(result.staged.link_s)
         self._staged_wait.inc(result.staged.wait_s)
+        self._weight_bytes.inc(result.staged.weight_bytes)
+        self._weight_wait.inc(result.staged.weight_wait_s)
 
     def decisions(self) -> list[DecisionCount]:
         """Counts of decisions about the pool of KV, by reason; those that never occurred are left out."""

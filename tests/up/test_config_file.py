@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from halfmoon.engine.config import OffloadConfig
 from halfmoon.errors import InvalidRequest
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import Override, parse_config, read_config
@@ -14,7 +16,7 @@ from halfmoon.up.config.settings_table import settings_table
 from halfmoon.up.specs.service_specs import gateway_spec, other_specs
 from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.up_options import PreparedModel, UpOptions
-from halfmoon.worker.engine_host import load_shared, loaded_host
+from halfmoon.worker.engine_host import load_shared, loaded_host, offload_config
 from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
@@ -244,6 +246,37 @@ def test_a_worker_with_vllm_refuses_rounded_weights() -> None:
     settings = DecodeSettings(gateway="x:1", engine="vllm", quantization="int4")
     with pytest.raises(InvalidRequest, match="--quantization int4 is of our own engine"):
         loaded_host(settings, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "workers: {decode: {offload_kv: host}}", "workers: {all: {offload_weights: 0.5}}"]
+)
+def test_what_a_worker_has_on_the_host_is_in_its_environment(text: str) -> None:
+    environment = started(options_of(text))["decode-0"].environment
+    assert environment.get("HALFMOON_DECODE_OFFLOAD_KV") == ("host" if "offload_kv" in text else None)
+    assert environment.get("HALFMOON_DECODE_OFFLOAD_WEIGHTS") == ("0.5" if "weights" in text else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, OffloadConfig(4 << 30, "latency", "auto")),
+        ({"offload_weights": 0.5}, OffloadConfig(4 << 30, "throughput", "auto")),
+        ({"offload_bytes": 1 << 20, "offload_recompute": "never"}, OffloadConfig(1 << 20, "latency", "never")),
+        ({"offload_schedule": "latency", "offload_weights": 1.0}, OffloadConfig(4 << 30, "latency", "auto")),
+    ],
+)
+def test_kv_on_the_host_is_in_columns_where_weights_are_loaded(
+    options: dict[str, Any], expected: OffloadConfig
+) -> None:
+    settings = DecodeSettings(gateway="x:1", offload_kv="host", **options)
+    assert offload_config(settings) == expected
+    assert load_shared(settings) is None, "it has threads"
+
+
+def test_a_worker_with_vllm_refuses_our_weights_on_the_host() -> None:
+    with pytest.raises(InvalidRequest, match="cpu-offload-gb"):
+        loaded_host(DecodeSettings(gateway="x:1", engine="vllm", offload_weights=0.5), None)
 
 
 def test_a_worker_with_vllm_refuses_rounded_kv() -> None:

@@ -62,6 +62,8 @@ PANELS: Mapping[str, Sequence[Flag]] = {
         Flag("--max-running", "workers.all.max_running"),
         Flag("--block-tokens", "workers.all.block_tokens"),
         Flag("--offload-kv", "workers.all.offload_kv"),
+        Flag("--offload-recompute", "workers.all.offload_recompute"),
+        Flag("--offload-weights", "workers.all.offload_weights"),
         Flag("--kv-transports", "workers.all.kv_transports"),
         Flag("--handover-codec", "handover_codec"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.models import build_model
+from halfmoon.engine.offload.weights import layers_on_host
 from halfmoon.errors import Incompatible
 from halfmoon.host_limits import free_memory_bytes
 
@@ -37,7 +39,7 @@ def kv_budget_bytes(
     if config.kv_memory_bytes is not None:
         return config.kv_memory_bytes
     total = (device_bytes or _smallest_device_bytes)()
-    weights = weight_bytes(model, dtype) // (config.num_ranks // config.sequence_parallel)
+    weights = device_weight_bytes(model, dtype, config.host_weights) // (config.num_ranks // config.sequence_parallel)
     left = int(total * config.gpu_memory_utilization) - weights - _STEP_BYTES
     if left <= 0:
         raise Incompatible(
@@ -61,6 +63,20 @@ def paused_budget_bytes(config: EngineConfig, kv_bytes: int) -> int:
 def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     """Size of the whole model's weights, from a model that takes no memory."""
     return sum(view.nbytes for view in build_model(model, dtype, "meta").parameters().values())
+
+
+def device_weight_bytes(model: ModelConfig, dtype: torch.dtype, host_share: float) -> int:
+    """Size of the weights that stay on the devices, with the two buffers for those that do not."""
+    total = weight_bytes(model, dtype)
+    layers = layers_on_host(model.num_layers, host_share)
+    if not layers:
+        return total
+    by_layer: Counter[int] = Counter()
+    for name, view in build_model(model, dtype, "meta").parameters().items():
+        if ".layers." in name:
+            by_layer[int(name.split(".layers.")[1].split(".")[0])] += view.nbytes
+    on_host = [by_layer[layer] for layer in layers]
+    return total - sum(on_host) + 2 * max(on_host)
 
 
 def _smallest_device_bytes() -> int:

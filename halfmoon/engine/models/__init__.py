@@ -17,7 +17,7 @@ from halfmoon.engine.models.forward_batch import ForwardBatch
 if TYPE_CHECKING:
     from halfmoon.engine.models.blocks import Blocks
     from halfmoon.engine.models.layer_ops import LayerOps
-    from halfmoon.engine.models.linear import PackWeight
+    from halfmoon.engine.models.linear import PackLayer, PackWeight
     from halfmoon.engine.models.model_part import ModelPart
 
 
@@ -36,8 +36,16 @@ class Model(Protocol):
         """Takes the weight `name` of `parameters` in blocks instead of numbers; returns whether it can."""
         ...
 
-    def pack(self, pack_weight: PackWeight, pack_head: PackWeight | None = None) -> None:
-        """Reorders all matrices for speed, the head by `pack_head`; `parameters` cannot be used afterwards."""
+    def pack(
+        self,
+        pack_weight: PackWeight,
+        pack_head: PackWeight | None = None,
+        pack_layer: PackLayer = lambda pack_weight, _: pack_weight,
+    ) -> None:
+        """Reorders all matrices for speed; `parameters` cannot be used afterwards.
+
+        pack_head: for the head; pack_layer: makes what the matrices of a layer are packed by.
+        """
         ...
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:

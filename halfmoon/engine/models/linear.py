@@ -19,6 +19,7 @@ Multiply = Callable[[Tensor, Tensor | None], Tensor]
 # (weight [out_features, in_features]) -> how to multiply with it, without the plain weight; None: not packed. Blocks
 # are given only to those that take them
 PackWeight = Callable[[Tensor | Blocks], Multiply | None]
+PackLayer = Callable[[PackWeight, int], PackWeight]  # how the matrices of a layer are packed, counted in its part
 
 
 @runtime_checkable

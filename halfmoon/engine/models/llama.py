@@ -17,7 +17,7 @@ from halfmoon.engine.models.embedding import Embedding
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.layer_ops import LayerOps, RunLayers, suited_ops
 from halfmoon.engine.models.layers.decoder_layer import DecoderLayer
-from halfmoon.engine.models.linear import Linear, PackWeight
+from halfmoon.engine.models.linear import Linear, PackLayer, PackWeight
 from halfmoon.engine.models.model_part import ModelPart, whole_model
 from halfmoon.engine.models.rotary import Rotary
 
@@ -33,7 +33,9 @@ class LlamaModel:
         self._ops = ops = suited_ops(ops, config)
         num_embedded = config.vocab_size if part.is_first else 0
         self._embedding = Embedding(num_embedded, config.hidden_size, dtype, device)
-        self._layers = [DecoderLayer(part, index, dtype, device, ops) for index in range(config.num_layers)]
+        self._layers = [
+            DecoderLayer(part.of_layer(index), index, dtype, device, ops) for index in range(config.num_layers)
+        ]
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))  # as transformers rounds it
         wide = torch.float32 if config.norm_offset else dtype
         self._norm = torch.empty(config.hidden_size, dtype=wide, device=device)
@@ -89,19 +91,25 @@ class LlamaModel:
             return False
         return self._layers[int(parts[2]) - self._part.shard.layer_start].put_blocks(parts[3], blocks)
 
-    def pack(self, pack_weight: PackWeight, pack_head: PackWeight | None = None) -> None:
+    def pack(
+        self,
+        pack_weight: PackWeight,
+        pack_head: PackWeight | None = None,
+        pack_layer: PackLayer = lambda pack_weight, _: pack_weight,
+    ) -> None:
         """See `Model.pack`."""
         if self._part.is_last:
             self._head.pack(pack_head or pack_weight)
         if self._part.is_first:
             has_all = self._is_tied and len(self._part.vocab_rows) == self._config.vocab_size
             self._embedding.pack(pack_weight, self._head.row_source if has_all else None)
-        for layer in self._layers:
-            layer.pack(pack_weight)
+        for index, layer in enumerate(self._layers):
+            layer.pack(pack_layer(pack_weight, index))
         if self._config.norm_offset:
             self._norm += 1
         weights = [one for one in (layer.weights() for layer in self._layers) if one is not None]
-        if self._part.all_reduce is None and len(weights) == len(self._layers) > 0:
+        has_all_here = self._part.all_reduce is None and not self._part.host_layers
+        if has_all_here and len(weights) == len(self._layers) > 0:
             self._all_layers = self._ops.join(weights, self._config, self._rotary)
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:

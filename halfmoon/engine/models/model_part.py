@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from halfmoon.architectures.model_config import ModelConfig
@@ -36,6 +37,8 @@ class ModelPart:
     tensor_rank: int = 0
     tensor_size: int = 1
     all_reduce: AllReduce | None = None  # needed if and only if tensor_size > 1
+    host_layers: frozenset[int] = frozenset()  # of the part, whose matrices are in host memory (`offload/weights.py`)
+    is_on_host: bool = False  # whether the layer that is built of it is one of them
 
     @property
     def config(self) -> ModelConfig:
@@ -80,6 +83,18 @@ class ModelPart:
         """Experts that this part computes in each of its layers; the ranks' ranges differ in length by at most one."""
         count = 0 if self.whole.experts is None else self.whole.experts.num_experts
         return range(self.tensor_rank * count // self.tensor_size, (self.tensor_rank + 1) * count // self.tensor_size)
+
+    def of_layer(self, index: int) -> ModelPart:
+        """The part as one of its layers is built of it."""
+        return replace(self, is_on_host=index in self.host_layers)
+
+    def linear(self, out_features: int, in_features: int, bias: bool, dtype: torch.dtype, device: str) -> Linear:
+        """An uninitialised matrix of a layer, on the device or the host; its bias is on the device."""
+        linear = Linear.empty(out_features, 0 if self.is_on_host else in_features, bias, dtype, device)
+        if self.is_on_host:
+            pinned = torch.device(device).type == "cuda"
+            linear.weight = torch.empty(out_features, in_features, dtype=dtype, pin_memory=pinned)
+        return linear
 
     def summed(self, linear: Linear) -> Linear:
         """Makes a matrix row-parallel: its output is summed over the ranks of the stage."""

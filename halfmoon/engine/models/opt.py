@@ -15,7 +15,7 @@ from halfmoon.architectures.model_config import Activation, ModelConfig
 from halfmoon.engine.attention.attention_backend import AttentionRule
 from halfmoon.engine.models.blocks import Blocks
 from halfmoon.engine.models.forward_batch import ForwardBatch
-from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
+from halfmoon.engine.models.linear import Linear, PackLayer, PackWeight, split_rows
 from halfmoon.engine.models.model_part import ModelPart, whole_model
 
 _POSITION_OFFSET = 2  # the first two rows of OPT's position table are never used
@@ -35,7 +35,7 @@ class OPTModel:
         projected = width != hidden
         self._project_in = Linear.empty(hidden, width, False, dtype, device) if projected and part.is_first else None
         self._project_out = Linear.empty(width, hidden, False, dtype, device) if projected and part.is_last else None
-        self._layers = [_Layer(part, dtype, device) for _ in range(config.num_layers)]
+        self._layers = [_Layer(part.of_layer(index), dtype, device) for index in range(config.num_layers)]
         self._norm = _Norm(config, dtype, device) if config.final_norm and part.is_last else None
         rows = part.vocab_rows
         tied = config.tie_word_embeddings and part.is_first
@@ -71,15 +71,21 @@ class OPTModel:
         """See `Model.put_blocks`: no GGUF file of an OPT is read."""
         return False
 
-    def pack(self, pack_weight: PackWeight, pack_head: PackWeight | None = None) -> None:
+    def pack(
+        self,
+        pack_weight: PackWeight,
+        pack_head: PackWeight | None = None,
+        pack_layer: PackLayer = lambda pack_weight, _: pack_weight,
+    ) -> None:
         """See `Model.pack`."""
         for linear in (self._project_in, self._project_out):
             if linear is not None:
                 linear.pack(pack_weight)
         if self._part.is_last:
             self._head.pack(pack_head or pack_weight)
-        for layer in self._layers:
-            layer.pack(pack_weight)
+        for index, layer in enumerate(self._layers):
+            layer.pack(pack_layer(pack_weight, index))
+            layer.pack_kv_projection(pack_weight)
 
     def keep_kv_projections(self) -> None:
         """Keeps another copy of K's and V's weights for `keys_values`. Call it before `pack`."""
@@ -118,11 +124,11 @@ class _Layer:
         self._config = config = part.config
         hidden, inner = config.hidden_size, config.intermediate_size
         self._attention_norm = _Norm(config, dtype, device)
-        self._qkv = Linear.empty(3 * config.q_size, hidden, config.qkv_bias, dtype, device)
-        self._output = part.summed(Linear.empty(hidden, config.q_size, config.output_bias, dtype, device))
+        self._qkv = part.linear(3 * config.q_size, hidden, config.qkv_bias, dtype, device)
+        self._output = part.summed(part.linear(hidden, config.q_size, config.output_bias, dtype, device))
         self._mlp_norm = _Norm(config, dtype, device)
-        self._up = Linear.empty(inner, hidden, config.mlp_bias, dtype, device)
-        self._down = part.summed(Linear.empty(hidden, inner, config.mlp_bias, dtype, device))
+        self._up = part.linear(inner, hidden, config.mlp_bias, dtype, device)
+        self._down = part.summed(part.linear(hidden, inner, config.mlp_bias, dtype, device))
         self._activation = _activation(config.activation)
         self._kv: Linear | None = None  # the K and V rows of `_qkv`, if they are needed alone
 
@@ -136,13 +142,18 @@ class _Layer:
         return named | self._mlp_norm.parameters("final_layer_norm")
 
     def pack(self, pack_weight: PackWeight) -> None:
-        for linear in (self._qkv, self._output, self._up, self._down, self._kv):
-            if linear is not None:
-                linear.pack(pack_weight)
+        for linear in (self._qkv, self._output, self._up, self._down):
+            linear.pack(pack_weight)
 
     def keep_kv_projection(self) -> None:
         first, bias = self._config.q_size, self._qkv.bias
-        self._kv = Linear(self._qkv.weight[first:].clone(), None if bias is None else bias[first:].clone())
+        weight = self._qkv.weight[first:].to(self._attention_norm.device, copy=True)
+        self._kv = Linear(weight, None if bias is None else bias[first:].clone())
+
+    def pack_kv_projection(self, pack_weight: PackWeight) -> None:
+        """It stays on the device: KV may be read at any time."""
+        if self._kv is not None:
+            self._kv.pack(pack_weight)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         assert self._kv is not None, "keep_kv_projection was not called"
@@ -175,6 +186,10 @@ class _Norm:
         self._affine = config.norm_affine
         self._weight = torch.ones(config.hidden_size, dtype=dtype, device=device)
         self._bias = torch.zeros(config.hidden_size, dtype=dtype, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._weight.device
 
     def parameters(self, name: str) -> dict[str, Tensor]:
         return {f"{name}.weight": self._weight, f"{name}.bias": self._bias} if self._affine else {}

@@ -1,4 +1,4 @@
-"""KV beyond the device's memory: it lies in host memory, and each step fetches it layer by layer (KVPR).
+"""KV and weights beyond the device's memory: they lie in host memory, and each step fetches them layer by layer (KVPR).
 
-Read in this order: tiers, plan, passes, staging, link, attention, runner, recompute, choice.
+Read in this order: tiers, plan, passes, staging, link, attention, runner, recompute, choice, weights.
 """

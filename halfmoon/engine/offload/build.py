@@ -14,7 +14,7 @@ from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.opt import OPTModel
 from halfmoon.engine.offload.choice import Chooser
-from halfmoon.engine.offload.link import Link, StreamLink, ThreadLink
+from halfmoon.engine.offload.link import Throttle, link_to
 from halfmoon.engine.offload.profile import measure_costs
 from halfmoon.engine.offload.recompute import OffloadCosts, Recompute
 from halfmoon.engine.offload.runner import OffloadRunner
@@ -56,22 +56,22 @@ class Offload:
         self._keys_values = None if config.recompute == "never" else _keys_values(model, model_config)
         has_inputs = self._keys_values is not None
         if config.recompute == "always" and not has_inputs:
+            reason = _why_no_inputs(model, model_config)
             raise Incompatible(
-                f"the model {model_config.family} has no layer inputs half as large as K and V, so they are not always "
-                "computed again: take recompute 'auto' or 'never'",
-                param="offload",
+                f"--offload-recompute always keeps layers' inputs instead of K and V, and {reason}: take auto or never",
+                param="offload_recompute",
             )
         self.rooms = divide(config.host_bytes, layout, budget_blocks, most_tokens, has_inputs)
 
     def around(
-        self, runner: ModelRunner, attention: AttentionBackend, arena: KVArena
+        self, runner: ModelRunner, attention: AttentionBackend, arena: KVArena, throttle: Throttle
     ) -> tuple[OffloadRunner, TieredKV]:
         """Wraps a runner; arena: empty, with as many blocks as `rooms` says."""
         tensor = arena.tensor
         memory = TieredKV(arena, self.rooms.host, self._layout, self._keys_values)
         has_inputs = self._keys_values is not None
         staging = Staging(self._layout, self.rooms.staging, tensor.dtype, tensor.device, has_inputs)
-        link: Link = StreamLink(tensor.device) if tensor.is_cuda else ThreadLink(self._config.link_bytes_per_s)
+        link = link_to(tensor.device, throttle)
         chooser = Chooser(self._layout.block_tokens, self._layout.num_layers)
         if self._config.recompute == "auto":
             costs = measure_costs(runner, memory, staging, link)
@@ -102,14 +102,21 @@ def divide(host_bytes: int, layout: KVLayout, budget_blocks: int, most_tokens: i
     return Rooms(device, host, staging)
 
 
-def _keys_values(model: Model, config: ModelConfig) -> KeysValues | None:
-    """The model's function from a layer's inputs to K and V, if inputs are half as large; else the log says why not."""
+def _why_no_inputs(model: Model, config: ModelConfig) -> str | None:
+    """Why a layer's inputs are not kept instead of its K and V; None: they can be."""
     kv_size = 2 * config.num_kv_heads * config.head_dim
     if 2 * config.hidden_size != kv_size:
-        reason = f"a layer's inputs have {config.hidden_size} numbers a token, K and V only {kv_size}"
-    elif not isinstance(model, OPTModel):
-        reason = f"models of the family {config.family} do not make K and V from stored inputs"
-    else:
+        return f"a layer's inputs have {config.hidden_size} numbers a token, K and V only {kv_size}"
+    if not isinstance(model, OPTModel):
+        return f"models of the family {config.family} do not make K and V from stored inputs"
+    return None
+
+
+def _keys_values(model: Model, config: ModelConfig) -> KeysValues | None:
+    """The model's function from a layer's inputs to K and V, if inputs are half as large; else the log says why not."""
+    reason = _why_no_inputs(model, config)
+    if reason is None:
+        assert isinstance(model, OPTModel)
         model.keep_kv_projections()
         return model.keys_values
     logger.info("offload.inputs_not_kept", extra={"reason": f"{reason}: KV is loaded, or computed from tokens"})

@@ -5,9 +5,11 @@ On a CPU, where "device" is a budget, a thread copies; on CUDA a stream does (no
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,9 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32})  # by the bytes of a number
+
 
 class Copy(NamedTuple):
-    """Source and target, views of one shape; their last two axes are contiguous."""
+    """Source and target, views of one shape; their last two axes are contiguous, or they are rows of bytes."""
 
     source: Tensor
     target: Tensor
@@ -55,12 +59,34 @@ class Link(Protocol):
         ...
 
 
-class ThreadLink:
-    """Owns a thread that copies, no faster than `bytes_per_s` (for experiments)."""
+class Throttle:
+    """Owns the time at which an imagined link is free, for all that share it (for experiments)."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
+        """None: the link is as fast as copying is."""
         self._bytes_per_s = bytes_per_s
         self._free_at_s = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self, num_bytes: int, started_s: float) -> None:
+        """Sleeps until the link would have brought what has been copied since `started_s` (`time.monotonic`)."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            free_at_s = self._free_at_s = max(self._free_at_s, started_s) + num_bytes / self._bytes_per_s
+        time.sleep(max(0.0, free_at_s - time.monotonic()))
+
+
+def link_to(device: torch.device, throttle: Throttle) -> Link:
+    """A link to the device; `throttle` slows one that copies on a CPU."""
+    return StreamLink(device) if device.type == "cuda" else ThreadLink(throttle)
+
+
+class ThreadLink:
+    """Owns a thread that copies."""
+
+    def __init__(self, throttle: Throttle | None = None) -> None:
+        self._throttle = throttle or Throttle()
         self._work = LinkWork()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-offload")
 
@@ -83,9 +109,7 @@ class ThreadLink:
         for source, target in copies:
             np.copyto(_bits(target), _bits(source))  # without torch's threads, which are computing
             num_bytes += source.nbytes
-        if self._bytes_per_s is not None:
-            self._free_at_s = max(self._free_at_s, started_s) + num_bytes / self._bytes_per_s
-            time.sleep(max(0.0, self._free_at_s - time.monotonic()))
+        self._throttle.wait(num_bytes, started_s)
         before = self._work
         busy_s = before.busy_s + time.monotonic() - started_s
         self._work = LinkWork(before.num_bytes + num_bytes, before.num_fetches + 1, busy_s)
@@ -136,7 +160,5 @@ class _Streamed:
 
 def _bits(tensor: Tensor) -> NDArray[np.signedinteger[Any]]:
     """Views a tensor as integers, since numpy has no bfloat16."""
-    integers: NDArray[np.signedinteger[Any]] = tensor.view(
-        torch.int16 if tensor.element_size() == 2 else torch.int32
-    ).numpy()
+    integers: NDArray[np.signedinteger[Any]] = tensor.view(_INTEGERS[tensor.element_size()]).numpy()
     return integers

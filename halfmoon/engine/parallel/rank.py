@@ -24,9 +24,11 @@ from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.native.prepared_model import ModelSteps, ready_model
 from halfmoon.engine.offload.build import Offload
+from halfmoon.engine.offload.link import Throttle
 from halfmoon.engine.offload.passes import Pass, PlannedSequence
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.tiers import TieredKV
+from halfmoon.engine.offload.weights import WeightStream, layers_on_host, weight_stream
 from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.links import Links
 from halfmoon.engine.parallel.weights import fill_dummy_part, load_part, load_part_shapes
@@ -45,6 +47,11 @@ class StepRank(Protocol):
     @property
     def offload(self) -> OffloadRunner | None:
         """Runs steps with KV on the host; None: there is none."""
+        ...
+
+    @property
+    def weights(self) -> WeightStream | None:
+        """Brings the weights of layers that are on the host; None: all are on the device."""
         ...
 
     @property
@@ -89,10 +96,15 @@ class Rank:
         self._device = config.device
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         reduce = links.all_reduce if grid.tensor_size > 1 else None
-        self._part = ModelPart(whole, shard, grid.tensor_rank(rank), grid.tensor_size, reduce)
+        host_layers = layers_on_host(shard.layer_end - shard.layer_start, config.host_weights)
+        self._part = ModelPart(whole, shard, grid.tensor_rank(rank), grid.tensor_size, reduce, host_layers)
         context_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
         path = choose_path(config, self._part.config, self._dtype, context_tokens)
+        throttle = Throttle(config.link_bytes_per_s)
+        self.weights = weight_stream(host_layers, torch.device(self._device), throttle, path.packing)
         model = self._model(checkpoint, config, path, on_progress)
+        if self.weights is not None:
+            self.weights.begin()
         path.use_threads(torch.get_num_threads())
         kv_dtype = config.layout_dtype(config.dtype)
         whole_layout = KVLayout(whole.num_layers, whole.num_kv_heads, whole.head_dim, kv_dtype, config.block_tokens)
@@ -111,7 +123,7 @@ class Rank:
         self.memory: KVArena | TieredKV = self.arena
         self.offload: OffloadRunner | None = None
         if offload is not None:
-            self.offload, self.memory = offload.around(self.runner, path.attention, self.arena)
+            self.offload, self.memory = offload.around(self.runner, path.attention, self.arena, throttle)
 
     def _model(
         self, checkpoint: Checkpoint, config: EngineConfig, path: DevicePath, on_progress: Progress | None
@@ -124,11 +136,12 @@ class Rank:
             else:
                 load_part(model, part, checkpoint.weight_files, on_progress, blocks)
 
+        options = {} if self.weights is None else {"pack_layer": self.weights.pack_layer}
         steps = ModelSteps(
             build=partial(build_model, self._whole, self._dtype, self._device, path.layer_ops, part),
             load=load,
             load_shapes=lambda model: load_part_shapes(model, part, blocks),
-            pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap),
+            pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap, **options),
         )
         return ready_model(steps, weights_place(config, checkpoint, path, self._dtype, part))
 

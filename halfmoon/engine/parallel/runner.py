@@ -18,6 +18,7 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.models.weights import Progress
+from halfmoon.engine.offload.weights import WeightStream
 from halfmoon.engine.parallel.followers import Followers, OnFailure
 from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.joined_ranks import awaited_ranks, hosts_of
@@ -162,6 +163,11 @@ class ParallelRunner:
     def take_work(self) -> StagedWork:
         """See `OffloadRunner.take_work`: rank 0's."""
         return StagedWork() if self._rank.offload is None else self._rank.offload.take_work()
+
+    @property
+    def weights(self) -> WeightStream | None:
+        """Rank 0's weights on the host."""
+        return self._rank.weights
 
     def close(self) -> None:
         """Ends the followers. Idempotent; nothing else may be called afterwards."""

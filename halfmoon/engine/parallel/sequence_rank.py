@@ -42,6 +42,7 @@ class SequenceRank:
         self._rank, self._index, self._num_ranks = rank, index, num_ranks
         self.memory, self.runner, self.abort = rank.memory, rank.runner, rank.abort
         self.offload = None  # `EngineConfig` refuses it
+        self.weights = rank.weights
 
     @torch.inference_mode()
     def batch(self, chunks: Sequence[Chunk]) -> SharedBatch:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from halfmoon.engine.config import OffloadConfig, OffloadOverlap, OffloadSchedule
+from halfmoon.engine.config import EngineConfig, OffloadConfig, OffloadOverlap, OffloadSchedule
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.offload.recompute import Kind, OffloadCosts, Recompute
 from halfmoon.engine.offload.runner import OffloadRunner
@@ -82,8 +82,13 @@ def test_neither_buffers_nor_what_is_computed_again_change_tokens(
 
 def test_a_model_without_small_inputs_is_not_always_computed_again(make_engine: MakeEngine) -> None:
     offload = OffloadConfig(1 << 20, recompute="always")
-    with pytest.raises(Incompatible, match="half as large"):
+    with pytest.raises(Incompatible, match="inputs have 64 numbers a token, K and V only 64: take auto or never"):
         make_engine("llama", offload=offload, num_blocks=16, max_context_tokens=56, attention="sdpa")
+
+
+def test_ranks_that_load_everything_always_do() -> None:
+    with pytest.raises(Incompatible, match="leave out --offload-recompute always"):
+        EngineConfig(tensor_parallel=2, offload=OffloadConfig(1 << 20, recompute="always"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

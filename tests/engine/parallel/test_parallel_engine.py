@@ -118,6 +118,13 @@ def test_the_tokens_are_those_of_one_process(
     assert engine.stats().num_free_blocks == engine.num_blocks
 
 
+@pytest.mark.parametrize(("tensor", "pipeline", "model"), [(2, 1, "llama"), (2, 1, "opt"), (1, 2, "qwen2-moe")])
+def test_ranks_keep_weights_on_the_host(tensor: int, pipeline: int, model: str, start_engine: StartEngine) -> None:
+    expected = generate(start_engine(model=model), *requests())
+    engine = start_engine(tensor, pipeline, model, host_weights=1.0)
+    assert generate(engine, *requests()) == expected
+
+
 @pytest.mark.parametrize("schedule", ["latency", "throughput"])
 @pytest.mark.parametrize(("model", "tensor"), [("llama", 2), ("opt", 2), ("deepseek-v3", 2), ("llama", 4)])
 def test_ranks_keep_kv_on_the_host(

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from halfmoon.engine.models.layer_ops import LayerOps
 from halfmoon.engine.models.layers.normed_product import normed_product
-from halfmoon.engine.models.linear import FusedMatrix, Linear
+from halfmoon.engine.models.linear import FusedMatrix
 from halfmoon.engine.models.model_part import ModelPart
 
 Names = tuple[str, str, str]  # of gate, up and down in a checkpoint, without the layer's
@@ -25,8 +25,8 @@ class GatedMlp:
         hidden = config.hidden_size
         self._ops = ops
         self._is_silu = config.activation == "silu"
-        self.gate_up = Linear.empty(2 * inner, hidden, config.mlp_bias, dtype, device)
-        self.down = Linear.empty(hidden, inner, config.mlp_bias, dtype, device)
+        self.gate_up = part.linear(2 * inner, hidden, config.mlp_bias, dtype, device)
+        self.down = part.linear(hidden, inner, config.mlp_bias, dtype, device)
         gate, up, down = names
         sizes = {"mlp.gate_up_proj": 2 * inner} if config.fused_in_checkpoint else {gate: inner, up: inner}
         self._names = sizes, {down: hidden}

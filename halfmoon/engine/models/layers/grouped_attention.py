@@ -7,7 +7,7 @@ from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import AttentionRule, StepAttention
 from halfmoon.engine.models.layer_ops import LayerOps, Rotation
-from halfmoon.engine.models.linear import FusedMatrix, Linear
+from halfmoon.engine.models.linear import FusedMatrix
 from halfmoon.engine.models.model_part import ModelPart
 
 
@@ -19,8 +19,8 @@ class GroupedAttention:
         self._ops = ops
         self._rule = AttentionRule(config.score_scale, window, config.attention_softcap)
         hidden, qkv_size = config.hidden_size, config.q_size + 2 * config.kv_size
-        self.first = Linear.empty(qkv_size, hidden, config.qkv_bias, dtype, device)  # what the layer's norm is for
-        self.output = part.summed(Linear.empty(hidden, config.q_size, config.output_bias, dtype, device))
+        self.first = part.linear(qkv_size, hidden, config.qkv_bias, dtype, device)  # what the layer's norm is for
+        self.output = part.summed(part.linear(hidden, config.q_size, config.output_bias, dtype, device))
         self.tensors: dict[str, Tensor] = {}  # norms, [head_dim]
         if config.qk_norm:
             wide = torch.float32 if config.norm_offset else dtype

@@ -14,7 +14,7 @@ from torch import Tensor
 from halfmoon.architectures.model_config import Latent
 from halfmoon.engine.attention.attention_backend import AttentionRule, StepAttention
 from halfmoon.engine.models.layer_ops import LayerOps, Rotation
-from halfmoon.engine.models.linear import FusedMatrix, Linear
+from halfmoon.engine.models.linear import FusedMatrix
 from halfmoon.engine.models.model_part import ModelPart
 
 _NORM_EPS = 1e-6  # of the latents' norms, whatever the configuration says of the layers'
@@ -31,9 +31,9 @@ class LatentAttention:
         query_rows = heads * (latent.plain_size + latent.rotary_size)
         first = {"self_attn.q_a_proj": latent.query_size} if latent.query_size else {"self_attn.q_proj": query_rows}
         first["self_attn.kv_a_proj_with_mqa"] = latent.row_size
-        self.first = Linear.empty(sum(first.values()), hidden, False, dtype, device)  # what the layer's norm is for
-        self._queries = Linear.empty(query_rows, latent.query_size, False, dtype, device) if latent.query_size else None
-        self.output = part.summed(Linear.empty(hidden, heads * latent.value_size, False, dtype, device))
+        self.first = part.linear(sum(first.values()), hidden, False, dtype, device)  # what the layer's norm is for
+        self._queries = part.linear(query_rows, latent.query_size, False, dtype, device) if latent.query_size else None
+        self.output = part.summed(part.linear(hidden, heads * latent.value_size, False, dtype, device))
         made = latent.plain_size + latent.value_size
         self._made = torch.empty(heads * made, latent.size, dtype=dtype, device=device)
         # Of keys without rotation and of values, [num_heads, plain_size or value_size, latent.size].
