@@ -248,13 +248,13 @@ def test_a_worker_with_vllm_refuses_rounded_weights() -> None:
         loaded_host(settings, None)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "workers: {decode: {offload_kv: host}}", "workers: {all: {offload_weights: 0.5}}"]
-)
-def test_what_a_worker_has_on_the_host_is_in_its_environment(text: str) -> None:
-    environment = started(options_of(text))["decode-0"].environment
-    assert environment.get("HALFMOON_DECODE_OFFLOAD_KV") == ("host" if "offload_kv" in text else None)
-    assert environment.get("HALFMOON_DECODE_OFFLOAD_WEIGHTS") == ("0.5" if "weights" in text else None)
+def test_what_is_kept_on_the_host_reaches_the_workers() -> None:
+    flags = {"offload_kv": "host", "offload_recompute": "never", "offload_weights": "0.5"}
+    overrides = [Override(f"workers.all.{name}", value, f"--{name}") for name, value in flags.items()]
+    arguments = started(options_of("", *overrides))["decode-0"].arguments
+    for name, value in flags.items():
+        assert arguments[arguments.index("--" + name.replace("_", "-")) + 1] == value
+    assert "--offload-kv" not in started(options_of(""))["decode-0"].arguments
 
 
 @pytest.mark.parametrize(
