@@ -31,7 +31,9 @@ class Scheduler:
     ) -> None:
         """paused_kv: see `SequenceQueues`."""
         self.queues = SequenceQueues(cache, block_tokens, limits, paused_kv)
-        self.chunk_rule: ChunkRule | LearnedChunkRule = CONSTANT_CHUNKS  # how much of a prompt is computed beside decodes
+        self.chunk_rule: ChunkRule | LearnedChunkRule = (
+            CONSTANT_CHUNKS  # how much of a prompt is computed beside decodes
+        )
         self._blocks = self.queues.blocks
         self._block_tokens = block_tokens
         self._limits = limits

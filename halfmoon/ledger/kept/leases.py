@@ -39,6 +39,8 @@ class Leases:
         First come those of the tenants with the fewest leases, and then those that have waited longest, since they were
         made or given back.
         """
+        if most <= 0 or not await self.is_any_free(now):  # mostly: and the statement takes a while to build
+            return ()
         table, free = self._table, self._free(now)
         held = aliased(table)
         is_held = (held.tenant == table.tenant, held.holder.is_not(None), held.leased_until > now)
@@ -58,7 +60,7 @@ class Leases:
         async def work(session: AsyncSession) -> list[str]:
             return list(await session.scalars(quietly(claimed)))
 
-        return await self._database.run(work) if most > 0 and await self.is_any_free(now) else ()
+        return await self._database.run(work)
 
     async def renew(self, ids: Collection[str], holder: str, now: datetime) -> Sequence[str]:
         """Renews leases; returns the ids of those that still are held and open."""

@@ -68,7 +68,11 @@ def test_nothing_is_learned_where_no_target_is_followed() -> None:
     assert set(lengths(unknown, 3.0, 20)) == {128}
 
 
-@given(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 64), st.just(0.0) | st.floats(1e-9, 1e4)), min_size=4, max_size=80))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 600), st.integers(0, 64), st.just(0.0) | st.floats(1e-9, 1e4)), min_size=4, max_size=80
+    )
+)
 def test_whatever_is_measured_a_chunk_is_neither_nothing_nor_more_than_fits(
     steps: list[tuple[int, int, float]],
 ) -> None:
