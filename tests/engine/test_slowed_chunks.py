@@ -43,7 +43,8 @@ def mixed_steps(times: float, num: int) -> list[tuple[int, float]]:
     core.follow_targets(RULE)
     for name in ("a", "b"):
         core.add(request(name, 16, 10_000))
-    found, num_prompts = [], 0
+    found: list[tuple[int, float]] = []
+    num_prompts = 0
     while len(found) < num:
         if core.stats().num_running + core.stats().num_waiting < 3:
             num_prompts += 1

@@ -19,7 +19,8 @@ from halfmoon.policy.models.latency import StepModel
 from halfmoon.policy.view.worker_view import WorkerView
 from halfmoon.worker.state import _timing
 from services.gateway.cluster.membership import Membership
-from tests.services.gateway.cluster.test_membership import FINGERPRINT, identity, shown
+from tests.services.gateway.cluster.test_membership import identity, shown
+from tests.services.gateway.fakes import FINGERPRINT
 
 LAYOUT = KVLayout(1, 1, 1, "float16", 16)
 TRUE = StepModel(0.01, 0.0015, 1e-7)  # by rows
