@@ -56,15 +56,26 @@ def report(lines: Sequence[dict[str, Any]], num_texts: int, num_changed: int) ->
     """The figures of all moves, as a Markdown table."""
     moved = [line for line in lines if line.get("event") == "request.moved"]
     moving = [line for line in lines if line.get("event") == "request.moving"]
-    retried = sum(line.get("event") == "request.retried" for line in lines)
+    retried = [line["reason"] for line in lines if line.get("event") == "request.retried"]
     steps = sorted(pause_s / line["usual_s"] for line in moved for pause_s in line["pauses_s"])
     pauses_ms = sorted(1000 * pause_s for line in moved for pause_s in line["pauses_s"])
     usual_ms = median(1000 * line["usual_s"] for line in moved) if moved else float("nan")
+    parts_ms = [
+        [1000 * one for one in part]
+        for line in moved
+        for part in zip(line["pauses_s"], line["queues_s"], line["computes_s"], strict=False)
+    ]
     bytes_each = median(line["kv_bytes"] for line in moving) if moving else 0
     rows = {
         "answers; moves": f"{num_texts}; {len(moving)}",
-        "changed; tried again": f"{num_changed}; {retried}",
+        "changed; tried again": f"{num_changed}; {len(retried)} {', '.join(sorted({*retried}))}",
         "gap at a move, ms: median, most": f"{median(pauses_ms):.0f}, {pauses_ms[-1]:.0f}" if pauses_ms else "-",
+        "of it the new worker's queue, its step, all else, ms: medians": (
+            f"{median(queue for _, queue, _ in parts_ms):.0f}, {median(step for *_, step in parts_ms):.0f}, "
+            f"{median(gap - queue - step for gap, queue, step in parts_ms):.0f}"
+            if parts_ms
+            else "-"
+        ),
         "usual gap, ms": f"{usual_ms:.0f}",
         "gap at a move, in usual gaps: median, 90 %, most": (
             f"{median(steps):.2f}, {steps[int(0.9 * (len(steps) - 1))]:.2f}, {steps[-1]:.2f}" if steps else "-"

@@ -1,13 +1,12 @@
 """The autopilot against fixed ratios of roles and an oracle, live: `halfmoon up`, its planner, HTTP, real time.
 
     python -m benchmarks.scaling_live [--seconds 40] [--cycle phases] [--fixed 3]     # 16 simulated workers
-    python -m benchmarks.scaling_live --real [--seconds 60]                           # 3 of the demo model
+    python -m benchmarks.scaling_live --workers 4 --ratio 1:1:2 --ratio 0:0:4         # as much traffic for each of 4
 
 One system serves all rows one after the other, on the same requests with other tokens; before each row roles are set by
 force. Simulated workers: the fixed ratios are those that the simulator finds best, and the simulator's attainment on
 the same requests is in the last column. The oracle sets the ratios that the simulator finds best for each phase alone,
-all workers at once, with the lead that is best there. Real workers: all ratios, and the oracle sets those that did best
-in a phase.
+all workers at once, with the lead that is best there. Real workers are in `benchmarks/scaling_real`.
 """
 
 from __future__ import annotations
@@ -51,13 +50,12 @@ from halfmoon.policy.view.worker_view import ROLES
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.cluster import found_gateway
 from halfmoon.replay.outcome import Outcome, ReplayTargets
-from halfmoon.replay.player import played
+from halfmoon.replay.player import played, played_sessions
+from halfmoon.replay.sessions import Session, Turn
 from halfmoon.rpc.control_api import ControlApi, control_api
+from halfmoon.sim.workloads.workload import Workload
 
-_IDLE_S = 60.0
-REAL_TARGETS = ReplayTargets(ttft_s=3.0, tbt_s=0.15)
-REAL_PROMPTS = Phase("prompts", 1.6, 700, 8)
-REAL_ANSWERS = Phase("answers", 1.4, 40, 70)
+_IDLE_S = 180.0
 
 
 class Row(NamedTuple):
@@ -72,11 +70,29 @@ class Row(NamedTuple):
 class Live:
     """Owns nothing: one system, by its control API and its HTTP API."""
 
-    def __init__(self, api: ControlApi, gateway: Gateway, targets: ReplayTargets) -> None:
+    def __init__(self, api: ControlApi, gateway: Gateway) -> None:
         self._api = api
         self._gateway = gateway
-        self._targets = targets
+        self._targets = ReplayTargets()
         self._played = 0
+
+    async def set_targets(self, targets: ReplayTargets) -> None:
+        """Sets what requests are to meet, once."""
+        self._targets = targets
+        await self._api.put(
+            "/halfmoon/v1/classes/default", {"version": 0, "ttft_s": targets.ttft_s, "tbt_s": targets.tbt_s}
+        )
+
+    async def at_once(self, split: Split, workload: Workload, num_at_once: int) -> list[Outcome]:
+        """Requests in a closed loop of `num_at_once`, by a fixed ratio."""
+        await self._mode("off")
+        await self._idle()
+        await self._set(split)
+        lengths = zip(workload.prompt_tokens.tolist(), workload.output_tokens.tolist(), strict=True)
+        sessions = [Session(0.0, (Turn(*each),)) for each in lengths]
+        outcomes = await played_sessions(sessions, self._gateway, self._played, num_at_once)
+        self._played += len(workload)
+        return [outcome for each in outcomes for outcome in each]
 
     async def row(self, row: Row, work: Phased) -> tuple[list[float], int, float]:
         """Attainment of each phase and of all, the autopilot's changes, and how late requests were sent."""
@@ -135,75 +151,92 @@ class Live:
 
 
 @asynccontextmanager
-async def live(is_real: bool, targets: ReplayTargets) -> AsyncIterator[Live]:
-    """A system with its planner. A person's changes count for nothing, since the benchmark's are some."""
+async def live(settings: Mapping[str, Any], engine: Sequence[str], num_workers: int) -> AsyncIterator[Live]:
+    """A system with its planner, and half of its workers prefill (rounded down), the others decode.
+
+    A person's changes count for nothing, since the benchmark's are some. `engine`: options of `halfmoon up`.
+    """
+    num_prefill = num_workers // 2
+    roles = ("--prefill", str(num_prefill), "--decode", str(num_workers - num_prefill))
     with tempfile.TemporaryDirectory() as directory:
-        config, profile = Path(directory) / "up.json", Path(directory) / "profile.json"
-        sizes = {"kv_tokens": LATENCY.kv_tokens, "kv_token_bytes": LATENCY.kv_bytes_per_token}
-        prefill, step = LATENCY.prefill[0].model, LATENCY.step[0].model
-        limits = {
-            "max_batch_tokens": LIMITS.max_batch_tokens,
-            "chunk_tokens": LIMITS.chunk_tokens,
-            "max_running": LIMITS.max_running,
+        config, state_dir = Path(directory) / "up.json", Path(directory) / "state"
+        planner = {
+            "autopilot_dwell_s": RULES.dwell_s,
+            "autopilot_person_s": 0,
+            "autopilot_changes_per_hour": 9999,
         }
-        profile.write_text(json.dumps({"prefill": list(prefill), "step": list(step), **sizes, **limits}))
-        settings: dict[str, Any] = {
-            "gateway": {"role_dwell_s": 0, "admission": "off"},
-            "planner": {
-                "autopilot_dwell_s": RULES.dwell_s,
-                "autopilot_person_s": 0,
-                "autopilot_changes_per_hour": 9999,
-            },
-        }
-        if not is_real:
-            settings["simulation"] = {"profile": str(profile), "length": "seed"}
-        config.write_text(json.dumps(settings))
-        engine = (
-            ("--prefill", "1", "--decode", "2") if is_real else ("--engine", "sim", "--prefill", "8", "--decode", "8")
-        )
-        num_workers = 3 if is_real else NUM_WORKERS
-        state_dir = Path(directory) / "state"
+        every = {"gateway": {"role_dwell_s": 0, "admission": "off"}, "planner": planner}
+        config.write_text(json.dumps({**every, **settings}))
         async with (
-            running_system(("--config", str(config), *engine), state_dir, num_workers) as url,
+            running_system(("--config", str(config), *engine, *roles), state_dir, num_workers) as url,
             control_api(url, "benchmark", None, state_dir) as api,
         ):
-            await api.put(
-                "/halfmoon/v1/classes/default", {"version": 0, "ttft_s": targets.ttft_s, "tbt_s": targets.tbt_s}
-            )
-            yield Live(api, await found_gateway(url, hides_length=not is_real), targets)
+            yield Live(api, await found_gateway(url, hides_length="simulation" in settings))
+
+
+@asynccontextmanager
+async def _live_simulation(num_workers: int) -> AsyncIterator[Live]:
+    prefill, step = LATENCY.prefill[0].model, LATENCY.step[0].model
+    figures = {
+        "prefill": list(prefill),
+        "step": list(step),
+        "kv_tokens": LATENCY.kv_tokens,
+        "kv_token_bytes": LATENCY.kv_bytes_per_token,
+        "max_batch_tokens": LIMITS.max_batch_tokens,
+        "chunk_tokens": LIMITS.chunk_tokens,
+        "max_running": LIMITS.max_running,
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        profile = Path(directory) / "profile.json"
+        profile.write_text(json.dumps(figures))
+        settings = {"simulation": {"profile": str(profile), "length": "seed"}}
+        async with live(settings, ("--engine", "sim"), num_workers) as system:
+            yield system
 
 
 def main() -> None:
     """Prints one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--real", action="store_true", help="3 workers of the demo model on this machine")
     parser.add_argument("--cycle", choices=("phases", "bursts"), default="phases")
     parser.add_argument("--seconds", type=float, default=40.0, help="of a phase")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--load", type=float, default=1.0, help="factor of every rate")
     parser.add_argument("--fixed", type=int, default=3, help="fixed ratios, the simulator's best first")
+    parser.add_argument(
+        "--ratio", type=split_of, action="append", help="PREFILL:DECODE:BOTH: instead, these fixed ratios"
+    )
+    parser.add_argument("--workers", type=int, default=NUM_WORKERS, help="simulated ones; rates follow their number")
     args = parser.parse_args()
-    phases = (REAL_PROMPTS, REAL_ANSWERS) if args.real else (PROMPTS, ANSWERS)
-    cycle = phases * 3 if args.cycle == "phases" else (*phases, BURSTS) * 2
-    work = phased([one._replace(rate_per_s=one.rate_per_s * args.load) for one in cycle], args.seconds, args.seed)
-    asyncio.run(_real(work) if args.real else _simulated(work, args))
+    load = args.load * args.workers / NUM_WORKERS
+    asyncio.run(_simulated(cycle_of((PROMPTS, ANSWERS, BURSTS), args, load), args))
+
+
+def cycle_of(phases: tuple[Phase, Phase, Phase], args: argparse.Namespace, load: float) -> Phased:
+    """Prompts, answers and, if they are asked for, bursts by turns, at `load` times their rates."""
+    prompts, answers, bursts = [phase._replace(rate_per_s=phase.rate_per_s * load) for phase in phases]
+    cycle = (prompts, answers) * 3 if args.cycle == "phases" else (prompts, answers, bursts) * 2
+    return phased(cycle, args.seconds, args.seed)
 
 
 async def _simulated(work: Phased, args: argparse.Namespace) -> None:
     targets = ReplayTargets(TARGETS.ttft_s or 0.0, TARGETS.tpot_s or 0.0)
     rows, simulator = await asyncio.to_thread(_rows, work, args)
-    _head(work, targets, "simulator | ")
-    async with live(False, targets) as system:
+    print_head(work, targets, "simulator | ")
+    async with _live_simulation(args.workers) as system:
+        await system.set_targets(targets)
         for row in rows:
-            _print(row, *await system.row(row, work), f"{simulator[row.name]:.1%} | ")
+            print_row(row, *await system.row(row, work), f"{simulator[row.name]:.1%} | ")
 
 
 def _rows(work: Phased, args: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
     """What is to be run, and the simulator's attainments."""
-    splits = all_splits()
-    order = sorted(splits, key=lambda split: -estimated(split, work.workload).attainment(TARGETS).joint)
-    results = {split: attainments(fixed(split, work.workload), work.starts_s)[-1] for split in order[: 2 * args.fixed]}
-    best = sorted(results, key=lambda split: -results[split])[: args.fixed]
+    splits = all_splits(args.workers)
+    tried = args.ratio
+    if tried is None:
+        tried = sorted(splits, key=lambda split: -estimated(split, work.workload).attainment(TARGETS).joint)
+        tried = tried[: 2 * args.fixed]
+    results = {split: attainments(fixed(split, work.workload), work.starts_s)[-1] for split in tried}
+    best = args.ratio or sorted(results, key=lambda split: -results[split])[: args.fixed]
     of_phase = {}
     for phase in dict.fromkeys(work.phases):
         alone = phased([phase], args.seconds, args.seed + 1).workload
@@ -211,10 +244,10 @@ def _rows(work: Phased, args: argparse.Namespace) -> tuple[list[Row], dict[str, 
         good = [split for split in splits if shares[split] >= max(shares.values()) - 0.005]
         of_phase[phase] = good[len(good) // 2]
     leads = [_changes(work, of_phase, lead_s) for lead_s in LEADS_S]
-    ideals = [attainments(oracle(tried[0][1], tried, work.workload), work.starts_s)[-1] for tried in leads]
+    ideals = [attainments(oracle(lead[0][1], lead, work.workload), work.starts_s)[-1] for lead in leads]
     ideal = max(ideals)
     changes = leads[ideals.index(ideal)]
-    first = Split(NUM_WORKERS // 2, NUM_WORKERS // 2)
+    first = Split(args.workers // 2, args.workers - args.workers // 2)
     names = ", ".join(f"{phase.name} {split}" for phase, split in of_phase.items())
     rows = [
         Row("autopilot", first, acts=True),
@@ -231,39 +264,29 @@ def _changes(work: Phased, of_phase: Mapping[Phase, Split], lead_s: float) -> tu
     return tuple((max(start_s + lead_s, 0.0), of_phase[phase]) for start_s, phase in starts)
 
 
-async def _real(work: Phased) -> None:
-    _head(work, REAL_TARGETS, "")
-    splits = [Split(1, 2), Split(2, 1), Split(0, 0, 3), Split(1, 1, 1)]
-    shares: dict[Split, list[float]] = {}
-    async with live(True, REAL_TARGETS) as system:
-        warm = Phased(work.workload.first(20), work.phases[:1], (0.0,))
-        await system.row(Row("warm-up", splits[0]), warm)
-        for split in splits:
-            figures = await system.row(Row(str(split), split), work)
-            shares[split] = figures[0]
-            _print(Row(str(split), split), *figures, "")
-        best = [max(splits, key=lambda split: shares[split][number]) for number in range(len(work.phases))]
-        changes = tuple(zip([max(start_s - 1.0, 0.0) for start_s in work.starts_s], best, strict=True))
-        for row in (Row("autopilot", splits[0], acts=True), Row("oracle", best[0], changes[1:])):
-            _print(row, *await system.row(row, work), "")
-
-
 def _shares(outcomes: Sequence[Outcome], work: Phased, targets: ReplayTargets) -> list[float]:
     good = np.array([outcome.meets(targets) for outcome in outcomes])
     edges = [*np.searchsorted(work.workload.start_s, work.starts_s), len(good)]
     return [*(float(good[a:b].mean()) if b > a else 1.0 for a, b in itertools.pairwise(edges)), float(good.mean())]
 
 
-def _head(work: Phased, targets: ReplayTargets, more: str) -> None:
+def print_head(work: Phased, targets: ReplayTargets, more: str = "") -> None:
+    """The head of the table, with further columns."""
     rate = f"{len(work.workload)} requests in {work.workload.duration_s:.0f} s"
     print(f"live: {rate}, TTFT {targets.ttft_s:g} s, TPOT {1000 * targets.tbt_s:g} ms")
     names = " | ".join(phase.name for phase in work.phases)
     print(f"| roles | all | {names} | changes | sent late p99 | {more}", flush=True)
 
 
-def _print(row: Row, shares: Sequence[float], changes: int, late_s: float, more: str) -> None:
+def print_row(row: Row, shares: Sequence[float], changes: int, late_s: float, more: str = "") -> None:
+    """A row of it: what `Live.row` returned."""
     phases = " | ".join(f"{share:.0%}" for share in shares[:-1])
     print(f"| {row.name} | {shares[-1]:.1%} | {phases} | {changes or ''} | {1000 * late_s:.0f} ms | {more}", flush=True)
+
+
+def split_of(text: str) -> Split:
+    """The ratio of roles that PREFILL:DECODE:BOTH says."""
+    return Split(*map(int, text.split(":")))
 
 
 def _load(worker: Any) -> float:

@@ -25,6 +25,7 @@ class Progress:
         self.decode_worker: str | None = None
         self.num_retries = 0
         self.moves: list[int] = []  # gaps before each move to another decode worker
+        self.moved: list[tuple[float, float]] = []  # the new workers' queue and compute time, as they reported them
         self.is_resumed = False  # begun by an earlier request, of which this is a repeat
         self.is_complete = False  # ended by itself, or at one of the client's stop strings
         self.qos_class: str | None = None  # None until it is admitted or refused
@@ -47,6 +48,8 @@ class Progress:
             self.cached_tokens, self.loaded_tokens = first.num_cached_tokens, first.num_loaded_tokens
             self.phases += first.phases
             self.prompt_logprobs, self.embedding = first.prompt_logprobs, first.embedding
+        elif len(self.moved) < len(self.moves):
+            self.moved.append((first.queue_s, first.compute_s))
 
     @property
     def transfer_s(self) -> float | None:

@@ -1,7 +1,8 @@
 """Moves a running answer to another decode worker, while it goes on: its blocks first, and then the answer itself.
 
 The new worker loads whole blocks from the present one ahead of time. Just after another block is whole, the answer
-changes over as a failover does: the new worker has all but a few tokens, which it computes in a step.
+changes over as a failover does: the new worker has all but a few tokens, which it computes in a step. It does so just
+behind a token: between two, what the present worker has of its running step would be lost.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from halfmoon.errors import HalfmoonError, NotFound
@@ -30,6 +32,7 @@ _COPY_S = 30.0  # deadline of one copy
 _LOOK_S = 1.0  # between looks for a worker with room
 _NEAR_BLOCKS = 1  # blocks that may be computed instead of being loaded
 _NUM_TRIES = 3  # copies that may fail
+_LATE_GAPS = 2.0  # a token that takes so many usual gaps is not waited for: the answer may be paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class DecodeMove:
         self._num_copied = 0  # leading blocks that the target has
         self._num_failed = 0
         self._block_ended = asyncio.Event()
+        self._token_came = asyncio.Event()
         self.loaded_tokens = 0
         self.task: asyncio.Task[None] | None = None
 
@@ -81,6 +85,7 @@ class DecodeMove:
 
     def note_token(self) -> None:
         """Notes that the answer has another token."""
+        self._token_came.set()
         if self._tail == 1:
             self._block_ended.set()
 
@@ -93,6 +98,8 @@ class DecodeMove:
         """Ends the present attempt once the answer can go on elsewhere. Leaves it where it is if that does not pay."""
         try:
             outcome = await self._prepare()
+            if outcome == "moved":
+                await self._next_token()
         except HalfmoonError as error:
             log.warning("move.failed", extra={"worker_id": self._source.member.worker_id, "reason": error.message})
             outcome = "failed"
@@ -121,6 +128,13 @@ class DecodeMove:
                 self._block_ended.clear()
                 await self._block_ended.wait()
         return "stays"
+
+    async def _next_token(self) -> None:
+        """Waits for a token, which comes within a usual gap where the answer is not held up."""
+        self._token_came.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LATE_GAPS * (self._routing.output.progress.mean_tbt_s or 0.0)):
+                await self._token_came.wait()
 
     @property
     def _has_just_ended_block(self) -> bool:
@@ -152,7 +166,7 @@ class DecodeMove:
                 self._num_failed += 1
                 return False
         has_all = whole_blocks(self._num_tokens, self._block_tokens) == self._num_copied
-        return has_all and self._tail <= SHORT_TAIL
+        return has_all and self._tail < SHORT_TAIL  # it grows by a token before the answer changes over
 
     async def _copy(self, target: Placement, num_blocks: int) -> None:
         """Has the target load the leading blocks. Raises what the worker raises, NotFound if it loads nothing."""

@@ -241,10 +241,17 @@ def _moving_fields(moved: Moving, before: Placement, routing: RequestRouting) ->
 
 
 def _moved_fields(progress: Progress) -> dict[str, object]:
-    """The gaps at its moves, and the usual one."""
+    """The gaps at its moves with what the new workers took of them, and the usual gap."""
     gaps_s = progress.gaps_s
     pauses_s = [gaps_s[at] for at in progress.moves if at < len(gaps_s)]
-    return {"pauses_s": pauses_s, "usual_s": median(gaps_s) if gaps_s else None, "num_tokens": len(gaps_s) + 1}
+    queues_s, computes_s = [list(one) for one in zip(*progress.moved, strict=True)] or ([], [])
+    return {
+        "pauses_s": pauses_s,
+        "queues_s": queues_s,
+        "computes_s": computes_s,
+        "usual_s": median(gaps_s) if gaps_s else None,
+        "num_tokens": len(gaps_s) + 1,
+    }
 
 
 def _held(output: RequestOutput) -> HeldAnswer | None:

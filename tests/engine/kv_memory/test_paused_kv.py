@@ -33,7 +33,8 @@ def test_copies_take_no_more_than_their_room_and_come_back_bit_by_bit() -> None:
     copies = HostCopies(arena, LAYOUT, 3 * LAYOUT.block_bytes)
     one, other, late = sequence("a", [5, 2], 7), sequence("b", [3], 4), sequence("c", [1], 2)
     before = bytes(arena.read([5, 2], 0, 3, 0, 7))
-    assert copies.save(one) and copies.save(other)
+    assert copies.save(one)
+    assert copies.save(other)
     assert 2 * LAYOUT.block_bytes < copies.num_bytes <= 3 * LAYOUT.block_bytes
     assert not copies.save(late)
     copies.forget(other)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from halfmoon.errors import NotFound, Unavailable
 from halfmoon.pb.gateway_pb2 import LatencyProfile, WorkerLoad
 from halfmoon.pb.prefill_pb2 import KVSource, PrefillEvent, PrefillRequest
+from services.gateway.progress import Progress
+from services.gateway.routing.decode_move import DecodeMove
 from tests.services.gateway.fakes import FakeWorker, Fleet, Script, running_fleet, soon
 from tests.services.gateway.test_access import ask
 from tests.services.gateway.test_direct_restore import KNOWN, Gate, text_of, until_silent
@@ -123,3 +126,43 @@ async def test_without_being_asked_nothing_moves_off_busy_workers(tmp_path: Path
         first.script.decode_gate.set()
         assert await text_of(answer) == TEXT
     assert second.calls.prefills == []
+
+
+class Prepared(DecodeMove):
+    """A move whose blocks are there already."""
+
+    def __init__(self, routing: Any, put: Any) -> None:
+        layout = SimpleNamespace(block_tokens=64)
+        member = SimpleNamespace(identity=SimpleNamespace(layout=layout, address="d0"), worker_id="d0")
+        placement: Any = object()
+        super().__init__(cast("Any", None), routing, cast("Any", SimpleNamespace(member=member)), put, None)
+        self._target = placement
+
+    async def _prepare(self) -> str:
+        return "moved"
+
+
+def routing_of(gaps_s: list[float]) -> Any:
+    progress = Progress(0.0)
+    progress.gaps_s = gaps_s
+    return SimpleNamespace(
+        note_move=lambda outcome, is_hot: None, output=SimpleNamespace(progress=progress), num_tokens=70
+    )
+
+
+async def test_it_changes_over_just_behind_a_token() -> None:
+    put: list[Any] = []
+    move = Prepared(routing_of([3600.0]), put.append)
+    task = asyncio.create_task(move.run())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not put
+    move.note_token()
+    await task
+    assert len(put) == 1
+
+
+async def test_a_token_that_does_not_come_is_not_waited_for() -> None:
+    put: list[Any] = []
+    await Prepared(routing_of([1e-6]), put.append).run()
+    assert len(put) == 1
