@@ -56,6 +56,7 @@ from halfmoon.rpc.control_api import ControlApi, control_api
 from halfmoon.sim.workloads.workload import Workload
 
 _IDLE_S = 180.0
+_START_S = 600.0
 
 
 class Row(NamedTuple):
@@ -168,7 +169,7 @@ async def live(settings: Mapping[str, Any], engine: Sequence[str], num_workers: 
         every = {"gateway": {"role_dwell_s": 0, "admission": "off"}, "planner": planner}
         config.write_text(json.dumps({**every, **settings}))
         async with (
-            running_system(("--config", str(config), *engine, *roles), state_dir, num_workers) as url,
+            running_system(("--config", str(config), *engine, *roles), state_dir, num_workers, _START_S) as url,
             control_api(url, "benchmark", None, state_dir) as api,
         ):
             yield Live(api, await found_gateway(url, hides_length="simulation" in settings))

@@ -57,8 +57,8 @@ class WorkerConfig(Section):
         None,
         ge=0,
         description="host memory for KV of paused answers (max_pause_s) whose blocks others need; what does not fit is "
-        "computed again, as all is with 0; default: as much as the KV memory, at most a quarter of the free memory. Our "
-        "own engine",
+        "computed again, as all is with 0; default: as much as the KV memory, at most a quarter of the free memory. "
+        "Our own engine",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of a GPU's memory that this worker uses, unless kv_memory is given"
