@@ -6,6 +6,8 @@ import socket
 
 ALL_ADDRESSES = ("0.0.0.0", "[::]", "")  # hosts of listeners on every address
 
+_MAX_PORT = 65_535
+
 
 def own_host(listen: str, others: str) -> str:
     """Returns the address for those who reach a listener on all addresses; empty if it listens on one.
@@ -27,9 +29,11 @@ def own_host(listen: str, others: str) -> str:
 def address_towards(other: str) -> str:
     """Returns the address from which this host reaches host:port, with brackets around IPv6. Sends nothing.
 
-    Raises OSError if the name is unknown or there is no way there, and ValueError without a port.
+    Raises OSError if the name is unknown or there is no way there, and ValueError without a port from 1 to 65535.
     """
     host, _, port = other.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT):
+        raise ValueError(f"{other!r} has no port from 1 to {_MAX_PORT}")
     family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as towards:
         towards.connect(address)

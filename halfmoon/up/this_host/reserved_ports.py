@@ -38,7 +38,9 @@ class ReservedPorts:
         try:
             held = _bound(host)
         except OSError as err:
-            raise InvalidRequest(f"cannot listen on {host}: {err}", param="host") from err
+            raise InvalidRequest(
+                f"cannot listen on {host}: {err}: give an address of this host (`ip address` lists them)", param="host"
+            ) from err
         port = int(held.getsockname()[1])
         if sys.platform == "linux":
             self._held.enter_context(held)

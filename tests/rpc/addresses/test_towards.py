@@ -11,8 +11,12 @@ from halfmoon.rpc.addresses.towards import address_towards, own_host
 
 def test_the_address_towards_another_one_is_of_the_same_network() -> None:
     assert address_towards("127.0.0.1:7000") == "127.0.0.1"
-    with pytest.raises(ValueError, match="invalid literal"):
-        address_towards("127.0.0.1:")
+
+
+@pytest.mark.parametrize("other", ["127.0.0.1:", "127.0.0.1", ":7000", "127.0.0.1:0", "127.0.0.1:65536", "h:-1", "h:١"])
+def test_an_address_without_a_port_leads_nowhere(other: str) -> None:
+    with pytest.raises(ValueError, match="has no port from 1 to 65535"):
+        address_towards(other)
 
 
 @pytest.mark.parametrize(
