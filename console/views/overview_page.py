@@ -40,7 +40,7 @@ class Seen(NamedTuple):
 
 def render(api: GatewayApi) -> None:
     """Draws the page."""
-    title, choice = st.columns([3, 1], vertical_alignment="bottom")
+    title, choice = st.columns([2, 1], vertical_alignment="bottom")
     title.title("Overview")
     chosen = choice.segmented_control("Last minutes", MINUTES, default=MINUTES[1], format_func=lambda m: f"{m} min")
     minutes = int(chosen or MINUTES[1])
@@ -136,7 +136,7 @@ def _figures(series: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) ->
     waiting = sum((worker.get("load") or {}).get("num_waiting", 0) for worker in workers)
     tiles = (
         ("Requests/s", count(_latest(requests["ended"])), f"{running} running, {waiting} waiting"),
-        ("Output tokens/s", count(_latest(rates["output_tokens"])), ""),
+        ("Tokens/s", count(_latest(rates["output_tokens"])), "of outputs"),
         ("TTFT p50", seconds(together["ttft_s"]["p50"]), _p99(together["ttft_s"])),
         ("TBT p50", seconds(together["tbt_s"]["p50"]), _p99(together["tbt_s"])),
         ("In time", share(attainment(together)), "of all requests, refusals included"),

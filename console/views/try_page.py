@@ -33,6 +33,7 @@ _MODEL_DEFAULT = "the model's own"
 _FORMATS = ("Text", "JSON", "Schema")
 _EFFORTS = ("none", "low", "medium", "high")
 _REDRAW_S = 0.08
+_LABEL_CHARS = 80
 
 History = list[dict[str, Any]]
 """Messages of the API, and under "note" and "is_json" how the page shows them."""
@@ -207,21 +208,29 @@ def _draw_call(name: str, arguments: str) -> None:
     st.code(arguments, "json", wrap_lines=True)
 
 
+def _call_label(function: Mapping[str, str], num_calls: int) -> str:
+    """A call's name, with its arguments where there are several calls."""
+    return plain(function["name"] if num_calls == 1 else f"{function['name']} {function['arguments']}", _LABEL_CHARS)
+
+
 def _results_given(side: Side) -> bool:
     """Whether the results of the calls that end this conversation were just typed in; they are in the history then."""
     calls = side.history[-1].get("tool_calls", ()) if side.history else ()
     if not calls:
         return False
-    with st.form(f"results {side.name} {len(side.history)}"):
+    place = st.empty()
+    with place.container(), st.form(f"results {side.name} {len(side.history)}"):
         results = [
-            st.text_input(f"Result of {plain(call['function']['name'])}", key=f"{call['id']} {side.name}")
+            st.text_input(f"Result of {_call_label(call['function'], len(calls))}", key=f"{call['id']} {side.name}")
             for call in calls
         ]
         if not st.form_submit_button("Send results"):
             return False
+    place.empty()
     for call, result in zip(calls, results, strict=True):
         name = call["function"]["name"]
         side.history.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
+        _draw_message(side.history[-1])
     return True
 
 

@@ -156,12 +156,15 @@ def bench(
             options,
             lambda name, value, num: terminal.print(f"{name}: {value:.3g} {unit}, {num} requests …", markup=False),
         )
-        if values:
-            for value in values:
-                sweep.measure(value)
-        else:
-            sweep.search(load.start, _TOLERANCE, load.most)
-        _report(sweep, pace, output)
+        try:
+            if values:
+                for value in values:
+                    sweep.measure(value)
+            else:
+                sweep.search(load.start, _TOLERANCE, load.most)
+        finally:
+            if sweep.points:  # those that were measured before Ctrl-C, too
+                _report(sweep, pace, output)
     except HalfmoonError as error:
         terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error

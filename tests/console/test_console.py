@@ -80,7 +80,7 @@ def test_the_overview_shows_figures_workers_and_the_map(gateway: FakeGateway) ->
     shown = with_table(open_page("overview", gateway.url))
     figures = {metric.label: metric.value for metric in shown.metric}
     assert figures == {
-        "Requests/s": "2", "Output tokens/s": "10", "TTFT p50": "100 ms", "TBT p50": "10 ms", "In time": "80.0 %",
+        "Requests/s": "2", "Tokens/s": "10", "TTFT p50": "100 ms", "TBT p50": "10 ms", "In time": "80.0 %",
         "KV in use": "25.0 %",
     }  # fmt: skip
     table = shown.dataframe[0].value

@@ -11,9 +11,7 @@ from typing import Any
 from services.gateway.replies.call_parts import ParsedPart, call_part, first_call
 
 _PYTHON_TAG = "<|python_tag|>"
-_BEGUN_CALL = re.compile(
-    r'\{\s*(?:\Z|"type"\s*:\s*"function"\s*(?:\Z|,)|"(?:name|parameters|function)"\s*(?:\Z|:))'
-)
+_BEGUN_CALL = re.compile(r'\{\s*(?:\Z|"type"\s*:\s*"function"\s*(?:\Z|,)|"(?:name|parameters|function)"\s*(?:\Z|:))')
 _SEPARATORS = re.compile(r"[; \n]*")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 

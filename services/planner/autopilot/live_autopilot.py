@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from halfmoon.background import logged, running
@@ -14,7 +14,6 @@ from halfmoon.config.planner import AutopilotMode
 from halfmoon.errors import HalfmoonError
 from halfmoon.policy.scaling.autopilot import Autopilot, Decision
 from halfmoon.policy.scaling.observation import Observation
-from halfmoon.policy.scaling.pressure import Pressure
 from halfmoon.policy.view.worker_view import Role
 from services.planner.autopilot.actuators import Actuators
 from services.planner.autopilot.decision_log import DecisionLog, attainment_of
@@ -101,7 +100,7 @@ class LiveAutopilot:
 
     def _status(self, decision: Decision, mode: str, seen: Observation, outcome: str) -> dict[str, Any]:
         traffic = seen.traffic
-        return {
+        status = {
             "own_mode": self._own_mode,
             "mode": mode,
             "action": decision.action,
@@ -112,12 +111,13 @@ class LiveAutopilot:
             "split": list(decision.split),
             "target": list(decision.target),
             "num_needed": decision.num_needed,
-            "pressure": _shown(decision.pressure),
-            "predicted": _shown(decision.predicted),
+            "pressure": decision.pressure._asdict(),
+            "predicted": decision.predicted._asdict(),
             "attainment": attainment_of(traffic),
             "outlook": self._slow_loop.shown,
             "rate_per_s": traffic.num_requests / traffic.seconds if traffic.seconds else 0.0,
         }
+        return {name: _shown(value) for name, value in status.items()}
 
     def _note_failure(self, reason: str, *, is_bug: bool = False) -> None:
         """Logs the first failure of an outage."""
@@ -130,6 +130,8 @@ def _role_of(seen: Observation, worker_id: str) -> Role | None:
     return next((worker.role for worker in seen.workers if worker.worker_id == worker_id), None)
 
 
-def _shown(pressure: Pressure) -> dict[str, float | None]:
-    """JSON has no infinity."""
-    return {phase: None if math.isinf(value) else value for phase, value in pressure._asdict().items()}
+def _shown(value: Any) -> Any:
+    """JSON has neither infinity nor NaN: they become null."""
+    if isinstance(value, Mapping):
+        return {name: _shown(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -48,6 +48,8 @@ def test_calls_are_shown_and_their_results_go_on(gateway: FakeGateway) -> None:
     assert sent[1] == {"role": "assistant", "content": None, "reasoning": thought, "tool_calls": [call]}
     assert sent[2] == {"role": "tool", "tool_call_id": "c1", "name": "get_weather", "content": "18 degrees"}
     assert any(one.value == "Hello" for one in shown.markdown)
+    assert any(one.value == "18 degrees" for one in shown.markdown)
+    assert not any(one.label == "Send results" for one in shown.button)
     shown.chat_input[0].set_value("Thanks").run()
     assert [message["role"] for message in gateway.bodies[-1]["messages"][3:]] == ["assistant", "user"]
 

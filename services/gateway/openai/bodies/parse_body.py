@@ -174,15 +174,17 @@ def _rename(fields: dict[str, Any]) -> None:
 def _leave_out_built_in(fields: dict[str, Any]) -> tuple[str, ...]:
     """Takes tools that a server would run itself out of a list that has functions, too; returns their places.
 
-    Without a function there is nothing else that the model could call: then the tool is refused by its type.
+    Raises InvalidRequest where there is no function: the request wanted nothing else.
     """
     tools = fields.get("tools")
     if not isinstance(tools, list):
         return ()
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    if "function" not in kinds:
-        return ()
-    left_out = {number: kind for number, kind in enumerate(kinds) if kind in BUILT_IN}
+    left_out = [number for number, kind in enumerate(kinds) if isinstance(kind, str) and kind in BUILT_IN]
+    if left_out and "function" not in kinds:
+        param = f"tools[{left_out[0]}].type"
+        why = f"{param}: {kinds[left_out[0]]} is not there; the model calls functions, which the client runs"
+        raise InvalidRequest(why, param=param)
     fields["tools"] = [tool for number, tool in enumerate(tools) if number not in left_out]
     return tuple(f"tools[{number}]" for number in left_out)
 

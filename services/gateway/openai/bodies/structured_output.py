@@ -45,8 +45,8 @@ class ResponseFormat(Part):
     @property
     def any_schema(self) -> dict[str, Any] | None:
         """The JSON schema under any of its names; None: any object."""
-        value = self.value if isinstance(self.value, dict) else None
-        return self.schema_ or value or (self.json_schema and self.json_schema.schema_)
+        wrapped = None if self.json_schema is None else self.json_schema.schema_
+        return next((one for one in (self.schema_, self.value, wrapped) if isinstance(one, dict)), None)
 
     @property
     def any_pattern(self) -> str | None:

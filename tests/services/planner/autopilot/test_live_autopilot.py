@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -123,6 +124,18 @@ async def test_it_says_once_what_it_would_do(tmp_path: Path, monkeypatch: pytest
     assert (row.split, row.target, row.attainment) == ("2:4:0", "5:1:0", 0.5)
     assert row.predicted_prefill < row.prefill
     assert (shown["mode"], shown["status"]["outcome"], len(shown["decisions"])) == ("observe", "advised", 1)
+
+
+async def test_figures_that_json_does_not_have_are_sent_as_null(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outlook = {"rate": math.nan, "best": {"attainment": -math.inf, "split": "1:1"}}
+    monkeypatch.setattr(SlowLoop, "shown", property(lambda self: outlook))
+    async with live(tmp_path, monkeypatch, "observe") as it:
+        await it.autopilot.once()
+        await it.autopilot.once()  # shows the gateway the status of the first one
+        shown = (await ask(it.fleet, "GET", "/halfmoon/v1/autopilot"))[2]
+    assert shown["status"]["outlook"] == {"rate": None, "best": {"attainment": None, "split": "1:1"}}
 
 
 async def test_it_acts_when_told_and_measures_what_came_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,14 @@ from services.gateway.openai.tooling.tool_constraints import constraint_of_choic
 from services.gateway.replies.call_parts import CallPart, ToolParser
 from services.gateway.replies.stop_strings import StopStrings
 from services.gateway.replies.tagged_calls import CallList
-from services.gateway.replies.tool_parsers import PARSERS, FirstCall, NamedCall, ToolFormat, format_of_template, parser_of
+from services.gateway.replies.tool_parsers import (
+    PARSERS,
+    FirstCall,
+    NamedCall,
+    ToolFormat,
+    format_of_template,
+    parser_of,
+)
 from tests.services.gateway import fakes
 from tests.services.gateway.fakes import MODEL, Script, running_fleet, served_model
 
