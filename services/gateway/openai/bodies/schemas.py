@@ -55,8 +55,8 @@ class ComputedBody(Part):
         None,
         max_length=32,
         pattern=f"^({PATTERN})$",
-        description="sinks:S+W: KV of the first S and the latest W tokens alone is kept; whole: all of it; default: what the "
-        "class says, or whole",
+        description="sinks:S+W: KV of the first S and the latest W tokens alone is kept; snapkv:B+W: of the B that the "
+        "prompt's end attends to; whole: all of it; default: what the class says, or whole",
     )
 
 
