@@ -8,7 +8,8 @@ In plain torch, float32. `budget` counts tokens, of which the latest are a part:
 - `sinks`: the first 4 tokens and the latest (StreamingLLM, arXiv 2309.17453); `sinks, prompt too`: the engine's policy
   `sinks:S+W`, under which tokens of the prompt see no more than that, either, in blocks of 64.
 - `h2o`: half latest, half those to which all tokens of the prompt gave most attention (arXiv 2306.14048).
-- `snapkv`: the latest 32, and those to which these gave most, smoothed over 7 neighbours (arXiv 2404.14469).
+- `snapkv`: the latest 32, and those to which these gave most, smoothed over 7 neighbours (arXiv 2404.14469);
+  `snapkv, half latest`: likewise, but half are the latest.
 - `pyramidkv`: snapkv, with budgets that shrink from the first layer to the last (arXiv 2406.02069).
 - `blocks`: whole blocks of 64 by the same attention, alike for all layers and heads.
 - `minicache`: the deeper half of the layers by pairs: one direction for both, their own lengths, 5 % of the tokens as
@@ -147,9 +148,17 @@ def _h2o(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
 
 
 def _snapkv(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+    return _observed(prompt, budget, _OBSERVERS)
+
+
+def _snapkv_half(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+    return _observed(prompt, budget, budget // 2)
+
+
+def _observed(prompt: Prefilled, budget: int, num_latest: int) -> tuple[list[KV], float]:
     layers = zip(prompt.kv, prompt.by_latest, strict=True)
-    num = budget - _OBSERVERS
-    result = [_taken(kv, _heaviest(attention, num, _OBSERVERS, _NEIGHBOURS)) for kv, attention in layers]
+    num = budget - num_latest
+    result = [_taken(kv, _heaviest(attention, num, num_latest, _NEIGHBOURS)) for kv, attention in layers]
     return result, _share(result, prompt.kv)
 
 
@@ -209,6 +218,7 @@ _WAYS: dict[str, Keep] = {
     "sinks": _sinks,
     "h2o": _h2o,
     "snapkv": _snapkv,
+    "snapkv, half latest": _snapkv_half,
     "pyramidkv": _pyramidkv,
     "blocks": _blocks,
 }
