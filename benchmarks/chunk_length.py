@@ -24,7 +24,7 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.policy.admission.qos_classes import QosClass
-from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, told_target_s
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, chunk_target_s
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
 from halfmoon.sim.latency_sources.worker_profile import coefficients, load_profile
 from halfmoon.sim.simulation import simulate
@@ -56,13 +56,13 @@ class Outcome(NamedTuple):
 def measured(engine: Engine, rule: ChunkRule, subject: Subject, rng: random.Random) -> Outcome:
     """One turn of the engine. It is left empty."""
     engine.follow_targets(rule if subject.follows_targets else CONSTANT_CHUNKS)
-    told_s = told_target_s(subject.target_s, "both")
+    bound_s = chunk_target_s(subject.target_s, "both")
     vocab_size = engine.checkpoint.model_config.vocab_size
 
     def add(name: str, num_prompt: int, num_output: int) -> None:
         prompt = tuple(rng.randrange(vocab_size) for _ in range(num_prompt))
         sampling = SamplingParams(max_tokens=num_output, ignore_eos=True, temperature=0.0)
-        engine.add(EngineRequest(name, prompt, sampling, tbt_target_s=told_s))
+        engine.add(EngineRequest(name, prompt, sampling, tbt_target_s=bound_s))
 
     for number in range(NUM_ANSWERS):
         add(f"answer-{number}", 64, ANSWER_TOKENS)

@@ -28,7 +28,7 @@ from benchmarks.live_system import running_system
 from halfmoon.errors import NoCapacity
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
-from halfmoon.replay.cluster import found_gateway
+from halfmoon.replay.cluster import discover_gateway
 from halfmoon.replay.outcome import Outcome
 from halfmoon.replay.player import played
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets
@@ -76,7 +76,7 @@ def main() -> None:
 async def _measure(args: argparse.Namespace, layout: str, rates: Sequence[float]) -> None:
     """Measures a profile and a file of outcomes for each rate."""
     async with _system(args, layout) as url:
-        gateway = await found_gateway(url)
+        gateway = await discover_gateway(url)
         await played(_workload(args, 1.0, NUM_WARM, block=_unseen()), gateway, lambda: None)
         for rate in rates:
             path = _profile_file(args, layout, rate)

@@ -23,7 +23,7 @@ import psutil
 
 from benchmarks.live_system import running_system
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.replay.cluster import found_gateway
+from halfmoon.replay.cluster import discover_gateway
 from halfmoon.replay.outcome import ReplayTargets, Summary, summarized
 from halfmoon.replay.player import played
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE
@@ -122,7 +122,7 @@ async def _run(workload: Workload, cluster: Cluster, mode: str) -> tuple[Summary
     with tempfile.TemporaryDirectory() as directory:
         num_workers = cluster.num_prefill + cluster.num_decode
         async with running_system(cluster.arguments(mode, Path(directory)), Path(directory), num_workers) as url:
-            gateway = await found_gateway(url, cluster.speed)
+            gateway = await discover_gateway(url, cluster.speed)
             before, began_s = _waited_s(), time.monotonic()
             outcomes = await played(workload, gateway, lambda: None)
             took_s = time.monotonic() - began_s

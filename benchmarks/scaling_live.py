@@ -48,7 +48,7 @@ from halfmoon.background import running
 from halfmoon.policy.scaling.observation import Split
 from halfmoon.policy.view.worker_view import ROLES
 from halfmoon.replay.client import Gateway
-from halfmoon.replay.cluster import found_gateway
+from halfmoon.replay.cluster import discover_gateway
 from halfmoon.replay.outcome import Outcome, ReplayTargets
 from halfmoon.replay.player import played, played_sessions
 from halfmoon.replay.sessions import Session, Turn
@@ -172,7 +172,7 @@ async def live(settings: Mapping[str, Any], engine: Sequence[str], num_workers: 
             running_system(("--config", str(config), *engine, *roles), state_dir, num_workers, _START_S) as url,
             control_api(url, "benchmark", None, state_dir) as api,
         ):
-            yield Live(api, await found_gateway(url, hides_length="simulation" in settings))
+            yield Live(api, await discover_gateway(url, hides_length="simulation" in settings))
 
 
 @asynccontextmanager

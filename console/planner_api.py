@@ -17,7 +17,7 @@ from console.gateway_api import GatewayError
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.credentials.operator_token import AUTHORIZATION_KEY
-from halfmoon.rpc.status import is_told
+from halfmoon.rpc.status import is_from_service
 from halfmoon.rpc.tls.channel import client_credentials, server_option
 
 _LOOK_S = 5.0
@@ -197,7 +197,7 @@ def _readable_errors(address: str) -> Iterator[None]:
 
 def _message_of(address: str, error: Any) -> str:
     code, details = error.code(), error.details()
-    if is_told(error):
+    if is_from_service(error):
         return str(details)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"the planner at {address} did not answer in time: {details}"

@@ -40,9 +40,9 @@ Autopilot = Mapping[str, Any]
 def render(api: GatewayApi) -> None:
     """Draws the page."""
     st.title("Autopilot")
-    said = st.session_state.pop(_DONE, None)
-    if said:
-        st.toast(said, icon=":material/check_circle:")
+    message = st.session_state.pop(_DONE, None)
+    if message:
+        st.toast(message, icon=":material/check_circle:")
     try:
         autopilot = api.autopilot(1)
     except GatewayError as error:

@@ -143,12 +143,12 @@ def chat_command(
     Lines that are piped in are asked one after the other.
     """
     url, terminal = gateway.rstrip("/"), unfailing_console(sys.stdout)
-    said = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+    optional = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
     try:
         operator = client_token(token, gateway, state_dir)
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error
-    parameters = {name: value for name, value in said.items() if value is not None}
+    parameters = {name: value for name, value in optional.items() if value is not None}
     options = ChatOptions(url, api_key, operator, ca, system, parameters)
     questions = typed_questions(terminal) if sys.stdin.isatty() else (line.rstrip("\n") for line in sys.stdin)
     raise typer.Exit(chat(options, terminal, questions))

@@ -17,7 +17,7 @@ from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.plan.plot import check_plot, write_plot
 from halfmoon.replay.bench_load import BenchLoad, DrawnTurns, LoadAmount, Pace, RequestLoad, SessionLoad, trace_load
 from halfmoon.replay.bench_report import failure_lines, markdown_table, plot_spec, ratio_lines
-from halfmoon.replay.client import Gateway, found_server
+from halfmoon.replay.client import Gateway, discover_server
 from halfmoon.replay.outcome import ReplayTargets
 from halfmoon.replay.sweep import Sweep, SweepOptions, highest_kept
 from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
@@ -203,7 +203,7 @@ async def _servers(urls: Sequence[str], options: ServerOptions) -> list[Gateway]
         name, url = (before, after) if separator and "://" not in before else ("", text)
         model = models[index] if len(models) > 1 else next(iter(models), None)
         key = keys[index] if index < len(keys) else None
-        found = await found_server(url, model, key, options.ca, is_chat=options.chat, name=name)
+        found = await discover_server(url, model, key, options.ca, is_chat=options.chat, name=name)
         num_same = sum(one.name.partition(" #")[0] == found.name for one in servers)
         servers.append(replace(found, name=f"{found.name} #{num_same + 1}") if num_same else found)
     return servers

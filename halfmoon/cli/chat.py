@@ -82,7 +82,7 @@ def chat(options: ChatOptions, terminal: Console, questions: Iterator[str]) -> i
         if command.startswith("/"):
             terminal.print(Text(f"there is no {command}: {_HELP}", style="red"))
             continue
-        asked = [*messages, {"role": "user", "content": question}]
+        turns = [*messages, {"role": "user", "content": question}]
         head = [{"role": "system", "content": system}] if system else []
         answer = Answer()
 
@@ -90,13 +90,13 @@ def chat(options: ChatOptions, terminal: Console, questions: Iterator[str]) -> i
             terminal.print(Text(text, style=style), end="", soft_wrap=True)
 
         try:
-            asyncio.run(_ask(options, [*head, *asked], answer, write))
+            asyncio.run(_ask(options, [*head, *turns], answer, write))
         except KeyboardInterrupt:
             write(" …")
         except HalfmoonError as error:
             terminal.print(Text(error.message, style="red"))
             continue
-        messages = [*asked, {"role": "assistant", "content": answer.text}]
+        messages = [*turns, {"role": "assistant", "content": answer.text}]
         terminal.print()
         terminal.print(Text(answer.summary(), style="dim"))
     return 0

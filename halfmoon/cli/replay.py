@@ -23,7 +23,7 @@ from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.replay.client import Gateway
-from halfmoon.replay.cluster import found_gateway, simulated_cluster
+from halfmoon.replay.cluster import discover_gateway, simulated_cluster
 from halfmoon.replay.outcome import ReplayTargets, Summary, summarized
 from halfmoon.replay.player import played
 from halfmoon.replay.report import report_table
@@ -231,7 +231,7 @@ async def _replayed(workload: Workload, options: ReplayOptions, terminal: Consol
             return lambda: bars.advance(task)
 
         if options.url is not None:
-            gateway = await found_gateway(options.url, options.speed, ca=options.ca)
+            gateway = await discover_gateway(options.url, options.speed, ca=options.ca)
             return {("as it is", "as it is"): await _played(workload, gateway, options.targets, bar(options.url))}
         model = await prepared_model(options.cluster.model, terminal)
         for placement, admission in options.modes:

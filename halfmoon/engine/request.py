@@ -113,7 +113,7 @@ class EngineRequest:
     priority: int = 0  # smaller runs first
     class_priority: int = 0  # its class's part of `priority`
     max_pause_s: float = 0.0  # how long its answer may be paused for higher classes at a time; 0: never
-    tbt_target_s: float | None = None  # `told_target_s`: bounds prompts that are computed beside its answer
+    tbt_target_s: float | None = None  # `chunk_target_s`: bounds prompts that are computed beside its answer
     arrival_s: float = 0.0
     tenant_salt: bytes = b""  # requests with the same salt share prefixes
     owner: KVOwner = SHARED  # who is charged for its KV in the store

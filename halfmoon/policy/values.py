@@ -138,7 +138,7 @@ class PlacementRequest:
         return max((self.num_output or self.max_tokens) - 1, 1.0)
 
     @property
-    def judged_targets(self) -> AdmissionTargets:
+    def applicable_targets(self) -> AdmissionTargets:
         """The targets that apply: an answer of one token has no TBT."""
         return self.targets if self.max_tokens > 1 else replace(self.targets, tbt_s=None)
 

@@ -106,7 +106,7 @@ def user_message(token_ids: Sequence[int]) -> dict[str, str]:
     return {"role": "user", "content": " ".join(_WORDS[token_id % len(_WORDS)] for token_id in token_ids)}
 
 
-async def found_server(
+async def discover_server(
     url: str,
     model: str | None = None,
     api_key: str | None = None,

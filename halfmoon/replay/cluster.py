@@ -59,7 +59,7 @@ class SimulatedTarget:
         url: str = announced["http"]
         await _until_joined(url, len(workers))
         await _promise(url, targets, speed)
-        return await found_gateway(url, speed, hides_length=True)
+        return await discover_gateway(url, speed, hides_length=True)
 
     async def while_well(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises ServiceFailed as soon as a process ends."""
@@ -81,7 +81,9 @@ async def simulated_cluster(options: UpOptions, model: PreparedModel) -> AsyncIt
         await cluster.stop()
 
 
-async def found_gateway(url: str, speed: float = 1.0, *, hides_length: bool = False, ca: Path | None = None) -> Gateway:
+async def discover_gateway(
+    url: str, speed: float = 1.0, *, hides_length: bool = False, ca: Path | None = None
+) -> Gateway:
     """Reads what a replay needs from a running gateway; `ca` is the file of authorities of an https:// URL.
 
     Raises Unavailable if the gateway does not answer, InvalidRequest for a file that cannot be used.

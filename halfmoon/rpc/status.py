@@ -50,7 +50,7 @@ def trailers_of(error: HalfmoonError) -> tuple[tuple[str, str], ...]:
     return tuple(trailers)
 
 
-def is_told(failure: grpc.Call) -> bool:
+def is_from_service(failure: grpc.Call) -> bool:
     """Whether one of our services failed the call, rather than gRPC, which found no peer or lost the connection."""
     return any(key == _CLASS_KEY for key, _ in failure.trailing_metadata() or ())
 

@@ -132,7 +132,7 @@ async def _start(context: UpContext, ports: ReservedPorts, fleet: str) -> _Start
     written.begin(url, partial(metrics.write, url, hosts.metrics_address))
     written.write(supervisor.children)
     bars.stop()
-    print_ready(options, terminal, url, model.name, others, is_told=is_generated and is_closed)
+    print_ready(options, terminal, url, model.name, others, shows_token_file=is_generated and is_closed)
     return _Started(options, model, secret, certificates, cluster, stores, specs, metrics)
 
 

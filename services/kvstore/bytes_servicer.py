@@ -24,9 +24,9 @@ from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.store.block_streams import (
     BYTES_SERVICE,
-    asked_codec,
     block_frames,
     opened_run,
+    requested_codec,
     whole_blocks,
 )
 from halfmoon.rpc.transfer import KVIntake, next_message, parse_body, raw_service
@@ -67,7 +67,7 @@ class KVBytesServicer:
         """Sends blocks: for each the DATA frames that cover the OPEN's range, then DONE."""
         request = decode_frame(await self._first(messages))
         opened = opened_run(request)
-        codec = asked_codec(opened)
+        codec = requested_codec(opened)
         blocks = [block_id(key, opened.tenant_salt) for key in opened.keys]
         if not blocks:
             raise InvalidRequest("a Get must name the blocks that it wants", param="keys")

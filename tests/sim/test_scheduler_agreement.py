@@ -16,7 +16,7 @@ from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.policy.admission.qos_classes import QosClass
-from halfmoon.policy.models.chunk_length import ChunkRule, told_target_s
+from halfmoon.policy.models.chunk_length import ChunkRule, chunk_target_s
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
@@ -82,7 +82,7 @@ def engine_times(
                 priority=qos.priority,
                 class_priority=qos.priority,
                 max_pause_s=qos.max_pause_s,
-                tbt_target_s=told_target_s(qos.tbt_s, "both"),
+                tbt_target_s=chunk_target_s(qos.tbt_s, "both"),
             )
             scheduler.queues.add(Sequence(request, following))
             following += 1

@@ -249,14 +249,14 @@ def test_the_operator_token_is_made_once_and_always_needed_beyond_loopback(
     assert not other.exists()
 
 
-@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("shows_token_file", [False, True])
 def test_where_the_operator_token_is_is_told_and_not_the_token(
-    is_told: bool, capsys: pytest.CaptureFixture[str]
+    shows_token_file: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = UpOptions(operator_token="hush", state_dir=Path("/s"))
-    print_ready(options, Console(), "http://x:1", "m", [], is_told=is_told)
+    print_ready(options, Console(), "http://x:1", "m", [], shows_token_file=shows_token_file)
     said = capsys.readouterr().out
-    assert ("in /s/operator_token" in said, "hush" in said) == (is_told, False)
+    assert ("in /s/operator_token" in said, "hush" in said) == (shows_token_file, False)
 
 
 def test_workers_join_gateways_of_other_hosts_too(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def compiled(cache_dir: Path, on_compile: Callable[[], None] = lambda: None) -> 
         try:
             _compile(command, target)
         except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", None) or str(error)
-            failures.append(f"by {' '.join(command)}: {said[-2000:]}")
+            output = getattr(error, "stderr", None) or str(error)
+            failures.append(f"by {' '.join(command)}: {output[-2000:]}")
         else:
             return target
     raise Incompatible("the CPU kernels could not be compiled " + "; ".join(failures))

@@ -33,7 +33,7 @@ Pipe = Any  # a Connection; its type parameters differ between Python versions
 _VERSION = halfmoon.__version__
 _KINDS = ("steps", "copies", "life")
 _PROOF_S = 10  # to answer a challenge
-_TELL_S = 30.0  # between two reminders that ranks are awaited
+_LOG_EVERY_S = 30.0  # between two reminders that ranks are awaited
 _SILENT_S = 20  # after which a host that does not acknowledge is lost
 
 
@@ -103,7 +103,7 @@ def awaited_ranks(wanted: JoinedRanks) -> list[JoinedRank]:
 def _gathered(wanted: JoinedRanks, met: queue.SimpleQueue[_Met]) -> list[JoinedRank]:
     parts: dict[str, dict[str, Pipe]] = {}  # by process
     whole: dict[str, JoinedRank] = {}
-    told_s = 0.0
+    logged_s = 0.0
     while True:
         alive = {name: rank for name, rank in whole.items() if not rank.life.poll()}  # readable only at its end
         for name in whole.keys() - alive.keys():
@@ -115,8 +115,8 @@ def _gathered(wanted: JoinedRanks, met: queue.SimpleQueue[_Met]) -> list[JoinedR
             for rank in order[wanted.count :]:
                 rank.close()
             return order[: wanted.count]
-        if time.monotonic() - told_s > _TELL_S:
-            told_s = time.monotonic()
+        if time.monotonic() - logged_s > _LOG_EVERY_S:
+            logged_s = time.monotonic()
             logger.info("ranks.awaited", extra={"address": wanted.listen, "missing": wanted.count - len(whole)})
         with suppress(queue.Empty):
             who, here, there, connection = met.get(timeout=1.0)

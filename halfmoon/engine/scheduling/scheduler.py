@@ -16,7 +16,7 @@ from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence, Sch
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.engine.scheduling.speculation import Speculation
-from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, told_decodes
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, decodes_with_targets
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.policy.preemption import Turns, in_turn
 
@@ -85,9 +85,9 @@ class Scheduler:
     def _chunk_tokens(self, decodes: list[ScheduledSequence], first: Sequence) -> int:
         """Most prompt tokens beside these decodes, where `first` is the first prompt."""
         requests = [one.sequence.request for one in decodes]
-        told_s = (math.inf if request.prefill_only else request.tbt_target_s for request in requests)
+        targets_s = (math.inf if request.prefill_only else request.tbt_target_s for request in requests)
         context_tokens = sum(len(one.sequence.token_ids) + len(one.drafts) for one in decodes)
-        beside = told_decodes(sum(one.num_tokens for one in decodes), context_tokens, told_s)
+        beside = decodes_with_targets(sum(one.num_tokens for one in decodes), context_tokens, targets_s)
         limits = self._limits
         return self.chunk_rule.tokens(limits.chunk_tokens, limits.max_batch_tokens, beside, first.num_computed)
 

@@ -144,13 +144,13 @@ class Tokenizer:
 
         It is certain if a text is the tokens' bytes in a row, for a token that begins and ends with a character.
         """
-        asked = token_id, skip_special_tokens
-        if asked not in self._whole_texts:
+        key = token_id, skip_special_tokens
+        if key not in self._whole_texts:
             text = (
                 self.decode([token_id], skip_special_tokens=skip_special_tokens) if self._is_bytewise else _REPLACEMENT
             )
-            self._whole_texts[asked] = None if _REPLACEMENT in text else text or None
-        return self._whole_texts[asked]
+            self._whole_texts[key] = None if _REPLACEMENT in text else text or None
+        return self._whole_texts[key]
 
 
 class Detokenizer:

@@ -140,7 +140,7 @@ def _best_goodput(
     run = GoodputSearch(problem, models, choices, pool, on_measured)
     made = run.combinations
     if run.has_estimates:
-        rated = run.found_by_estimates(made, BEST, partial(on_progress, "layouts"))
+        rated = run.search_by_estimates(made, BEST, partial(on_progress, "layouts"))
     else:
         rated = []
         for what, among in _by_kind(made):

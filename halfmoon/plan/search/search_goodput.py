@@ -60,7 +60,7 @@ class GoodputSearch:
         problem = self._problem
         return not problem.is_thorough and not problem.kept_share and problem.workload.prefixes is None
 
-    def found_by_estimates(
+    def search_by_estimates(
         self, among: Sequence[Combination], num: int, on_simulated: Callable[[int, int], None]
     ) -> list[Rated]:
         """The `num` best layouts by estimates, with the best of either kind, and any that may be better than those."""
@@ -136,10 +136,12 @@ class GoodputSearch:
         layouts = [candidate.layout for candidate in wave]
         trials = [layout_trial(self._problem, self._models, layout) for layout in layouts]
         promised = [self._promised(candidate) for candidate in wave]
-        asked = [at for at, trial in enumerate(trials) if not trial.has_single_route]
-        units = [layouts[at].num_units for at in asked]
-        result = self._pool.map(estimated_per_s, [trials[at] for at in asked], [promised[at] for at in asked], units)
-        estimated = dict(zip(asked, result, strict=True))
+        to_estimate = [at for at, trial in enumerate(trials) if not trial.has_single_route]
+        units = [layouts[at].num_units for at in to_estimate]
+        result = self._pool.map(
+            estimated_per_s, [trials[at] for at in to_estimate], [promised[at] for at in to_estimate], units
+        )
+        estimated = dict(zip(to_estimate, result, strict=True))
         return [estimated.get(at) or guess_per_s for at, guess_per_s in enumerate(promised)]
 
     def _rated(

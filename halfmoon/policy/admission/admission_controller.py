@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
+from halfmoon.policy.admission.admission_tbt import AdmissionTbt
 from halfmoon.policy.admission.degradation import (
     LIKELY,
     Admitted,
@@ -15,7 +16,6 @@ from halfmoon.policy.admission.degradation import (
 from halfmoon.policy.admission.fair_shares import FairShares
 from halfmoon.policy.admission.feedback import Feedback, TargetKind, Tightening
 from halfmoon.policy.admission.idle_probe import IdleProbe
-from halfmoon.policy.admission.judged_tbt import JudgedTbt
 from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound, latency_lower_bound
 from halfmoon.policy.admission.qos_classes import ClassTable, QosClass
 from halfmoon.policy.admission.refusal import (
@@ -69,7 +69,7 @@ class AdmissionController:
         self._rng = rng
         self._forecast = RequestForecast(rules.fetching_threshold)
         self.inside = RequestsInside(self._forecast, self.shares)
-        self._judged_tbt = JudgedTbt(self._forecast)
+        self._admission_tbt = AdmissionTbt(self._forecast)
         self._feedback = Feedback()
         self._shedding = Shedding()
         self._probe = IdleProbe()
@@ -89,10 +89,10 @@ class AdmissionController:
             return undegraded
         targets = self._feedback.targets(qos, now_s)
         self._check_not_shed(qos, admitted.latency(admitted.placement.tbt_s), targets, now_s)
-        self._judged_tbt.note_ttft(admitted.placement.ttft_s)
+        self._admission_tbt.note_ttft(admitted.placement.ttft_s)
         steps = degraded_requests(request, qos)
         while True:
-            latency = admitted.latency(self._judged_tbt_s(view, request, admitted, now_s))
+            latency = admitted.latency(self._admission_tbt_s(view, request, admitted, now_s))
             enforced = self._enforced_targets(qos, targets, admitted, request.num_prompt_tokens)
             missed = missed_target(latency, enforced)
             if missed is None and self._has_share(view, request, admitted, now_s):
@@ -176,7 +176,7 @@ class AdmissionController:
     def reject(self, refusal: Refused, qos: QosClass, now_s: float) -> None:
         """Raises an early refusal, unless the request is admitted as a probe."""
         if not self.is_probe(now_s):
-            self._judged_tbt.note_ttft(refusal.ttft_s)
+            self._admission_tbt.note_ttft(refusal.ttft_s)
             self._shed_below(qos, refusal, now_s)
             raise refusal
 
@@ -259,8 +259,8 @@ class AdmissionController:
         self._probe.reset()
         if ttft_s is not None:
             self.lengths.add(inside.qos.name, inside.work.num_prompt_tokens, num_output)
-            judged_tbt_s = tbt_s if num_output >= _MIN_TBT_TOKENS else None
-            self._feedback.add(inside.qos, ttft_s, judged_tbt_s, inside.unloaded, inside.entered_s, now_s)
+            admission_tbt_s = tbt_s if num_output >= _MIN_TBT_TOKENS else None
+            self._feedback.add(inside.qos, ttft_s, admission_tbt_s, inside.unloaded, inside.entered_s, now_s)
 
     def _enforced_targets(
         self, qos: QosClass, targets: AdmissionTargets, admitted: Admitted, num_prompt_tokens: int
@@ -270,8 +270,8 @@ class AdmissionController:
         placement, num_output = admitted.placement, admitted.num_output
         return overload_targets(targets, self._forecast.unloaded_latency(placement, num_prompt_tokens, num_output))
 
-    def _judged_tbt_s(self, view: ClusterView, request: PlacementRequest, admitted: Admitted, now_s: float) -> float:
-        return self._judged_tbt.of(view, request, admitted.placement, self.mode, now_s)
+    def _admission_tbt_s(self, view: ClusterView, request: PlacementRequest, admitted: Admitted, now_s: float) -> float:
+        return self._admission_tbt.of(view, request, admitted.placement, self.mode, now_s)
 
     def _over_target(
         self,

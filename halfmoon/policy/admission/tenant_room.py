@@ -21,7 +21,7 @@ class _Use:
     used: int = 0
     wanted: int = 0  # most that it had or asked for lately
     wanted_s: float = 0.0  # when
-    asked: int = 1  # the latest request
+    latest: int = 1  # the latest request
 
 
 class TenantRoom:
@@ -42,7 +42,7 @@ class TenantRoom:
     def may_use(self, tenant: Tenant, num_tokens: int, now_s: float) -> bool:
         """Whether the tenant may have `num_tokens` more. Counts as its demand in either case."""
         use = self._uses.setdefault(tenant.name, _Use(tenant.weight))
-        use.weight, use.asked = tenant.weight, max(num_tokens, 1)
+        use.weight, use.latest = tenant.weight, max(num_tokens, 1)
         if use.used + num_tokens >= use.wanted or now_s - use.wanted_s > _MEMORY_S:
             use.wanted, use.wanted_s = use.used + num_tokens, now_s
         if now_s - self._full_s > _MEMORY_S:
@@ -56,7 +56,7 @@ class TenantRoom:
             if other is not use:
                 share = self._capacity * other.weight / total_weight
                 left = max(0.0, min(other.wanted, share) - other.used)
-                kept += left // other.asked * other.asked  # less than a request is of no use to it
+                kept += left // other.latest * other.latest  # less than a request is of no use to it
         return self._total + num_tokens + kept <= self._capacity or not kept
 
     def take(self, tenant: Tenant, num_tokens: int) -> None:

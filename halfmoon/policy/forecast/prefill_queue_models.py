@@ -13,7 +13,7 @@ from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decodin
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork, Speed
 from halfmoon.policy.forecast.running_steps import RunningStepColumns
-from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes, chunk_s, told_target_s
+from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes, chunk_s, chunk_target_s
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.models.tbt_model import tbt_among_prompts, tbt_with_interference
 from halfmoon.policy.values import Placement
@@ -134,8 +134,8 @@ class PrefillQueueModels:
         prompts_s = placement.behind_s + self._models[row].usual_work_s(_speed(worker), length_s, now_s)
         added_s = worker.prefill_model.seconds(worker.chunk_tokens)
         if worker.chunk_rule.is_known:
-            told_s = told_target_s(placement.tbt_target_s, worker.role)
-            beside = self._step_decodes(row, worker, now_s).with_one(0.0, told_s)
+            bound_s = chunk_target_s(placement.tbt_target_s, worker.role)
+            beside = self._step_decodes(row, worker, now_s).with_one(0.0, bound_s)
             chunk_tokens = worker.chunk_rule.tokens(worker.chunk_tokens, worker.step_tokens, beside, 0)
             added_s = chunk_s(worker.prefill_model, worker.whole_step_model, chunk_tokens)
         return tbt_among_prompts(step_s, added_s / worker.tokens_per_step, prompts_s, num_gaps)

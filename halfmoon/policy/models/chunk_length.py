@@ -26,10 +26,10 @@ class StepDecodes(NamedTuple):
     target_s: float = math.inf  # the tightest TBT target; inf: nobody set one
     is_bounded: bool = False  # somebody decodes for whom the constant holds
 
-    def with_one(self, context_tokens: float, told_s: float | None) -> StepDecodes:
-        """One more decodes, with this of `told_target_s`."""
-        target_s = self.target_s if told_s is None else min(self.target_s, told_s)
-        is_bounded = self.is_bounded or told_s is None
+    def with_one(self, context_tokens: float, bound_s: float | None) -> StepDecodes:
+        """One more decodes, with this of `chunk_target_s`."""
+        target_s = self.target_s if bound_s is None else min(self.target_s, bound_s)
+        is_bounded = self.is_bounded or bound_s is None
         return StepDecodes(self.batch + 1, self.context_tokens + context_tokens, target_s, is_bounded)
 
 
@@ -87,10 +87,10 @@ def chunk_s(prefill: PrefillModel, step: StepModel, num_tokens: float, known_tok
     return max(prefill.seconds(num_tokens, known_tokens) - min(prefill.a, step.d), 0.0)
 
 
-def told_decodes(batch: float, context_tokens: float, told_s: Iterable[float | None]) -> StepDecodes:
-    """The decodes of a step whose worker was told these targets, as `told_target_s` gives them."""
+def decodes_with_targets(batch: float, context_tokens: float, bound_s: Iterable[float | None]) -> StepDecodes:
+    """The decodes of a step whose worker was told these targets, as `chunk_target_s` gives them."""
     target_s, is_bounded = math.inf, False
-    for each_s in told_s:
+    for each_s in bound_s:
         if each_s is None:
             is_bounded = True
         elif each_s < target_s:
@@ -100,10 +100,10 @@ def told_decodes(batch: float, context_tokens: float, told_s: Iterable[float | N
 
 def step_decodes(batch: float, context_tokens: float, tbt_targets_s: Iterable[float | None], role: str) -> StepDecodes:
     """The decodes of a step on a worker of that role, whose requests have these targets."""
-    return told_decodes(batch, context_tokens, (told_target_s(target_s, role) for target_s in tbt_targets_s))
+    return decodes_with_targets(batch, context_tokens, (chunk_target_s(target_s, role) for target_s in tbt_targets_s))
 
 
-def told_target_s(tbt_target_s: float | None, role: str) -> float | None:
+def chunk_target_s(tbt_target_s: float | None, role: str) -> float | None:
     """What a worker is told of a request that decodes there: its target; inf for throughput first; None: constant.
 
     A decode worker computes prompts as an exception, so nobody's answer stops for a whole one there.

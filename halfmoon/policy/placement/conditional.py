@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from halfmoon.policy.models.chunk_length import chunk_s, told_decodes, told_target_s
+from halfmoon.policy.models.chunk_length import chunk_s, chunk_target_s, decodes_with_targets
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.placement.forecast import Forecast
 from halfmoon.policy.values import DecodeLoads, Disaggregation, Placement, PlacementRequest, TtftPrediction
@@ -128,15 +128,15 @@ class ConditionalDisaggregation:
         """
         worker, model, num_tokens = kept.prefill, kept.prefill.step_model, self.request.num_prompt_tokens
         neighbours = self.forecast.neighbours(self.view, row, self.now_s + kept.ttft_s, self.now_s)
-        load, own_target_s = neighbours.load, self.request.judged_targets.tbt_s
+        load, own_target_s = neighbours.load, self.request.applicable_targets.tbt_s
         target_s = min(neighbours.tbt_target_s, math.inf if own_target_s is None else own_target_s)
         if model.seconds(load.batch + 1, load.context_tokens + num_tokens) > target_s:
             return False
         if not load.batch:
             return True
         waiting_tokens = float(self.view.column("waiting_prefill_tokens")[row])
-        told_s = told_target_s(target_s, worker.role)
-        beside = told_decodes(load.batch, load.context_tokens, (told_s,))
+        bound_s = chunk_target_s(target_s, worker.role)
+        beside = decodes_with_targets(load.batch, load.context_tokens, (bound_s,))
         most = worker.chunk_rule.tokens(worker.chunk_tokens, worker.step_tokens, beside, num_tokens - new_tokens)
         chunk_tokens = min(new_tokens + waiting_tokens, most)
         known_tokens = max(num_tokens - chunk_tokens, 0)

@@ -57,7 +57,7 @@ class Ranking:
     @property
     def targets(self) -> AdmissionTargets:
         """The targets that apply."""
-        return self.request.judged_targets
+        return self.request.applicable_targets
 
     def best_prefill(self, ttft: TtftPrediction, rows: Bools, rng: random.Random) -> int:
         """Chooses among the rows that compute the prompt and hand it over."""

@@ -50,9 +50,9 @@ def fork_service() -> None:
         if child.pid == 0:
             return
         exit_code = child.wait()
-        if child.is_told and -exit_code in _SIGNALS:
+        if child.was_signalled and -exit_code in _SIGNALS:
             os._exit(0)  # told twice, by the supervisor and from here, it ended at the second time, when it was done
-        if child.is_told or not was_ended_from_outside(exit_code):
+        if child.was_signalled or not was_ended_from_outside(exit_code):
             _end_like(exit_code)
         log.warning("service.killed", extra={"reason": _reason(exit_code)})
         if not _is_wanted_again():
@@ -63,15 +63,15 @@ class _Child:
     """Owns a forked child. `pid` is 0 in the child itself."""
 
     def __init__(self) -> None:
-        self.is_told = False
+        self.was_signalled = False
         self._before = {number: signal.signal(number, self._pass_on) for number in _SIGNALS}
         self.pid = -1
         self.pid = os.fork()
         if self.pid == 0:
             self._restore_signals()
-            if self.is_told:  # since the fork, or a moment before it
+            if self.was_signalled:  # since the fork, or a moment before it
                 os.kill(os.getpid(), signal.SIGTERM)
-        elif self.is_told:
+        elif self.was_signalled:
             os.kill(self.pid, signal.SIGTERM)
 
     def wait(self) -> int:
@@ -83,7 +83,7 @@ class _Child:
         while handle not in (ready := dict(ends.poll())):
             if ready and not os.read(sys.stdin.fileno(), 4096):  # the supervisor is gone, as the child notices, too
                 ends.unregister(sys.stdin.fileno())
-                self.is_told = True
+                self.was_signalled = True
         os.close(handle)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         self._restore_signals()
@@ -94,7 +94,7 @@ class _Child:
             signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.is_told = True
+        self.was_signalled = True
         if self.pid > 0:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(self.pid, number)

@@ -75,7 +75,7 @@ def opened_run(frame: Frame) -> kvstore_pb2.BlocksOpen:
     return parse_body(kvstore_pb2.BlocksOpen, body)
 
 
-def asked_codec(opened: kvstore_pb2.BlocksOpen) -> Codec:
+def requested_codec(opened: kvstore_pb2.BlocksOpen) -> Codec:
     """The codec of a Get's frames: what its reader wants, or RAW if that is not known, lossy, or not installed."""
     wanted = next((codec for codec in LOSSLESS if codec == opened.codec), Codec.RAW)
     return wanted if wanted in decodable() else Codec.RAW

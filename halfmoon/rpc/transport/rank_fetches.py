@@ -68,8 +68,8 @@ class RankFetches:
 
     async def _read(self, source: RankShard, ticket: Ticket, place: Shard) -> bytes | bytearray | memoryview:
         where = KVRange(place.layer_start, place.layer_end, place.head_start, place.head_end)
-        asked = Frame(FrameKind.OPEN, _NO_TRANSFER, 0, source.rank, where, payload=ticket.encoded())
-        return decode_frame(await self._call(source.address or "", encode_frame(asked), _FETCH_S)).payload
+        request = Frame(FrameKind.OPEN, _NO_TRANSFER, 0, source.rank, where, payload=ticket.encoded())
+        return decode_frame(await self._call(source.address or "", encode_frame(request), _FETCH_S)).payload
 
     async def _call(self, address: str, message: bytes, deadline_s: float) -> bytes:
         channel = self._channels.pop(address, None) or _Channel(Peer(address, self._credential, "worker"))
@@ -112,13 +112,13 @@ class RankKVServicer(rank_kv_pb2_grpc.RankKVServicer):
 
     async def read(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """Answers a frame that names a ticket, a rank and a place with one that has its bytes."""
-        asked = decode_frame(message)
-        if asked.kind is not FrameKind.OPEN:  # whether anybody is here
-            return encode_frame(asked)
-        r = asked.range
+        request = decode_frame(message)
+        if request.kind is not FrameKind.OPEN:  # whether anybody is here
+            return encode_frame(request)
+        r = request.range
         place = Shard(r.layer_start, r.layer_end, r.head_start, r.head_end)
-        payload = self._staged.cut(decode_ticket(asked.payload), asked.sequence, place)
-        return encode_frame(Frame(FrameKind.DATA, _NO_TRANSFER, 0, asked.sequence, r, payload=payload))
+        payload = self._staged.cut(decode_ticket(request.payload), request.sequence, place)
+        return encode_frame(Frame(FrameKind.DATA, _NO_TRANSFER, 0, request.sequence, r, payload=payload))
 
     def registrations(self) -> tuple[Callable[[grpc.aio.Server], None], ...]:
         """Adds both services to a server."""

@@ -30,8 +30,8 @@ def with_answers(prefixes: Prefixes, prompt_tokens: Ints, output_tokens: Ints) -
         is_next = end is not None and prompt_tokens[index] >= num_tokens[latest[end]]
         if end is not None and is_next:
             before = latest.pop(end)
-            said = all_ids[num_whole[before] : num_ends[before]]
-            ids[offsets[before] : offsets[before] + len(said)] = said
+            answer = all_ids[num_whole[before] : num_ends[before]]
+            ids[offsets[before] : offsets[before] + len(answer)] = answer
         if whole and (is_next or whole[-1] not in known):
             latest[whole[-1]] = index
         known.update(whole)

@@ -19,15 +19,15 @@ from halfmoon.up.up_options import UpOptions, simulated_workers
 
 
 def print_ready(
-    options: UpOptions, terminal: Console, url: str, name: str, others: list[Child], *, is_told: bool
+    options: UpOptions, terminal: Console, url: str, name: str, others: list[Child], *, shows_token_file: bool
 ) -> None:
-    """Prints the workers' threads, where the system answers, and where the operator token is if it `is_told`."""
+    """Prints the workers' threads, where the system answers, and where the operator token is, if wanted."""
     threads = threads_text({child.spec.name: child.spec.environment for child in others})
     if threads:
         terminal.print(threads, highlight=False, markup=False, soft_wrap=True)
     if any(child.spec.name == "console" for child in others):
         terminal.print(f"console: {http_url(options, options.console_port)}", highlight=False)
-    if is_told:
+    if shows_token_file:
         where = f"operator token of console and control API: in {token_file(options.state_dir)}"
         terminal.print(where, highlight=False, markup=False, soft_wrap=True)
     terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)

@@ -21,10 +21,10 @@ from halfmoon.pb import kvstore_pb2
 from halfmoon.policy.view.fetch_costs import most_of_reader
 from halfmoon.rpc.store.block_streams import (
     BYTES_SERVICE,
-    asked_codec,
     block_frames,
     layer_parts,
     opened_run,
+    requested_codec,
     whole_blocks,
 )
 from halfmoon.rpc.transfer import next_message, raw_service
@@ -111,7 +111,7 @@ class CacheServicer:
                     yield encode_frame(frame)
 
     async def _frames(self, opening: Frame, opened: kvstore_pb2.BlocksOpen, most: int) -> AsyncGenerator[Frame, None]:
-        layout, num_sent, codec = self._state.layout, 0, asked_codec(opened)
+        layout, num_sent, codec = self._state.layout, 0, requested_codec(opened)
         encoding = nullcontext() if codec is Codec.RAW else self._encoding
         async with self._engine.cached(opened.keys[:most]) as blocks:
             if not blocks:

@@ -103,8 +103,8 @@ class Restorer:
             compute_s = model.seconds((num_whole - num_here) * block_tokens, num_here * block_tokens)
             least_s, most_s = self._ask_s
             deadline_s = min(max(compute_s / 4, least_s), most_s)
-            believed = {(one.address, one.kind): one.num_blocks for one in named}
-            answers = await self._ask(holders, believed, request.tenant_salt, keys, num_here, deadline_s)
+            expected = {(one.address, one.kind): one.num_blocks for one in named}
+            answers = await self._ask(holders, expected, request.tenant_salt, keys, num_here, deadline_s)
             num_here = await self._once_shared(keys, num_here)  # another one may have asked at the same time
             num_blocks = _leading(set[int]().union(*(answer.tiers for answer in answers)), num_here)
             if num_blocks <= num_here:
@@ -140,7 +140,7 @@ class Restorer:
     async def _ask(
         self,
         holders: Sequence[Holder],
-        believed: Mapping[tuple[str, HolderKind], int],
+        expected: Mapping[tuple[str, HolderKind], int],
         salt: bytes,
         keys: Sequence[bytes],
         num_here: int,
@@ -150,7 +150,7 @@ class Restorer:
 
         believed: leading blocks of the named ones, as the gateway knew it a moment ago.
         """
-        leasts = [believed.get((holder.address, holder.kind), 0) for holder in holders]
+        leasts = [expected.get((holder.address, holder.kind), 0) for holder in holders]
         tasks = [
             asyncio.create_task(self._match(holder, min(least, len(keys)), salt, keys, deadline_s))
             for holder, least in zip(holders, leasts, strict=True)

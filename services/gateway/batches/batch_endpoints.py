@@ -12,7 +12,7 @@ from halfmoon.errors import InvalidRequest, NoCapacity
 from halfmoon.ledger.kept.batches import Batch, Batches
 from services.gateway.batches.batch_runner import BatchRunner
 from services.gateway.http.api_keys import tenant_of
-from services.gateway.http.pages import asked_page, shown_page
+from services.gateway.http.pages import requested_page, shown_page
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.http.received_request import receive_body
 from services.gateway.openai.bodies.batch_body import BatchBody
@@ -66,7 +66,7 @@ class BatchEndpoints:
 
     async def list(self, request: web.Request) -> web.Response:
         """GET /v1/batches, with `limit` and `after`: the newest first."""
-        page = asked_page(request)
+        page = requested_page(request)
         rows = await self._batches.page(tenant_of(request).name, page)
         return web.json_response(shown_page([shown_batch(batch) for batch in rows], page))
 

@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.ledger.kept.stored_files import CHUNK_BYTES, StoredFile, StoredFiles, absent_file
 from services.gateway.http.api_keys import tenant_of
-from services.gateway.http.pages import asked_page, shown_page
+from services.gateway.http.pages import requested_page, shown_page
 from services.gateway.http.rate_limits import RateLimits
 from services.gateway.replies.sse_body import ClientGone
 
@@ -76,7 +76,7 @@ class FileEndpoints:
     async def list(self, request: web.Request) -> web.Response:
         """GET /v1/files, with `purpose`, `limit`, `order` and `after`."""
         tenant, purpose = tenant_of(request).name, request.query.get("purpose")
-        page = asked_page(request, _MOST_LISTED, _MOST_LISTED)
+        page = requested_page(request, _MOST_LISTED, _MOST_LISTED)
         rows = await self._files.page(tenant, datetime.now(UTC), page, purpose)
         return web.json_response(shown_page([_shown(stored) for stored in rows], page))
 

@@ -33,6 +33,6 @@ class Worker:
         self.missed_blocks = False
         self.orders: list[GatewayMessage] = []  # of operators
         self.told: frozenset[str] = frozenset()
-        self.told_stores: frozenset[str] | None = None
-        self.told_caches: frozenset[str] = frozenset()
+        self.sent_stores: frozenset[str] | None = None
+        self.sent_caches: frozenset[str] = frozenset()
         self.gone: asyncio.Future[HalfmoonError] = asyncio.get_running_loop().create_future()

@@ -21,8 +21,8 @@ def take_news(worker: Worker, membership: Membership) -> Iterator[GatewayMessage
         yield GatewayMessage(decode_members=members)
     if worker.member.identity.can_fetch and (caches := _cache_members(worker, membership.cache_addresses)):
         yield GatewayMessage(cache_members=caches)
-    if (stores := membership.stores) != worker.told_stores:
-        worker.told_stores = stores
+    if (stores := membership.stores) != worker.sent_stores:
+        worker.sent_stores = stores
         yield GatewayMessage(stores=Stores(addresses=sorted(stores)))
 
 
@@ -34,5 +34,5 @@ def _decode_members(worker: Worker, now: frozenset[str]) -> DecodeMembers | None
 
 def _cache_members(worker: Worker, now: frozenset[str]) -> CacheMembers | None:
     """Likewise, of the workers whose prefix caches it may read."""
-    told, worker.told_caches = worker.told_caches, now
+    told, worker.sent_caches = worker.sent_caches, now
     return CacheMembers(joined=now - told, left=told - now) if now != told else None

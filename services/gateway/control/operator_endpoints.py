@@ -80,7 +80,7 @@ class OperatorEndpoints:
 
 
 def _truth(request: web.Request, name: str) -> bool:
-    said = request.query.get(name, "").lower()
-    if said not in _TRUTHS:
+    value = request.query.get(name, "").lower()
+    if value not in _TRUTHS:
         raise InvalidRequest(f"{name} is true or false", param=name)
-    return _TRUTHS[said]
+    return _TRUTHS[value]

@@ -15,7 +15,7 @@ _MOST = 100
 _USUAL = 20
 
 
-def asked_page(request: web.Request, most: int = _MOST, usual: int = _USUAL) -> Page:
+def requested_page(request: web.Request, most: int = _MOST, usual: int = _USUAL) -> Page:
     """The page of the query's `limit`, `order` and `after`. Raises InvalidRequest."""
     order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):

@@ -46,8 +46,8 @@ def read_body(endpoint: str, raw: bytes, model: ServedModel, context_tokens: int
 
 def body_digest(endpoint: str, body: AnyBody) -> bytes:
     """A digest of what a body says, however its JSON is written."""
-    said = body.model_dump(mode="json", exclude_unset=True)
-    return digest(endpoint, json.dumps(said, sort_keys=True))
+    fields = body.model_dump(mode="json", exclude_unset=True)
+    return digest(endpoint, json.dumps(fields, sort_keys=True))
 
 
 def is_quickly_parsed(raw: bytes) -> bool:

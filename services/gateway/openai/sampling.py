@@ -58,9 +58,9 @@ def sampling_of(
     )
 
 
-def _first(said: Number | None, default: Number | None, neutral: Number) -> Number:
+def _first(value: Number | None, default: Number | None, neutral: Number) -> Number:
     """What the request says, or else what the model wants, or else what changes nothing."""
-    return said if said is not None else default if default is not None else neutral
+    return value if value is not None else default if default is not None else neutral
 
 
 def _check_ends_by_itself(body: GenerationBody) -> None:

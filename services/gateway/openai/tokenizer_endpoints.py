@@ -24,7 +24,7 @@ from services.gateway.openai.generation_request import max_values
 from services.gateway.openai.prompts import chat_prompt, refuse_hopeless, text_of_chat
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_threads import TokenizerThreads
-from services.gateway.openai.tooling.tool_use import told_of_tools, tool_format_of, tool_use_of
+from services.gateway.openai.tooling.tool_use import tool_format_of, tool_use_of, with_tools_shown
 
 Body = TypeVar("Body", TokenizeBody, CountedBody, DetokenizeBody)
 
@@ -132,8 +132,8 @@ def _text_of_chat(body: TokenizeBody, model: ServedModel) -> str:
         message = "add_special_tokens: the chat template writes all special tokens; leave it out with messages"
         raise InvalidRequest(message, param="add_special_tokens")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    told = told_of_tools(body.messages or (), tools, tool_format_of(body, model))
-    return text_of_chat(body, told.messages, model, told.rendered)
+    shown = with_tools_shown(body.messages or (), tools, tool_format_of(body, model))
+    return text_of_chat(body, shown.messages, model, shown.rendered)
 
 
 def _refuse_with_prompt(body: TokenizeBody) -> None:

@@ -152,8 +152,8 @@ class ToolTurn:
         content = "".join(part for part in parts if isinstance(part, str))
         thoughts = "".join(part.text for part in parts if isinstance(part, ReasoningPart))
         calls = [_call(part) for part in parts if isinstance(part, CallPart)]
-        said = {"content": content or None, "tool_calls": calls} if calls else {"content": content}
-        return {**_reasoning(thoughts), **said} if thoughts else said
+        message = {"content": content or None, "tool_calls": calls} if calls else {"content": content}
+        return {**_reasoning(thoughts), **message} if thoughts else message
 
     def parts(self, piece: TextPiece) -> list[ParsedPart]:
         """What a piece yields: reasoning, content and calls."""

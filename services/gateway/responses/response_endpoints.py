@@ -10,7 +10,7 @@ from aiohttp import web
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.kept.stored_responses import StoredResponse, StoredResponses
 from services.gateway.http.api_keys import tenant_of
-from services.gateway.http.pages import asked_page, page_of, shown_page
+from services.gateway.http.pages import page_of, requested_page, shown_page
 from services.gateway.http.received_request import query_number
 from services.gateway.replies.sse_body import SSEBody, sse
 from services.gateway.responses.background import BackgroundResponses
@@ -51,7 +51,7 @@ class ResponseEndpoints:
     async def input_items(self, request: web.Request) -> web.Response:
         """GET /v1/responses/{id}/input_items: the items of this turn."""
         stored = await self._stored(request)
-        page = asked_page(request)
+        page = requested_page(request)
         return web.json_response(shown_page(page_of(stored.input, page), page))
 
     async def delete(self, request: web.Request) -> web.Response:

@@ -19,7 +19,7 @@ from halfmoon.pb.types_pb2 import (
     Generation,
     Token,
 )
-from halfmoon.policy.models.chunk_length import told_target_s
+from halfmoon.policy.models.chunk_length import chunk_target_s
 from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.placement.hot_spots import RunningAnswer
 from halfmoon.policy.values import Placement
@@ -92,7 +92,7 @@ class Attempt:
                 priority=output.priority,
                 class_priority=output.qos.priority,
                 max_pause_s=output.qos.max_pause_s,
-                tbt_target_s=told_target_s(output.qos.tbt_s, placement.decode.role),
+                tbt_target_s=chunk_target_s(output.qos.tbt_s, placement.decode.role),
                 gateway_id=cluster.gateway_id,
                 tenant_salt=output.tenant_salt,
                 tenant=output.tenant.name,

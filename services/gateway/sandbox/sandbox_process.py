@@ -66,8 +66,8 @@ class SandboxProcess:
             raise
         if not answer:
             raise ServiceFailed(f"the process ended with exit status {await self.end()}")
-        said: dict[str, Any] = json.loads(answer)
-        return said
+        reply: dict[str, Any] = json.loads(answer)
+        return reply
 
     async def end(self) -> int:
         """Ends the process, if it still runs, and returns its exit status."""

@@ -28,5 +28,5 @@ class LoadHeader:
         waiting = float(sum(waiting_by_reason(members).values()))
         metrics = {"kv_cache_usage_perc": kv_usage(members), "num_requests_waiting": waiting}
         texts = ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
-        said = json.dumps({"named_metrics": metrics}) if wanted == "JSON" else texts
-        response.headers[HEADER] = f"{wanted} {said}"
+        text = json.dumps({"named_metrics": metrics}) if wanted == "JSON" else texts
+        response.headers[HEADER] = f"{wanted} {text}"

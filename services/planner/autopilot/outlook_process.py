@@ -30,7 +30,7 @@ _DEADLINE_S = 100.0
 _MAX_LINE_BYTES = 1 << 20
 
 
-async def asked_outlook(recent: RecentTraffic) -> Outlook | None:
+async def request_outlook(recent: RecentTraffic) -> Outlook | None:
     """The outlook. Raises ServiceFailed or DeadlineExceeded; the process has ended in any case."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", _MODULE),

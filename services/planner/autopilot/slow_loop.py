@@ -17,7 +17,7 @@ from halfmoon.plan.traffic_outlook import Outlook, RecentTraffic
 from halfmoon.policy.scaling.autopilot import Advice
 from halfmoon.policy.scaling.observation import Observation
 from halfmoon.policy.scaling.rules import ScalingRules
-from services.planner.autopilot.outlook_process import asked_outlook
+from services.planner.autopilot.outlook_process import request_outlook
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,11 @@ class SlowLoop:
     """
 
     def __init__(
-        self, ledger: Ledger, rules: ScalingRules, ask: Ask = asked_outlook, clock: Callable[[], float] = time.monotonic
+        self,
+        ledger: Ledger,
+        rules: ScalingRules,
+        ask: Ask = request_outlook,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
         self._rules = rules

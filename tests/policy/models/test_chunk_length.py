@@ -13,9 +13,9 @@ from halfmoon.policy.models.chunk_length import (
     ChunkRule,
     StepDecodes,
     chunk_s,
+    chunk_target_s,
+    decodes_with_targets,
     step_decodes,
-    told_decodes,
-    told_target_s,
 )
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 
@@ -41,20 +41,20 @@ def test_a_chunk_takes_what_the_target_leaves(target_s: float, known_tokens: int
 def test_the_constant_holds_where_nothing_is_known_of_models_or_targets() -> None:
     assert CONSTANT_CHUNKS.tokens(128, 512, TWO, 0) == 128
     assert ChunkRule(RULE.prefill).tokens(128, 512, TWO._replace(target_s=0.1), 0) == 128
-    assert RULE.tokens(128, 512, told_decodes(2, 100, (math.inf, None)), 0) == 128
-    assert RULE.tokens(128, 512, told_decodes(2, 100, (0.09, None, 9.0)), 0) == 112
-    assert RULE.tokens(128, 512, told_decodes(2, 100, (9.0, None)), 0) == 128
+    assert RULE.tokens(128, 512, decodes_with_targets(2, 100, (math.inf, None)), 0) == 128
+    assert RULE.tokens(128, 512, decodes_with_targets(2, 100, (0.09, None, 9.0)), 0) == 112
+    assert RULE.tokens(128, 512, decodes_with_targets(2, 100, (9.0, None)), 0) == 128
 
 
 def test_a_decode_worker_keeps_the_constant_for_whoever_has_no_target() -> None:
-    assert told_target_s(None, "both") == math.inf
-    assert told_target_s(None, "decode") is None
-    assert told_target_s(0.1, "decode") == told_target_s(0.1, "both") == 0.1
+    assert chunk_target_s(None, "both") == math.inf
+    assert chunk_target_s(None, "decode") is None
+    assert chunk_target_s(0.1, "decode") == chunk_target_s(0.1, "both") == 0.1
     for targets in ((), (None, 0.3), (0.2, math.inf), (0.4, 0.1)):
         for role in ("decode", "both"):
             alone = step_decodes(1, 10, targets, role)
-            assert alone.with_one(5, told_target_s(0.2, role)) == step_decodes(2, 15, (*targets, 0.2), role)
-            assert alone.with_one(5, told_target_s(None, role)) == step_decodes(2, 15, (*targets, None), role)
+            assert alone.with_one(5, chunk_target_s(0.2, role)) == step_decodes(2, 15, (*targets, 0.2), role)
+            assert alone.with_one(5, chunk_target_s(None, role)) == step_decodes(2, 15, (*targets, None), role)
 
 
 @given(

@@ -241,8 +241,8 @@ def _messages_of(turn: Turn) -> Iterator[Message]:
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             returned = block.content if isinstance(block.content, str) else _text(block.content or [])
-            said = f"Error: {returned}" if block.is_error else returned
-            yield Message(role="tool", tool_call_id=block.tool_use_id, content=said)
+            text = f"Error: {returned}" if block.is_error else returned
+            yield Message(role="tool", tool_call_id=block.tool_use_id, content=text)
     texts = [block for block in blocks if isinstance(block, TextBlock)]
     calls = [_called(block) for block in blocks if isinstance(block, ToolUseBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]

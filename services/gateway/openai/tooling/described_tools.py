@@ -24,14 +24,14 @@ The results come in <tool_response> tags. Answer in plain words where no call is
 
 def with_described_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
     """The conversation as text alone: tools in the system message, earlier calls and results in tags."""
-    said = _with_results_joined(messages)
+    turns = _with_results_joined(messages)
     if not tools:
-        return said
+        return turns
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(tools=lines)
-    if said and said[0].role in ("system", "developer"):
-        return [said[0].model_copy(update={"content": f"{said[0].text}\n\n{instructions}"}), *said[1:]]
-    return [Message(role="system", content=instructions), *said]
+    if turns and turns[0].role in ("system", "developer"):
+        return [turns[0].model_copy(update={"content": f"{turns[0].text}\n\n{instructions}"}), *turns[1:]]
+    return [Message(role="system", content=instructions), *turns]
 
 
 def _with_results_joined(messages: Sequence[Message]) -> list[Message]:

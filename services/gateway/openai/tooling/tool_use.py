@@ -45,9 +45,9 @@ def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
     choice, tools = choice_of(body.tool_choice, body.tools or [])
     rendered = [] if choice == "none" else [tool.model_dump(exclude_none=True) for tool in tools]
     tool_format = tool_format_of(body, model)
-    told = told_of_tools(body.messages, rendered, tool_format)
+    shown = with_tools_shown(body.messages, rendered, tool_format)
     if choice == "none":
-        return told
+        return shown
     parallel = body.parallel_tool_calls is not False
     answer = constraint_of(body.response_format, body.structured_outputs)
     if answer is not None and (answer.param == "structured_outputs" or answer.constraint.kind != "json_schema"):
@@ -59,15 +59,15 @@ def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
         bound = answer and answer._replace(constraint=answer_or_calls(answer.constraint, tools, parallel=parallel))
         parameters = {tool.function.name: tool.function.parameters or {} for tool in tools}
         new_parser = parser_of(tool_format or "hermes", parameters)
-        return told._replace(
+        return shown._replace(
             forced=bound,
             new_parser=new_parser if parallel else lambda: FirstCall(new_parser()),
             needs_marks=tool_format in MARKS,
         )
     forced = RequestedConstraint(constraint, "tools")
     if isinstance(choice, NamedTool):
-        return told._replace(forced=forced, new_parser=partial(NamedCall, choice.function.name))
-    return told._replace(forced=forced, new_parser=CallList)
+        return shown._replace(forced=forced, new_parser=partial(NamedCall, choice.function.name))
+    return shown._replace(forced=forced, new_parser=CallList)
 
 
 def _no_room(param: str) -> InvalidRequest:
@@ -79,7 +79,9 @@ def tool_format_of(body: RenderedChat, model: ServedModel) -> ToolFormat | None:
     return model.tool_format if body.chat_template is None else format_of_template(body.chat_template)
 
 
-def told_of_tools(messages: Sequence[Message], tools: list[dict[str, Any]], tool_format: ToolFormat | None) -> ToolUse:
+def with_tools_shown(
+    messages: Sequence[Message], tools: list[dict[str, Any]], tool_format: ToolFormat | None
+) -> ToolUse:
     """How a model is told of tools, as JSON values: by its chat template, or in plain text."""
     if tool_format is None:
         return ToolUse(with_described_tools(messages, tools))

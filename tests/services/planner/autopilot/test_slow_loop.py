@@ -13,7 +13,7 @@ from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.scaling.observation import Observation, ObservedWorker, Split, Traffic, WorkerSpeed
 from halfmoon.policy.scaling.pressure import Demand
 from halfmoon.policy.scaling.rules import ScalingRules
-from services.planner.autopilot.outlook_process import asked_outlook
+from services.planner.autopilot.outlook_process import request_outlook
 from services.planner.autopilot.slow_loop import SlowLoop
 from tests.ledger.rows import row
 
@@ -84,8 +84,8 @@ async def test_it_is_found_in_a_process_of_its_own() -> None:
         np.linspace(600, 1, num), np.full(num, 100.0), np.full(num, 10.0), SPEED, 4.0, np.inf, 0.9, Split(1, 1),
         ("prefill", "decode"),
     )  # fmt: skip
-    found = await asked_outlook(recent)
+    found = await request_outlook(recent)
     assert found is not None
     assert (found.method, found.target) == ("last", Split(1, 1))
     few = RecentTraffic(*(recent.ages_s[:2],) * 3, SPEED, 4.0, 0.1, 0.9, Split(1, 1), ("prefill", "decode"))
-    assert await asked_outlook(few) is None
+    assert await request_outlook(few) is None

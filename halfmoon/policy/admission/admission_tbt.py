@@ -10,7 +10,7 @@ from halfmoon.policy.view.cluster_view import ClusterView
 _USUAL_WEIGHT = 0.02  # of the latest request in the usual TTFT
 
 
-class JudgedTbt:
+class AdmissionTbt:
     """Owns the usual TTFT: the mean prediction for the latest requests."""
 
     def __init__(self, forecast: RequestForecast) -> None:
