@@ -1,10 +1,14 @@
 """What a smaller KV cache saves: memory, bytes of a hand-over and time of decode steps, and what choosing costs.
 
     python -m benchmarks.smaller_cache_steps --tokens 4096 --policies sinks:4+252 snapkv:192+64
+    python -m benchmarks.smaller_cache_steps --facts 24
 
 An engine for each policy and one without computes the same prompt of random tokens; then they decode by turns. `KV`: of
 the sequence while it decodes, and so of a hand-over at the end of the prompt. `prompt`, `step`: processor time of all
 threads, so that others on the machine count little: s for a whole prompt and ms for a decode step, medians.
+
+`--facts`: instead, of how many prompts with planted facts the engine says the number, when "The secret number of Alice
+is" ends the prompt.
 """
 
 from __future__ import annotations
@@ -12,12 +16,15 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from itertools import chain
 from statistics import median
 
+from benchmarks.planted_facts import prompts
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.kv.kv_policy import WHOLE, parse_kv_policy, policy_salt
 
 _BLOCK_TOKENS = 64
@@ -45,6 +52,25 @@ def decode_s(engine: Engine) -> float:
     return time.process_time() - began_s
 
 
+def print_recalled(checkpoint: Checkpoint, texts: list[str], num_prompts: int) -> None:
+    """Prints how many numbers are said under each policy."""
+    engine, tokenizer = new_engine(checkpoint, 1024), Tokenizer(checkpoint)
+    said = dict.fromkeys(texts, 0)
+    for number, prompt in enumerate(prompts(tokenizer, num_prompts, num_documents=4, num_tokens=128)):
+        token_ids = (*prompt.system, *chain(*prompt.documents), *prompt.question, *prompt.opening)
+        sampling = SamplingParams(max_tokens=len(prompt.number), temperature=0.0, ignore_eos=True)
+        for text in texts:
+            salt = policy_salt(parse_kv_policy(text), b"")
+            engine.add(EngineRequest(f"{number} {text}", token_ids, sampling, tenant_salt=salt))
+            outputs = []
+            while engine.has_work():
+                outputs += [output.token_id for output in engine.step().outputs]
+            said[text] += outputs == prompt.number
+    print("| policy | recall |\n|---|---|")
+    for text, num in said.items():
+        print(f"| {text} | {num} of {num_prompts} |")
+
+
 def main() -> None:
     """Measures and prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -53,9 +79,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--policies", nargs="+", default=["sinks:4+252", "snapkv:192+64"])
+    parser.add_argument("--facts", type=int, default=0, help="prompts")
     options = parser.parse_args()
     checkpoint = prepare_checkpoint(options.model)
     texts = [WHOLE, *options.policies]
+    if options.facts:
+        print_recalled(checkpoint, texts, options.facts)
+        return
     engines = [new_engine(checkpoint, options.tokens + options.steps) for _ in texts]
     draw = random.Random(1)
     sampling = SamplingParams(max_tokens=options.steps + 1, temperature=0.0, ignore_eos=True)

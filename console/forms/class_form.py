@@ -134,7 +134,7 @@ def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, d
                                   help="While a higher class needs its place or its KV memory. 0: never.")  # fmt: skip
     kv_policy = st.text_input("Kept KV", known["kv_policy"] or "", key=f"policy-{key}", max_chars=32,
                               placeholder="whole",
-                              help="Of requests that name none, such as sinks:4+1024. Empty: all of it.")  # fmt: skip
+                              help="For example sinks:4+1024; requests may differ. Empty: all of it.")  # fmt: skip
     early_rejection = st.selectbox(
         "Early rejection", tuple(EARLY_REJECTIONS), tuple(EARLY_REJECTIONS).index(known["early_rejection"]),
         format_func=EARLY_REJECTIONS.__getitem__, key=f"rejection-{key}",
