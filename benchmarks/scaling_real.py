@@ -59,7 +59,8 @@ async def sized(system: Live, num_requests: int) -> tuple[tuple[Phase, Phase, Ph
         figures = ", ".join(f"{split} {one.rate_per_s:.2f}/s" for split, one in by_split.items())
         print(f"{phase.name}: {figures}; {best[phase].ttft_s:.2f} s, {1000 * best[phase].tpot_s:.0f} ms", flush=True)
     targets = ReplayTargets(
-        TTFT_TIMES * max(one.ttft_s for one in best.values()), TPOT_TIMES * max(one.tpot_s for one in best.values())
+        round(TTFT_TIMES * max(one.ttft_s for one in best.values()), 1),
+        round(TPOT_TIMES * max(one.tpot_s for one in best.values()), 3),
     )
     prompts, answers, bursts = (phase._replace(rate_per_s=one.rate_per_s) for phase, one in best.items())
     return (prompts, answers, bursts), targets

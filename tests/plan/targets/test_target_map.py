@@ -81,7 +81,7 @@ def test_the_map_is_json_a_table_and_a_picture(found: TargetMap, tmp_path: Path)
     out = io.StringIO()
     print_map(summary, Console(file=out, width=100))
     assert "llama-3-8b, in=1024,out=32, 2 x h100" in out.getvalue()
-    assert "500 ms" in out.getvalue()
+    assert "TTFT\\TPOT" in out.getvalue()
     assert "median fit error: prefill 27.0%, step 43.0%" in out.getvalue()
     spec = map_spec(summary)
     assert len(spec["data"]["values"]) == len(found.cells)
@@ -89,6 +89,29 @@ def test_the_map_is_json_a_table_and_a_picture(found: TargetMap, tmp_path: Path)
     write_plot(tmp_path / "map.png", spec)
     write_plot(tmp_path / "map.html", spec)
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_seven_columns_are_whole_in_a_terminal_of_80_characters() -> None:
+    times_s = (0.037, 0.058, 0.092, 0.15, 0.23, 1.36, 15.57)
+    cell = {"winner": "disaggregated", "gain": 1.996, "confidence": "by the times"}
+    summary = {
+        "model": "llama-3-8b",
+        "workload": "chat",
+        "gpu": "8 x h100",
+        "attainment_asked": 0.9,
+        "sentence": "",
+        "ttfts_s": times_s,
+        "tpots_s": times_s,
+        "error_prefill": None,
+        "error_step": None,
+        "source": "",
+        "notes": [],
+        "cells": [{**cell, "ttft_s": ttft_s, "tpot_s": tpot_s} for ttft_s in times_s for tpot_s in times_s],
+    }
+    out = io.StringIO()
+    print_map(summary, Console(file=out, width=80))
+    rows = [line.split() for line in out.getvalue().splitlines() if line.count("S +100%~") == 7]
+    assert [row[0] for row in rows] == ["15570", "1360", "230", "150", "92", "58", "37"]
 
 
 def test_a_lead_is_a_few_characters() -> None:
