@@ -29,9 +29,9 @@ class _KVCodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KVCodec.Value
     RAW: _KVCodec.ValueType  # 0
     INT8: _KVCodec.ValueType  # 1
     INT4: _KVCodec.ValueType  # 2
-    FP8: _KVCodec.ValueType  # 3
     LZ4: _KVCodec.ValueType  # 5
     ZSTD: _KVCodec.ValueType  # 6
+    FP8: _KVCodec.ValueType  # 7
 
 class KVCodec(_KVCodec, metaclass=_KVCodecEnumTypeWrapper):
     """halfmoon.kv.codec.Codec"""
@@ -39,9 +39,9 @@ class KVCodec(_KVCodec, metaclass=_KVCodecEnumTypeWrapper):
 RAW: KVCodec.ValueType  # 0
 INT8: KVCodec.ValueType  # 1
 INT4: KVCodec.ValueType  # 2
-FP8: KVCodec.ValueType  # 3
 LZ4: KVCodec.ValueType  # 5
 ZSTD: KVCodec.ValueType  # 6
+FP8: KVCodec.ValueType  # 7
 Global___KVCodec: _TypeAlias = KVCodec  # noqa: Y015
 
 @_typing.final

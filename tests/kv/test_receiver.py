@@ -272,8 +272,8 @@ def test_codecs_known_today() -> None:
         ("RAW", 0),
         ("INT8", 1),
         ("INT4", 2),
-        ("FP8", 3),
         ("INT2", 4),
         ("LZ4", 5),
         ("ZSTD", 6),
+        ("FP8", 7),
     ]

@@ -11,10 +11,10 @@ class Codec(IntEnum):
     RAW = 0  # the dtype's own bytes, little-endian
     INT8 = 1
     INT4 = 2
-    FP8 = 3
     INT2 = 4  # store only, and never the last tokens of a prompt: see `EntryCodec.residual_tokens`
     LZ4 = 5  # exact, of any size below RAW's; stored blocks say it apart from their quantiser: see `EntryCodec`
     ZSTD = 6
+    FP8 = 7  # a scale for each row; 3 was fp8 with other scales
 
     @property
     def is_exact(self) -> bool:
