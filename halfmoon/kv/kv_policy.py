@@ -64,7 +64,8 @@ def parse_kv_policy(text: str) -> KVPolicy | None:
             param="kv_policy",
         )
     name, numbers = text.split(":")
-    policy = KVPolicy(*map(int, numbers.split("+")), chooses=name == "snapkv")
+    num_early, num_window = map(int, numbers.split("+"))
+    policy = KVPolicy(num_early, num_window, chooses=name == "snapkv")
     if not 1 <= policy.num_window <= _MOST_TOKENS or not policy.chooses <= policy.num_early <= _MOST_TOKENS:
         raise InvalidRequest(
             f"kv_policy is {text!r}: the window must have 1 to {_MOST_TOKENS} tokens, what is chosen as many, and the "
