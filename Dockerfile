@@ -25,18 +25,23 @@ RUN groupadd --gid 10001 halfmoon \
  && install -d -m 0700 -o halfmoon -g halfmoon /secrets /secrets/root /secrets/worker /secrets/gateway /secrets/store \
       /secrets/planner /secrets/operator
 
-# Everything but PyTorch comes from the lock: each file is compared with its hash.
+# Everything but PyTorch comes from the lock: each file is compared with its hash. The libraries' own tests go.
 WORKDIR /app
 COPY pyproject.toml requirements.lock ./
 COPY scripts/lock scripts/setup scripts/
 RUN python scripts/lock --print "tls,tracing,$EXTRAS,no-torch" >/tmp/requirements.txt \
- && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt
+ && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt \
+ && find "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" -type d -name tests -prune -exec rm -r {} +
 VOLUME ["/cache", "/state"]
+
+FROM libraries AS wheel
+COPY . .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel .
 
 # What computes nothing has neither PyTorch nor a compiler.
 FROM libraries AS service
-COPY . .
-RUN pip install --no-deps --no-build-isolation . && rm -rf build ./*.egg-info
+COPY --from=wheel /wheel /wheel
+RUN pip install --no-deps /wheel/*.whl
 USER halfmoon
 
 FROM service AS kvstore
@@ -77,8 +82,8 @@ RUN python scripts/lock --print "$EXTRAS,$DEMO_MODEL,${TORCH_BACKEND:+setup}" >/
     else \
       pip install "torch==$TORCH_VERSION"; \
     fi
-COPY . .
-RUN pip install --no-deps --no-build-isolation . && rm -rf build ./*.egg-info
+COPY --from=wheel /wheel /wheel
+RUN pip install --no-deps /wheel/*.whl
 USER halfmoon
 
 # The demo model without its weights: a gateway needs no more of it.
