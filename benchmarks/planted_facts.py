@@ -45,6 +45,7 @@ def prompts(tokenizer: Tokenizer, num: int, num_documents: int, num_tokens: int)
             fact = tokenizer.encode(f"\nThe secret number of {name} is {number}.\n")
             ids[middle : middle + len(fact)] = fact
         asked = draw.randrange(num_documents)
-        texts = (_QUESTION.format(name=names[asked]), _OPENING.format(name=names[asked]), f" {numbers[asked]}")
-        result.append(Prompt(tokenizer.encode(_SYSTEM), documents, *map(tokenizer.encode, texts), asked))
+        question, opening = (tokenizer.encode(text.format(name=names[asked])) for text in (_QUESTION, _OPENING))
+        number = tokenizer.encode(f" {numbers[asked]}")
+        result.append(Prompt(tokenizer.encode(_SYSTEM), documents, question, opening, number, asked))
     return result

@@ -105,7 +105,7 @@ def _seen(policy: KVPolicy | None, num_tokens: int) -> Tensor:
 def _attention(queries: Tensor, keys: Tensor, sees: Tensor) -> Tensor:
     """What tokens give to tokens, [kv_heads, tokens, tokens], the mean of the query heads of each KV head."""
     num_kv_heads, _, head_dim = keys.shape
-    grouped = queries.unflatten(0, (num_kv_heads, -1))
+    grouped = queries.view(num_kv_heads, -1, *queries.shape[1:])
     result = torch.zeros(num_kv_heads, *sees.shape)
     for head in range(grouped.shape[1]):
         scores = grouped[:, head] @ keys.transpose(1, 2) * head_dim**-0.5

@@ -97,7 +97,7 @@ def attend_to_chosen(num_prompt: int, policy: KVPolicy) -> Callable[..., tuple[T
             -1
         )
         num_cached = 1 if hasattr(module.config, "kv_lora_rank") else k.shape[1]  # of latents there is one head
-        groups = attention.unflatten(0, (num_cached, -1))
+        groups = attention.view(num_cached, -1, *attention.shape[1:])
         sees = torch.stack([chosen(group, num_prompt, policy) for group in groups])
         sees = sees.repeat_interleave(num_heads // num_cached, 0)
         return (scores.masked_fill(~sees, float("-inf")).softmax(-1) @ values).transpose(0, 1)[None], None
