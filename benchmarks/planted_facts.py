@@ -46,6 +46,6 @@ def prompts(tokenizer: Tokenizer, num: int, num_documents: int, num_tokens: int)
             ids[middle : middle + len(fact)] = fact
         asked = draw.randrange(num_documents)
         question, opening = (tokenizer.encode(text.format(name=names[asked])) for text in (_QUESTION, _OPENING))
-        number = tokenizer.encode(f" {numbers[asked]}")
-        result.append(Prompt(tokenizer.encode(_SYSTEM), documents, question, opening, number, asked))
+        answer = tokenizer.encode(f" {numbers[asked]}")
+        result.append(Prompt(tokenizer.encode(_SYSTEM), documents, question, opening, answer, asked))
     return result
