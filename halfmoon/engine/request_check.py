@@ -70,9 +70,8 @@ class RequestLimits:
             )
         num_blocks = self.layout.num_blocks(sequence.max_tokens_ever)
         policy = sequence.policy
-        if policy is not None and policy.chooses:  # what is chosen lies beside the prompt for a moment
-            unseen = policy.unseen(num_prompt, self.layout.block_tokens)
-            num_blocks = max(num_blocks, self.layout.num_blocks(num_prompt) + (unseen.start if unseen else 0))
+        if policy is not None and policy.chooses and (unseen := policy.unseen(num_prompt, self.layout.block_tokens)):
+            num_blocks += unseen.start  # what is chosen lies beside all others when an answer is computed again
         if num_blocks > self.num_blocks:
             raise InvalidRequest(
                 f"the request can need {num_blocks} blocks of KV memory, this worker has {self.num_blocks}",

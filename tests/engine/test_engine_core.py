@@ -97,6 +97,19 @@ def test_a_prompt_that_chooses_waits_until_there_is_room_for_its_choice() -> Non
         make(11).add(request("r", 150, 1, tenant_salt=salt))
 
 
+def test_an_answer_whose_prompt_chooses_can_always_be_computed_again() -> None:
+    salt = policy_salt(KVPolicy(32, 16, chooses=True), b"")
+    one = request("r", 160, 60, tenant_salt=salt, output_token_ids=(1,) * 50)
+    with pytest.raises(InvalidRequest):
+        make(15).add(one)
+    core = make(16)
+    core.add(one)
+    while core.has_work():
+        step = core.begin_step()
+        assert step.schedule.scheduled
+        end(core, step)
+
+
 def test_nothing_behind_a_choice_is_found_by_others() -> None:
     core, salt = make(), policy_salt(KVPolicy(32, 16, chooses=True), b"")
     core.add(request("first", 100, 60, tenant_salt=salt))
