@@ -47,7 +47,7 @@ DEEPSEEK = CallMarks(
 Parameters = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the parameters of each function."""
 
-_CODER_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_CODER_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 
 
 def coder_calls(parameters: Parameters) -> TaggedCalls:
@@ -72,19 +72,25 @@ def _typed(value: str, schema: object) -> Any:
     kinds = _kinds(schema)
     if value == "null" and "null" in kinds:
         return None
-    if not isinstance(schema, dict) or "string" in kinds or value in schema.get("enum", ()):
+    if not isinstance(schema, dict) or "string" in kinds or value in _items(schema.get("enum")):
         return value
     return json_or_text(_PYTHON_NAMES.get(value, value))
 
 
 def _kinds(schema: object) -> set[str]:
-    """The types that a schema names, itself or in its alternatives."""
-    if not isinstance(schema, dict):
-        return set()
-    named = schema.get("type", [])
-    kinds = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
-    others = [one for key in ("anyOf", "oneOf") for one in schema.get(key) or ()]
-    return kinds.union(*(_kinds(one) for one in others))
+    """The types that a schema names, itself or in its alternatives. Nobody has checked the schema."""
+    kinds, pending = set[str](), [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            named = part.get("type")
+            kinds.update(one for one in (*_items(named), named) if isinstance(one, str))
+            pending += [*_items(part.get("anyOf")), *_items(part.get("oneOf"))]
+    return kinds
+
+
+def _items(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}

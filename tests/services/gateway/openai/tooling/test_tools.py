@@ -353,6 +353,12 @@ def test_a_call_that_was_cut_off_is_no_content(kind: str, text: str, content: st
     assert (found, len(calls)) == (content, num_calls)
 
 
+def test_parameters_without_an_end_are_read_once() -> None:
+    """Each of them once had all that follows searched for its sign: minutes for an answer of 100,000 characters."""
+    content, calls = parsed(parser_of("qwen3_coder", {})(), [f"<function=f>{'<parameter=' * 10_000}</function>"])
+    assert (content, calls) == ("", [("f", "{}")])
+
+
 def test_results_and_what_is_said_with_them_are_one_turn() -> None:
     messages = [Message.model_validate(one) for one in (*HISTORY, HISTORY[2] | {"content": "late"}, HI[0], HI[0])]
     said = with_described_tools(messages, [])
@@ -363,6 +369,9 @@ def test_results_and_what_is_said_with_them_are_one_turn() -> None:
 
 
 def test_values_without_types_have_those_of_their_schemas() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(1_000):
+        deep = {"anyOf": [deep]}
     written = {
         "text": ("5", {"type": "string"}, "5"),
         "perhaps": ("5", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "5"),
@@ -375,6 +384,8 @@ def test_values_without_types_have_those_of_their_schemas() -> None:
         "object": ('{"a": 1}', {"$ref": "#/$defs/A"}, {"a": 1}),
         "choice": ("1", {"enum": ["1", "2"]}, "1"),
         "unknown": ("5", None, "5"),
+        "no_schema": ("5", {"type": 5, "enum": None, "anyOf": {}, "oneOf": "string"}, 5),
+        "deep": ("5", deep, 5),
     }
     schemas = {name: schema for name, (_, schema, _) in written.items() if schema is not None}
     values = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, (text, _, _) in written.items())
