@@ -24,8 +24,8 @@ OBSERVERS = 32
 """Latest tokens of a prompt whose attention says what is kept."""
 WHOLE = "whole"  # a request's policy that keeps all KV, whatever its class has
 PATTERN = rf"(?:sinks|snapkv):\d{{1,7}}\+\d{{1,7}}|{WHOLE}"
-_SALT = struct.Struct("<c?II")
-_MARK = b"\xfd"  # begins no text in UTF-8, and no salt of a tenant
+_SALT = struct.Struct("<cII")
+_SINKS, _CHOICE = b"\xfd", b"\xfc"  # begin no text in UTF-8, and no salt of a tenant
 _MOST_TOKENS = 1 << 20
 
 
@@ -77,19 +77,17 @@ def parse_kv_policy(text: str) -> KVPolicy | None:
 
 def policy_salt(policy: KVPolicy | None, tenant_salt: bytes) -> bytes:
     """The salt of KV that is computed under a policy; None: under none."""
-    return (
-        tenant_salt
-        if policy is None
-        else _SALT.pack(_MARK, policy.chooses, policy.num_early, policy.num_window) + tenant_salt
-    )
+    if policy is None:
+        return tenant_salt
+    return _SALT.pack(_CHOICE if policy.chooses else _SINKS, policy.num_early, policy.num_window) + tenant_salt
 
 
 def kv_policy_of(salt: bytes) -> KVPolicy | None:
     """The policy that KV under this salt is computed with. Raises InvalidRequest for a salt that was cut."""
     own = salt[ADAPTER_SALT_BYTES:] if adapter_of(salt) else salt
-    if not own.startswith(_MARK):
+    if not own.startswith((_SINKS, _CHOICE)):
         return None
     if len(own) < _SALT.size:
         raise InvalidRequest("the salt names a policy and is too short for it", param="kv_policy")
-    _, chooses, num_early, num_window = _SALT.unpack_from(own)
-    return parse_kv_policy(str(KVPolicy(num_early, num_window, chooses)))
+    mark, num_early, num_window = _SALT.unpack_from(own)
+    return parse_kv_policy(str(KVPolicy(num_early, num_window, chooses=mark == _CHOICE)))
