@@ -80,7 +80,7 @@ class RankFetches:
             answer: bytes = await channel.peer.call(method, message, deadline_s=deadline_s)
         finally:
             channel.num_calls -= 1
-        await self._close_idle()
+            await self._close_idle()
         return answer
 
     async def _close_idle(self) -> None:

@@ -86,6 +86,31 @@ async def test_a_fetch_that_is_cancelled_leaves_a_channel_that_works(monkeypatch
         await fetches.close()
 
 
+async def test_channels_to_sources_that_are_gone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = list[str]()
+
+    class Gone:
+        def __init__(self, address: str, *of_no_use: object) -> None:
+            self.address, self.channel = address, self
+
+        def unary_unary(self, method: str) -> None:
+            """Nothing is called."""
+
+        async def call(self, *of_no_use: object, deadline_s: float) -> bytes:
+            raise Unavailable(f"{self.address} is gone")
+
+        async def close(self) -> None:
+            closed.append(self.address)
+
+    monkeypatch.setattr(rank_fetches, "Peer", Gone)
+    monkeypatch.setattr(rank_fetches, "_MAX_IDLE", 1)
+    fetches = RankFetches(StagedShards())
+    for address in ("a:1", "b:1", "c:1"):
+        with pytest.raises(Unavailable):
+            await fetches.reach([address])
+    assert closed == ["a:1", "b:1"]
+
+
 async def test_a_source_that_is_gone_is_named() -> None:
     fetches = RankFetches(StagedShards())
     async with Source().served() as source:
