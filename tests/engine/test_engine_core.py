@@ -120,6 +120,16 @@ def test_nothing_behind_a_choice_is_found_by_others() -> None:
     assert core.find("second").num_cached == 96
 
 
+def test_an_answer_to_a_prompt_that_keeps_all_is_not_found_where_it_would_be_read_whole() -> None:
+    core, salt = make(), policy_salt(KVPolicy(32, 16, chooses=True), b"")
+    core.add(request("first", 40, 100, tenant_salt=salt))
+    while core.has_work():
+        end(core, core.begin_step())
+    core.add(request("second", 139, 1, tenant_salt=salt))
+    core.begin_step()
+    assert core.find("second").num_cached == 32
+
+
 _ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(["add", "hold", "reserve", "start", "cancel", "begin", "end", "step", "step"]),

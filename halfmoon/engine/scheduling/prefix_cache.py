@@ -103,11 +103,11 @@ class PrefixCache:
         return [block for block in leading if block is not None and self.num_users(block)]
 
     def insert(self, sequence: Sequence) -> bool:
-        """Makes the sequence's computed full blocks findable. Of two equal blocks the first stays.
+        """Makes the sequence's computed full blocks findable, unless none may share them. Of two equal the first stays.
 
         Returns whether any were new.
         """
-        num_full = sequence.num_computed // self._block_tokens
+        num_full = sequence.num_findable // self._block_tokens
         if self._root is None or num_full <= sequence.num_known_blocks:
             return False
         for index in range(sequence.num_known_blocks, num_full):

@@ -114,6 +114,15 @@ class Sequence:
         return num_tokens - 1 if self.policy is None else self.policy.num_reusable(self.num_prompt, num_tokens)
 
     @property
+    def num_findable(self) -> int:
+        """Leading computed tokens whose K and V others may share.
+
+        Under a policy that chooses, the output's do not see what they would see as a part of a prompt.
+        """
+        is_choosing = self.policy is not None and self.policy.chooses
+        return min(self.num_computed, self.num_prompt) if is_choosing else self.num_computed
+
+    @property
     def is_read_whole(self) -> bool:
         """Whether what runs next sees everything before it: no policy holds, or not before the prompt's end."""
         return self.policy is None or (self.policy.chooses and self.num_computed < self.num_prompt)
