@@ -148,7 +148,7 @@ class Restorer:
     ) -> list[_Answer]:
         """Asks all at once; once one answer is useful, the others have little time left.
 
-        believed: leading blocks of the named ones, as the gateway knew it a moment ago.
+        expected: leading blocks of the named ones, as the gateway knew it a moment ago.
         """
         leasts = [expected.get((holder.address, holder.kind), 0) for holder in holders]
         tasks = [
