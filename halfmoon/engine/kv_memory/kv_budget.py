@@ -17,6 +17,7 @@ from halfmoon.host_limits import free_memory_bytes
 _MAX_HOST_BYTES = 2 << 30
 _HOST_SHARE = 8  # divisor of the free memory; two workers and the weights must fit on a laptop
 _PAUSED_SHARE = 4  # divisor of the free host memory, for copies that pauses make
+_ABSORBED = "kv_b_proj.weight"  # of latent attention: no matrix product, so it stays on the device
 _STEP_BYTES = 1 << 30  # set aside on a GPU for activations, captured graphs and staging buffers
 
 
@@ -73,7 +74,7 @@ def device_weight_bytes(model: ModelConfig, dtype: torch.dtype, host_share: floa
         return total
     by_layer: Counter[int] = Counter()
     for name, view in build_model(model, dtype, "meta").parameters().items():
-        if ".layers." in name:
+        if ".layers." in name and not name.endswith(_ABSORBED):
             by_layer[int(name.split(".layers.")[1].split(".")[0])] += view.nbytes
     on_host = [by_layer[layer] for layer in layers]
     return total - sum(on_host) + 2 * max(on_host)

@@ -88,7 +88,7 @@ def chunk_s(prefill: PrefillModel, step: StepModel, num_tokens: float, known_tok
 
 
 def decodes_with_targets(batch: float, context_tokens: float, bound_s: Iterable[float | None]) -> StepDecodes:
-    """The decodes of a step whose worker was told these targets, as `chunk_target_s` gives them."""
+    """The decodes of a step whose requests carry these targets, as `chunk_target_s` gives them."""
     target_s, is_bounded = math.inf, False
     for each_s in bound_s:
         if each_s is None:
@@ -104,7 +104,7 @@ def step_decodes(batch: float, context_tokens: float, tbt_targets_s: Iterable[fl
 
 
 def chunk_target_s(tbt_target_s: float | None, role: str) -> float | None:
-    """What a worker is told of a request that decodes there: its target; inf for throughput first; None: constant.
+    """The target that a request carries to the worker it decodes on; inf for throughput first; None: constant.
 
     A decode worker computes prompts as an exception, so nobody's answer stops for a whole one there.
     """

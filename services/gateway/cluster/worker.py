@@ -32,7 +32,7 @@ class Worker:
         self.move_turns = asyncio.Semaphore(_MOVES_AT_ONCE)
         self.missed_blocks = False
         self.orders: list[GatewayMessage] = []  # of operators
-        self.told: frozenset[str] = frozenset()
+        self.sent_members: frozenset[str] = frozenset()
         self.sent_stores: frozenset[str] | None = None
         self.sent_caches: frozenset[str] = frozenset()
         self.gone: asyncio.Future[HalfmoonError] = asyncio.get_running_loop().create_future()

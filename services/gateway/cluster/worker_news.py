@@ -1,4 +1,4 @@
-"""What a worker has not been told yet: orders, other members, stores."""
+"""What a worker has not been sent yet: orders, other members, stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.gateway.cluster.worker import Worker
 
 
 def take_news(worker: Worker, membership: Membership) -> Iterator[GatewayMessage]:
-    """Messages for the worker. What they say counts as told."""
+    """Messages for the worker. What they say counts as sent."""
     worker.has_news.clear()
     orders, worker.orders = worker.orders, []
     yield from orders
@@ -27,12 +27,12 @@ def take_news(worker: Worker, membership: Membership) -> Iterator[GatewayMessage
 
 
 def _decode_members(worker: Worker, now: frozenset[str]) -> DecodeMembers | None:
-    """What has changed since the worker was told; None for nothing."""
-    told, worker.told = worker.told, now
-    return DecodeMembers(joined=now - told, left=told - now) if now != told else None
+    """What has changed since the last message; None for nothing."""
+    sent, worker.sent_members = worker.sent_members, now
+    return DecodeMembers(joined=now - sent, left=sent - now) if now != sent else None
 
 
 def _cache_members(worker: Worker, now: frozenset[str]) -> CacheMembers | None:
     """Likewise, of the workers whose prefix caches it may read."""
-    told, worker.sent_caches = worker.sent_caches, now
-    return CacheMembers(joined=now - told, left=told - now) if now != told else None
+    sent, worker.sent_caches = worker.sent_caches, now
+    return CacheMembers(joined=now - sent, left=sent - now) if now != sent else None

@@ -56,6 +56,7 @@ class Llama3Calls:
 
 _MAX_NAME_CHARS = 256
 _MAX_DEPTH = 64
+_CLOSING = re.compile(r"\s*\]")
 _BEGUN_NAME = re.compile(r"\s*(?:[^\W\d][\w.]*\s*)?")
 _NAME = re.compile(r"\s*[^\W\d][\w.]*\s*")
 _SIGNS = {  # what matters in arguments, by the quotation marks around it
@@ -121,9 +122,9 @@ class PythonicCalls:
         return min(at + (self._state != "text"), len(text))
 
     def _read_name(self, text: str, at: int) -> int:
-        if self._num_calls and not self._name.strip() and text[at:].lstrip().startswith("]"):
+        if self._num_calls and not self._name.strip() and (closing := _CLOSING.match(text, at)):
             self._state = "closed"  # Python lets a list end with a comma
-            return text.index("]", at) + 1
+            return closing.end()
         end = text.find("(", at, at + _MAX_NAME_CHARS)
         stop = min(at + _MAX_NAME_CHARS, len(text)) if end < 0 else end
         self._name += text[at:stop]

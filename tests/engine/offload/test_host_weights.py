@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from halfmoon.engine.config import EngineConfig, OffloadConfig, OffloadSchedule
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.kv_memory.kv_budget import device_weight_bytes, weight_bytes
+from halfmoon.engine.models import build_model
 from halfmoon.engine.offload.link import Copy, LinkWork
 from halfmoon.engine.offload.weights import WeightStream, layers_on_host
 from halfmoon.engine.request import EngineRequest, TokenOutput
@@ -155,6 +156,16 @@ def test_the_device_holds_what_is_not_on_the_host_and_two_layers(make_engine: Ma
     layer_bytes = total - all_on_host  # three layers less, and two buffers more
     assert 0 < layer_bytes < total / 3
     assert device_weight_bytes(config, torch.bfloat16, 0.67) == total
+
+
+def test_what_latent_attention_absorbs_stays_on_the_device(make_engine: MakeEngine) -> None:
+    config = make_engine("deepseek-v2").checkpoint.model_config
+    parameters = build_model(config, torch.bfloat16, "meta").parameters()
+    absorbed = [view.nbytes for name, view in parameters.items() if name.endswith("kv_b_proj.weight")]
+    with_host, without = (device_weight_bytes(config, torch.bfloat16, share) for share in (1.0, 0.0))
+    outside = sum(view.nbytes for name, view in parameters.items() if ".layers." not in name)
+    assert len(absorbed) == config.num_layers
+    assert outside + sum(absorbed) < with_host < without
 
 
 def test_weights_that_cannot_be_copied_are_refused(make_engine: MakeEngine) -> None:
