@@ -35,7 +35,7 @@ from halfmoon.engine.scheduling.spread_pool import Blocks
 from halfmoon.engine.scheduling.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
-from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
+from halfmoon.policy.models.chunk_length import ChunkRule
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.policy.models.measured_step import MeasuredStep
 from halfmoon.policy.retries import retry_ms_when_full
@@ -78,7 +78,6 @@ class EngineCore:
         self._finish_reason = finish_reason
         self._cache = PrefixCache(pool, self.layout.block_tokens, root)
         self._scheduler = Scheduler(self._cache, self.layout.block_tokens, step_limits, paused_kv)
-        self._chunk_rule = LearnedChunkRule(CONSTANT_CHUNKS)
         self._queues = self._scheduler.queues
         self._kv_watch = KVWatch(self.layout)
         self._restores = RestoreWatch(self.layout.block_tokens)
@@ -103,12 +102,12 @@ class EngineCore:
 
         `rule` is that of the start; it follows the steps that `note_timed` tells of.
         """
-        self._chunk_rule = self._scheduler.chunk_rule = LearnedChunkRule(rule)
+        self._scheduler.chunk_rule = LearnedChunkRule(rule)
 
     def note_timed(self, result: StepResult) -> None:
         """Takes the times of a step that was not empty, from the caller that measures them."""
         self.last_step_s = result.duration_s
-        self._chunk_rule.note(
+        self._scheduler.chunk_rule.note(
             MeasuredStep(
                 result.num_decode_rows,
                 result.decode_context_tokens,

@@ -45,12 +45,13 @@ class KVPolicy(NamedTuple):
         early = -(-self.num_early // block_tokens)
         return range(early, max(early, first))
 
-    def num_reusable(self, num_prompt: int, num_tokens: int) -> int:
-        """Leading tokens of `num_tokens` whose KV may come from elsewhere; at least one is left to compute."""
-        return max(num_prompt - OBSERVERS, 0) if self.chooses else num_tokens - 1
-
     def __str__(self) -> str:
         return f"{'snapkv' if self.chooses else 'sinks'}:{self.num_early}+{self.num_window}"
+
+
+def num_reusable(policy: KVPolicy | None, num_prompt: int, num_tokens: int) -> int:
+    """Leading tokens of `num_tokens` whose KV may come from elsewhere; at least one is left to compute."""
+    return num_tokens - 1 if policy is None or not policy.chooses else max(num_prompt - OBSERVERS, 0)
 
 
 def parse_kv_policy(text: str) -> KVPolicy | None:

@@ -64,14 +64,14 @@ def failure_lines(points: Sequence[Point], pace: Pace = "rate") -> list[str]:
     """Why requests of a point were not answered."""
     lines = []
     for point in sorted(points, key=lambda one: one.value):
-        found = point.summary
-        ends = {
-            "refused": counted(found.num_refused, found.refused_by) if found.num_refused else "",
-            "failed": counted(found.num_failed, found.failed_by) if found.num_failed else "",
-        }
-        said = ", ".join(f"{name} {text}" for name, text in ends.items() if text)
-        if said:
-            lines.append(f"{point.server}, {_where(point, pace)}: {said}")
+        summary = point.summary
+        ends = (
+            ("refused", summary.num_refused, summary.refused_by),
+            ("failed", summary.num_failed, summary.failed_by),
+        )
+        reasons = ", ".join(f"{name} {counted(num, by_reason)}" for name, num, by_reason in ends if num)
+        if reasons:
+            lines.append(f"{point.server}, {_where(point, pace)}: {reasons}")
     return lines
 
 

@@ -18,6 +18,7 @@ from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.chunk_length import ChunkRule, chunk_target_s
 from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.simulation import simulate
@@ -62,7 +63,7 @@ def engine_times(
         cache, BLOCK_TOKENS, SchedulerLimits(limits.max_batch_tokens, limits.chunk_tokens, limits.max_running)
     )
     if limits.follows_targets:
-        scheduler.chunk_rule = RULE
+        scheduler.chunk_rule = LearnedChunkRule(RULE)
     first: dict[int, int] = {}
     newest: dict[int, int] = {}
     longest: dict[int, int] = {}

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32})  # by the bytes of a number
+from halfmoon.engine.kv_memory.kv_arena import INTEGERS
 
 
 class Copy(NamedTuple):
@@ -160,5 +159,5 @@ class _Streamed:
 
 def _bits(tensor: Tensor) -> NDArray[np.signedinteger[Any]]:
     """Views a tensor as integers, since numpy has no bfloat16."""
-    integers: NDArray[np.signedinteger[Any]] = tensor.view(_INTEGERS[tensor.element_size()]).numpy()
+    integers: NDArray[np.signedinteger[Any]] = tensor.view(INTEGERS[tensor.element_size()]).numpy()
     return integers

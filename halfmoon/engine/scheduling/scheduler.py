@@ -16,7 +16,7 @@ from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence, Sch
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.engine.scheduling.speculation import Speculation
-from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, decodes_with_targets
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, decodes_with_targets
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.policy.preemption import Turns, in_turn
 
@@ -31,9 +31,7 @@ class Scheduler:
     ) -> None:
         """paused_kv: see `SequenceQueues`."""
         self.queues = SequenceQueues(cache, block_tokens, limits, paused_kv)
-        self.chunk_rule: ChunkRule | LearnedChunkRule = (
-            CONSTANT_CHUNKS  # how much of a prompt is computed beside decodes
-        )
+        self.chunk_rule = LearnedChunkRule(CONSTANT_CHUNKS)  # how much of a prompt is computed beside decodes
         self._blocks = self.queues.blocks
         self._block_tokens = block_tokens
         self._limits = limits

@@ -13,7 +13,7 @@ from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams,
 from halfmoon.engine.scheduling.restore_order import Restore
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.kv_policy import OBSERVERS, kv_policy_of
+from halfmoon.kv.kv_policy import OBSERVERS, kv_policy_of, num_reusable
 from halfmoon.policy.preemption import Pauses
 
 SequenceState = Literal["waiting", "running", "paused", "reserved", "held", "removed"]
@@ -110,8 +110,7 @@ class Sequence:
         """Leading tokens whose K and V may come from elsewhere: at least one is left to compute."""
         if self.needs_all_outputs:
             return 0
-        num_tokens = len(self.token_ids)
-        return num_tokens - 1 if self.policy is None else self.policy.num_reusable(self.num_prompt, num_tokens)
+        return num_reusable(self.policy, self.num_prompt, len(self.token_ids))
 
     @property
     def num_findable(self) -> int:

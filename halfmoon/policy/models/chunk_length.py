@@ -87,10 +87,10 @@ def chunk_s(prefill: PrefillModel, step: StepModel, num_tokens: float, known_tok
     return max(prefill.seconds(num_tokens, known_tokens) - min(prefill.a, step.d), 0.0)
 
 
-def decodes_with_targets(batch: float, context_tokens: float, bound_s: Iterable[float | None]) -> StepDecodes:
+def decodes_with_targets(batch: float, context_tokens: float, bounds_s: Iterable[float | None]) -> StepDecodes:
     """The decodes of a step whose requests carry these targets, as `chunk_target_s` gives them."""
     target_s, is_bounded = math.inf, False
-    for each_s in bound_s:
+    for each_s in bounds_s:
         if each_s is None:
             is_bounded = True
         elif each_s < target_s:

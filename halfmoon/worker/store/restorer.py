@@ -12,7 +12,7 @@ from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import DeadlineExceeded, HalfmoonError
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.keys import block_keys, root_key
-from halfmoon.kv.kv_policy import kv_policy_of
+from halfmoon.kv.kv_policy import kv_policy_of, num_reusable
 from halfmoon.policy.forecast.restore_plan import LAYER_PASSES, LAYERS_OVERHEAD_S, LayerLoads, RestorePlan
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient, TierName
@@ -90,9 +90,8 @@ class Restorer:
         engine = self.engine
         block_tokens = engine.layout.block_tokens
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        policy, num_prompt = kv_policy_of(request.tenant_salt), len(request.prompt_token_ids)
-        num_reusable = len(tokens) - 1 if policy is None else policy.num_reusable(num_prompt, len(tokens))
-        num_whole = num_reusable // block_tokens
+        policy = kv_policy_of(request.tenant_salt)
+        num_whole = num_reusable(policy, len(request.prompt_token_ids), len(tokens)) // block_tokens
         root = root_key(engine.fingerprint, engine.layout, request.tenant_salt)
         keys = block_keys(root, tokens[: num_whole * block_tokens], block_tokens)
         async with self.holders.of(named) as holders:

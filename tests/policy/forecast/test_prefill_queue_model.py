@@ -21,6 +21,7 @@ from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decodin
 from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork, Speed
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from tests.policy.busy_host import beside
 from tests.policy.sequences import lives
 
@@ -198,7 +199,7 @@ def scheduled_until(
     With `decode_s` somebody with that TBT target decodes meanwhile."""
     cache = PrefixCache(BlockPool(1000), 16, None)
     scheduler = Scheduler(cache, 16, SchedulerLimits(max_batch_tokens=STEP, chunk_tokens=40 if decode_s else STEP))
-    scheduler.chunk_rule = rule
+    scheduler.chunk_rule = LearnedChunkRule(rule)
     now_s = 0.0
     if decode_s:
         request = EngineRequest("decoding", (1,), SamplingParams(max_tokens=999), tbt_target_s=target_s)
