@@ -54,6 +54,11 @@ class ObjectEnd:
         self._is_quoted = False
         self._is_escaped = False  # the next character is
 
+    @property
+    def is_in_string(self) -> bool:
+        """Whether what has come ends within a string."""
+        return self._is_quoted
+
     def find(self, text: str, start: int) -> int | None:
         """Where the object ends in the next piece, `text[start:]`; None if it goes on."""
         start += self._is_escaped and start < len(text)

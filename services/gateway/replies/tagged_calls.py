@@ -21,6 +21,7 @@ class CallMarks(NamedTuple):
     read: Callable[[str], dict[str, Any] | None]  # a call from what is between them
     around: tuple[str, ...] = ()  # marks outside of calls
     can_end_open: bool = True  # the body says itself whether it is whole
+    has_object: bool = True  # the body has a JSON object; a closing mark in a string of it is text
 
 
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
@@ -53,7 +54,7 @@ _CODER_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>\n?(.*?)\n?(?:</parameter>
 def coder_calls(parameters: Parameters) -> TaggedCalls:
     """Parses Qwen3-Coder's calls: `<function=NAME>` and `<parameter=NAME>` with a value each, as text or as JSON."""
     read = partial(_read_coder, parameters)
-    return TaggedCalls(CallMarks("<function=", "</function>", read, ("<tool_call>", "</tool_call>"), False))
+    return TaggedCalls(CallMarks("<function=", "</function>", read, ("<tool_call>", "</tool_call>"), False, False))
 
 
 def _read_coder(parameters: Parameters, body: str) -> dict[str, Any] | None:
@@ -106,6 +107,7 @@ class TaggedCalls:
         self._marks = marks
         self._until = StopStrings([marks.open, *marks.around])  # the marks that may come next
         self._body: list[str] | None = None  # what has come after the opening mark
+        self._object: ObjectEnd | None = None  # of the body, until the object has ended
         self._after_mark = False  # white space there is dropped
         self._num_calls = 0
 
@@ -120,6 +122,11 @@ class TaggedCalls:
         if self._body is None:
             is_mark = is_cut_off and 2 * len(held) > len(self._marks.open)
             return [held] if held and not is_mark else []
+        body = "".join([*self._body, held])
+        if self._object is not None and self._object.is_in_string and self._marks.close in body:
+            self._marks = self._marks._replace(has_object=False)  # the string never ended: the marks count after all
+            self._body, self._object, self._until = [], None, StopStrings([self._marks.close])
+            return [*self.push(body), *self.flush(is_cut_off=is_cut_off)]
         part = self._call(held, closed=False)
         is_part = isinstance(part, str) or not self._marks.can_end_open
         return [] if is_cut_off and is_part else [part]
@@ -135,15 +142,27 @@ class TaggedCalls:
             text = "" if mark is None else held[len(before) + len(mark) :]
             if self._body is None and before:
                 yield before
-            elif self._body is not None and mark is None:
-                self._body.append(before)
             elif self._body is not None:
-                yield self._call(before)
+                is_in_string = self._is_in_string(before)
+                if mark is not None and not is_in_string:
+                    yield self._call(before)
+                else:
+                    self._body.append(before)
+                if mark is not None and is_in_string:
+                    self._body.append(mark)
+                    self._until, mark = StopStrings([mark]), None
             if mark is not None:
                 self._after_mark = True
                 opens = self._body is None and mark == self._marks.open
                 self._until = StopStrings([self._marks.close] if opens else [self._marks.open, *self._marks.around])
                 self._body = [] if opens else None
+                self._object = ObjectEnd() if opens and self._marks.has_object else None
+
+    def _is_in_string(self, piece: str) -> bool:
+        """Whether the next piece of the body ends in a string of its JSON object."""
+        if self._object is not None and self._object.find(piece, 0) is not None:
+            self._object = None
+        return self._object is not None and self._object.is_in_string
 
     def _call(self, end: str, *, closed: bool = True) -> ParsedPart:
         body = "".join([*(self._body or ()), end])

@@ -23,7 +23,7 @@ from services.gateway.openai.tooling.described_tools import with_described_tools
 from services.gateway.openai.tooling.tool_constraints import constraint_of_choice
 from services.gateway.replies.call_parts import CallPart, ToolParser
 from services.gateway.replies.stop_strings import StopStrings
-from services.gateway.replies.tagged_calls import CallList
+from services.gateway.replies.tagged_calls import DEEPSEEK, HERMES, CallList
 from services.gateway.replies.tool_parsers import (
     PARSERS,
     FirstCall,
@@ -432,6 +432,8 @@ def parsed(parser: ToolParser, pieces: list[str], *, is_cut_off: bool = False) -
     return "".join(one for one in found if isinstance(one, str)), calls
 
 
+ARGS = '{"code": "say \\"%s\\" }"}'
+QUOTED = f'{{"name": "f", "arguments": {ARGS}}}'
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "just text", "just text", []),
     ("hermes", "a < b <tool", "a < b <tool", []),
@@ -440,6 +442,19 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", ONE.removesuffix("</tool_call>"), "", [("weather", '{"city": "Rom"}')]),
     ("hermes", "x<tool_call>no call</tool_call>y", "x<tool_call>no call</tool_call>y", []),
     ("hermes", "<tool_call>{", "<tool_call>{", []),
+    (
+        "hermes",
+        f"<tool_call>{QUOTED % HERMES.close}{HERMES.close}\n{TWO}",
+        "",
+        [("f", ARGS % HERMES.close), ("time", "{}")],
+    ),
+    ("hermes", f'<tool_call>{{"a": "</tool_call>\n{TWO}', '<tool_call>{"a": "</tool_call>', [("time", "{}")]),
+    (
+        "deepseek",
+        f"{DEEPSEEK.open}f<｜tool▁sep｜>{ARGS % DEEPSEEK.close}{DEEPSEEK.close}",
+        "",
+        [("f", ARGS % DEEPSEEK.close)],
+    ),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
     (
         "hermes",
