@@ -13,7 +13,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.ledger.connection.sqlite import DriverThreads, OpenedFile, sqlite_engine
+from halfmoon.ledger.connection.sqlite import DriverThreads, OpenedFile, is_locked, sqlite_engine
 from halfmoon.ledger.connection.transaction import Result, Transaction, Work
 from halfmoon.ledger.connection.upgrade import is_current, upgrade
 
@@ -109,6 +109,15 @@ class Database:
             task.exception()  # no one awaits it
 
     async def _upgrade(self) -> None:
+        """Waits for another process that migrates a file: SQLite itself gives up on its lock much sooner."""
+        while True:
+            try:
+                return await self._upgrade_once()
+            except DBAPIError as error:
+                if not is_locked(error):
+                    raise
+
+    async def _upgrade_once(self) -> None:
         async with self._engine.connect() as connection:
             if await connection.run_sync(is_current):
                 return

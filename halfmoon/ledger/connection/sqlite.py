@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import aiosqlite
 from sqlalchemy import URL, Connection, event
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from halfmoon.errors import Unavailable
@@ -89,6 +90,11 @@ class OpenedFile:
                 "gateway to begin a new one"
             ) from error
         return stat.st_dev, stat.st_ino
+
+
+def is_locked(error: DBAPIError) -> bool:
+    """Whether another connection's lock was waited for in vain."""
+    return isinstance(error.orig, sqlite3.OperationalError) and error.orig.sqlite_errorcode == sqlite3.SQLITE_BUSY
 
 
 def _is_special(database: str) -> bool:

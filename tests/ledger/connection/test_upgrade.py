@@ -15,11 +15,14 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from halfmoon.errors import Incompatible
 from halfmoon.ledger import schema
+from halfmoon.ledger.connection import database, sqlite
 from halfmoon.ledger.connection.database import Database, make_engine, open_database
+from halfmoon.ledger.connection.sqlite import is_locked
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.ledger.models import Base
 from tests.ledger.postgresql import PostgresqlServer
@@ -39,6 +42,7 @@ KINDS = {"sqlite": {"serial": "INTEGER", "time": "DATETIME"}, "postgresql": {"se
 
 OPEN = """
 import asyncio, sys
+from halfmoon.ledger.connection.sqlite import is_locked
 from halfmoon.ledger.ledger import open_ledger
 async def main():
     async with open_ledger(sys.argv[1]):
@@ -169,6 +173,29 @@ async def test_gateways_that_start_together_do_it_once(ledger_url: str) -> None:
     await asyncio.gather(*(open_one() for _ in range(5)))
     _, said = await other.communicate()
     assert (other.returncode, said) == (0, b"")
+
+
+async def test_an_upgrade_waits_for_another_ones_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if SQLite's own wait for it ends many times meanwhile."""
+    monkeypatch.setattr(sqlite, "_BUSY_MS", 1)
+    file = tmp_path / "ledger.db"
+    holder = sqlite3.connect(file, isolation_level=None)
+    holder.execute("PRAGMA journal_mode=WAL")
+    holder.execute("BEGIN IMMEDIATE")
+    tries = 0
+
+    def counted(error: DBAPIError) -> bool:
+        nonlocal tries
+        tries += 1
+        if tries == 5:
+            holder.execute("ROLLBACK")
+        return is_locked(error)
+
+    monkeypatch.setattr(database, "is_locked", counted)
+    async with open_ledger(f"sqlite:///{file}") as ledger:
+        assert await ledger.recent(9) == []
+    holder.close()
+    assert tries >= 5
 
 
 async def test_a_migration_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
