@@ -27,7 +27,7 @@ ANSWERS = Phase("answers", 1.0, 40, 70)
 BURSTS = Phase("bursts", 1.0, 250, 40, "gamma", 2.5)
 NUM_WORKERS = 3
 AT_ONCE = {PROMPTS: 4, ANSWERS: 12, BURSTS: 8}  # requests of the closed loop
-TTFT_TIMES, TPOT_TIMES = 4.0, 1.5  # targets, over the longest means of the closed loops
+TTFT_TIMES, TPOT_TIMES = 2.0, 1.5  # targets, over the longest means of the closed loops
 
 
 class Capacity(NamedTuple):
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--cycle", choices=("phases", "bursts"), default="bursts")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a phase")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--load", type=float, default=0.75, help="share of what the better ratio holds")
+    parser.add_argument("--load", type=float, default=0.9, help="share of what the better ratio holds")
     parser.add_argument("--probes", type=int, default=24, help="requests of each closed loop")
     parser.add_argument("--ratio", type=split_of, action="append", help="PREFILL:DECODE:BOTH; all by default")
     args = parser.parse_args()
