@@ -27,6 +27,7 @@ if _version_not_supported:
 
 class ClusterStub:
     """The gateway's side of the cluster: workers dial in and stay. The end of the stream is the end of the membership.
+    A worker that has drained closes its half; the gateway closes the other once it has read the worker's last tokens.
     """
 
     def __init__(self, channel):
@@ -44,6 +45,7 @@ class ClusterStub:
 
 class ClusterServicer:
     """The gateway's side of the cluster: workers dial in and stay. The end of the stream is the end of the membership.
+    A worker that has drained closes its half; the gateway closes the other once it has read the worker's last tokens.
     """
 
     def Register(self, request_iterator, context):
@@ -70,6 +72,7 @@ def add_ClusterServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Cluster:
     """The gateway's side of the cluster: workers dial in and stay. The end of the stream is the end of the membership.
+    A worker that has drained closes its half; the gateway closes the other once it has read the worker's last tokens.
     """
 
     @staticmethod

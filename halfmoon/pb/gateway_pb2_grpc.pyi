@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ClusterStub:
-    """The gateway's side of the cluster: workers dial in and stay. The end of the stream is the end of the membership."""
+    """The gateway's side of the cluster: workers dial in and stay. The end of the stream is the end of the membership.
+    A worker that has drained closes its half; the gateway closes the other once it has read the worker's last tokens.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -37,13 +39,17 @@ class ClusterStub:
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
-    """The gateway's side of the cluster: workers dial in and stay. The end of the stream is the end of the membership."""
+    """The gateway's side of the cluster: workers dial in and stay. The end of the stream is the end of the membership.
+    A worker that has drained closes its half; the gateway closes the other once it has read the worker's last tokens.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.StreamStreamMultiCallable[_gateway_pb2.WorkerMessage, _gateway_pb2.GatewayMessage]  # type: ignore[assignment]
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
-    """The gateway's side of the cluster: workers dial in and stay. The end of the stream is the end of the membership."""
+    """The gateway's side of the cluster: workers dial in and stay. The end of the stream is the end of the membership.
+    A worker that has drained closes its half; the gateway closes the other once it has read the worker's last tokens.
+    """
 
     @_abc_1.abstractmethod
     def Register(

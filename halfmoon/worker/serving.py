@@ -145,7 +145,7 @@ class Serving:
             self._state.draining = True
             log.info("worker.draining", extra={"num_running": self._engine.stats_now().num_running})
             members_of.report_now()
-            settled = group.create_task(self._settled())
+            settled = group.create_task(self._settled(members_of, tasks[0]))
             await asyncio.wait({stopping, settled}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({settled}, timeout=drain_s)
             for task in (*tasks, settled):
@@ -172,12 +172,13 @@ class Serving:
         self._state.router.forget_all(error)
         raise error
 
-    async def _settled(self) -> None:
-        """Returns when no request is left and all tokens, and blocks for the store, have been sent."""
+    async def _settled(self, members_of: Gateways, membership: asyncio.Task[None]) -> None:
+        """Returns when no request is left, blocks for the store are sent, and the gateways have read all tokens."""
         await self._idle()
         await self._state.chains.settled()
         self._state.router.end()
-        await asyncio.sleep(_SETTLE_POLL_S)  # gateways read the last tokens before the membership ends
+        members_of.leave()
+        await asyncio.wait({membership}, timeout=_GATEWAY_PATIENCE_S)
 
     async def _idle(self) -> None:
         """Returns when no request is left."""

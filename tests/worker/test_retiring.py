@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
-from halfmoon.pb import gateway_pb2
+from halfmoon.pb import gateway_pb2, gateway_pb2_grpc
+from halfmoon.rpc.server import running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.serving import Serving
 from halfmoon.worker.serving_engine import ServingEngine
@@ -32,19 +37,42 @@ class BusyEngine:
         return SimpleNamespace(num_running=self.num_running, num_waiting=0, num_reserved=0, num_held=0, num_paused=0)
 
 
+class Gateway(gateway_pb2_grpc.ClusterServicer):
+    """Ends a registration once it has read the last tokens."""
+
+    def __init__(self) -> None:
+        self.welcomed = asyncio.Event()
+        self.was_told_all = asyncio.Event()
+        self.has_read_tokens = asyncio.Event()
+        self.last = gateway_pb2.WorkerMessage()
+
+    async def Register(
+        self, messages: AsyncIterator[gateway_pb2.WorkerMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[gateway_pb2.GatewayMessage]:
+        yield gateway_pb2.GatewayMessage(welcome=gateway_pb2.Welcome(gateway_id="g", heartbeat_interval_s=1000.0))
+        async for message in messages:
+            self.last = message
+            self.welcomed.set()
+        self.was_told_all.set()
+        await self.has_read_tokens.wait()
+
+
 class Worker:
     """Serves an engine that has requests; told to go by its futures."""
 
-    def __init__(self) -> None:
+    def __init__(self, gateway: str = NOBODY) -> None:
         loop = asyncio.get_running_loop()
         self.engine = BusyEngine()
         self.state = WorkerState(gateway_pb2.WorkerIdentity(), cast(Any, None), WorkerMetrics())
         self.stopping: asyncio.Future[None] = loop.create_future()
         self.retiring: asyncio.Future[None] = loop.create_future()
         engine = cast(ServingEngine, self.engine)
-        self.serving = Serving(engine, self.state, gateway_pb2.WorkerLoad, loop.create_future())
-        work = self.serving.until_stopped(NOBODY, 0.0, self.stopping, self.retiring)
+        self.serving = Serving(engine, self.state, self.load, loop.create_future())
+        work = self.serving.until_stopped(gateway, 0.0, self.stopping, self.retiring)
         self.life = asyncio.create_task(work)
+
+    def load(self) -> gateway_pb2.WorkerLoad:
+        return gateway_pb2.WorkerLoad(draining=self.state.draining)
 
     async def retire(self) -> None:
         """And sees that its requests keep it."""
@@ -59,6 +87,21 @@ async def test_who_retires_finishes_what_it_has_accepted() -> None:
     await worker.retire()
     worker.engine.num_running = 0
     await asyncio.wait_for(worker.life, 60)
+
+
+async def test_who_has_drained_stays_until_its_gateway_has_read_the_last_tokens() -> None:
+    gateway = Gateway()
+    add = [lambda server: gateway_pb2_grpc.add_ClusterServicer_to_server(gateway, server)]
+    async with running_server("127.0.0.1:0", add, RpcMetrics(CollectorRegistry()), grace_s=0) as server:
+        worker = Worker(f"127.0.0.1:{server.port}")
+        await asyncio.wait_for(gateway.welcomed.wait(), 60)
+        worker.engine.num_running = 0
+        worker.retiring.set_result(None)
+        await asyncio.wait_for(gateway.was_told_all.wait(), 60)
+        assert gateway.last.load.draining
+        assert not worker.life.done()
+        gateway.has_read_tokens.set()
+        await asyncio.wait_for(worker.life, 60)
 
 
 @pytest.mark.parametrize("returns", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 
 from halfmoon.rpc.addresses.resolved import resolved
 from halfmoon.worker.membership.registration import Registration
@@ -39,6 +40,7 @@ class Gateways:
         self._known: dict[str, frozenset[str]] = {}  # addresses by name
         self._unresolved: set[str] = set()  # names that were logged
         self._running: dict[str, Registration] = {}  # by address
+        self._leaving = asyncio.Event()
         self.most = 0  # registrations that there have been at a time
 
     def report_now(self) -> None:
@@ -46,11 +48,19 @@ class Gateways:
         for registration in self._running.values():
             registration.report_now()
 
+    def leave(self) -> None:
+        """Ends every registration after a last report. `run` returns when the gateways have read everything."""
+        self._leaving.set()
+        for registration in self._running.values():
+            registration.leave()
+
     async def run(self) -> None:
-        """Stays registered. Raises the error with which a gateway refuses this worker."""
+        """Stays registered until `leave`. Raises the error with which a gateway refuses this worker."""
         async with asyncio.TaskGroup() as group:
             while True:
                 wanted = await self._wanted()
+                if self._leaving.is_set():
+                    return
                 for address in sorted(wanted - self._running.keys()):
                     self._running[address] = self._registration(address)
                     group.create_task(self._registered(address))
@@ -59,7 +69,10 @@ class Gateways:
                 if len(self._running) > self.most:
                     self.most = len(self._running)
                     self.report_now()
-                await asyncio.sleep(self._resolve_s if self._running else min(_FIRST_S, self._resolve_s))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._resolve_s if self._running else min(_FIRST_S, self._resolve_s)):
+                        await self._leaving.wait()
+                        return
 
     async def _registered(self, address: str) -> None:
         await self._running[address].run()

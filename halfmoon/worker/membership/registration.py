@@ -56,10 +56,16 @@ class Registration:
         self._interval_s = min(_FIRST_INTERVAL_S, report_s)
         self._hurry = asyncio.Event()
         self._logged_reason = ""  # why the gateway is away
+        self._leaves = False
         self.is_wanted = True  # after a loss it registers again
 
     def report_now(self) -> None:
         """Sends the next load report at once, because something important changed."""
+        self._hurry.set()
+
+    def leave(self) -> None:
+        """Ends the membership after a last report. `run` returns when the gateway has read everything."""
+        self.is_wanted, self._leaves = False, True
         self._hurry.set()
 
     async def run(self) -> None:
@@ -71,6 +77,8 @@ class Registration:
             while self.is_wanted:
                 try:
                     await self._register(peer)
+                    if self._leaves:
+                        return
                     log.warning("registration.ended", extra={"gateway": self._address})
                 except _TEMPORARY as err:
                     if err.message != self._logged_reason:  # log once, however long the gateway is away
@@ -111,9 +119,12 @@ class Registration:
         self._blocks.begin_anew()
         while True:
             self._hurry.clear()
+            is_last = self._leaves
             yield gateway_pb2.WorkerMessage(load=self._load())
             for events in self._blocks.messages():
                 yield gateway_pb2.WorkerMessage(blocks=events)
+            if is_last:
+                return
             try:
                 async with asyncio.timeout(self._interval_s):
                     await self._hurry.wait()

@@ -104,7 +104,10 @@ class Cluster(ClusterServicer):
     async def Register(
         self, messages: AsyncIterator[WorkerMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[GatewayMessage]:
-        """One worker's membership, which lasts as long as this stream and its heartbeats."""
+        """One worker's membership, which lasts as long as this stream and its heartbeats.
+
+        A drained worker closes its half of the stream. The other half ends once its last tokens are read.
+        """
         first = await anext(messages, None)
         if first is None or first.WhichOneof("message") != "identity":
             raise InvalidRequest("the first message of a registration must be the identity", param="identity")
@@ -229,9 +232,17 @@ class Cluster(ClusterServicer):
                     raise worker.gone.result()
                 if reading.done():
                     await reading
+                    await self._last_tokens(worker)
                     return
                 for message in take_news(worker, self.membership):
                     yield message
+
+    async def _last_tokens(self, worker: Worker) -> None:
+        """Returns when all tokens of a drained worker are read, or its membership has ended: it sends no heartbeats."""
+        reader = self._readers.get(worker)
+        if reader is not None and worker.member.load.draining:
+            either: set[asyncio.Future[Any]] = {reader, worker.gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
 
     async def _read_reports(self, worker: Worker, messages: AsyncIterator[WorkerMessage]) -> None:
         async for message in messages:
@@ -253,12 +264,16 @@ class Cluster(ClusterServicer):
             self.router.leave(worker.member.worker_id)
 
     async def _read_tokens(self, worker: Worker) -> None:
-        """Reads one worker's token stream, and reconnects after a break: requests that ran there count as lost."""
+        """Reads one worker's token stream, and reconnects after a break: requests that ran there count as lost.
+
+        Returns at the end of the stream: the worker has drained.
+        """
         num_failures = 0
+        reason: HalfmoonError
         while True:
-            reason: HalfmoonError = Unavailable(f"worker {worker.member.worker_id} ended its token stream")
             try:
                 await self._read_token_stream(worker)
+                return
             except HalfmoonError as error:
                 reason = error
             except Exception as error:  # our own bug must not leave a member without a reader

@@ -194,9 +194,10 @@ class Attempt:
                 raise error
             case WorkerLost(worker_id, error):
                 if worker_id == self._decode.member.worker_id:
-                    raise DecodeWorkerLost(error.message)
-                if self._needs_prefill:
-                    raise Unavailable(error.message)
+                    if not self._order.has_last:
+                        raise DecodeWorkerLost(error.message)
+                elif self._needs_prefill and not self._prefill.member.load.draining:
+                    raise Unavailable(error.message)  # a drained worker has ended its call, which may be unread yet
             case Stopping(error):
                 raise error
         return []
@@ -251,6 +252,11 @@ class TokenOrder:
     def has_begun(self) -> bool:
         """Whether the first due token has come."""
         return self._next > self._first
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last token is among those that wait for the first one."""
+        return any(token.finish_reason != NOT_FINISHED for token in self._early.values())
 
     def push(self, token: Token) -> list[Token]:
         """Returns the tokens that are due now, in order. Drops a repeated position.

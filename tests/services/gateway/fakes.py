@@ -222,7 +222,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.finds_answered.set()
         self.settles_taken = asyncio.Event()
         self.settles_taken.set()
-        self.steps: dict[str, asyncio.Queue[StepTokens | HalfmoonError]] = {}
+        self.steps: dict[str, asyncio.Queue[StepTokens | HalfmoonError | None]] = {}  # None: it has drained
         self.decoding: list[asyncio.Task[None]] = []
         self.end_registration = asyncio.Event()
         self.registered = asyncio.Event()
@@ -304,6 +304,8 @@ class FakeWorker(PrefillServicer, DecodeServicer):
             queue.task_done()
             if isinstance(step, HalfmoonError):
                 raise step
+            if step is None:
+                return
             yield step
 
     async def Cancel(self, request: CancelRequest, context: grpc.aio.ServicerContext) -> CancelResponse:
@@ -483,12 +485,16 @@ class Fleet:
         """A registered worker, placeable when this returns; `identity` is what it says differently of itself."""
         worker = FakeWorker(worker_id, role, script or Script(), self)
         worker.changes = identity
-        await self._stack.enter_async_context(_served(worker))
-        self.by_address[worker.address] = worker
+        await self.serve(worker)
         registration = asyncio.ensure_future(worker.register(self.gateway.address))
         self._stack.push_async_callback(_cancelled, registration)
         await self.until(lambda: worker_id in self.placeable())
         return worker
+
+    async def serve(self, worker: FakeWorker) -> None:
+        """Has a worker listen that is not registered."""
+        await self._stack.enter_async_context(_served(worker))
+        self.by_address[worker.address] = worker
 
     async def join(self, *workers: FakeWorker) -> None:
         """Registers workers of another gateway's fleet here, too."""

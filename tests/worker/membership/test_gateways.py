@@ -23,11 +23,16 @@ class FakeRegistration:
         self.num_reports = 0
         self.lost = asyncio.Event()
         self.refusal: Exception | None = None
+        self.has_begun = self.has_left = False
 
     def report_now(self) -> None:
         self.num_reports += 1
 
+    def leave(self) -> None:
+        self.is_wanted, self.has_left = False, True
+
     async def run(self) -> None:
+        self.has_begun = True
         while self.is_wanted:
             await self.lost.wait()
             self.lost.clear()
@@ -139,6 +144,23 @@ async def test_names_of_the_same_gateway_are_one_registration() -> None:
     async with running("gw:7", "10.0.0.1:7", gw_7={"10.0.0.1:7"}, **{"10.0.0.1_7": {"10.0.0.1:7"}}) as world:
         await world.resolved_again()
         assert world.addresses == ["10.0.0.1:7"]
+
+
+@pytest.mark.parametrize("resolve_s", [0.0, 1000.0])
+async def test_it_is_over_when_all_gateways_have_ended_the_registrations_that_it_leaves(resolve_s: float) -> None:
+    world = World()
+    world.names = {"gw:7": {"10.0.0.1:7", "10.0.0.2:7"}}
+    gateways = Gateways(["gw:7"], world.register, world.leave, world.resolve, resolve_s=resolve_s)
+    task = asyncio.create_task(gateways.run())
+    await world.until(lambda: [one.has_begun for one in world.made] == [True, True])
+    gateways.leave()
+    world.names["gw:7"].add("10.0.0.3:7")
+    world.made[0].lost.set()
+    await world.until(lambda: world.left == ["10.0.0.1:7"])
+    assert not task.done()
+    world.made[1].lost.set()
+    await asyncio.wait_for(task, 60)
+    assert [one.has_left for one in world.made] == [True, True]
 
 
 async def test_a_refusal_ends_the_worker() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from halfmoon.errors import DataLoss
-from halfmoon.pb.gateway_pb2 import WorkerLoad
+from halfmoon.pb.gateway_pb2 import WorkerLoad, WorkerMessage
+from halfmoon.pb.prefill_pb2 import FirstToken, PrefillEvent, PrefillRequest
 from halfmoon.pb.types_pb2 import KVLayout
 from halfmoon.policy.models.latency import PrefillSample
 from services.gateway.cluster.cluster import running_cluster
@@ -115,6 +118,101 @@ async def test_a_token_stream_that_cannot_be_read_is_opened_again(tmp_path: Path
         fleet.cluster.router.deliver = deliver  # type: ignore[method-assign]
         await fleet.until(lambda: fleet.placeable() == {"b0"})
         assert await says_hello(fleet)
+
+
+async def test_a_drained_worker_stays_until_its_last_tokens_are_read(tmp_path: Path) -> None:
+    drains, has_drained, gate = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    script = Script("hello", gate, tokens_before_gate=1)
+    async with running_fleet(tmp_path) as fleet:
+        prefill, decode = await fleet.add("p0", "prefill", script), FakeWorker("d0", "decode", script, fleet)
+        await fleet.serve(decode)
+
+        async def messages() -> AsyncIterator[WorkerMessage]:
+            yield WorkerMessage(identity=decode.identity())
+            await drains.wait()
+            yield WorkerMessage(load=WorkerLoad(draining=True))
+            has_drained.set()
+
+        async def register() -> None:
+            async for _ in fleet.cluster.Register(messages(), cast(Any, None)):
+                pass
+
+        membership = asyncio.ensure_future(register())
+        await fleet.until(lambda: "d0" in fleet.placeable())
+        answer = asyncio.ensure_future(fleet.client.completions.create(model=MODEL, prompt="hi", max_tokens=6))
+        await soon(prefill.calls.prefill_ended.wait())
+        drains.set()
+        await soon(has_drained.wait())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not membership.done()
+        gate.set()
+        assert (await soon(answer)).choices[0].text == "hello"
+        decode.steps[fleet.cluster.gateway_id].put_nowait(None)
+        await soon(membership)
+        assert not [worker for worker in fleet.cluster.workers() if worker.member.worker_id == "d0"]
+    assert len(prefill.calls.prefills) == 1
+
+
+async def test_a_drained_worker_that_stands_still_is_expired(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, heartbeat_interval_s=0.05) as fleet:
+        worker = await fleet.add("b0", "both")
+        gone = fleet.cluster.worker("b0").gone
+        worker.loads.put_nowait(WorkerLoad(draining=True))
+        await fleet.until_told(lambda: not fleet.placeable())
+        worker.end_registration.set()
+        assert "missed heartbeats" in (await soon(asyncio.shield(gone))).message
+
+
+async def test_a_prompt_of_a_prefill_worker_that_has_drained_is_not_computed_again(tmp_path: Path) -> None:
+    is_read = asyncio.Event()
+
+    async def late(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        await is_read.wait()
+        async for event in worker.usual_prefill(request):
+            yield event
+
+    async with running_fleet(tmp_path) as fleet:
+        first, _ = await fleet.pair()
+        first.on_prefill = late
+        answer = asyncio.ensure_future(says_hello(fleet))
+        await soon(first.calls.prefill_came.wait())
+        second = await fleet.add("p1", "prefill")
+        gone, member = fleet.cluster.worker("p0").gone, fleet.cluster.worker("p0").member
+        first.loads.put_nowait(WorkerLoad(draining=True))
+        await fleet.until_told(lambda: member.load.draining)
+        first.end_registration.set()
+        await soon(asyncio.shield(gone))
+        is_read.set()
+        assert await soon(answer)
+    assert not second.calls.prefills
+
+
+async def test_an_answer_that_has_all_but_its_first_token_outlives_its_decode_worker(tmp_path: Path) -> None:
+    is_gone = asyncio.Event()
+
+    async def late(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        worker.hand_over(request)
+        await is_gone.wait()
+        yield PrefillEvent(first_token=FirstToken(token=worker.script.token(request.generation, 0)))
+
+    async with running_fleet(tmp_path) as fleet:
+        prefill, decode = await fleet.pair()
+        prefill.on_prefill = late
+        answer = asyncio.ensure_future(says_hello(fleet))
+        await soon(prefill.calls.prefill_came.wait())
+        await fleet.until_told(lambda: bool(decode.decoding))
+        await asyncio.wait(decode.decoding)
+        await soon(decode.steps[fleet.cluster.gateway_id].join())
+        gone, member = fleet.cluster.worker("d0").gone, fleet.cluster.worker("d0").member
+        decode.loads.put_nowait(WorkerLoad(draining=True))
+        await fleet.until_told(lambda: member.load.draining)
+        decode.steps[fleet.cluster.gateway_id].put_nowait(None)
+        decode.end_registration.set()
+        await soon(asyncio.shield(gone))
+        is_gone.set()
+        assert await soon(answer)
+    assert len(prefill.calls.prefills) == 1
 
 
 async def test_a_gateway_that_stood_still_expires_nobody(tmp_path: Path) -> None:

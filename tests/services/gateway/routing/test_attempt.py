@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb.types_pb2 import (
+    LENGTH,
     NOT_FINISHED,
     FinishReason,
     Token,
@@ -27,6 +28,16 @@ def test_decode_tokens_wait_for_the_first_one() -> None:
     assert [one.position for one in order.push(token(5))] == [5, 6, 7]
     assert order.push(token(6)) == []
     assert [one.position for one in order.push(token(8))] == [8]
+
+
+def test_a_last_token_may_wait_for_the_first_one() -> None:
+    order = TokenOrder(0)
+    order.push(token(1))
+    assert not order.has_last
+    order.push(token(2, finish=LENGTH))
+    assert order.has_last
+    order.push(token(0))
+    assert not order.has_last
 
 
 def test_a_gap_is_an_error() -> None:
