@@ -75,7 +75,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "console": frozenset({"halfmoon.rpc", "halfmoon.pb"}),
 }
 # each shelf may import those before it
-POLICY_SHELVES = ("models", "view", "values", "forecast", "placement", "admission", "scaling")
+POLICY_SHELVES = ("models", "offload", "view", "values", "forecast", "placement", "admission", "scaling")
 TORCH_FREE_PACKAGES = (
     *(f"halfmoon/{room}" for room in ("kv", "catalog", "config", "policy", "sim", "plan", "rpc", "ledger")),
     *(f"halfmoon/{room}" for room in ("pb", "profiling", "architectures")),

@@ -73,14 +73,20 @@ class WorkerConfig(Section):
         "leaves, or all that fits where nobody set one",
     )
     max_running: int = Field(64, ge=1, description="most sequences in one batch")
-    offload_kv: Literal["none", "host"] = Field(
+    offload_kv: Literal["none", "host", "auto"] = Field(
         "none",
         description="'host': KV that exceeds kv_memory is kept in host memory and fetched layer by layer; for OPT, "
         "layers' inputs, half as large, may be kept there instead. With tensor_parallel all of it is fetched; not with "
-        "pipeline_parallel",
+        "pipeline_parallel. auto: if measured rates say that it pays, as with offload_weights: auto",
     )
     offload_bytes: ByteSize = Field(
-        ByteSize(4 << 30), gt=0, description="host memory for offload_kv: host, of all ranks together"
+        ByteSize(4 << 30), gt=0, description="host memory for offload_kv: host or auto, of all ranks together"
+    )
+    device_memory: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="memory for weights and KV together that offload_kv: auto and offload_weights: auto divide, "
+        "instead of kv_memory; default: gpu_memory_utilization of the GPU; needed on a CPU",
     )
     offload_schedule: Literal["auto", "latency", "throughput"] = Field(
         "auto",
@@ -92,12 +98,12 @@ class WorkerConfig(Section):
         description="what is computed again instead of loaded with offload_kv: host: auto, as measured rates say; "
         "never; always, K and V from layers' inputs, which only a model has whose inputs are half as large (OPT)",
     )
-    offload_weights: float = Field(
+    offload_weights: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
         0.0,
-        ge=0,
-        le=1,
         description="share of the layers whose weights are in host memory and come in while others compute; room for "
-        "two layers on the device is for them. On a CPU with attention: native. Not with vLLM",
+        "two layers on the device is for them. auto: chosen at start by measured rates, for the most tokens a second "
+        "of up to max_running sequences of max_context_tokens, or with offload_schedule: latency for the fastest step "
+        "of one. On a CPU with attention: native. Not with vLLM",
     )
     max_context_tokens: int | None = Field(
         None, ge=1, description="most tokens of prompt and output; default: the model's context"

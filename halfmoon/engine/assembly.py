@@ -23,6 +23,7 @@ from halfmoon.engine.models.model_part import whole_model
 from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_block_shapes, load_weights
 from halfmoon.engine.native.prepared_model import ModelSteps, ready_model
 from halfmoon.engine.offload.build import Offload
+from halfmoon.engine.offload.host_choice import with_host_choice
 from halfmoon.engine.offload.link import Throttle
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.weights import WeightStream, layers_on_host, weight_stream
@@ -50,12 +51,21 @@ def most_context_tokens(checkpoint: Checkpoint, config: EngineConfig) -> int:
     return min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
 
 
+def with_chosen_host(checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout) -> EngineConfig:
+    """The configuration once what is on the host has been chosen, if it is to be. Raises Incompatible."""
+    if config.host_choice is None:
+        return config
+    torch.set_num_threads(_num_threads(config))
+    known = replace(config, dtype=_resolve_dtype(config))
+    return with_host_choice(checkpoint, known, layout, most_context_tokens(checkpoint, config))
+
+
 def assemble(
     checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, on_progress: Progress | None = None
 ) -> Assembled:
     """Loads the weights, reporting to `on_progress`. Raises Incompatible and ServiceFailed."""
     config = replace(config, dtype=_resolve_dtype(config))
-    num_threads = config.num_threads or min(torch.get_num_threads(), host_limits.num_threads())
+    num_threads = _num_threads(config)
     torch.set_num_threads(config.load_threads or num_threads)
     if config.num_ranks == 1:
         return _on_one_device(checkpoint, config, layout, num_threads, on_progress)
@@ -123,6 +133,10 @@ def _model_steps(
         load_shapes=lambda model: load_block_shapes(model, blocks),
         pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap, **options),
     )
+
+
+def _num_threads(config: EngineConfig) -> int:
+    return config.num_threads or min(torch.get_num_threads(), host_limits.num_threads())
 
 
 def _resolve_dtype(config: EngineConfig) -> FloatDtype:

@@ -30,6 +30,16 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HostChoiceConfig:
+    """Chooses at start, by measured rates, what of weights and KV is on the host (`offload/host_choice.py`)."""
+
+    weights: bool  # the share of layers whose weights are there; False: `EngineConfig.host_weights`
+    kv: bool  # whether KV is there at all; False: if and only if `EngineConfig.offload` says so
+    objective: Literal["latency", "throughput"] = "throughput"
+    device_bytes: int | None = None  # for weights and KV; None, on a GPU only: `gpu_memory_utilization` of it
+
+
+@dataclass(frozen=True, slots=True)
 class JoinedRanks:
     """The last ranks of a worker, which run on other hosts and join it (`parallel/joined_ranks.py`)."""
 
@@ -78,6 +88,7 @@ class EngineConfig:
     joined: JoinedRanks | None = None  # None: all ranks are on this host
     offload: OffloadConfig | None = None  # None: all KV is on the device
     host_weights: float = 0.0  # share of the layers whose weights are on the host and come in layer by layer
+    host_choice: HostChoiceConfig | None = None  # None: `offload` and `host_weights` hold
     link_bytes_per_s: float | None = None  # throttles what comes from the host to this rate, for experiments on a CPU
 
     def __post_init__(self) -> None:
@@ -104,6 +115,8 @@ class EngineConfig:
                 f"engine: the weights on the host are a share of the layers, from 0 to 1, not {self.host_weights}",
                 param="offload_weights",
             )
+        if self.host_choice is not None:
+            self._check_host_choice(self.host_choice)
         if self.offload is not None and self.num_ranks > self.tensor_parallel:
             raise Incompatible(
                 "engine: KV on the host is not for stages of layers, or ranks that share tokens: leave out "
@@ -144,6 +157,18 @@ class EngineConfig:
                 f"engine: max_batch_tokens ({self.step_tokens}) must exceed max_running ({self.max_running})",
                 param="max_batch_tokens",
             )
+
+    def _check_host_choice(self, wish: HostChoiceConfig) -> None:
+        param = "offload_weights" if wish.weights else "offload_kv"
+        problem = None
+        if self.num_ranks > 1:
+            problem = "rates are measured on one device: with several ranks, name offload_kv and the share of weights"
+        elif self.kv_memory_bytes is not None or self.num_blocks is not None:
+            problem = "the memory is divided between weights and KV: give device_memory instead of kv_memory"
+        elif wish.device_bytes is None and self.device == "cpu":
+            problem = "on a CPU, device_memory has to say how much memory weights and KV may take"
+        if problem is not None:
+            raise Incompatible(f"engine: {param}: auto: {problem}", param=param)
 
     @property
     def step_tokens(self) -> int:

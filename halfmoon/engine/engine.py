@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from halfmoon.architectures.model_config import ModelConfig
-from halfmoon.engine.assembly import assemble, kv_layout, most_context_tokens
+from halfmoon.engine.assembly import assemble, kv_layout, most_context_tokens, with_chosen_host
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine_core import EngineCore
@@ -50,8 +50,8 @@ class Engine(EngineCore):
         Raises Incompatible, and ServiceFailed if another rank's process ended. Call `close` when done.
         """
         self.checkpoint = checkpoint
-        self.config = config
         layout = kv_layout(checkpoint.model_config, config)
+        self.config = config = with_chosen_host(checkpoint, config, layout)
         most_tokens = most_context_tokens(checkpoint, config)
         self._runner, memory, self._weights = assemble(checkpoint, config, layout, on_progress)
         reached = memory if isinstance(memory, ParallelRunner) else KVByTicket(memory, layout)

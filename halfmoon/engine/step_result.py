@@ -26,7 +26,7 @@ class StagedWork:
 
     num_groups: Mapping[str, int] = field(
         default_factory=lambda: MappingProxyType({})
-    )  # sequences, by how their KV came to the device (`policy/offload.Kind`)
+    )  # sequences, by how their KV came to the device (`policy/offload/recompute.py`)
     link_bytes: int = 0
     link_s: float = 0.0  # while the link was busy
     wait_s: float = 0.0  # part of it during which nothing was computed

@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint.adapters import read_adapters
 from halfmoon.engine.checkpoint.checkpoint import default_cache_dir, prepare_checkpoint
-from halfmoon.engine.config import EngineConfig, JoinedRanks, OffloadConfig
+from halfmoon.engine.config import EngineConfig, HostChoiceConfig, JoinedRanks, OffloadConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.engine_facts import EngineFacts
 from halfmoon.engine.step_result import StepResult
@@ -139,7 +139,8 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
         attention=settings.attention,
         mixed_attention=settings.mixed_attention,
         offload=offload_config(settings),
-        host_weights=settings.offload_weights,
+        host_weights=0.0 if settings.offload_weights == "auto" else settings.offload_weights,
+        host_choice=host_choice_config(settings),
         cuda_graphs=settings.cuda_graphs,
         num_threads=settings.num_threads,
         load_threads=load_threads,
@@ -176,6 +177,23 @@ def offload_config(settings: WorkerSettings) -> OffloadConfig | None:
     if schedule == "auto":
         schedule = "throughput" if settings.offload_weights else "latency"
     return OffloadConfig(int(settings.offload_bytes), schedule, settings.offload_recompute)
+
+
+def host_choice_config(settings: WorkerSettings) -> HostChoiceConfig | None:
+    """What is chosen at start of weights and KV on the host; None: nothing. Raises InvalidRequest."""
+    weights, kv = settings.offload_weights == "auto", settings.offload_kv == "auto"
+    if not weights and not kv:
+        if settings.device_memory is not None:
+            raise InvalidRequest(
+                "device_memory is for offload_weights: auto and offload_kv: auto to divide; else give kv_memory",
+                param="device_memory",
+            )
+        return None
+    objective: Literal["latency", "throughput"] = "throughput"
+    if settings.offload_schedule == "latency":
+        objective = "latency"
+    device_bytes = None if settings.device_memory is None else int(settings.device_memory)
+    return HostChoiceConfig(weights, kv, objective, device_bytes)
 
 
 def _device(requested: str) -> str:

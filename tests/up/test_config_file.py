@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from halfmoon.engine.config import OffloadConfig
+from halfmoon.engine.config import HostChoiceConfig, OffloadConfig
 from halfmoon.errors import InvalidRequest
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import Override, parse_config, read_config
@@ -16,7 +16,7 @@ from halfmoon.up.config.settings_table import settings_table
 from halfmoon.up.specs.service_specs import gateway_spec, other_specs
 from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.up_options import PreparedModel, UpOptions
-from halfmoon.worker.engine_host import load_shared, loaded_host, offload_config
+from halfmoon.worker.engine_host import host_choice_config, load_shared, loaded_host, offload_config
 from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
@@ -272,6 +272,31 @@ def test_kv_on_the_host_is_in_columns_where_weights_are_loaded(
     settings = DecodeSettings(gateway="x:1", offload_kv="host", **options)
     assert offload_config(settings) == expected
     assert load_shared(settings) is None, "it has threads"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        ({"offload_weights": 0.5, "offload_kv": "host"}, None),
+        ({"offload_weights": "auto"}, HostChoiceConfig(weights=True, kv=False)),
+        (
+            {"offload_kv": "auto", "offload_schedule": "latency", "device_memory": 1 << 30},
+            HostChoiceConfig(weights=False, kv=True, objective="latency", device_bytes=1 << 30),
+        ),
+    ],
+)
+def test_what_is_on_the_host_may_be_chosen(options: dict[str, Any], expected: HostChoiceConfig | None) -> None:
+    settings = DecodeSettings(gateway="x:1", **options)
+    assert host_choice_config(settings) == expected
+    assert (offload_config(settings) is None) == ("offload_kv" not in options)
+    if expected is not None:
+        assert load_shared(settings) is None
+
+
+def test_device_memory_without_a_choice_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="else give kv_memory"):
+        host_choice_config(DecodeSettings(gateway="x:1", device_memory=1 << 30))
 
 
 def test_a_worker_with_vllm_refuses_our_weights_on_the_host() -> None:

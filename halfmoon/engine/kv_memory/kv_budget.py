@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -41,7 +40,7 @@ def kv_budget_bytes(
         return config.kv_memory_bytes
     total = (device_bytes or _smallest_device_bytes)()
     weights = device_weight_bytes(model, dtype, config.host_weights) // (config.num_ranks // config.sequence_parallel)
-    left = int(total * config.gpu_memory_utilization) - weights - _STEP_BYTES
+    left = usable_bytes(config, total) - weights
     if left <= 0:
         raise Incompatible(
             f"{config.gpu_memory_utilization:.0%} of a GPU of {total >> 30} GiB leaves no room for KV next to weights "
@@ -49,6 +48,12 @@ def kv_budget_bytes(
             "gpu_memory_utilization"
         )
     return left
+
+
+def usable_bytes(config: EngineConfig, device_bytes: int | None = None) -> int:
+    """Memory of a GPU for weights and KV. device_bytes: all of its memory; None: the smallest device's."""
+    total = _smallest_device_bytes() if device_bytes is None else device_bytes
+    return int(total * config.gpu_memory_utilization) - _STEP_BYTES
 
 
 def paused_budget_bytes(config: EngineConfig, kv_bytes: int) -> int:
@@ -68,16 +73,21 @@ def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
 
 def device_weight_bytes(model: ModelConfig, dtype: torch.dtype, host_share: float) -> int:
     """Size of the weights that stay on the devices, with the two buffers for those that do not."""
-    total = weight_bytes(model, dtype)
     layers = layers_on_host(model.num_layers, host_share)
     if not layers:
-        return total
-    by_layer: Counter[int] = Counter()
+        return weight_bytes(model, dtype)
+    by_layer = movable_bytes(model, dtype)
+    on_host = [by_layer[layer] for layer in layers]
+    return weight_bytes(model, dtype) - sum(on_host) + 2 * max(on_host)
+
+
+def movable_bytes(model: ModelConfig, dtype: torch.dtype) -> list[int]:
+    """Size of each layer's weights that may be on the host."""
+    by_layer = [0] * model.num_layers
     for name, view in build_model(model, dtype, "meta").parameters().items():
         if ".layers." in name and not name.endswith(_ABSORBED):
             by_layer[int(name.split(".layers.")[1].split(".")[0])] += view.nbytes
-    on_host = [by_layer[layer] for layer in layers]
-    return total - sum(on_host) + 2 * max(on_host)
+    return by_layer
 
 
 def _smallest_device_bytes() -> int:

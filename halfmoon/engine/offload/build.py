@@ -16,18 +16,17 @@ from halfmoon.engine.models.opt import OPTModel
 from halfmoon.engine.offload.choice import Chooser
 from halfmoon.engine.offload.link import Throttle, link_to
 from halfmoon.engine.offload.profile import measure_costs
-from halfmoon.engine.offload.recompute import OffloadCosts, Recompute
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.staging import Staging
 from halfmoon.engine.offload.tiers import KeysValues, TieredKV
 from halfmoon.errors import Incompatible
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.policy.offload.host_choice import STAGING_BUFFERS, STAGING_SHARE
+from halfmoon.policy.offload.recompute import OffloadCosts, Recompute
 
 logger = logging.getLogger(__name__)
 
 _ALWAYS_INPUTS = OffloadCosts(1.0, 0.0, Recompute(0.5, 0.0), Recompute(1.0, 1.0))  # computing costs nothing
-_BUFFERS = 2
-_STAGING_SHARE = 4  # divisor of the device's budget: the most for staging, unless one sequence needs more
 
 
 class Rooms(NamedTuple):
@@ -53,7 +52,7 @@ class Offload:
         """budget_blocks: blocks that fit into the device's KV memory. Raises Incompatible if they are too few."""
         self._config = config
         self._layout = layout
-        self._keys_values = None if config.recompute == "never" else _keys_values(model, model_config)
+        self._keys_values = None if config.recompute == "never" else keys_values_of(model, model_config)
         has_inputs = self._keys_values is not None
         if config.recompute == "always" and not has_inputs:
             reason = _why_no_inputs(model, model_config)
@@ -85,11 +84,11 @@ class Offload:
 def divide(host_bytes: int, layout: KVLayout, budget_blocks: int, most_tokens: int, has_inputs: bool) -> Rooms:
     """Takes the two staging buffers out of the device's budget. Raises Incompatible if it is too small."""
     planes = 3 if has_inputs else 2  # K, V and the inputs, each of these half as large as K and V
-    staged_bytes = _BUFFERS * planes * layout.block_tokens * layout.token_layer_bytes // 2
+    staged_bytes = STAGING_BUFFERS * planes * layout.block_tokens * layout.token_layer_bytes // 2
     host = host_bytes // layout.block_bytes
     longest = layout.num_blocks(min(most_tokens, (budget_blocks + host) * layout.block_tokens))
     budget_bytes = budget_blocks * layout.block_bytes
-    staging = max(longest, min(budget_blocks + host, budget_bytes // _STAGING_SHARE // staged_bytes))
+    staging = max(longest, min(budget_blocks + host, budget_bytes // STAGING_SHARE // staged_bytes))
     device = (budget_bytes - staging * staged_bytes) // layout.block_bytes
     if device < 1 or host < 1:
         least = longest * staged_bytes + layout.block_bytes
@@ -112,7 +111,7 @@ def _why_no_inputs(model: Model, config: ModelConfig) -> str | None:
     return None
 
 
-def _keys_values(model: Model, config: ModelConfig) -> KeysValues | None:
+def keys_values_of(model: Model, config: ModelConfig) -> KeysValues | None:
     """The model's function from a layer's inputs to K and V, if inputs are half as large; else the log says why not."""
     reason = _why_no_inputs(model, config)
     if reason is None:

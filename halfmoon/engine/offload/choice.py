@@ -1,4 +1,4 @@
-"""How a group's KV comes to the device: recompute.py picks the fastest way for the times measured so far."""
+"""How a group's KV comes to the device: the fastest way (`policy/offload/recompute.py`) by times measured so far."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from halfmoon.engine.offload.link import LinkWork
-from halfmoon.engine.offload.recompute import (
+from halfmoon.policy.offload.recompute import (
     AS_PREDICTED,
     Kind,
     OffloadCosts,

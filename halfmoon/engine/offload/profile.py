@@ -1,6 +1,6 @@
 """Speed of the device and its link, measured at start: v_gpu and v_link of KVPR, in seconds per token and layer.
 
-Every figure is the slope between a small and a large measurement; the intercept is the cost to begin.
+Every cost per token is the slope between a small and a large measurement; the intercept is the cost to begin.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from halfmoon.engine.attention.attention import store
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.offload.link import Copy, Link
-from halfmoon.engine.offload.recompute import OffloadCosts, Recompute
 from halfmoon.engine.offload.staging import Staging
 from halfmoon.engine.offload.tiers import TieredKV, as_rows
+from halfmoon.policy.offload.recompute import OffloadCosts, Recompute
 
 _MOST_TOKENS = 256
+_MOST_LINK_BYTES = 64 << 20
 _LEAST_ROUNDS = 3
 _ROUNDS_S = 0.1  # small measurements repeat for this long: a briefly busy machine does not count as slow
 
@@ -59,6 +60,27 @@ def measure_costs(runner: ModelRunner, memory: TieredKV, staging: Staging, link:
     link.take_work()
     tokens = Recompute(0.0, tokens_s, max(0.0, begin_tokens_s - base_s))
     return OffloadCosts(load_s, base_s, inputs, tokens, begin_fetch_s)
+
+
+def measure_load(num_bytes: int, device: torch.device, link: Link) -> float:
+    """Seconds to fetch `num_bytes` in one piece, such as a layer's weights."""
+    size = min(num_bytes, _MOST_LINK_BYTES)
+    source = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    copies = [Copy(source, torch.empty(size, dtype=torch.uint8, device=device))]
+    seconds = _fastest(lambda: link.fetch(copies).wait()) * num_bytes / size
+    link.take_work()
+    return seconds
+
+
+@torch.inference_mode()
+def measure_context(runner: ModelRunner, block_tokens: int, num_blocks: int, num_layers: int) -> float:
+    """Seconds per layer that a decode takes longer for each token it attends to. KV memory: `num_blocks` first ones."""
+    most = num_blocks * block_tokens
+
+    def decode(start: int) -> None:
+        runner.forward(runner.batch([Chunk([0], start - 1, range(num_blocks), num_logits=0)]))
+
+    return _line(decode, most)[1] / num_layers
 
 
 def _line(work: Callable[[int], None], most: int) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from halfmoon.engine.models.linear import FusedRows, Multiply, PackWeight
 from halfmoon.engine.native.prepared_model import PackedWeight, Packing
 from halfmoon.engine.offload.link import Copy, Fetch, Link, Throttle, link_to
 from halfmoon.errors import Incompatible
+from halfmoon.policy.offload.host_choice import num_host_layers
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class WeightWork(NamedTuple):
 
 def layers_on_host(num_layers: int, share: float) -> frozenset[int]:
     """That share of the layers, spread evenly: while one is loaded, those between compute."""
-    num = round(share * num_layers)
+    num = num_host_layers(num_layers, share)
     return frozenset(n for n in range(num_layers) if (n + 1) * num // num_layers > n * num // num_layers)
 
 

@@ -78,7 +78,8 @@ def _kind(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in inner)
     if origin in (Union, UnionType, Annotated):
-        return _kind(inner[0])
+        words = [_kind(part) for part in inner[1:] if get_origin(part) is Literal]
+        return ", ".join([_kind(inner[0]), *words])
     if origin in (list, tuple):
         return f"list: {_kind(inner[0])}"
     is_mapping = origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel))

@@ -11,10 +11,10 @@ import pytest
 
 from halfmoon.engine.config import EngineConfig, OffloadConfig, OffloadOverlap, OffloadSchedule
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.offload.recompute import Kind, OffloadCosts, Recompute
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.request import EngineRequest, TokenOutput
 from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.policy.offload.recompute import Kind, OffloadCosts, Recompute
 from tests.engine.engine_runs import MakeEngine, finish, generate, request, tokens
 
 SCHEDULES: tuple[OffloadSchedule, ...] = ("latency", "throughput")

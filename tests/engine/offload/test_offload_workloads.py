@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from halfmoon.engine.config import OffloadConfig, OffloadSchedule
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.offload.recompute import OffloadCosts, Recompute
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import NoCapacity
+from halfmoon.policy.offload.recompute import OffloadCosts, Recompute
 from tests.engine.engine_runs import MakeEngine, finish, generate, request, tokens
 
 BLOCK_BYTES = 8 * 3 * 2 * 64 * 4

@@ -11,7 +11,7 @@ layer.
 The first is KVPR's, which has one buffer: with base 0, fetch x and load 2x it bends at l* = 2 x n / (c + 2 x). With two
 buffers the link does not wait for the device: a step takes the mean of the two, weighted by its layers. Both are convex
 and piecewise linear with one bend each, so the best `l` is at a bend or at an end. Neither can gain more than load /
-fetch, so at most twice if X is half of K and V.
+fetch, so at most twice if X is half of K and V. Weights on the host take the link for `weights` more, beside `load`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class OffloadCosts:
     inputs: Recompute | None  # None: the model does not compute K and V from inputs, or inputs are not smaller
     tokens: Recompute
     begin_fetch_s: float = 0.0  # fixed cost of each of a layer's fetches
+    weights_s: float = 0.0  # of the link for weights, in the mean of the layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,7 @@ def blocks_to_run_again(
 
 def layer_time(costs: OffloadCosts, num_tokens: int, num_layers: int, num_inputs: int = 0, num_again: int = 0) -> float:
     """Mean seconds per layer with `num_inputs` tokens computed from inputs and `num_again` from tokens."""
-    fetch_s = load_s = 0.0
-    compute_s = costs.base_s
+    fetch_s, load_s, compute_s = 0.0, costs.weights_s, costs.base_s
     if num_inputs:
         assert costs.inputs is not None
         fetch_s = costs.begin_fetch_s + costs.inputs.fetch_s * num_inputs
@@ -131,7 +131,7 @@ def layer_time(costs: OffloadCosts, num_tokens: int, num_layers: int, num_inputs
     if num_again:
         compute_s += costs.tokens.begin_s + costs.tokens.compute_s * num_again
     if num_inputs + num_again < num_tokens:
-        load_s = costs.begin_fetch_s + costs.load_s * (num_tokens - num_inputs - num_again)
+        load_s += costs.begin_fetch_s + costs.load_s * (num_tokens - num_inputs - num_again)
     first_s = fetch_s + max(compute_s, load_s)
     other_s = max(fetch_s + load_s, compute_s)
     return (first_s + (num_layers - 1) * other_s) / num_layers
@@ -142,7 +142,8 @@ def _bends(costs: OffloadCosts, way: Recompute, num_tokens: int, begin_s: float)
     numbers = {0, num_tokens}
     if way.fetch_s >= costs.load_s:
         return numbers
-    ahead_s = costs.begin_fetch_s + costs.load_s * num_tokens - costs.base_s - way.begin_s
+    loaded_s = costs.weights_s + costs.begin_fetch_s + costs.load_s * num_tokens
+    ahead_s = loaded_s - costs.base_s - way.begin_s
     for beyond_s, slope_s in (
         (ahead_s, way.compute_s + costs.load_s),
         (ahead_s + begin_s, way.compute_s + costs.load_s - way.fetch_s),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from halfmoon.engine.offload.recompute import (
+from halfmoon.policy.offload.recompute import (
     OffloadCosts,
     Recompute,
     best_inputs,
@@ -23,7 +23,8 @@ seconds = st.floats(0, 10)
 NEVER = Recompute(0.0, 1e9)
 layers = st.integers(1, 40)
 ways = st.builds(Recompute, seconds, seconds, seconds)
-costs = st.builds(OffloadCosts, seconds, seconds, ways, st.builds(Recompute, st.just(0.0), seconds, seconds), seconds)
+again = st.builds(Recompute, st.just(0.0), seconds, seconds)
+costs = st.builds(OffloadCosts, seconds, seconds, ways, again, seconds, seconds)
 
 
 @given(costs, st.integers(0, 80), layers)

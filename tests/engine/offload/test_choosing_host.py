@@ -1,0 +1,108 @@
+"""What is on the host chosen by measured rates: the tokens of an engine with room, whatever was chosen."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from halfmoon.engine.config import EngineConfig, HostChoiceConfig, OffloadConfig
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.kv_memory.kv_budget import device_weight_bytes
+from halfmoon.engine.request import EngineRequest
+from halfmoon.errors import Incompatible
+from tests.engine.engine_runs import MakeEngine, generate, request
+
+CONTEXT_TOKENS = 64
+ON_HOST = OffloadConfig(1 << 20, "throughput")
+
+
+def some() -> list[EngineRequest]:
+    return [request(f"r{length}", length, max_tokens=6) for length in (7, 19, 33)]
+
+
+def choosing(
+    make_engine: MakeEngine,
+    model: str,
+    device_bytes: int,
+    offload: OffloadConfig | None = ON_HOST,
+    objective: Literal["latency", "throughput"] = "throughput",
+    **options: Any,
+) -> Engine:
+    choice = HostChoiceConfig(weights=True, kv=True, objective=objective, device_bytes=device_bytes)
+    given = {"num_blocks": None, "max_context_tokens": CONTEXT_TOKENS, "host_choice": choice, "offload": offload}
+    return make_engine(model, **{**given, **options})
+
+
+def weights_of(make_engine: MakeEngine, model: str, share: float = 0.0) -> int:
+    config = make_engine(model).checkpoint.model_config
+    return device_weight_bytes(config, torch.float32, share)
+
+
+@pytest.mark.parametrize("model", ["llama", "opt", "mixtral", "deepseek-v2"])
+def test_an_engine_with_room_keeps_all_on_the_device(
+    make_engine: MakeEngine, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = generate(make_engine(model), *some())
+    caplog.set_level(logging.INFO, "halfmoon.engine.offload.host_choice")
+    engine = choosing(make_engine, model, weights_of(make_engine, model) + (4 << 20))
+    assert (engine.config.host_weights, engine.config.offload, engine.config.host_choice) == (0.0, None, None)
+    assert generate(engine, *some()) == expected
+    events = {record.getMessage(): record for record in caplog.records}
+    assert vars(events["offload.host_chosen"])["reason"].startswith("the device holds all weights and the KV of")
+    assert vars(events["offload.measured"])["layer_load_s"] > 0
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+@pytest.mark.parametrize("model", ["llama", "opt"])
+def test_weights_or_kv_that_the_device_has_no_room_for_are_on_the_host(
+    make_engine: MakeEngine, model: str, objective: Literal["latency", "throughput"]
+) -> None:
+    """Room for the buffers and one sequence: which of both is moved the rates decide, and the tokens stay."""
+    expected = generate(make_engine(model), *some())
+    layout = make_engine(model).layout
+    room = weights_of(make_engine, model) + layout.num_blocks(CONTEXT_TOKENS) * layout.block_bytes * 3 // 4
+    engine = choosing(make_engine, model, room, objective=objective, max_running=3)
+    assert engine.config.offload is not None or engine.config.host_weights > 0
+    assert generate(engine, *some()) == expected
+    engine.close()
+
+
+def deep(make_engine: MakeEngine) -> tuple[int, int]:
+    """Weights on the device with none and with all layers on the host."""
+    return weights_of(make_engine, "opt"), weights_of(make_engine, "opt", 1.0)
+
+
+def test_without_kv_on_the_host_the_weights_make_room(make_engine: MakeEngine) -> None:
+    """Three layers: with all on the host, the two buffers leave the room of one."""
+    expected = generate(make_engine("opt"), *some())
+    full, least = deep(make_engine)
+    layout = make_engine("opt").layout
+    room = least + layout.num_blocks(CONTEXT_TOKENS) * layout.block_bytes
+    assert room < full + layout.num_blocks(CONTEXT_TOKENS) * layout.block_bytes
+    engine = choosing(make_engine, "opt", room, offload=None, max_running=3)
+    assert engine.config.host_weights == 1.0
+    assert generate(engine, *some()) == expected
+    engine.close()
+
+
+def test_memory_that_holds_no_sequence_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(Incompatible, match="one sequence of 64 tokens"):
+        choosing(make_engine, "llama", 1 << 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"kv_memory_bytes": 1 << 20}, "give device_memory instead of kv_memory"),
+        ({"tensor_parallel": 2}, "with several ranks"),
+        ({"host_choice": HostChoiceConfig(weights=True, kv=False)}, "on a CPU, device_memory has to say"),
+        ({"host_choice": HostChoiceConfig(weights=False, kv=True)}, "offload_kv: auto"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(options: dict[str, Any], match: str) -> None:
+    plain = {"host_choice": HostChoiceConfig(weights=True, kv=False, device_bytes=1 << 20)}
+    with pytest.raises(Incompatible, match=match):
+        EngineConfig(**{**plain, **options})
