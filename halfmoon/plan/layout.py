@@ -10,6 +10,7 @@ from halfmoon.plan.node_pools import Fleet, NodePool
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
+from halfmoon.sim.latency_sources.host_workers import NOTHING, HostShare
 
 One = TypeVar("One")
 
@@ -35,11 +36,11 @@ class Parallelism(NamedTuple):
 
 
 class WorkerKind(NamedTuple):
-    """The GPU and the parallelism of a worker, and its host memory for KV that the GPUs' does not hold."""
+    """The GPU and the parallelism of a worker, and what the GPUs' memory does not hold and its host's does."""
 
     gpu: str
     parallelism: Parallelism
-    host_bytes: int = 0
+    host: HostShare = NOTHING
 
     @property
     def num_devices(self) -> int:
@@ -48,7 +49,7 @@ class WorkerKind(NamedTuple):
 
     def __str__(self) -> str:
         """Without the GPU."""
-        return f"{self.parallelism}" + (f" with {self.host_bytes / 2**30:g} GiB KV on the host" * bool(self.host_bytes))
+        return f"{self.parallelism} with {self.host}" if any(self.host) else f"{self.parallelism}"
 
 
 class WorkerSet(NamedTuple):

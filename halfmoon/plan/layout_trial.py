@@ -44,6 +44,7 @@ def unit_spec(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel
         request_s=max((profile.request_s for profile in measured), default=0.0),
         answer_s=max((profile.answer_s for profile in measured), default=0.0),
         conditional=problem.conditional,
+        kv_policy=problem.kv_policy,
     )
 
 

@@ -44,6 +44,7 @@ class PlannedWorkers(BaseModel):
     sp: int = Field(default=1, ge=1)
     long_prompt_tokens: int | None = Field(default=None, ge=1)
     offload_bytes: int = Field(default=0, ge=0)  # host memory for KV of one worker
+    offload_weights: float = Field(default=0.0, ge=0, le=1)  # share of the layers whose weights are on the host
     max_batch_tokens: int | None = Field(default=None, ge=1)
     chunk_tokens: int | None = Field(default=None, ge=1)
     max_running: int | None = Field(default=None, ge=1)
@@ -74,6 +75,7 @@ class PlannedWorkers(BaseModel):
             "--max-batch-tokens": self.max_batch_tokens,
             "--chunk-tokens": self.chunk_tokens,
             "--max-running": self.max_running,
+            "--offload-weights": self.offload_weights or None,
             **(_host_options(self.offload_bytes) if self.offload_bytes else {}),
         }
         return tuple(part for name, value in named.items() if value is not None for part in (name, str(value)))
@@ -155,6 +157,7 @@ def plan_text(problem: PlanningProblem, model: str, latencies: Mapping[str, str]
             "network": asdict(layout_network(problem, layout)),
             "targets": asdict(targets),
             **conditional,
+            **({} if problem.kv_policy is None else {"kv_policy": problem.kv_policy}),
         },
     }
     text: str = yaml.safe_dump(result, sort_keys=False)
@@ -172,7 +175,8 @@ def _worker(problem: PlanningProblem, layout: Layout, workers: WorkerSet, unit: 
         "tp": workers.kind.parallelism.tensor,
         "pp": workers.kind.parallelism.pipeline,
         **_sequence(problem, workers),
-        **({"offload_bytes": workers.kind.host_bytes} if workers.kind.host_bytes else {}),
+        **({"offload_bytes": workers.kind.host.kv_bytes} if workers.kind.host.kv_bytes else {}),
+        **({"offload_weights": workers.kind.host.weights} if workers.kind.host.weights else {}),
         **limits,
         "workers_per_node": workers_per_node(layout, workers, problem.fleet),
         **({"first_node": unit} if layout.is_paired else {}),

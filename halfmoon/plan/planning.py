@@ -138,19 +138,25 @@ def problem_from(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]
         request.is_thorough,
         request.conditional_disaggregation,
         request.host_bytes_per_gpu,
+        request.host_weight_bytes_per_gpu,
+        request.kv_policy,
     )
+    if request.kv_policy is not None:
+        counts_on = f"the plan counts on kv_policy {request.kv_policy}: give it to the class of these requests"
+        notes = *notes, f"{counts_on} (classes.NAME.kv_policy), or to each of them"
     return problem, notes
 
 
 def _check_host(request: PlanRequest, sources: Mapping[str, LatencySource]) -> None:
     """Raises InvalidRequest if host memory is offered and no worker could use it."""
     of_host = [gpu for gpu, source in sources.items() if isinstance(source, Roofline) and device(gpu).pcie_bytes_per_s]
-    if request.host_bytes_per_gpu and not of_host:
-        raise InvalidRequest(
-            f"no worker on {', '.join(sources)} can be planned with KV on the host: that needs GPUs with memory of "
-            "their own, and a roofline's latencies; leave out --host-kv",
-            param="host_kv",
-        )
+    for what, num_bytes in (("KV", request.host_bytes_per_gpu), ("weights", request.host_weight_bytes_per_gpu)):
+        if num_bytes and not of_host:
+            raise InvalidRequest(
+                f"no worker on {', '.join(sources)} can be planned with {what} on the host: that needs GPUs with "
+                f"memory of their own, and a roofline's latencies; leave out --host-{what.lower()}",
+                param=f"host_{what.lower()}",
+            )
 
 
 def _source_of(gpu: str, text: str) -> LatencySource:

@@ -13,7 +13,8 @@ from halfmoon.plan.node_pools import Fleet, NodePool
 from halfmoon.plan.search.goodput import Goal
 from halfmoon.policy.placement.conditional import DEFAULT_MODE, MOST_SHARE, ConditionalMode
 from halfmoon.policy.view.worker_view import ROLES, Role
-from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network
+from halfmoon.sim.cluster.cluster_spec import BLOCK_TOKENS, BatchLimits, Network
+from halfmoon.sim.cluster.kept_kv import KeptKV, policy_of
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.latency_sources.latency_model import LatencySource
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
@@ -43,6 +44,8 @@ class PlanningProblem:
     - is_thorough: prune by bounds only, and simulate all requests from the start.
     - conditional: when decode workers compute prompts.
     - host_bytes_per_gpu: host memory for KV that workers which decode may have; 0: none.
+    - kv_policy: what is kept of all requests' KV, such as sinks:4+1024; None: all.
+    - host_weight_bytes_per_gpu: host memory for weights, which workers have whose GPUs do not hold all; 0: none.
     """
 
     sources: Mapping[str, LatencySource]
@@ -60,16 +63,19 @@ class PlanningProblem:
     is_thorough: bool = False
     conditional: ConditionalMode = DEFAULT_MODE
     host_bytes_per_gpu: int = 0
+    host_weight_bytes_per_gpu: int = 0
+    kv_policy: str | None = None
 
     def __post_init__(self) -> None:
         if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
             raise InvalidRequest(
                 f"the rate must be above 0 per second, and finite, got {self.rate_per_s:g}", param="rate"
             )
-        if self.host_bytes_per_gpu < 0:
-            raise InvalidRequest(
-                f"host memory for KV is 0 bytes at least, got {self.host_bytes_per_gpu}", param="host_kv"
-            )
+        for of, num_bytes in (("kv", self.host_bytes_per_gpu), ("weights", self.host_weight_bytes_per_gpu)):
+            if num_bytes < 0:
+                what = of.upper() if of == "kv" else of
+                raise InvalidRequest(f"host memory for {what} is 0 bytes at least, got {num_bytes}", param=f"host_{of}")
+        policy_of(self.kv_policy)
         if self.objective in OF_A_RATE and self.rate_per_s is None:
             what = "fewest GPUs" if self.objective == "gpus" else "the lowest price"
             raise InvalidRequest(f"{what} for which rate? give --rate", param="rate")
@@ -86,6 +92,11 @@ class PlanningProblem:
                 raise InvalidRequest(
                     f"the fleet has no {gpu} for {role}: it has {', '.join(self.fleet.names)}", param=f"{role}_gpu"
                 )
+
+    @property
+    def kept_kv(self) -> KeptKV:
+        """What is kept of the requests' KV."""
+        return KeptKV(policy_of(self.kv_policy), BLOCK_TOKENS)
 
     @property
     def kept_share(self) -> float:

@@ -27,6 +27,9 @@ class PlanRequest:
     - is_thorough: prune by bounds only; takes several times as long.
     - conditional_disaggregation: when decode workers compute prompts; `auto` and `strict` take several times as long.
     - host_bytes_per_gpu: host memory for KV; above 0, workers with `--offload-kv host` are tried, too.
+    - kv_policy: of the class of these requests, such as sinks:4+1024; None: all KV is kept.
+    - host_weight_bytes_per_gpu: host memory for weights; above 0, GPUs that do not hold the model are planned with
+      `--offload-weights`.
     """
 
     model: str
@@ -56,3 +59,5 @@ class PlanRequest:
     is_thorough: bool = False
     conditional_disaggregation: ConditionalMode = DEFAULT_MODE
     host_bytes_per_gpu: int = 0
+    host_weight_bytes_per_gpu: int = 0
+    kv_policy: str | None = None

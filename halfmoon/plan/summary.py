@@ -60,7 +60,8 @@ def _rated(problem: PlanningProblem, rated: Rated) -> dict[str, Any]:
                 "count": layout.num_units * workers.num,
                 "gpu": workers.kind.gpu,
                 **workers.kind.parallelism._asdict(),
-                "host_bytes": workers.kind.host_bytes,
+                "host_bytes": workers.kind.host.kv_bytes,
+                "host_weights": workers.kind.host.weights,
             }
             for workers in layout.sets
         ],

@@ -165,6 +165,7 @@ class _Run:
             position = int(workload.classes[index])
             job.classify(position, self._classes[position])
         job.tbt_target_s = self._classes[job.qos_class].tbt_s
+        job.keep_by(self._classes[job.qos_class].kv_policy)
         self._jobs[index] = job
         self._num_arrived += 1
         self._tracker.came(index)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.sim.latency_sources.latency_model import Cycle
+from halfmoon.sim.latency_sources.host_memory import Cycle
 from halfmoon.sim.workloads.workload import Floats
 
 _MIN_ROOM = 1024

@@ -15,11 +15,13 @@ from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.kv.kv_policy import policy_salt
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.chunk_length import ChunkRule, chunk_target_s
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
+from halfmoon.sim.cluster.kept_kv import policy_of
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.workload import Workload
@@ -84,6 +86,7 @@ def engine_times(
                 class_priority=qos.priority,
                 max_pause_s=qos.max_pause_s,
                 tbt_target_s=chunk_target_s(qos.tbt_s, "both"),
+                tenant_salt=policy_salt(policy_of(qos.kv_policy), b""),
             )
             scheduler.queues.add(Sequence(request, following))
             following += 1
@@ -98,6 +101,7 @@ def engine_times(
         for part in schedule.scheduled:
             sequence, samples = part.sequence, part.samples
             sequence.num_computed += part.num_tokens
+            scheduler.queues.blocks.drop_unseen(sequence)
             if not samples:
                 continue
             sequence.token_ids.append(1)

@@ -73,6 +73,10 @@ class WorkloadOptions:
     context: Annotated[
         int | None, typer.Option(min=2, help="Longest sequence in tokens. Default: the model's context.")
     ] = None
+    kv_policy: Annotated[
+        str | None,
+        typer.Option(help="KV that is kept of these requests, such as sinks:4+1024 or snapkv:512+64. Default: all."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,13 @@ class HardwareOptions:
         str,
         typer.Option(
             help="Host memory for each GPU's KV, such as 64GiB: workers with --offload-kv host are tried, too."
+        ),
+    ] = "0"
+    host_weights: Annotated[
+        str,
+        typer.Option(
+            help="Host memory for each GPU's weights, such as 64GiB: a model that does not fit is planned with "
+            "--offload-weights."
         ),
     ] = "0"
     latency: Annotated[
@@ -221,15 +232,17 @@ def plan_request(
         context_tokens=workload.context,
         is_thorough=search.thorough,
         conditional_disaggregation=search.conditional_disaggregation.value,
-        host_bytes_per_gpu=_host_bytes(hardware.host_kv),
+        host_bytes_per_gpu=_host_bytes(hardware.host_kv, "host_kv"),
+        host_weight_bytes_per_gpu=_host_bytes(hardware.host_weights, "host_weights"),
+        kv_policy=workload.kv_policy,
     )
 
 
-def _host_bytes(text: str) -> int:
+def _host_bytes(text: str, param: str) -> int:
     try:
         return int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError as error:
-        raise InvalidRequest(f"{text!r} is not a size: write one such as 64GiB", param="host_kv") from error
+        raise InvalidRequest(f"{text!r} is not a size: write one such as 64GiB", param=param) from error
 
 
 def _latency(text: str, ledger: LedgerOptions) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from halfmoon.plan.search.goodput import Goal
 from halfmoon.sim.cluster.cluster_spec import BatchLimits
+from halfmoon.sim.cluster.kept_kv import ALL_KV, KeptKV
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.workloads.workload import Floats, Workload
 
@@ -28,29 +29,33 @@ class RateBound(NamedTuple):
     typical_per_s: float
 
 
-def prefill_bound_per_s(model: LatencyModel, workload: Workload, goal: Goal, limits: BatchLimits) -> RateBound:
+def prefill_bound_per_s(
+    model: LatencyModel, workload: Workload, goal: Goal, limits: BatchLimits, kept: KeptKV = ALL_KV
+) -> RateBound:
     """Bound of one prefill worker. At least the attainment's share of requests meets TTFT, and those are all computed.
 
     Each token takes the time that it takes in the best batch. Tokens that an infinite prefix cache would hold are free.
     """
     if model.ring is not None:  # at best each rank computes as much as it would alone
-        alone = prefill_bound_per_s(replace(model, ring=None), workload, goal, limits)
+        alone = prefill_bound_per_s(replace(model, ring=None), workload, goal, limits, kept)
         return RateBound(*(min(one * model.ring.num_ranks, NO_LIMIT) for one in alone))
     new = _uncached(workload)
     pair_s = min(piece.model.c for piece in model.prefill)
-    work_s: Floats = _least_token_s(model, limits) * new + pair_s * new**2 / 2
+    work_s: Floats = _least_token_s(model, limits) * new + pair_s * kept.pairs(new)
     return RateBound(_rate_per_s(_smallest(work_s, goal.attainment).sum(), work_s), _rate_per_s(work_s.sum(), work_s))
 
 
-def decode_bound_per_s(model: LatencyModel, workload: Workload, goal: Goal, limits: BatchLimits) -> RateBound:
+def decode_bound_per_s(
+    model: LatencyModel, workload: Workload, goal: Goal, limits: BatchLimits, kept: KeptKV = ALL_KV
+) -> RateBound:
     """Bound of one decode worker.
 
     Tokens per second are concave in the batch size, so the mean batch bounds their mean. By Little's law, a step of the
     mean batch of requests that meet TPOT takes at most TPOT.
     """
     prompts, tokens = workload.prompt_tokens.astype(np.float64), workload.output_tokens.astype(np.float64) - 1
-    least_context = float(_smallest(prompts, goal.attainment).mean())
-    context = float(((prompts + tokens / 2) * tokens).sum() / max(tokens.sum(), 1.0)) or least_context
+    least_context = float(kept.seen(_smallest(prompts, goal.attainment)).mean())
+    context = float((kept.seen(prompts + tokens / 2) * tokens).sum() / max(tokens.sum(), 1.0)) or least_context
     most_per_s, typical_per_s = (_tokens_per_s(model, one, goal.gap_s, limits) for one in (least_context, context))
     least_tokens = _smallest(tokens, goal.attainment).sum()
     return RateBound(

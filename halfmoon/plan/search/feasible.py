@@ -12,9 +12,10 @@ from halfmoon.plan.layout import Parallelism, WorkerKind
 from halfmoon.plan.node_pools import NodePool
 from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.bounds import RateBound, decode_bound_per_s, prefill_bound_per_s
+from halfmoon.policy.offload.host_choice import Demand
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import SloTargets
-from halfmoon.sim.latency_sources.host_kv import worker_model
+from halfmoon.sim.latency_sources.host_workers import HostRoom, HostShare, chosen_weights, worker_model
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 from halfmoon.sim.latency_sources.model_shape import ModelShape
@@ -59,7 +60,7 @@ def feasible_models(problem: PlanningProblem) -> dict[WorkerKind, LatencyModel]:
                 if problem.shape is not None:
                     problem.shape.check(tensor, pipeline)
                 gpu = None if measured else name
-                result[kind] = worker_model(source, gpu, tensor, pipeline, sequence, kind.host_bytes)
+                result[kind] = worker_model(source, gpu, tensor, pipeline, sequence, kind.host)
             except (InvalidRequest, Incompatible) as error:
                 problems.append(error)
     if not result:
@@ -69,12 +70,43 @@ def feasible_models(problem: PlanningProblem) -> dict[WorkerKind, LatencyModel]:
 
 
 def _kinds(problem: PlanningProblem, pool: NodePool) -> Iterator[WorkerKind]:
-    """Each parallelism with all KV on the devices and, where asked for and possible, with more of it on the host."""
+    """Each parallelism with all on the devices and, where asked for and possible, with KV or weights on the host."""
     for parallelism in _parallelisms(problem, pool):
         yield WorkerKind(pool.gpu.name, parallelism)
-        host_bytes = problem.host_bytes_per_gpu * parallelism.tensor
-        if host_bytes and parallelism.pipeline * parallelism.sequence == 1:
-            yield WorkerKind(pool.gpu.name, parallelism, host_bytes)
+        if parallelism.pipeline * parallelism.sequence > 1:
+            continue
+        kv_bytes = problem.host_bytes_per_gpu * parallelism.tensor
+        if kv_bytes:
+            yield WorkerKind(pool.gpu.name, parallelism, HostShare(kv_bytes))
+        for share in _weight_shares(problem, pool, parallelism.tensor):
+            yield WorkerKind(pool.gpu.name, parallelism, share)
+
+
+def _weight_shares(problem: PlanningProblem, pool: NodePool, tensor: int) -> list[HostShare]:
+    """With weights on the host if the devices do not hold them and the longest request: as few as possible, and as many
+    as give the most tokens a second; with all KV on the devices, and with some on the host.
+    """
+    source, name = problem.sources[pool.gpu.name], pool.gpu.name
+    weight_bytes = problem.host_weight_bytes_per_gpu * tensor
+    if not weight_bytes or not isinstance(source, Roofline) or pool.gpu.pcie_bytes_per_s is None:
+        return []
+    demand = Demand(_longest_request(problem), problem.rules.limits["decode"].max_running)
+    result = []
+    for kv_bytes in dict.fromkeys((0, problem.host_bytes_per_gpu * tensor)):
+        room = HostRoom(kv_bytes, weight_bytes)
+        try:
+            source.shape.check(tensor, 1)
+            shares = [chosen_weights(source, name, tensor, room, demand, one) for one in ("latency", "throughput")]
+        except (InvalidRequest, Incompatible):
+            continue  # too little even so; the devices alone say why
+        if shares[0]:
+            result += [HostShare(kv_bytes, share) for share in dict.fromkeys(shares)]
+    return result
+
+
+def _longest_request(problem: PlanningProblem) -> int:
+    """In tokens of prompt and output."""
+    return int((problem.workload.prompt_tokens + problem.workload.output_tokens).max())
 
 
 def _parallelisms(problem: PlanningProblem, pool: NodePool) -> Iterator[Parallelism]:
@@ -117,8 +149,9 @@ def options(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel])
     prompt = _longest_prompt(problem)
     ttft_s, gap_s = problem.goal.targets.ttft_s, problem.goal.gap_s
     assert ttft_s is not None
-    first_s = {one: model.prefill_s(prompt) for one, model in fitting.items()}
-    step_s = {one: model.step_s(1, prompt) for one, model in fitting.items()}
+    pairs, seen = (float(of(np.array([prompt]))[0]) for of in (problem.kept_kv.pairs, problem.kept_kv.seen))
+    first_s = {one: model.prompt_s(prompt, pairs) for one, model in fitting.items()}
+    step_s = {one: model.step_s(1, seen) for one, model in fitting.items()}
     reuse = workload.prefixes is not None  # cached prompts take less
     prefills = [kind for kind in fitting if reuse or first_s[kind] <= ttft_s]
     # sequence ranks gain nothing for decodes
@@ -137,7 +170,7 @@ def options(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel])
 
 def _fitting(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel]) -> dict[WorkerKind, LatencyModel]:
     """Workers whose memory holds the longest request."""
-    longest = int((problem.workload.prompt_tokens + problem.workload.output_tokens).max())
+    longest = _longest_request(problem)
     fitting = {one: model for one, model in models.items() if model.kv_tokens >= longest}
     if not fitting:
         most = max(models, key=lambda one: models[one].kv_tokens)
@@ -156,20 +189,21 @@ def _bounded(
     prefills: list[WorkerKind],
     decodes: list[WorkerKind],
 ) -> list[Option]:
-    goal, limits, workload = problem.goal, problem.rules.limits, problem.workload
+    goal, limits, workload, kept = problem.goal, problem.rules.limits, problem.workload, problem.kept_kv
     result = [
-        Option("prefill", kind, prefill_bound_per_s(models[kind], workload, goal, limits["prefill"]))
+        Option("prefill", kind, prefill_bound_per_s(models[kind], workload, goal, limits["prefill"], kept))
         for kind in prefills
-        if not kind.host_bytes  # a prompt's KV leaves once it is computed
+        if not kind.host.kv_bytes  # a prompt's KV leaves once it is computed
     ]
     result += [
-        Option("decode", kind, decode_bound_per_s(models[kind], workload, goal, limits["decode"])) for kind in decodes
+        Option("decode", kind, decode_bound_per_s(models[kind], workload, goal, limits["decode"], kept))
+        for kind in decodes
     ]
     for kind in prefills:
         if kind in decodes:
             phases = (
-                prefill_bound_per_s(models[kind], workload, goal, limits["both"]),
-                decode_bound_per_s(models[kind], workload, goal, limits["both"]),
+                prefill_bound_per_s(models[kind], workload, goal, limits["both"], kept),
+                decode_bound_per_s(models[kind], workload, goal, limits["both"], kept),
             )
             result.append(Option("both", kind, _of_both(*phases)))
     return [one for one in result if one.bound.most_per_s > 0 and problem.may_have(one.role, one.kind.gpu)]

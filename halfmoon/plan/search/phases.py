@@ -53,7 +53,7 @@ def promised_per_s(
     bounds = [phase.option.bound.most_per_s * num for phase, num in zip(phases, nums, strict=True)]
     if problem.kept_share and len(phases) > 1:
         kind, goal, limits = phases[1].option.kind, problem.goal, problem.rules.limits["decode"]
-        kept = prefill_bound_per_s(models[kind], problem.workload, goal, limits)
+        kept = prefill_bound_per_s(models[kind], problem.workload, goal, limits, problem.kept_kv)
         bounds[0] += nums[1] * kept.most_per_s
         more_per_s = problem.kept_share * nums[1] * kept.typical_per_s
         guesses[0] = (guesses[0] + more_per_s) / (1 + more_per_s / max(guesses[1], _ROUNDING))
@@ -115,7 +115,7 @@ def phase_trial(
     limits = problem.rules.limits[option.role]
     worker = WorkerGroup(option.role, num, model, limits)
     if option.role == "both":
-        return Trial(ClusterSpec((worker,)), workload, problem.goal, problem.seed)
+        return Trial(ClusterSpec((worker,), kv_policy=problem.kv_policy), workload, problem.goal, problem.seed)
     if option.role == "prefill":
         other = WorkerGroup("decode", 1, model, kv_tokens=_NO_LIMIT_TOKENS)
         workload = replace(workload, output_tokens=np.ones_like(workload.output_tokens))
@@ -133,4 +133,4 @@ def phase_trial(
             kv_tokens=_NO_LIMIT_TOKENS,
         )
         goal = replace(problem.goal, targets=replace(targets, ttft_s=None))
-    return Trial(ClusterSpec((worker, other), _INSTANT), workload, goal, problem.seed)
+    return Trial(ClusterSpec((worker, other), _INSTANT, kv_policy=problem.kv_policy), workload, goal, problem.seed)

@@ -78,7 +78,9 @@ class Rivals:
         self._grid = grid
         self._prompt = float(np.quantile(problem.workload.prompt_tokens, problem.goal.attainment, method="lower"))
         self._prefill_per_s = {
-            kind: prefill_bound_per_s(model, problem.workload, problem.goal, problem.rules.limits["prefill"])
+            kind: prefill_bound_per_s(
+                model, problem.workload, problem.goal, problem.rules.limits["prefill"], problem.kept_kv
+            )
             for kind, model in models.items()
         }
         self._decode_per_s = {
@@ -87,6 +89,7 @@ class Rivals:
                 problem.workload,
                 replace(problem.goal, targets=SloTargets(grid.ttfts_s[-1], tpot_s)),
                 problem.rules.limits["decode"],
+                problem.kept_kv,
             ).typical_per_s
             for kind, model in models.items()
             for tpot_s in grid.tpots_s

@@ -16,6 +16,7 @@ from halfmoon.policy.placement.device_rules import DeviceRule
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
+from halfmoon.sim.cluster.kept_kv import policy_of
 from halfmoon.sim.cluster.kv_codecs import KV_CODECS, KvCodec, KvCodecName, auto_codec
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
@@ -23,6 +24,7 @@ TbtOf = Literal["longest", "longest-tenth"]
 Batching = Literal["chunked", "prefill-first"]
 Handover = Literal["push", "pull"]
 
+BLOCK_TOKENS = 64  # unless a cluster says otherwise
 _AT_ONCE = 8  # blocks that a store reads from a slower tier
 
 
@@ -205,7 +207,7 @@ class ClusterSpec:
     balancing_threshold: float = 2.0
     admission: AdmissionMode = "off"
     targets: SloTargets = SloTargets()  # used by admission and by the result
-    block_tokens: int = 64
+    block_tokens: int = BLOCK_TOKENS
     report_s: float = 1.0  # between two load reports of a worker
     failures: tuple[Failure, ...] = ()
     contention: Contention = NO_CONTENTION  # between the workers of a node
@@ -216,10 +218,12 @@ class ClusterSpec:
     stores: Stores = NO_STORES
     devices: tuple[DeviceRule, ...] = ()  # which prompts workers of a device compute
     hot_spots: bool = False  # running answers leave busy decode workers where that pays
-    classes: tuple[QosClass, ...] = ()  # of the workload's requests; empty: one, with `targets`
+    classes: tuple[QosClass, ...] = ()  # of the workload's requests; empty: one, with `targets` and `kv_policy`
+    kv_policy: str | None = None  # what is kept of the KV of that one class; None: all
 
     def __post_init__(self) -> None:
         _check(self.block_tokens >= 1, "block_tokens", "must be at least 1")
+        policy_of(self.kv_policy)
         _check(self.report_s > 0, "report_s", "must be above 0")
         _check(self.request_s >= 0, "request_s", "must not be negative")
         _check(self.answer_s >= 0, "answer_s", "must not be negative")
@@ -239,7 +243,8 @@ class ClusterSpec:
     @property
     def qos_classes(self) -> tuple[QosClass, ...]:
         """The classes; policies see no limit on the longest gap."""
-        one = QosClass("simulated", ttft_s=self.targets.ttft_s, tbt_s=self.targets.tpot_s)
+        targets = self.targets
+        one = QosClass("simulated", ttft_s=targets.ttft_s, tbt_s=targets.tpot_s, kv_policy=self.kv_policy)
         return self.classes or (one,)
 
     @property

@@ -6,7 +6,8 @@ import heapq
 import math
 
 from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.latency_sources.latency_model import Cycle
+from halfmoon.sim.cluster.kept_kv import Bound, bound_of
+from halfmoon.sim.latency_sources.host_memory import Cycle
 from halfmoon.sim.token_times import StepEnds
 
 
@@ -16,19 +17,36 @@ class DecodeBatch:
 
     The next step computes K and V of a sequence's newest token. A sequence of length `L` (with that token) therefore
     needs a new block when `L - 1` is a multiple of the block size. `_offsets` counts sequences by `(L - 1 - steps) %
-    block_tokens`, which is constant while they decode.
+    block_tokens`, which is constant while they decode. Sequences that a policy bounds are not counted there: from some
+    length on they need no more blocks, and attend to as many tokens as before.
     """
 
-    __slots__ = ("_block_tokens", "_ends", "_ends_s", "_offsets", "context", "jobs", "num_pausable", "size", "steps")
+    __slots__ = (
+        "_block_tokens",
+        "_bound_from",
+        "_bounds",
+        "_ends",
+        "_ends_s",
+        "_offsets",
+        "context",
+        "jobs",
+        "num_growing",
+        "num_pausable",
+        "size",
+        "steps",
+    )
 
     def __init__(self, block_tokens: int, *, keeps_times: bool = True) -> None:
         """`keeps_times`: record the time of every token in `Job.later_s`."""
         self._block_tokens = block_tokens
         self._offsets = [0] * block_tokens
         self._ends: list[tuple[int, int, int, Job]] = []  # last step, rank, attempt
+        self._bounds: list[tuple[int, int]] = []  # step from which on a job is bounded, rank
+        self._bound_from: dict[int, int] = {}  # the same of those that are here, by rank
         self._ends_s = StepEnds() if keeps_times else None
         self.jobs: dict[int, Job] = {}  # by rank
         self.size = 0
+        self.num_growing = 0  # jobs that attend to one more token in each step
         self.num_pausable = 0  # jobs whose class allows pauses
         self.context = 0  # tokens that the next step attends to
         self.steps = 0
@@ -36,12 +54,18 @@ class DecodeBatch:
     def add(self, job: Job, length: int) -> None:
         """Adds a job, which decodes from the next step on and needs at least one more token."""
         job.join_step, job.join_length = self.steps, length
-        self._offsets[(length - 1 - self.steps) % self._block_tokens] += 1
+        bound = self._bound(job)
+        if bound is not None and length > bound.most_tokens:
+            self.context += bound.mean_seen
+        else:
+            self._count(length, 1)
+            if bound is not None:
+                self._bound_from[job.rank] = self.steps + bound.most_tokens + 1 - length
+                heapq.heappush(self._bounds, (self._bound_from[job.rank], job.rank))
         heapq.heappush(self._ends, (self.steps + job.num_left, job.rank, job.attempt, job))
         self.jobs[job.rank] = job
         self.size += 1
         self.num_pausable += job.pauses.max_pause_s > 0
-        self.context += length
 
     def length(self, job: Job) -> int:
         """Length of a decoding job, including its newest token."""
@@ -54,11 +78,15 @@ class DecodeBatch:
             job.later_s.append(self._ends_s.since(job.join_step))
         job.generated += self.steps - job.join_step
         job.join_step, job.join_length = self.steps, length
-        self._offsets[(length - 1 - self.steps) % self._block_tokens] -= 1
+        bound = self._bound(job)
+        if bound is not None and length > bound.most_tokens:
+            self.context -= bound.mean_seen
+        else:
+            self._count(length, -1)
+            self._bound_from.pop(job.rank, None)
         del self.jobs[job.rank]
         self.size -= 1
         self.num_pausable -= job.pauses.max_pause_s > 0
-        self.context -= length
 
     def steps_left(self) -> int:
         """Steps until the first job has all its tokens; the batch must not be empty."""
@@ -68,12 +96,18 @@ class DecodeBatch:
                 return end_step - self.steps
             heapq.heappop(self._ends)
 
+    def most_alike(self, num_steps: int) -> int:
+        """Of the next `num_steps`, at least one, how many run before a policy bounds another sequence."""
+        while self._bounds and self._bound_from.get(self._bounds[0][1]) != self._bounds[0][0]:
+            heapq.heappop(self._bounds)  # of one that has left, or joined again since
+        return max(min(num_steps, self._bounds[0][0] - self.steps), 1) if self._bounds else num_steps
+
     def new_blocks(self, first: int, last: int) -> int:
         """Blocks needed by the steps from `first` up to, not including, `last`, counted from now."""
         whole, rest = divmod(last - first, self._block_tokens)
         # the offset that needs a block at `first`; each later step needs the one below
         start = -(self.steps + first) % self._block_tokens
-        result = whole * self.size
+        result = whole * self.num_growing
         if rest:
             offsets = self._offsets
             low = start - rest + 1
@@ -94,7 +128,8 @@ class DecodeBatch:
 
     def needs_block(self, job: Job) -> bool:
         """Whether the job's next step begins a block."""
-        return (self.length(job) - 1) % self._block_tokens == 0
+        length, bound = self.length(job), self._bound(job)
+        return (length - 1) % self._block_tokens == 0 and (bound is None or length <= bound.most_tokens)
 
     def advance(self, end_s: float) -> list[Job]:
         """Ends one step at `end_s`; returns the jobs that now have all their tokens, by rank, and removes them."""
@@ -109,13 +144,18 @@ class DecodeBatch:
         """
         if self._ends_s is not None:
             self._make_room(self._ends_s, num_steps)
-            first_s, growth_s = cycle.base_s + cycle.slope_s * self.context, cycle.slope_s * self.size
+            first_s, growth_s = cycle.base_s + cycle.slope_s * self.context, cycle.slope_s * self.num_growing
             self._ends_s.add_run(begun_s, num_steps, Cycle(first_s, growth_s))
         return self._advance(num_steps)
 
     def _advance(self, num_steps: int) -> list[Job]:
         self.steps += num_steps
-        self.context += num_steps * self.size
+        self.context += num_steps * self.num_growing
+        while self._bounds and self._bounds[0][0] <= self.steps:
+            step, rank = heapq.heappop(self._bounds)
+            if self._bound_from.get(rank) == step:
+                del self._bound_from[rank]
+                self._stop_growing(self.jobs[rank])
         ended: list[Job] = []
         while self.size and self.steps_left() == 0:
             job = heapq.heappop(self._ends)[3]
@@ -126,14 +166,14 @@ class DecodeBatch:
     def duration_s(self, num_steps: int, cycle: Cycle) -> float:
         """Seconds of the next `num_steps` steps of an unchanged batch."""
         first_s = cycle.base_s + cycle.slope_s * self.context
-        return num_steps * first_s + cycle.slope_s * self.size * (num_steps * (num_steps - 1) // 2)
+        return num_steps * first_s + cycle.slope_s * self.num_growing * (num_steps * (num_steps - 1) // 2)
 
     def steps_begun(self, elapsed_s: float, cycle: Cycle) -> int:
         """How many of the next steps have begun after `elapsed_s`, at least one; this is also the number of the running
         step.
         """
         first_s = cycle.base_s + cycle.slope_s * self.context
-        growth_s = cycle.slope_s * self.size
+        growth_s = cycle.slope_s * self.num_growing
         if growth_s <= 0:
             result = elapsed_s / first_s
         else:
@@ -145,6 +185,21 @@ class DecodeBatch:
         while num > 1 and self.duration_s(num - 1, cycle) >= elapsed_s:
             num -= 1
         return num
+
+    def _bound(self, job: Job) -> Bound | None:
+        return None if job.policy is None else bound_of(job.policy, self._block_tokens)
+
+    def _stop_growing(self, job: Job) -> None:
+        """Counts a job as bounded, whose length has just passed its bound."""
+        bound = self._bound(job)
+        assert bound is not None
+        self._count(self.length(job), -1)
+        self.context += bound.mean_seen
+
+    def _count(self, length: int, change: int) -> None:
+        self._offsets[(length - 1 - self.steps) % self._block_tokens] += change
+        self.num_growing += change
+        self.context += change * length
 
     def _make_room(self, ends_s: StepEnds, num_steps: int) -> None:
         if not ends_s.has_room(num_steps):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from halfmoon.kv.kv_policy import KVPolicy
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.preemption import Pauses
 from halfmoon.policy.retries import Retries
+from halfmoon.sim.cluster.kept_kv import policy_of
 from halfmoon.sim.workloads.workload import Floats
 
 JobState = Literal["placed", "waiting", "prefilling", "held", "arrived", "decoding", "paused", "ended"]
@@ -51,6 +53,7 @@ class Job:
         "outcome",
         "output",
         "pauses",
+        "policy",
         "prefill",
         "prefix_blocks",
         "priority",
@@ -72,6 +75,7 @@ class Job:
         self.qos_class = 0  # position among the cluster's classes
         self.tbt_target_s: float | None = None  # of its class
         self.pauses = Pauses()
+        self.policy: KVPolicy | None = None  # what is kept of its KV; None: all
         self.start_s = start_s
         self.prompt = prompt
         self.output = output
@@ -122,6 +126,12 @@ class Job:
         self.qos_class = position
         self.rank_by(qos.priority)
         self.pauses = Pauses(qos.priority, qos.max_pause_s)
+
+    def keep_by(self, kv_policy: str | None) -> None:
+        """Keeps KV as its class says. Under a policy no block is found by others, or by it."""
+        self.policy = policy_of(kv_policy)
+        if self.policy is not None:
+            self.prefix_blocks = []
 
     @property
     def uncomputed(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from halfmoon.sim.cluster.job import Job
+from halfmoon.sim.cluster.kept_kv import num_chosen, num_dropped, num_unseen
 from halfmoon.sim.cluster.kv_memory import KvMemory
 
 
@@ -28,9 +29,17 @@ class JobBlocks:
         """Blocks that hold `num_tokens`."""
         return -(-num_tokens // self._block_tokens)
 
+    def num_held(self, job: Job, num_tokens: int) -> int:
+        """Blocks of the job's `num_tokens`, without those that its policy has given back."""
+        return self.num_for(num_tokens) - num_unseen(job.policy, num_tokens, self._block_tokens)
+
+    def num_for_prompt(self, job: Job) -> int:
+        """Blocks to compute the job's tokens, with those for what its policy will choose."""
+        return self.num_for(job.target) + num_chosen(job.policy, job.prompt, self._block_tokens)
+
     def admit(self, job: Job) -> bool:
         """Takes blocks for all the job's tokens except its cached prefix; False if too few are free."""
-        taken = self._take(job, job.target - 1, job.target)
+        taken = self._take(job, job.target - 1, self.num_for_prompt(job))
         if taken is None:
             return False
         matched, num_blocks = taken
@@ -38,11 +47,11 @@ class JobBlocks:
         job.computed = len(matched) * self._prefix_block_tokens
         return True
 
-    def _take(self, job: Job, num_known: int, num_tokens: int) -> tuple[list[int], int] | None:
-        """Takes blocks for `num_tokens`, sharing cached ones of the first `num_known`; None if too few are free."""
+    def _take(self, job: Job, num_known: int, num_blocks: int) -> tuple[list[int], int] | None:
+        """Takes `num_blocks`, sharing cached ones of the first `num_known` tokens; None if too few are free."""
         kv = self._kv
         matched = kv.match(job.prefix_blocks, num_known // self._prefix_block_tokens)
-        num_blocks = self.num_for(num_tokens) - len(matched) * kv.prefix_block_size
+        num_blocks -= len(matched) * kv.prefix_block_size
         if num_blocks > kv.available:
             kv.release(matched)
             return None
@@ -58,6 +67,21 @@ class JobBlocks:
             job.num_blocks -= len(new) * self._kv.prefix_block_size
             job.num_known_blocks = full
 
+    def drop_unseen(self, job: Job, num_computed: int) -> None:
+        """Returns the blocks of a prompt that its policy does not see any more. Once all is computed, those that decode
+        steps will need stay.
+        """
+        if job.policy is None:
+            return
+        if num_computed == job.target:
+            kept = self.num_held(job, num_computed)
+        else:
+            dropped = num_dropped(job.policy, job.prompt, num_computed, self._block_tokens)
+            has_chosen = num_computed >= job.prompt
+            kept = (self.num_for(job.target) if has_chosen else self.num_for_prompt(job)) - dropped
+        self._kv.give(job.num_blocks - kept)
+        job.num_blocks = kept
+
     def release(self, job: Job) -> None:
         """Returns the blocks of a prompt that was computed here."""
         self._kv.give(job.num_blocks)
@@ -68,7 +92,7 @@ class JobBlocks:
 
         Cached blocks of its prefix stay until it leaves, and are not sent.
         """
-        taken = self._take(job, job.target, job.target + 1)
+        taken = self._take(job, job.target, self.num_held(job, job.target + 1))
         if taken is None:
             return False
         job.held_blocks, job.reserved_blocks = taken
@@ -77,6 +101,11 @@ class JobBlocks:
     def held_tokens(self, job: Job) -> int:
         """Leading tokens whose KV was here when the job reserved."""
         return len(job.held_blocks) * self._prefix_block_tokens
+
+    def num_missing(self, job: Job) -> int:
+        """Tokens whose KV a reservation waits for: those that were not here, and that the job's policy keeps."""
+        kept = job.target - num_dropped(job.policy, job.prompt, job.target, self._block_tokens) * self._block_tokens
+        return kept - self.held_tokens(job)
 
     def unreserve(self, job: Job) -> None:
         """Returns the blocks of a reservation that is no longer needed."""
@@ -89,13 +118,13 @@ class JobBlocks:
         job.num_blocks, job.reserved_blocks = job.reserved_blocks, 0
         job.cached_blocks, job.num_known_blocks, job.held_blocks = job.held_blocks, len(job.held_blocks), []
         self.make_known(job, job.target)
-        if job.target % self._block_tokens == 0:  # the next token's block is taken with its step
-            self._kv.give(1)
+        # if the next token needs a block, it is taken with its step
+        self._kv.give(self.num_held(job, job.target + 1) - self.num_held(job, job.target))
 
     def leave(self, job: Job) -> None:
         """Returns the blocks of a job that decoded here: those of all tokens but the newest, which others may find."""
         self.make_known(job, job.join_length - 1)
-        self._kv.give(self.num_for(job.join_length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size)
+        self._kv.give(self.num_held(job, job.join_length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size)
         self._let_go(job)
 
     def move_out(self, job: Job) -> None:
@@ -106,15 +135,15 @@ class JobBlocks:
 
     def move_in(self, job: Job) -> None:
         """Takes blocks for what moved out; there must be enough."""
-        self._kv.take(self.num_for(job.join_length - 1))
+        self._kv.take(self.num_held(job, job.join_length - 1))
 
     def num_own(self, job: Job) -> int:
         """Blocks of a job that decodes, or is paused, besides those of the prefix cache."""
-        return self.num_for(job.join_length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size
+        return self.num_held(job, job.join_length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size
 
     def num_freed(self, job: Job, length: int) -> int:
         """Blocks that nobody else uses, of a job that decodes and has `length` tokens."""
-        own = self.num_for(length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size
+        own = self.num_held(job, length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size
         return own + sum(self._kv.num_users(one) == 1 for one in job.cached_blocks) * self._kv.prefix_block_size
 
     def num_only(self, uses: Mapping[int, int]) -> int:
@@ -126,11 +155,11 @@ class JobBlocks:
         shared = (self._kv.num_users(one) != uses[one] for one in job.cached_blocks)
         return sum(shared) * self._kv.prefix_block_size
 
-    def num_needed(self, job: Job, num_known: int, num_tokens: int, uses: Mapping[int, int]) -> int:
-        """Blocks for `num_tokens`, besides cached ones of the first `num_known` that stay in use anyway."""
+    def num_needed(self, job: Job, num_known: int, num_blocks: int, uses: Mapping[int, int]) -> int:
+        """Of `num_blocks`, those besides cached ones of the first `num_known` tokens that stay in use anyway."""
         used = self._kv.used(job.prefix_blocks, num_known // self._prefix_block_tokens)
         staying = sum(self._kv.num_users(one) != uses.get(one, 0) for one in used)
-        return self.num_for(num_tokens) - staying * self._kv.prefix_block_size
+        return num_blocks - staying * self._kv.prefix_block_size
 
     def _let_go(self, job: Job) -> None:
         self._kv.release(job.cached_blocks)

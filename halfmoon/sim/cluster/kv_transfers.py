@@ -187,7 +187,7 @@ class KvTransfers:
     def hand_over(self, job: Job, sender: SimWorker, receiver: SimWorker) -> None:
         """Sends the KV of a computed prompt that its decode worker lacks, which has reserved room for it."""
         now_s = self._events.now_s
-        num_missing = job.target - receiver.blocks.held_tokens(job)
+        num_missing = receiver.blocks.num_missing(job)
         if not num_missing:
             self._events.at(now_s + self._network.latency_s, self._on_handed_over, job, sender, receiver, job.attempt)
             return

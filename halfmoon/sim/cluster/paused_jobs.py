@@ -51,11 +51,11 @@ class PausedJobs:
 
     def lacks(self, job: Job) -> int:
         """Blocks that a job needs to go on with what it has computed."""
-        return self._blocks.num_for(job.join_length - 1) if self._jobs[job] else 0
+        return self._blocks.num_held(job, job.join_length - 1) if self._jobs[job] else 0
 
     def num_needed(self, job: Job, uses: Counter[int]) -> int:
         """Blocks that a job needs for its next token, besides those that stay in use anyway."""
-        needed = self._blocks.num_for(job.join_length)
+        needed = self._blocks.num_held(job, job.join_length)
         return needed if self._jobs[job] else needed - self._blocks.num_shared(job, uses)
 
     def num_reclaimable(self, uses: Counter[int]) -> int:

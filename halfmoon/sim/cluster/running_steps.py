@@ -7,8 +7,10 @@ import math
 from halfmoon.sim.cluster.contention import Work
 from halfmoon.sim.cluster.decode_batch import DecodeBatch
 from halfmoon.sim.cluster.job import Job
+from halfmoon.sim.cluster.kept_kv import num_pairs
 from halfmoon.sim.cluster.prompt_queue import PromptChunk
-from halfmoon.sim.latency_sources.latency_model import Cycle, LatencyModel
+from halfmoon.sim.latency_sources.host_memory import Cycle
+from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
 
 class RunningSteps:
@@ -19,6 +21,7 @@ class RunningSteps:
     """
 
     __slots__ = (
+        "_block_tokens",
         "_cycle",
         "_cycles",
         "_decodes",
@@ -33,7 +36,8 @@ class RunningSteps:
         "wake_s",
     )
 
-    def __init__(self, latency: LatencyModel, decodes: DecodeBatch) -> None:
+    def __init__(self, latency: LatencyModel, decodes: DecodeBatch, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
         self._latency = latency
         self._decodes = decodes
         self.version = 0
@@ -61,10 +65,11 @@ class RunningSteps:
 
     def most_in_run(self, num_steps: int) -> int:
         """Of `num_steps` decode steps, how many can be one run: those before the next bend of their times."""
-        size, context = self._decodes.size, self._decodes.context
-        if self._latency.host is None or not size:
+        size, context, num_growing = self._decodes.size, self._decodes.context, self._decodes.num_growing
+        num_steps = self._decodes.most_alike(num_steps)
+        if self._latency.host is None or not num_growing:
             return num_steps
-        before_bend = (self._latency.bend_after(size, context) - context) / size
+        before_bend = (self._latency.bend_after(size, context) - context) / num_growing
         return num_steps if before_bend >= num_steps else max(math.ceil(before_bend), 1)
 
     def begin_run(self, num_steps: int, now_s: float) -> None:
@@ -91,7 +96,7 @@ class RunningSteps:
         groups = latency.num_groups(batch)
         longest_s = first_stage_s = 0.0
         for chunks in sets:
-            new, pairs, seen = _work(chunks)
+            new, pairs, seen = self._work(chunks)
             stage_s = latency.stage_s(new, pairs, batch / groups, context / groups)
             longest_s = max(longest_s, stages * stage_s + latency.launching_s(seen + context / groups))
             first_stage_s += stage_s + latency.launching_s(seen + context / groups)
@@ -106,7 +111,7 @@ class RunningSteps:
         `waits`: the step ends when its tokens are known, otherwise when the first stage is done.
         """
         latency, free_s = self._latency, self._stage_free_s
-        new, pairs, seen = _work(chunks)
+        new, pairs, seen = self._work(chunks)
         stage_s = self.pace * latency.stage_s(new, pairs, batch, context)
         at_s = now_s + self.pace * latency.launching_s(seen + context)
         for stage, stage_free_s in enumerate(free_s):
@@ -185,12 +190,11 @@ class RunningSteps:
         self.wake_s = wake_s
         self.version += 1
 
-
-def _work(chunks: list[PromptChunk]) -> tuple[int, float, int]:
-    """New tokens, their attention pairs, and the total length of the sequences."""
-    new, pairs, seen = 0, 0.0, 0
-    for _, _, cached, num_tokens in chunks:
-        new += num_tokens
-        pairs += num_tokens * (cached + num_tokens / 2)
-        seen += cached + num_tokens
-    return new, pairs, seen
+    def _work(self, chunks: list[PromptChunk]) -> tuple[int, float, int]:
+        """New tokens, their attention pairs, and the total length of the sequences."""
+        new, pairs, seen = 0, 0.0, 0
+        for job, _, cached, num_tokens in chunks:
+            new += num_tokens
+            pairs += num_pairs(job.policy, cached, num_tokens, self._block_tokens)
+            seen += cached + num_tokens
+        return new, pairs, seen

@@ -37,7 +37,7 @@ from halfmoon.sim.cluster.cluster_spec import (
 )
 from halfmoon.sim.cluster.contention import Contention
 from halfmoon.sim.latency_sources.hardware import DEVICES
-from halfmoon.sim.latency_sources.host_kv import worker_model
+from halfmoon.sim.latency_sources.host_workers import HostShare, worker_model
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, LatencySource
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
@@ -60,6 +60,7 @@ class _Workers(_Strict):
     sp: int = Field(default=1, ge=1)
     long_prompt_tokens: int | None = Field(default=None, ge=1)  # of real workers; simulated ones share what is sooner
     offload_bytes: int = Field(default=0, ge=0)  # host memory for KV of one worker
+    offload_weights: float = Field(default=0.0, ge=0, le=1)  # share of the layers whose weights are on the host
     latency: str | None = None
     kv_tokens: int | None = Field(default=None, ge=1)
     prefix_cache: bool = True
@@ -92,6 +93,7 @@ class _Cluster(_Strict):
     prefill_devices: tuple[str, ...] = ()
     hot_spots: bool = False
     stores: dict[str, Any] = {}
+    kv_policy: str | None = None
 
     @field_validator("admission", "conditional_disaggregation", mode="before")
     @classmethod
@@ -133,7 +135,8 @@ def read_cluster(
             answer_s = source.answer_s if answer_s is None else answer_s
             limits = source.batch_limits
         parallelism = worker.tp, worker.pp, worker.sp
-        groups.append(_group(worker, worker_model(source, worker.gpu, *parallelism, worker.offload_bytes), limits))
+        host = HostShare(worker.offload_bytes, worker.offload_weights)
+        groups.append(_group(worker, worker_model(source, worker.gpu, *parallelism, host), limits))
     return ClusterSpec(
         tuple(groups),
         _validated(path, Network, network, "network"),
@@ -151,6 +154,7 @@ def read_cluster(
         _validated(path, Stores, read.stores, "stores"),
         tuple(map(DeviceRule.parse, read.prefill_devices)),
         read.hot_spots,
+        kv_policy=read.kv_policy,
     )
 
 

@@ -62,7 +62,7 @@ class SimWorker:
         self.backlog: deque[Job] = deque()  # jobs whose KV waits at a prefill worker for room here
         self.arrived: list[Job] = []  # jobs whose KV has arrived; they join with the next step
         self.num_reserved = 0
-        self.steps = RunningSteps(group.latency, self.decodes)
+        self.steps = RunningSteps(group.latency, self.decodes, block_tokens)
         self._chunks: list[PromptChunk] = []
         self._does_decode = False
 
@@ -163,7 +163,7 @@ class SimWorker:
         if not planned:
             return self.decodes.context, self.kv.available
         num = self.steps.num_begun(now_s)
-        context = self.decodes.context + (num - 1) * self.decodes.size
+        context = self.decodes.context + (num - 1) * self.decodes.num_growing
         return context, self.kv.available + self.decodes.new_blocks(num, planned)
 
     # steps
@@ -226,7 +226,7 @@ class SimWorker:
             if job.state == "paused":
                 queue.append(Queued(job, self.paused.num_needed(job, uses)))
             else:
-                num_blocks = self.blocks.num_needed(job, job.target - 1, job.target, uses)
+                num_blocks = self.blocks.num_needed(job, job.target - 1, self.blocks.num_for_prompt(job), uses)
                 queue.append(Queued(job, num_blocks, job.uncomputed))
         turns = take_turns(
             queue,
@@ -253,7 +253,7 @@ class SimWorker:
         """
         self.interrupt(now_s)  # returns the blocks of future decode steps
         uses = self.paused.uses()
-        num_blocks = self.blocks.num_needed(job, job.target, job.target + 1, uses)
+        num_blocks = self.blocks.num_needed(job, job.target, self.blocks.num_held(job, job.target + 1), uses)
         is_stepping = self.steps.wake_s is not None and self._does_decode
         growing = 0 if is_stepping else self.decodes.new_blocks(0, 1)
         lacking = num_blocks + growing - self.kv.available - self.paused.num_reclaimable(uses)
@@ -304,6 +304,7 @@ class SimWorker:
             if job.attempt != attempt or job.state != "prefilling":
                 continue
             self.blocks.make_known(job, cached + num_tokens)
+            self.blocks.drop_unseen(job, cached + num_tokens)
             if cached + num_tokens == job.target:
                 self.prompts.remove(job)
                 job.generated += 1

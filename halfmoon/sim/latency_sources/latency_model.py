@@ -17,6 +17,7 @@ from halfmoon.policy.models.latency import (
     fit_prefill,
     fit_step,
 )
+from halfmoon.sim.latency_sources.host_memory import Cycle, HostMemory
 
 _POLICY_PROMPTS = (
     128,
@@ -57,13 +58,6 @@ PrefillPiece = Piece[PrefillModel]
 StepPiece = Piece[StepModel]
 
 
-class Cycle(NamedTuple):
-    """Seconds of a decode step of one batch: `base_s + slope_s * context_tokens`."""
-
-    base_s: float
-    slope_s: float
-
-
 class Ring(NamedTuple):
     """What `num_ranks` devices with the whole model exchange for a step that they share (engine: `RingAttention`).
 
@@ -79,34 +73,6 @@ class Ring(NamedTuple):
     def exposed_s(self, num_rows: float, num_keys: float, attention_s: float) -> float:
         """Seconds of a step's exchanges that attention on a rank, of `attention_s`, does not hide."""
         return self.round_s + min(max(self.key_s * num_keys - attention_s, 0.0), self.query_s * num_rows)
-
-
-class HostKV(NamedTuple):
-    """KV beyond the device's memory lies on the host, and each step loads it layer by layer (engine: `offload/`).
-
-    A layer is loaded while the one before it computes, so the shorter of the two is seen in one layer only. Nothing is
-    recomputed.
-    """
-
-    device_tokens: float  # of the sequences of a step; what exceeds them is loaded
-    load_s: float  # of one token, in all layers
-    num_layers: int
-
-    def step_s(self, computed_s: float, num_tokens: float) -> float:
-        """Seconds of a step that sees `num_tokens` and computes for `computed_s`."""
-        loaded_s = self.load_s * max(num_tokens - self.device_tokens, 0.0)
-        return max(computed_s, loaded_s) + min(computed_s, loaded_s) / self.num_layers
-
-    def piece(self, computed: Cycle, context_tokens: float) -> tuple[Cycle, float]:
-        """The decode step of a batch that computes for `computed`, and the context up to which this holds."""
-        base_s, slope_s = computed
-        before_s, share = self.load_s * self.device_tokens, 1 / self.num_layers
-        if context_tokens < self.device_tokens:
-            return computed, self.device_tokens
-        bend = (base_s + before_s) / (self.load_s - slope_s) if self.load_s > slope_s else math.inf
-        if context_tokens < bend:
-            return Cycle(base_s - share * before_s, slope_s + share * self.load_s), bend
-        return Cycle(share * base_s - before_s, self.load_s + share * slope_s), math.inf
 
 
 @dataclass(frozen=True)
@@ -133,7 +99,7 @@ class LatencyModel:
     launch_s: float = 0.0
     launch_s_per_token: float = 0.0  # of all sequences in the step
     ring: Ring | None = None  # the pieces are then of one of its ranks alone
-    host: HostKV | None = None  # None: all KV is in the device's memory; of one stage only
+    host: HostMemory | None = None  # None: KV and weights are in the device's memory; of one stage only
 
     def stage_s(self, new_tokens: float, pairs: float, batch: float, context_tokens: float) -> float:
         """One stage's seconds for a step with `new_tokens` of prompts and one token for each of `batch` sequences.
@@ -145,7 +111,7 @@ class LatencyModel:
         if new_tokens:
             num_keys += pairs / new_tokens + new_tokens / 2  # of a prompt: those cached, and its own
         if self.host is not None:
-            return self.host.step_s(alone_s, num_keys)
+            return self.host.step_s(alone_s, num_keys) if new_tokens or batch else 0.0
         if self.ring is None or not new_tokens:
             return alone_s
         num_ranks, num_rows = self.ring.num_ranks, new_tokens + batch
@@ -170,7 +136,10 @@ class LatencyModel:
 
     def prefill_s(self, new_tokens: float, cached_tokens: float = 0.0) -> float:
         """Seconds of a prompt alone on an idle worker, from its first stage to its last."""
-        pairs = new_tokens * (cached_tokens + new_tokens / 2)
+        return self.prompt_s(new_tokens, new_tokens * (cached_tokens + new_tokens / 2), cached_tokens)
+
+    def prompt_s(self, new_tokens: float, pairs: float, cached_tokens: float = 0.0) -> float:
+        """The same for a prompt whose tokens attend to `pairs` in total."""
         return self.num_stages * self.stage_s(new_tokens, pairs, 0, 0) + self.launching_s(new_tokens + cached_tokens)
 
     def cycle(self, batch: int, context_tokens: float = 0.0) -> Cycle:
@@ -178,7 +147,7 @@ class LatencyModel:
 
         Without groups it passes through all stages. Groups follow each other in rounds. A round takes as long as the
         first stage needs for all groups; with fewer sequences than stages, it takes as long as one group needs for all
-        stages. With KV on the host it holds from `context_tokens` on, up to the next bend (`bend_after`).
+        stages. With a host's memory it holds from `context_tokens` on, up to the next bend (`bend_after`).
         """
         groups = self.num_groups(batch)
         step = _held_at(self.step, batch / groups)
@@ -225,7 +194,7 @@ class LatencyModel:
         """A worker that is `factor` times as fast."""
         faster = self.with_errors(1 / factor, 1 / factor)
         ring = self.ring and self.ring._replace(**{name: getattr(self.ring, name) / factor for name in _RING_TIMES})
-        host = self.host and self.host._replace(load_s=self.host.load_s / factor)
+        host = self.host and self.host.scaled(factor)
         per_token_s = self.launch_s_per_token / factor
         return replace(faster, launch_s=self.launch_s / factor, launch_s_per_token=per_token_s, ring=ring, host=host)
 

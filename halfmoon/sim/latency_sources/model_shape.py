@@ -136,6 +136,16 @@ class ModelShape:
         expert_bytes = self.stage_mixtures(pipeline) * num_experts * self.expert_params * of_layers
         return cut_bytes / tensor + copied * share * of_layers + expert_bytes
 
+    def device_layer_bytes(self, tensor: int) -> float:
+        """Weight bytes of one layer on one of `tensor` devices, in the mean of the layers."""
+        heads = self.head_params * self._num_heads_and_embeddings * _PLAIN_BYTES
+        return (self.device_weight_bytes(tensor, 1) - heads / tensor) / self.num_layers
+
+    @property
+    def computes_kv_from_inputs(self) -> bool:
+        """Whether K and V may be computed from a layer's inputs, half as large (our engine: OPT)."""
+        return self.mlp_matrices == 2 and self.num_kv_heads * self.head_dim == self.hidden
+
     def device_kv_bytes_per_token(self, tensor: int, pipeline: int) -> float:
         """KV bytes per token on the fullest device. With more devices than KV heads, some hold copies."""
         heads = max(self.num_kv_heads / tensor, 1.0)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.offload.host_choice import ModelSizes
 from halfmoon.sim.latency_sources.expert_load import expert_loads
 from halfmoon.sim.latency_sources.hardware import Device, device
 from halfmoon.sim.latency_sources.latency_model import FitError, LatencyModel, PrefillPiece, StepPiece
@@ -54,8 +55,12 @@ class Roofline:
     efficiency: Efficiency = Efficiency()
     default_gpu: str | None = None
 
-    def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
-        """Raises InvalidRequest for unknown hardware, for a parallelism that a worker would refuse, and if the weights
+    def model(
+        self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int, host_layers: int = 0
+    ) -> LatencyModel:
+        """host_layers: whose weights are not in the devices' memory; times are as if they were.
+
+        Raises InvalidRequest for unknown hardware, for a parallelism that a worker would refuse, and if the weights
         leave no room for KV.
         """
         try:
@@ -65,18 +70,35 @@ class Roofline:
         name = gpu or self.default_gpu
         if name is None:
             raise InvalidRequest("a roofline needs to know the hardware: name a gpu for each group", param="gpu")
-        return _model(self.shape, device(name), self.efficiency, tensor_parallel, pipeline_parallel)
+        return _model(self.shape, device(name), self.efficiency, tensor_parallel, pipeline_parallel, host_layers)
 
 
-def kv_capacity_tokens(shape: ModelShape, on: Device, tensor: int, pipeline: int, efficiency: Efficiency) -> int:
+def kv_capacity_tokens(
+    shape: ModelShape, on: Device, tensor: int, pipeline: int, efficiency: Efficiency, host_layers: int = 0
+) -> int:
     """Tokens of KV beside weights and a step's needs on the fullest device; negative if those do not fit."""
-    step_bytes = max(efficiency.step_bytes, shape.activation_bytes(efficiency.batch_tokens, tensor))
-    left_bytes = on.memory_bytes * efficiency.kv_memory - shape.device_weight_bytes(tensor, pipeline) - step_bytes
+    weight_bytes = shape.device_weight_bytes(tensor, pipeline)
+    if host_layers:
+        weight_bytes = model_sizes(shape, tensor).device_bytes(host_layers)
+    left_bytes = usable_bytes(shape, on, tensor, efficiency) - weight_bytes
     return int(left_bytes // shape.device_kv_bytes_per_token(tensor, pipeline))
 
 
-def _model(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: int) -> LatencyModel:
-    kv_tokens = kv_capacity_tokens(shape, on, tp, pp, efficiency)
+def usable_bytes(shape: ModelShape, on: Device, tensor: int, efficiency: Efficiency) -> float:
+    """Memory of one device for weights and KV, beside a step's needs."""
+    step_bytes = max(efficiency.step_bytes, shape.activation_bytes(efficiency.batch_tokens, tensor))
+    return on.memory_bytes * efficiency.kv_memory - step_bytes
+
+
+def model_sizes(shape: ModelShape, tensor: int) -> ModelSizes:
+    """The part of each of `tensor` devices that share all layers."""
+    layer_bytes = shape.device_layer_bytes(tensor)
+    others = shape.device_weight_bytes(tensor, 1) - shape.num_layers * layer_bytes
+    return ModelSizes(shape.num_layers, layer_bytes, others, shape.device_kv_bytes_per_token(tensor, 1))
+
+
+def _model(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: int, host_layers: int) -> LatencyModel:
+    kv_tokens = kv_capacity_tokens(shape, on, tp, pp, efficiency, host_layers)
     if kv_tokens <= 0:
         needed_gb = shape.weight_bytes / 1e9
         raise InvalidRequest(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from halfmoon.sim.cluster.decode_batch import DecodeBatch
 from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.latency_sources.latency_model import Cycle
+from halfmoon.sim.latency_sources.host_memory import Cycle
 from halfmoon.sim.token_times import gaps, in_order
 
 CYCLE = Cycle(0.01, 1e-6)

@@ -1,0 +1,88 @@
+"""What sequences under a KV policy keep and see, in the simulator's counts: the engine's rule (`KVPolicy.unseen`).
+
+Counts are those of the step that computes a sequence's last token. From some length on a sequence needs no further
+block: the one that it begins is paid for by the one that leaves its window.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from halfmoon.kv.kv_policy import KVPolicy, parse_kv_policy
+from halfmoon.sim.workloads.workload import Floats
+
+_FAR = 1 << 40  # a position behind any window
+
+
+def policy_of(text: str | None) -> KVPolicy | None:
+    """The policy of a class's setting; None: all KV is kept. Raises InvalidRequest."""
+    return None if text is None else parse_kv_policy(text)
+
+
+class Bound(NamedTuple):
+    """A sequence of more than `most_tokens` sees `mean_seen` tokens, in the mean over a block, and grows no more."""
+
+    most_tokens: int
+    mean_seen: int
+
+
+@lru_cache(maxsize=256)
+def bound_of(policy: KVPolicy, block_tokens: int) -> Bound:
+    """Where a policy's sequences stop growing."""
+    unseen = policy.unseen(_FAR * block_tokens, block_tokens)
+    num_seen = _FAR - len(unseen)  # blocks before that of the token itself
+    return Bound((num_seen + 1) * block_tokens, num_seen * block_tokens + (block_tokens + 1) // 2)
+
+
+def num_unseen(policy: KVPolicy | None, num_tokens: int, block_tokens: int) -> int:
+    """Blocks of `num_tokens` that have been given back when the last one is computed."""
+    return 0 if policy is None or not num_tokens else len(policy.unseen(num_tokens - 1, block_tokens))
+
+
+def num_chosen(policy: KVPolicy | None, num_prompt: int, block_tokens: int) -> int:
+    """Blocks that a policy takes at the start for what it will choose of a prompt."""
+    if policy is None or not policy.chooses:
+        return 0
+    unseen = policy.unseen(num_prompt, block_tokens)
+    return unseen.start if unseen else 0
+
+
+def num_dropped(policy: KVPolicy | None, num_prompt: int, num_computed: int, block_tokens: int) -> int:
+    """Blocks given back while a prompt is computed: none before the end of one that a policy chooses from."""
+    if policy is None or (policy.chooses and num_computed < num_prompt):
+        return 0
+    return len(policy.unseen(num_computed, block_tokens))
+
+
+def num_pairs(policy: KVPolicy | None, cached: int, new_tokens: int, block_tokens: int) -> float:
+    """Pairs of a prompt's new tokens and those that they see: all before them, or sinks and window."""
+    if policy is None or policy.chooses:
+        return new_tokens * (cached + new_tokens / 2)
+    bound = bound_of(policy, block_tokens)
+    growing = min(max(bound.most_tokens - cached, 0), new_tokens)
+    return growing * (cached + growing / 2) + (new_tokens - growing) * (bound.mean_seen - 0.5)
+
+
+class KeptKV(NamedTuple):
+    """What all requests of a workload keep; policy None: everything."""
+
+    policy: KVPolicy | None
+    block_tokens: int
+
+    def seen(self, num_tokens: Floats) -> Floats:
+        """Tokens that decode steps of sequences of so many tokens attend to, at least, in the mean over a block."""
+        if self.policy is None:
+            return num_tokens
+        return np.minimum(num_tokens, bound_of(self.policy, self.block_tokens).mean_seen)
+
+    def pairs(self, num_tokens: Floats) -> Floats:
+        """Attention pairs of whole prompts."""
+        if self.policy is None or self.policy.chooses:
+            return num_tokens**2 / 2
+        return np.array([num_pairs(self.policy, 0, int(one), self.block_tokens) for one in num_tokens])
+
+
+ALL_KV = KeptKV(None, 1)
