@@ -138,7 +138,7 @@ def _more(api: GatewayApi, catalogue: Catalogue) -> FormPart:
         thorough = st.checkbox(
             "Thorough: skip layouts only by proven bounds (several times slower)", key="plan-thorough"
         )
-        parts = [_kinds(catalogue), _promises(), _latency(api)]
+        parts = [_kinds(catalogue), _promises(), _host_memory(), _latency(api)]
     fields = {"objective": objective, "affinity": affinity, "num_requests": int(requests), "is_thorough": thorough}
     return FormPart(
         {name: value for part in (fields, *(more.fields for more in parts)) for name, value in part.items()},
@@ -168,6 +168,21 @@ def prices_of(given: str) -> dict[str, float]:
     """Parses dollars per hour by GPU. Raises ValueError."""
     pairs = [pair.partition("=") for pair in given.split(",") if pair.strip()]
     return {gpu.strip(): float(dollars) for gpu, _, dollars in pairs}
+
+
+def _host_memory() -> FormPart:
+    """What the GPUs' memory does not hold."""
+    columns = st.columns(2)
+    kv = columns[0].number_input(
+        "Host memory for KV (GiB per GPU)", 0.0, None, 0.0, 16.0, key="plan-host-kv",
+        help="Workers that keep KV on the host (offload_kv) are tried, too.",
+    )  # fmt: skip
+    weights = columns[1].number_input(
+        "Host memory for weights (GiB per GPU)", 0.0, None, 0.0, 16.0, key="plan-host-weights",
+        help="A model that the GPUs do not hold is planned with a share of its weights on the host (offload_weights).",
+    )  # fmt: skip
+    sizes = {"host_bytes_per_gpu": kv, "host_weight_bytes_per_gpu": weights}
+    return FormPart({name: int(gib * 2**30) or None for name, gib in sizes.items()}, {})
 
 
 def _promises() -> FormPart:

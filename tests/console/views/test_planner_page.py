@@ -126,6 +126,7 @@ def test_newer_options_are_asked_for(gateway: FakeGateway, planner: FakePlanner)
     of_key(shown, "selectbox", "plan-criterion").set_value("marginal")
     of_key(shown, "selectbox", "plan-codec").set_value("int8")
     of_key(shown, "number_input", "plan-tbt").set_value(80.0)
+    of_key(shown, "number_input", "plan-host-kv").set_value(64.0)
     of_key(shown, "checkbox", "plan-thorough").check()
     until(click(shown, "Search"), lambda state: bool(state.progress))
     asked = planner.asked[0]
@@ -133,6 +134,7 @@ def test_newer_options_are_asked_for(gateway: FakeGateway, planner: FakePlanner)
     assert (asked.decode_gpu, asked.HasField("prefill_gpu"), asked.criterion) == ("l40s", False, "marginal")
     assert (asked.kv_codec, asked.tbt_s, asked.HasField("network_gbit_per_s")) == ("int8", 0.08, False)
     assert asked.is_thorough
+    assert (asked.host_bytes_per_gpu, asked.HasField("host_weight_bytes_per_gpu")) == (64 << 30, False)
     shown = checked(of_key(shown, "text_input", "plan-prices").set_value("h200").run())
     assert any("prices as GPU=DOLLARS" in one.value for one in shown.caption)
 
