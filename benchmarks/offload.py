@@ -12,7 +12,8 @@ sleeps until the given rate (MB/s) allows it to be done.
 `in memory`, `loaded`, `chosen`: medians of the last `--repeat` steps, ms. `gain`: loaded / chosen; with inputs, half
 the size of K and V, it cannot exceed 2, with recomputed tokens it can. `all`: the same over all steps, including the
 first `--settle` ones, in which rates are learned and inputs prepared. `hidden`: share of the link's busy time in which
-the chosen engine also computed. `halves`: memory of its KV relative to that of K and V.
+the chosen engine also computed. `halves`: memory of its KV relative to that of K and V. `model`: the simulator's time
+of a step that loads everything (`HostMemory`, from the time in memory, the bytes and the link) over `loaded`.
 
 `--ablation`, as KVPR's: what a fetch runs beside (nothing; its own layer's computing, with one buffer; the layer
 before, with two) and what is computed again (nothing, everything from inputs, what is chosen), all nine by turns.
@@ -37,6 +38,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, OffloadConfig, OffloadOverlap, OffloadSchedule
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.sim.latency_sources.host_memory import HostMemory
 
 SCHEDULES: tuple[OffloadSchedule, ...] = ("latency", "throughput")
 RECOMPUTE: tuple[Literal["never", "always", "auto"], ...] = ("never", "always", "auto")
@@ -170,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     print(
         f"{'schedule':12}{'MB/s':>6}{'in memory':>11}{'loaded':>9}{'chosen':>9}{'gain':>8}{'all':>7}"
-        f"{'hidden':>8}{'halves':>8}  steps by kind",
+        f"{'hidden':>8}{'halves':>8}{'model':>8}  steps by kind",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as directory:
@@ -184,10 +186,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     for way in ways
                 ]
                 row = measured(engines, options.settle, options.repeat)
+                layout = engines[0].layout
+                token_s = layout.block_bytes / layout.block_tokens / (link * 1e6)
+                modelled = HostMemory(0.0, token_s, layout.num_layers)
+                model = modelled.step_s(row.memory_s, options.batch * options.tokens) / row.loaded_s
                 shown = "".join(f"{1e3 * one_s:9.1f}" for one_s in (row.memory_s, row.loaded_s, row.chosen_s))
                 print(
                     f"{schedule:12}{link:6.0f}  {shown}{row.loaded_s / row.chosen_s:7.2f}x{row.all_gain:6.2f}x"
-                    f"{row.hidden_share:8.0%}{row.halves_share:8.0%}  {row.kinds}",
+                    f"{row.hidden_share:8.0%}{row.halves_share:8.0%}{model:7.2f}x  {row.kinds}",
                     flush=True,
                 )
                 for engine in engines:
