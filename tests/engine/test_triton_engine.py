@@ -101,8 +101,11 @@ def test_with_quantised_kv_the_tokens_are_those_of_native(
     assert generate(make_triton("qwen3", **make), *requests) == generate(make_engine("qwen3", **make), *requests)
 
 
-def test_under_a_kv_policy_the_tokens_are_those_of_native(make_engine: MakeEngine, make_triton: MakeEngine) -> None:
-    one = replace(request("a", 45, 8), tenant_salt=policy_salt(KVPolicy(3, 9), b""))
+@pytest.mark.parametrize("policy", [KVPolicy(3, 9), KVPolicy(12, 5, chooses=True)], ids=str)
+def test_under_a_kv_policy_the_tokens_are_those_of_native(
+    make_engine: MakeEngine, make_triton: MakeEngine, policy: KVPolicy
+) -> None:
+    one = replace(request("a", 45, 8), tenant_salt=policy_salt(policy, b""))
     assert generate(make_triton("llama"), one, request("b", 9)) == generate(make_engine("llama"), one, request("b", 9))
 
 

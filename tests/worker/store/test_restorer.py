@@ -14,6 +14,7 @@ import pytest
 from halfmoon.catalog.block_identity import block_id
 from halfmoon.catalog.entry import Tier
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.kv.kv_policy import KVPolicy, policy_salt
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
@@ -119,6 +120,36 @@ async def test_quantised_kv_comes_back_from_the_store_as_it_was(
         believe(other, SLOW)
         (event,) = await prefilled(other, single(tiny, PROMPT, "other"))
         assert event.first_token.num_loaded_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_loaded"), [(KVPolicy(3, 12), 80), (KVPolicy(12, 10, chooses=True), 48)], ids=str
+)
+async def test_under_a_policy_the_store_gives_what_was_computed_under_it(
+    start_worker: Start, tiny: Checkpoint, policy: KVPolicy, num_loaded: int
+) -> None:
+    """Of a prompt that is chosen from, the last 32 tokens are computed: they choose."""
+    async with served() as (_, address):
+        first, again = [await start_worker("prefill", store=address) for _ in range(2)]
+        believe(again, SLOW)
+        tokens, sent = [], []
+        for prefill in (first, again):
+            decode = await start_worker("decode")
+            async with listening(decode) as steps:
+                wanted = generation(tiny, PROMPT, 12)
+                wanted.tenant_salt = policy_salt(policy, b"")
+                request = prefill_pb2.PrefillRequest(generation=wanted, decode_address=decode.peer.address)
+                event, done = await prefilled(prefill, request)
+                tokens.append([event.first_token.token.token_id, *await tokens_of(steps)])
+            sent.append(done.handed_over.kv_bytes)
+            await first.state.chains.settled()
+            await until(lambda both=(prefill, decode): sum(worker.num_used_blocks for worker in both) == 0)  # type: ignore[misc]
+        assert tokens[0] == tokens[1]
+        assert sent[0] == sent[1]
+        assert counted(again, "restored_tokens", source="store") == num_loaded
+        (whole,) = await prefilled(again, single(tiny, PROMPT, "whole"))
+        assert whole.first_token.num_cached_tokens == 0
+        assert [whole.first_token.token.token_id] == reference(tiny, PROMPT, 1)
 
 
 async def test_what_the_own_cache_has_is_not_asked_for(start_worker: Start, tiny: Checkpoint) -> None:
