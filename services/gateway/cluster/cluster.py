@@ -266,14 +266,15 @@ class Cluster(ClusterServicer):
     async def _read_tokens(self, worker: Worker) -> None:
         """Reads one worker's token stream, and reconnects after a break: requests that ran there count as lost.
 
-        Returns at the end of the stream: the worker has drained.
+        Returns at the end of a drained worker's stream.
         """
         num_failures = 0
-        reason: HalfmoonError
         while True:
+            reason: HalfmoonError = Unavailable(f"worker {worker.member.worker_id} ended its token stream")
             try:
                 await self._read_token_stream(worker)
-                return
+                if worker.member.load.draining:
+                    return
             except HalfmoonError as error:
                 reason = error
             except Exception as error:  # our own bug must not leave a member without a reader

@@ -120,6 +120,17 @@ async def test_a_token_stream_that_cannot_be_read_is_opened_again(tmp_path: Path
         assert await says_hello(fleet)
 
 
+async def test_a_token_stream_that_ends_before_a_drain_is_opened_again(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("b0", "both", Script("hello"))
+        worker.steps[fleet.cluster.gateway_id].put_nowait(None)
+        async with asyncio.timeout(20):
+            while fleet.placeable():  # noqa: ASYNC110 (a broken token stream is no change of the membership)
+                await asyncio.sleep(0)
+        await fleet.until(lambda: fleet.placeable() == {"b0"})
+        assert await says_hello(fleet)
+
+
 async def test_a_drained_worker_stays_until_its_last_tokens_are_read(tmp_path: Path) -> None:
     drains, has_drained, gate = asyncio.Event(), asyncio.Event(), asyncio.Event()
     script = Script("hello", gate, tokens_before_gate=1)
