@@ -13,7 +13,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.ledger.connection.sqlite import DriverThreads, OpenedFile, is_locked, sqlite_engine
+from halfmoon.ledger.connection.sqlite import CommitWatch, DriverThreads, OpenedFile, is_locked, sqlite_engine
 from halfmoon.ledger.connection.transaction import Result, Transaction, Work
 from halfmoon.ledger.connection.upgrade import is_current, upgrade
 
@@ -43,6 +43,7 @@ class Database:
         self._threads = DriverThreads(engine) if self.is_file else None
         self._is_current = False  # the tables have this release's schema
         self._file: OpenedFile | None = None  # for SQLite, once it is open
+        self._commits: CommitWatch | None = None  # of that file
         self._overdue: set[asyncio.Task[Any]] = set()  # given up but not ended: a driver may take its time
 
     @property
@@ -56,12 +57,17 @@ class Database:
         Other errors of SQLAlchemy mean that the work itself is wrong. A transaction over its deadline may or may not
         have been committed.
         """
-        if not self._is_current:
-            raise Unavailable("the ledger's database was not reached yet")
-        if self._file is not None:
-            self._file.check()
+        self._check()
         transaction = Transaction(self._engine, work)
         return await self._within(transaction.run(), deadline_s, transaction.give_up)
+
+    def commit_mark(self) -> int | None:
+        """A number that is another one after any commit, by whomever; None where only a transaction can tell.
+
+        What a transaction read that began after this call holds as long as the number stays. Raises Unavailable.
+        """
+        self._check()
+        return None if self._commits is None else self._commits.mark()
 
     async def upgrade(self) -> None:
         """Upgrades the tables to the newest revision, before which nothing else works. No-op once it was done.
@@ -71,6 +77,8 @@ class Database:
         if not self._is_current:
             await self._within(self._upgrade(), _OPEN_S)
             self._file = OpenedFile(self._engine) if self.is_file else None
+            if self._file is not None and self._file.path is not None:
+                self._commits = CommitWatch(self._file.path)
             self._is_current = True
 
     async def close(self) -> None:
@@ -78,6 +86,9 @@ class Database:
 
         Abandoned transactions end first: one whose connection is closed meanwhile may wait forever.
         """
+        if self._commits is not None:
+            self._commits.close()
+            self._commits = None
         if self._overdue:
             await asyncio.wait(self._overdue, timeout=_CLOSE_S)
         try:
@@ -86,6 +97,13 @@ class Database:
             await self._engine.dispose(close=False)
         if self._threads is not None:
             await self._threads.ended()
+
+    def _check(self) -> None:
+        """Raises Unavailable if there is nothing to read yet, or not any more."""
+        if not self._is_current:
+            raise Unavailable("the ledger's database was not reached yet")
+        if self._file is not None:
+            self._file.check()
 
     async def _within(
         self, working: Coroutine[Any, Any, Result], deadline_s: float | None, give_up: GiveUp = asyncio.Task.cancel

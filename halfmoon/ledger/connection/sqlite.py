@@ -72,6 +72,11 @@ class OpenedFile:
         self._path = Path(database) if database and not _is_special(database) else None
         self._opened = self._present()
 
+    @property
+    def path(self) -> Path | None:
+        """The file; None for a database in memory."""
+        return self._path
+
     def check(self) -> None:
         """Raises Unavailable if the file is gone or was replaced."""
         if self._present() != self._opened:
@@ -90,6 +95,27 @@ class OpenedFile:
                 "gateway to begin a new one"
             ) from error
         return stat.st_dev, stat.st_ino
+
+
+class CommitWatch:
+    """Owns a connection that only looks whether others have committed. It takes no transaction's time and no lock's."""
+
+    def __init__(self, path: Path) -> None:
+        self._connection = sqlite3.connect(path, timeout=0, isolation_level=None)
+
+    def mark(self) -> int | None:
+        """A number that is another one after any commit to the file; None while that cannot be told.
+
+        Reads shared memory, so the event loop may call it.
+        """
+        try:
+            return int(self._connection.execute("PRAGMA data_version").fetchall()[0][0])
+        except sqlite3.Error:  # another process recovers the file, or it is damaged: whoever reads it will say
+            return None
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._connection.close()
 
 
 def is_locked(error: DBAPIError) -> bool:

@@ -11,6 +11,8 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.polled_read import PolledRead
+from halfmoon.ledger.connection.transaction import Work
 from halfmoon.ledger.edits.stored_classes import VersionConflict
 from halfmoon.ledger.models import ModeEditRow
 
@@ -31,15 +33,23 @@ class ModeEdits:
         self._database = database
         self._rows = rows
         self._what = what
+        self._present = PolledRead(database, self._reading(1))
+
+    async def present(self) -> ModeEdit | None:
+        """The newest edit; None without edits."""
+        return next(iter(await self._present.result()), None)
 
     async def newest(self, limit: int) -> Sequence[ModeEdit]:
         """The newest edits, newest first; empty without edits."""
+        return await self._database.run(self._reading(limit))
+
+    def _reading(self, limit: int) -> Work[Sequence[ModeEdit]]:
         rows = select(self._rows).order_by(self._rows.version.desc()).limit(limit)
 
-        async def work(session: AsyncSession) -> list[ModeEdit]:
+        async def work(session: AsyncSession) -> Sequence[ModeEdit]:
             return [ModeEdit(row.version, row.edited_at, row.mode) for row in await session.scalars(rows)]
 
-        return await self._database.run(work)
+        return work
 
     async def put(self, mode: str | None, version: int) -> ModeEdit:
         """Adds an edit after `version`, 0 for the first. Raises VersionConflict when that is no longer the newest."""

@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import Incompatible
 from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.polled_read import PolledRead
 from halfmoon.ledger.edits.declared_classes import ClassHistory, Declaration
 from halfmoon.ledger.models import ClassEditRow, ClassRevisionRow, DeclaredClassRow, QosClassRow
 
@@ -56,10 +57,11 @@ class StoredClasses:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._revision = PolledRead(database, _revision)
 
     async def revision(self) -> int:
         """The current revision, which differs from an earlier one after any edit."""
-        return await self._database.run(_revision)
+        return await self._revision.result()
 
     async def all(self) -> ClassesAt:
         """All classes."""

@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import InvalidRequest, NotFound
 from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.polled_read import PolledRead
 from halfmoon.ledger.edits.stored_classes import VersionConflict
 from halfmoon.ledger.models import ApiKeyRow, TenantRevisionRow, TenantRow
 
@@ -51,10 +52,11 @@ class StoredTenants:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._revision = PolledRead(database, _revision)
 
     async def revision(self) -> int:
         """The current revision, which differs from an earlier one after any edit."""
-        return await self._database.run(_revision)
+        return await self._revision.result()
 
     async def all(self) -> TenantsAt:
         """All tenants and all keys, revoked ones too."""

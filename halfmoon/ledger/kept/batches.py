@@ -61,8 +61,9 @@ class Batches:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.leases = Leases(database, BatchRow, lambda _: BatchRow.status.in_(UNFINISHED), _LEASE_S)
-        self.leases_to_end = Leases(database, BatchRow, _has_to_end, _LEASE_S)  # for gateways that run no lines
+        is_unfinished = BatchRow.status.in_(UNFINISHED)
+        self.leases = Leases(database, BatchRow, is_unfinished, _LEASE_S)
+        self.leases_to_end = Leases(database, BatchRow, is_unfinished, _LEASE_S, _has_to_end)  # who runs no lines
 
     async def create(self, new: Batch, now: datetime) -> None:
         """Adds a batch of a file of the same tenant. Raises NotFound if that is not there."""

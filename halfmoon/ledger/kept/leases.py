@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
 from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.polled_read import PolledRead
 from halfmoon.ledger.connection.transaction import quietly
 from halfmoon.ledger.models import BatchRow, StoredResponseRow
 
@@ -25,13 +26,24 @@ class Leases:
     """
 
     def __init__(
-        self, database: Database, table: LeasedRow, is_open: Callable[[datetime], ColumnElement[bool]], lease_s: float
+        self,
+        database: Database,
+        table: LeasedRow,
+        is_unfinished: ColumnElement[bool],
+        lease_s: float,
+        is_open: Callable[[datetime], ColumnElement[bool]] | None = None,
     ) -> None:
-        """`is_open` says of which rows somebody has to work on."""
+        """`is_open` says of which unfinished rows somebody has to work on; None: of all."""
         self._database = database
         self._table = table
-        self._is_open = is_open
+        self._is_open = is_open or (lambda _: is_unfinished)
         self._lease = timedelta(seconds=lease_s)
+        some = select(table.id).where(is_unfinished).limit(1)
+
+        async def has_unfinished(session: AsyncSession) -> bool:
+            return await session.scalar(some) is not None
+
+        self._has_unfinished = PolledRead(database, has_unfinished)
 
     async def claim(self, holder: str, now: datetime, most: int) -> Sequence[str]:
         """Leases up to `most` rows that nobody holds; returns their ids.
@@ -39,7 +51,7 @@ class Leases:
         First come those of the tenants with the fewest leases, and then those that have waited longest, since they were
         made or given back.
         """
-        if most <= 0 or not await self.is_any_free(now):  # mostly: and the statement takes a while to build
+        if most <= 0 or not await self.is_any_free(now):  # mostly
             return ()
         table, free = self._table, self._free(now)
         held = aliased(table)
@@ -86,6 +98,8 @@ class Leases:
 
     async def is_any_free(self, now: datetime) -> bool:
         """Whether there is anything to claim. Locks no writer out."""
+        if not await self._has_unfinished.result():
+            return False  # leases end with time, but there are none
 
         async def work(session: AsyncSession) -> bool:
             return await session.scalar(select(self._table.id).where(*self._free(now)).limit(1)) is not None

@@ -57,7 +57,7 @@ class StoredResponses:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.leases = Leases(database, StoredResponseRow, lambda _: StoredResponseRow.status.in_(UNFINISHED), _LEASE_S)
+        self.leases = Leases(database, StoredResponseRow, StoredResponseRow.status.in_(UNFINISHED), _LEASE_S)
 
     async def put(self, new: StoredResponse, renewed: Sequence[str] = ()) -> None:
         """Adds a response, unless it is there already; the turns before it are kept as long as it is.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import Any, cast, get_args
 
 from aiohttp import web
@@ -46,13 +45,13 @@ class ActiveAdmission:
     async def refresh(self) -> None:
         """Applies other gateways' edits. Raises Unavailable, and Incompatible for a mode of a later release."""
         async with self._turn:
-            self._apply(await self._stored.newest(1))
+            self._apply(await self._stored.present())
 
     async def put(self, body: AdmissionBody) -> ModeEdit:
         """Sets the mode for all gateways. Raises VersionConflict or Unavailable; nothing has changed then."""
         async with self._turn:
             edit = await self._stored.put(body.mode, body.version)
-            self._apply([edit])
+            self._apply(edit)
         return edit
 
     async def shown(self) -> dict[str, Any]:
@@ -66,8 +65,8 @@ class ActiveAdmission:
             "edits": [{**edit._asdict(), "edited_at": edit.edited_at.isoformat()} for edit in edits],
         }
 
-    def _apply(self, newest: Sequence[ModeEdit]) -> None:
-        mode = _known((newest[0].mode if newest else None) or self._own)
+    def _apply(self, newest: ModeEdit | None) -> None:
+        mode = _known((newest and newest.mode) or self._own)
         if mode != self._controller.mode:
             log.info("admission.changed", extra={"mode": mode, "before": self._controller.mode})
             self._controller.mode = mode

@@ -109,8 +109,8 @@ class AutopilotEndpoints:
         return await self.get(request)
 
     async def _read_mode(self) -> None:
-        edits = await self._ledger.autopilot.newest(1)
-        self._mode, self._mode_s = edits[0].mode if edits else None, self._cluster.clock()
+        edit = await self._ledger.autopilot.present()
+        self._mode, self._mode_s = edit and edit.mode, self._cluster.clock()
 
 
 def _shown(values: dict[str, Any]) -> dict[str, Any]:
