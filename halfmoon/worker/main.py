@@ -51,6 +51,7 @@ from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
 from halfmoon.worker.store.restorer import Restorer
 from halfmoon.worker.store.source_links import HolderKind, SourceLinks
 from halfmoon.worker.store.store_writer import StoreWriter
+from halfmoon.worker.store.write_delay import LONGEST_S
 
 log = logging.getLogger(__name__)
 
@@ -171,8 +172,17 @@ def store_client(address: str, mbps: float | None, credential: Credential | None
 def store_writer(
     engine: PoolingEngine, state: WorkerState, sources: SourceLinks, metrics: WorkerMetrics
 ) -> StoreWriter:
-    """Writer of this worker's blocks to the stores."""
-    return StoreWriter(engine, sources, state.chains, metrics.store, lambda: state.compute_rate.model)
+    """Writer of this worker's blocks to the stores. On a GPU nothing has to wait: its steps need hardly any core."""
+    longest_wait_s = LONGEST_S if state.identity.device == "cpu" else 0.0
+    return StoreWriter(
+        engine,
+        sources,
+        state.chains,
+        metrics.store,
+        lambda: state.compute_rate.model,
+        state.router.is_running,
+        longest_wait_s,
+    )
 
 
 def link_settings(settings: WorkerSettings) -> LinkSettings:

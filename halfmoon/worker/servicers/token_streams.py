@@ -66,6 +66,10 @@ class TokenStreams:
         """Whether a gateway that reads its stream has not been sent all tokens."""
         return any(outbox.pending and outbox.left_at_s is None for outbox in self._outboxes.values())
 
+    def is_running(self, request_id: str) -> bool:
+        """Whether tokens of the request are still to come."""
+        return request_id in self._routes
+
     def end(self) -> None:
         """Ends every gateway's stream after what is pending: no more tokens will come."""
         self._is_over = True

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from halfmoon.engine.step_result import BlockChain
 
 MAX_WAITING = 256
+
+
+class _Waiting(NamedTuple):
+    chain: BlockChain
+    since_s: float  # of the request's first chain that waits
 
 
 class ChainQueue:
@@ -17,11 +24,17 @@ class ChainQueue:
     Event-loop thread only. At most `max_waiting` chains wait; `on_drop` is called for each chain beyond.
     """
 
-    def __init__(self, max_waiting: int = MAX_WAITING, on_drop: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        max_waiting: int = MAX_WAITING,
+        on_drop: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """max_waiting: 0 without a store."""
         self._max_waiting = max_waiting
         self._on_drop = on_drop
-        self._waiting: OrderedDict[str, BlockChain] = OrderedDict()
+        self._clock = clock
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         self._has_some = asyncio.Event()
         self._num_taken = 0  # taken but not yet done
         self._idle = asyncio.Event()
@@ -30,20 +43,39 @@ class ChainQueue:
     def offer(self, chains: Iterable[BlockChain]) -> None:
         """Queues chains that are in the prefix cache now."""
         for chain in chains:
-            if len(self._waiting) >= self._max_waiting and chain.request_id not in self._waiting:
+            before = self._waiting.get(chain.request_id)
+            if before is None and len(self._waiting) >= self._max_waiting:
                 self._on_drop()
             elif chain.keys:
-                self._waiting[chain.request_id] = chain
+                self._waiting[chain.request_id] = _Waiting(chain, self._clock() if before is None else before.since_s)
                 self._has_some.set()
                 self._idle.clear()
 
-    async def take(self) -> BlockChain:
-        """Takes the chain that has waited longest. Call `done` after processing it."""
+    @property
+    def is_half_full(self) -> bool:
+        """Whether half of the chains wait that may."""
+        return 2 * len(self._waiting) >= self._max_waiting
+
+    @property
+    def waited_s(self) -> float:
+        """How long the chain has waited that comes next; 0 without one."""
+        return self._clock() - next(iter(self._waiting.values())).since_s if self._waiting else 0.0
+
+    def num_blocks(self, is_of: Callable[[str], bool]) -> int:
+        """Blocks of the waiting chains of requests for which `is_of` holds."""
+        return sum(len(waiting.chain.keys) for request_id, waiting in self._waiting.items() if is_of(request_id))
+
+    async def until_some(self) -> None:
+        """Returns once a chain waits."""
         while not self._waiting:
             self._has_some.clear()
             await self._has_some.wait()
+
+    async def take(self) -> BlockChain:
+        """Takes the chain that has waited longest. Call `done` after processing it."""
+        await self.until_some()
         self._num_taken += 1
-        return self._waiting.popitem(last=False)[1]
+        return self._waiting.popitem(last=False)[1].chain
 
     def done(self) -> None:
         """Marks one taken chain as processed."""
@@ -52,5 +84,5 @@ class ChainQueue:
             self._idle.set()
 
     async def settled(self) -> None:
-        """Returns when no chain waits or is being processed. For tests and benchmarks."""
+        """Returns when no chain waits or is being processed."""
         await self._idle.wait()

@@ -18,6 +18,7 @@ from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.source_links import SourceLinks
+from halfmoon.worker.store.write_delay import LOOK_S, may_wait
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,9 @@ class StoreWriter:
     """Puts blocks of the prefix cache that no store has into one of them. Event-loop thread only.
 
     That is the worker's nearest store, or where it costs least when that one is full (`choose_store`). Requests never
-    wait for it. The blocks of a chain are read from the prefix cache when their turn comes. Blocks evicted by then, or
-    finding the store full or away, are counted and forgotten; the next request with that prefix offers them again.
+    wait for it, and it waits for them as `may_wait` says. The blocks of a chain are read from the prefix cache when
+    their turn comes. Blocks evicted by then, or finding the store full or away, are counted and forgotten; the next
+    request with that prefix offers them again.
     """
 
     def __init__(
@@ -47,22 +49,41 @@ class StoreWriter:
         chains: ChainQueue,
         metrics: StoreMetrics,
         prefill_model: Callable[[], PrefillModel],
+        is_running: Callable[[str], bool] = lambda request_id: False,
+        longest_wait_s: float = 0.0,
     ) -> None:
-        """prefill_model: cost of computing, from which the store learns what its blocks are worth."""
+        """prefill_model: cost of computing, from which the store learns what its blocks are worth.
+
+        is_running: whether a request holds its blocks. longest_wait_s: for an idle engine; 0: nothing waits.
+        """
         self._engine = engine
         self._sources = sources
         self._chains = chains
         self._metrics = metrics
         self._prefill_model = prefill_model
+        self._is_running = is_running
+        self._longest_wait_s = longest_wait_s
 
     async def run(self) -> None:
         """Runs as long as the worker."""
         while True:
+            await self._chains.until_some()
+            while self._may_wait():  # noqa: ASYNC110 - the end of a request is no event of the engine's
+                await asyncio.sleep(LOOK_S)
             chain = await self._chains.take()
             try:
                 await self._put(chain)
             finally:
                 self._chains.done()
+
+    def _may_wait(self) -> bool:
+        return self._longest_wait_s > 0 and may_wait(
+            self._engine.stats_now(),
+            self._chains.waited_s,
+            self._longest_wait_s,
+            self._chains.num_blocks(lambda request_id: not self._is_running(request_id)),
+            is_half_full=self._chains.is_half_full,
+        )
 
     async def _put(self, chain: BlockChain) -> None:
         looks = [self._look(address, chain) for address in self._sources.stores]  # the nearest first
