@@ -151,7 +151,7 @@ def choice_for_batch(
         return None
     costs = _step_costs(rates, sizes.num_layers, num_tokens, batch, host_layers)
     split = choose_split(costs, host_tokens, sizes.num_layers)
-    link_s = costs.weights_s + costs.load_s * host_tokens
+    link_s = costs.weights_s + (costs.begin_fetch_s + costs.load_s * host_tokens if host_tokens else 0.0)
     times_s = split.layer_s * sizes.num_layers, link_s * sizes.num_layers
     return HostChoice(sizes.num_layers, host_layers, device_tokens, host_tokens, batch, split, *times_s)
 

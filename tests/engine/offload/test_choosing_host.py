@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
 import torch
 
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, HostChoiceConfig, OffloadConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.kv_memory.kv_budget import device_weight_bytes
@@ -80,12 +82,31 @@ def test_without_kv_on_the_host_the_weights_make_room(make_engine: MakeEngine) -
     expected = generate(make_engine("opt"), *some())
     full, least = deep(make_engine)
     layout = make_engine("opt").layout
-    room = least + layout.num_blocks(CONTEXT_TOKENS) * layout.block_bytes
+    padding = 16 << 10  # of packed weights
+    room = least + padding + layout.num_blocks(CONTEXT_TOKENS) * layout.block_bytes
     assert room < full + layout.num_blocks(CONTEXT_TOKENS) * layout.block_bytes
     engine = choosing(make_engine, "opt", room, offload=None, max_running=3)
     assert engine.config.host_weights == 1.0
     assert generate(engine, *some()) == expected
     engine.close()
+
+
+def test_rounded_weights_count_as_they_are_packed(tiny_checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Memory for all weights in float32 but a little holds those in eight bits."""
+    plain = tiny_checkpoint("opt")
+    rounded = prepare_checkpoint(str(plain.path), quantization="int8")
+    engines = []
+    for checkpoint, share in ((plain, 1.0), (rounded, 0.0)):
+        full = device_weight_bytes(plain.model_config, torch.float32, 0.0)
+        choice = HostChoiceConfig(weights=True, kv=False, objective="latency", device_bytes=full + (16 << 10))
+        config = EngineConfig(
+            dtype="float32", block_tokens=8, max_running=8, max_context_tokens=CONTEXT_TOKENS, host_choice=choice
+        )
+        engines.append(Engine(checkpoint, config))
+        assert engines[-1].config.host_weights == share
+    known = Engine(rounded, EngineConfig(dtype="float32", block_tokens=8, num_blocks=64, max_running=8))
+    assert generate(engines[1], *some()) == generate(known, *some())
+    engines[0].close()
 
 
 def test_memory_that_holds_no_sequence_is_refused(make_engine: MakeEngine) -> None:
