@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.models.latency import Floats
+from halfmoon.policy.models.segments import SegmentPlan
 from halfmoon.policy.view.worker_view import WorkerView
 
 NOTHING_CACHED: NDArray[np.int64] = np.zeros(1, dtype=np.int64)  # `BlockIndex.match` of a prompt with no known block
@@ -112,6 +114,10 @@ DecodeReason = Literal[
 """What speaks for the decode worker of a placement: see `Ranking.best_decode`."""
 
 
+PromptSharing = Literal["shared", "not_faster", "too_short", "none_idle", "unable", "needs_one"]
+"""Why several prefill workers compute a prompt, or one does: see `placement/prompt_sharing.py`."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
     """A prompt to place, which may grow by `max_tokens`. No worker in `exclude` may take any part of it."""
@@ -128,6 +134,7 @@ class PlacementRequest:
     qos_class: str = ""
     class_priority: int | None = None  # None: nobody is paused for it
     max_pause_s: float = 0.0  # how long it may be paused at a time
+    may_share: bool = True  # several workers may compute its prompt: nothing is made of the tokens within it
     cached_blocks: NDArray[np.int64] = field(
         default_factory=lambda: NOTHING_CACHED, compare=False, repr=False
     )  # `BlockIndex.match`
@@ -168,6 +175,21 @@ class Placement:
     disaggregation: Disaggregation | None = None  # None on a worker of role `both`, where there is nothing to choose
     prefill_reason: PrefillReason | None = None  # None on a decode worker
     decode_reason: DecodeReason | None = None
+    segments: SegmentPlan | None = None  # how the prompt is cut; None: the prefill worker computes all of it
+    helpers: tuple[WorkerView, ...] = ()  # other workers that compute segments, in their order
+    sharing: PromptSharing | None = None  # None where prompts are not shared
+
+    def shares(self, num_prompt_tokens: int) -> list[Placement]:
+        """The placement as each prefill worker works on it: what others compute is cached there. Its own is first."""
+        if self.segments is None:
+            return [self]
+        starts = (self.cached_tokens, *self.segments.ends)
+        lengths = [end - start for start, end in pairwise(starts)]
+        own = [sum(lengths[number :: self.segments.degree]) for number in range(self.segments.degree)]
+        return [
+            replace(self, prefill=worker, cached_tokens=num_prompt_tokens - num_tokens)
+            for worker, num_tokens in zip((self.prefill, *self.helpers), (own[-1], *own[:-1]), strict=True)
+        ]
 
     @property
     def decode_address(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from halfmoon.policy.models.segments import SEGMENT_PASSES
 from halfmoon.policy.preemption import in_turn
 from halfmoon.policy.values import Placement
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, SloTargets
@@ -16,6 +17,7 @@ from halfmoon.sim.cluster.job import Job, Outcome
 from halfmoon.sim.cluster.kv_transfers import KvTransfers
 from halfmoon.sim.cluster.load_reports import LoadReports
 from halfmoon.sim.cluster.shared_cores import SharedCores
+from halfmoon.sim.cluster.shared_prompts import SharedPrompts
 from halfmoon.sim.cluster.store_pool import StorePool
 from halfmoon.sim.cluster.store_traffic import StoreTraffic
 from halfmoon.sim.cluster.worker import SimWorker
@@ -103,6 +105,7 @@ class _Run:
         self._reports = LoadReports(self._events, spec.report_s, reader)
         cores = None if spec.contention.is_none else SharedCores(spec.contention, self._workers)
         self._steps = WorkerSteps(self._events, self._reports, self._workers, cores, self)
+        self._shared = SharedPrompts(self._by_name, self._events, self._steps.wake, SEGMENT_PASSES)
         self._transfers = KvTransfers(spec.network, self._workers, self._events, self._steps, spec.stores.count)
         directory = self._policy_router.stores
         self._stores = None
@@ -198,6 +201,8 @@ class _Run:
             self._transfers.copy(source, target, copy.blocks, copy.missing_tokens)
         if placement.fetched_tokens:
             self._fetch(job, prefill, placement)
+        if placement.segments is not None:
+            self._shared.begin(job, placement, placement.segments)
         prefill.prompts.add(job)
         self._steps.wake(prefill)
         return True
@@ -209,6 +214,7 @@ class _Run:
         return self._spec.network.handover == "push" and job.num_left > 1
 
     def _forget(self, job: Job) -> None:
+        self._shared.end(job)
         self._router.forget(job, self._events.now_s)
         del self._inside[job.index]
 
@@ -231,6 +237,10 @@ class _Run:
 
     def prefilled(self, job: Job, worker: SimWorker) -> None:
         """Handles a computed prompt and its sampled token."""
+        if job.is_help:
+            self._shared.computed(job, worker)
+            return
+        self._shared.end(job)
         now_s = self._events.now_s
         if job.first_s < 0:
             job.first_s = now_s
@@ -303,6 +313,7 @@ class _Run:
         if not worker.is_alive:
             return
         worker.die(self._events.now_s)
+        self._shared.lost(worker)
         self._steps.schedule(worker)
         self._policy_router.leave(worker)
         self._attempts.note_left()

@@ -197,6 +197,9 @@ class AdmissionController:
         )
         if not has_gaps or ("cap_max_tokens" in qos.degradation and qos.capped_tokens == 1):
             latency = latency._replace(tbt_s=None)
+        if self._rules.may_share:
+            work_s = latency.ttft_s - latency.queue_s
+            latency = latency._replace(ttft_s=latency.queue_s + work_s / self._rules.max_prefill_degree)
         if qos.early_rejection == "overload":  # the prompt's own work is unknown here
             latency = latency._replace(ttft_s=latency.queue_s, tbt_s=None)
         missed = missed_target(latency, targets)

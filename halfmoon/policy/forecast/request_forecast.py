@@ -58,6 +58,7 @@ class RequestForecast:
         self._handovers = HandoverQueue()
         self._before_token = Overhead()
         self._handover = Overhead()
+        self._num_shares: dict[str, int] = {}  # of prompts that several workers compute
 
     @property
     def overhead_s(self) -> float:
@@ -233,16 +234,18 @@ class RequestForecast:
         self, request_id: str, view: ClusterView, running: RunningRequest, placement: Placement, now_s: float
     ) -> None:
         """Sends the request to these workers, and takes it off any others."""
-        prefill, row = placement.prefill, _decode_row(view, placement)
-        prefill_row = view.row(prefill.worker_id)
-        assert prefill_row is not None
+        row = _decode_row(view, placement)
         num_prompt, num_output, priority = running.num_prompt_tokens, running.num_output, running.priority
-        step_s = prefill.prefill_model.seconds(prefill.step_tokens) or math.inf
-        self._prefills.leave(request_id, now_s)
-        self._prefills.join(request_id, prefill_row, placement.work_s, step_s, priority, now_s)
-        self._queue_models.leave(request_id, now_s)
-        target_s = running.tbt_target_s
-        self._queue_models.join(request_id, view, placement, num_prompt, num_output, priority, now_s, target_s)
+        target_s, shares = running.tbt_target_s, placement.shares(num_prompt)
+        self._leave_prefills(request_id, now_s)
+        for name, share in zip(_names(request_id, len(shares)), shares, strict=True):
+            prefill_row = view.row(share.prefill.worker_id)
+            assert prefill_row is not None
+            step_s = share.prefill.prefill_model.seconds(share.prefill.step_tokens) or math.inf
+            self._prefills.join(name, prefill_row, placement.work_s, step_s, priority, now_s)
+            self._queue_models.join(name, view, share, num_prompt, num_output, priority, now_s, target_s)
+        if len(shares) > 1:
+            self._num_shares[request_id] = len(shares)
         joins_s = now_s + placement.ttft_s
         self._handovers.join(request_id, row, placement.handover_bytes, joins_s)
         self.decodes.leave(request_id)  # reserved or placed before
@@ -253,17 +256,22 @@ class RequestForecast:
 
     def begin_decode(self, request_id: str, now_s: float) -> None:
         """Notes the first token of a request."""
-        self._prefills.leave(request_id, now_s)
+        for name in _names(request_id, self._num_shares.pop(request_id, 1)):
+            self._prefills.leave(name, now_s)
+            self._queue_models.computed(name, now_s)
         self._handovers.leave(request_id)
         self.decodes.begin(request_id, now_s)
-        self._queue_models.computed(request_id, now_s)
 
     def leave(self, request_id: str, now_s: float) -> None:
         """Removes a request that has ended."""
-        self._prefills.leave(request_id, now_s)
-        self._queue_models.leave(request_id, now_s)
+        self._leave_prefills(request_id, now_s)
         self._handovers.leave(request_id)
         self.decodes.leave(request_id)
+
+    def _leave_prefills(self, request_id: str, now_s: float) -> None:
+        for name in _names(request_id, self._num_shares.pop(request_id, 1)):
+            self._prefills.leave(name, now_s)
+            self._queue_models.leave(name, now_s)
 
     def note_overheads(self, before_token_s: float, handover_s: float | None) -> None:
         """Learns the measured overheads of one request.
@@ -288,6 +296,11 @@ class _Waits:
         """Work that a worker reports beyond this gateway's comes from other gateways, and counts as ahead."""
         others_s = np.maximum(reported_s - self.prefills.totals(len(takes_s), self.now_s), 0.0)
         return others_s + self.prefills.waits(takes_s, self.priority, self.now_s)
+
+
+def _names(request_id: str, num_shares: int) -> list[str]:
+    """The names of a prompt at the workers that compute it."""
+    return [request_id, *(f"{request_id}/{number}" for number in range(1, num_shares))]
 
 
 def _rooms(view: ClusterView) -> Rooms:

@@ -13,6 +13,7 @@ from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.placement.conditional import ConditionalDisaggregation, ConditionalMode, KeepingMode
 from halfmoon.policy.placement.device_rules import DeviceRule, allowed_rows
 from halfmoon.policy.placement.forecast import Forecast
+from halfmoon.policy.placement.prompt_sharing import share_prompt
 from halfmoon.policy.placement.ranking import PlacementMode, Ranking
 from halfmoon.policy.values import Placement, PlacementRequest, TtftPrediction
 from halfmoon.policy.view.capabilities import Bools, RoleMasks
@@ -41,11 +42,17 @@ class PlacementRules:
     balancing_threshold: float = 2.0  # best prefix / local prefix above which the best is fetched
     conditional: ConditionalMode = "off"  # whether decode workers compute prompts; only in modes that predict TTFT
     devices: tuple[DeviceRule, ...] = ()  # which prompts workers of a device compute
+    max_prefill_degree: int = 1  # most prefill workers that compute one prompt; only in modes that predict TTFT
 
     @property
     def fetching_threshold(self) -> float | None:
         """The balancing threshold; None in modes that fetch nothing."""
         return self.balancing_threshold if self.mode == "kvcache-centric" else None
+
+    @property
+    def may_share(self) -> bool:
+        """Whether several prefill workers may compute one prompt."""
+        return self.max_prefill_degree > 1 and self.mode in ("kvcache-centric", "cache-aware")
 
     def keeping_mode(self, *, is_failover: bool = False) -> KeepingMode:
         """When decode workers compute the prompts of new requests, or of failovers; off where nothing is predicted."""
@@ -98,6 +105,9 @@ def place(
             other = refined(elsewhere)
             if other.ttft_s < chosen.ttft_s:
                 prefill, chosen, prefill_reason = elsewhere, other, "other_host"
+
+    if rules.may_share and rows.prefill[prefill]:
+        chosen = share_prompt(view, request, chosen, rows.prefill, rules.max_prefill_degree)
 
     # 3. Choose the decode worker by the load at the moment when this prefill ends. One of them may do all of it.
     if rows.both[prefill]:

@@ -218,6 +218,7 @@ class ClusterSpec:
     stores: Stores = NO_STORES
     devices: tuple[DeviceRule, ...] = ()  # which prompts workers of a device compute
     hot_spots: bool = False  # running answers leave busy decode workers where that pays
+    max_prefill_degree: int = 1  # most prefill workers that compute one prompt
     classes: tuple[QosClass, ...] = ()  # of the workload's requests; empty: one, with `targets` and `kv_policy`
     kv_policy: str | None = None  # what is kept of the KV of that one class; None: all
 
@@ -227,6 +228,7 @@ class ClusterSpec:
         _check(self.report_s > 0, "report_s", "must be above 0")
         _check(self.request_s >= 0, "request_s", "must not be negative")
         _check(self.answer_s >= 0, "answer_s", "must not be negative")
+        _check(self.max_prefill_degree >= 1, "max_prefill_degree", "must be at least 1")
         roles = {group.role for group in self.groups if group.count}
         _check(
             "both" in roles or roles >= {"prefill", "decode"},

@@ -38,6 +38,7 @@ class Job:
         "generated",
         "held_blocks",
         "index",
+        "is_help",
         "is_loading",
         "is_prefilled",
         "join_length",
@@ -62,6 +63,7 @@ class Job:
         "rank",
         "reserved_blocks",
         "retries",
+        "rounds",
         "start_s",
         "state",
         "tail_gap_s",
@@ -92,6 +94,7 @@ class Job:
         self.longest_gap_s = self.tail_gap_s = math.nan  # set when it ends
         self.outcome: Outcome | None = None
         self.cached_tokens = 0  # tokens found in the first worker's own cache
+        self.is_help = False  # a part of another worker's prompt: nothing is sampled
         self.at: int | None = None  # number of the worker whose queue or batch it is in
         self.prefill: int | None = None  # number of the worker that computes its prompt
         self.decode: int | None = None  # number of the worker that decodes it
@@ -112,6 +115,7 @@ class Job:
         self.front_end = -1  # tokens from here to `load_end` are being fetched
         self.load_end = -1
         self.is_loading = False
+        self.rounds: tuple[range, ...] = ()  # what this worker computes of a shared prompt; (): all of it
         self.is_prefilled = False
         self.join_step = 0
         self.join_length = 0
@@ -132,6 +136,14 @@ class Job:
         self.policy = policy_of(kv_policy)
         if self.policy is not None:
             self.prefix_blocks = []
+
+    def help_with(self, end: int) -> Job:
+        """The part up to token `end` of its shared prompt, for another worker."""
+        part = Job(self.index, self.start_s, end, 1, self.prefix_blocks)
+        part.is_help = True
+        part.pauses = self.pauses
+        part.rank_by(self.priority)
+        return part
 
     @property
     def uncomputed(self) -> int:

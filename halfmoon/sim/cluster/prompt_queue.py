@@ -149,6 +149,8 @@ class PromptQueue:
 
 
 def _chunk(job: Job, num_tokens: int, now_s: float) -> PromptChunk:
+    if job.rounds:
+        job.computed = max(job.computed, _round(job).start)  # layers of what is before arrive during the step
     chunk = PromptChunk(job, job.attempt, job.computed, num_tokens)
     job.computed += num_tokens
     if job.begun_s < 0:
@@ -158,12 +160,20 @@ def _chunk(job: Job, num_tokens: int, now_s: float) -> PromptChunk:
 
 def _ready(job: Job) -> int:
     """Tokens that can be computed now, without those fetched meanwhile."""
+    if job.rounds:
+        part = _round(job)
+        return 0 if job.is_loading else part.stop - max(job.computed, part.start)
     if job.front_end < 0:
         return job.target - job.computed
     if job.is_loading or job.computed < job.front_end:
         return job.front_end - job.computed
     job.computed, job.front_end = job.load_end, -1
     return job.target - job.computed
+
+
+def _round(job: Job) -> range:
+    """The tokens of a shared prompt that this worker computes next."""
+    return next(part for part in job.rounds if part.stop > job.computed)
 
 
 def _rank(job: Job) -> int:

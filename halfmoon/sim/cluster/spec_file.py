@@ -92,6 +92,7 @@ class _Cluster(_Strict):
     conditional_disaggregation: ConditionalMode = DEFAULT_MODE
     prefill_devices: tuple[str, ...] = ()
     hot_spots: bool = False
+    max_prefill_degree: int = Field(default=1, ge=1)
     stores: dict[str, Any] = {}
     kv_policy: str | None = None
 
@@ -154,6 +155,7 @@ def read_cluster(
         _validated(path, Stores, read.stores, "stores"),
         tuple(map(DeviceRule.parse, read.prefill_devices)),
         read.hot_spots,
+        read.max_prefill_degree,
         kv_policy=read.kv_policy,
     )
 

@@ -377,7 +377,7 @@ class SimWorker:
             self.kv.give(1 if job.rank in served else 0)
             self.blocks.leave(job)
             job.target = job.join_length
-        job.computed, job.front_end = 0, -1
+        job.computed, job.front_end, job.rounds = 0, -1, ()
         job.attempt += 1
         self.num_preempted += 1
         self.prompts.is_short = True

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
+from halfmoon.policy.models.segments import SEGMENT_PASSES
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.reported_prompts import ReportedPrompts
@@ -101,6 +102,12 @@ class Members:
         if receiver is not sender:
             self._show(receiver)
 
+    def help(self, job: Job, name: str) -> None:
+        """Notes that a worker was sent a part of a prompt, until `forget`."""
+        member = self._members[name]
+        member.prompts.send(job.index, job.target)
+        self._show(member)
+
     def prefilled(self, job: Job, name: str) -> None:
         """Notes that a worker has computed a prompt."""
         member = self._members[name]
@@ -182,6 +189,7 @@ def view_of(
         chunk_tokens=group.limits.chunk_tokens if group.limits.batching == "chunked" else 0,
         chunk_rule=rule if group.limits.follows_targets else CONSTANT_CHUNKS,
         layer_passes=group.layer_passes,
+        num_layers=SEGMENT_PASSES,  # models have more
         max_running=group.limits.max_running,
         prefill_model=latency.policy_prefill,
         step_model=latency.policy_step,

@@ -65,6 +65,7 @@ class PolicyRouter:
         self._by_name = {worker.name: worker for worker in workers}
         self._holders: dict[int, SimWorker] = {}
         self._admitted: set[int] = set()
+        self._helpers: dict[int, list[str]] = {}  # of shared prompts that are being computed
         self._prefix_block_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
         self._keys = None if prefixes is None else prefix_keys(prefixes.ids)
         self._offsets = None if prefixes is None else prefixes.offsets
@@ -73,7 +74,9 @@ class PolicyRouter:
         self._colocation = SimulatedColocation(spec.contention, workers, self.view)
         self._members = Members(self.view, self.index)
         self._classes = spec.qos_classes
-        rules = PlacementRules(spec.placement, spec.balancing_threshold, spec.conditional, spec.devices)
+        rules = PlacementRules(
+            spec.placement, spec.balancing_threshold, spec.conditional, spec.devices, spec.max_prefill_degree
+        )
         self._admission = AdmissionController(spec.admission, rules, random.Random(seed))
         self._admission.classes = ClassTable(self._classes)
         self._tenants = [] if tenants is None else [Tenant(str(number)) for number in tenants]
@@ -156,6 +159,9 @@ class PolicyRouter:
             placement = self._admission.place_again(self.view, request, qos, now_s)
             self._admission.inside.move(name, self.view, placement, now_s)
         self._members.send(job, placement.prefill.worker_id, placement.decode.worker_id)
+        for helper in placement.helpers:
+            self._members.help(job, helper.worker_id)
+            self._helpers.setdefault(job.index, []).append(helper.worker_id)
         if self.stores is not None and self._keys is not None:
             worker = self._by_name[placement.prefill.worker_id]
             self.stores.note_use(job, self._keys_of(job), worker, cached_blocks, placement, now_s)
@@ -222,6 +228,7 @@ class PolicyRouter:
     def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
         """Handles the first token of this attempt."""
         self._members.prefilled(job, worker.name)
+        self._let_helpers_go(job)
         self._colocation.prefilled(job, worker, now_s)
         self._admission.inside.begin_decode(str(job.index), now_s)
 
@@ -259,6 +266,11 @@ class PolicyRouter:
         self._colocation.left(job, workers, now_s)
         for worker in workers:
             self._members.forget(job, worker.name)
+        self._let_helpers_go(job)
+
+    def _let_helpers_go(self, job: Job) -> None:
+        for name in self._helpers.pop(job.index, ()):
+            self._members.forget(job, name)
 
     def end(self, job: Job, now_s: float) -> None:
         """Ends a request. Does nothing if it was never admitted."""
