@@ -93,7 +93,7 @@ class EngineCore:
         """
         sequence = self._admit(request, order)
         if on_kv is not None:
-            self._kv_watch.add(request.request_id, on_kv)
+            self._kv_watch.add(request.request_id, on_kv, 0 if order is None else order.layers_at_once)
         self._queues.add(sequence)
         self._restores.tell(sequence)
 
@@ -219,8 +219,8 @@ class EngineCore:
         """Schedules the next step and its blocks. It is empty if there is no work, or all work waits for blocks."""
         schedule = self._scheduler.schedule(now_s)
         counts = step_counts(schedule, self._queues.pause_counts)
-        for item in schedule.scheduled:
-            self._restores.tell(item.sequence)  # it may just have got its blocks
+        for sequence in self._queues.take_admitted():
+            self._restores.tell(sequence)
         return Step(schedule, counts, self._kv_watch.begin(schedule.scheduled))
 
     def end_step(self, step: Step, sampled: list[SampledToken] | None) -> StepResult:
@@ -305,8 +305,8 @@ class EngineCore:
             drawn = list(islice(tokens, item.num_drawn))
             if item.sequence.state == "removed":
                 continue
-            if item.num_arriving and item.sequence.restore is not None:
-                self._restores.note_loaded(item.sequence, range(item.sequence.restore.num_blocks), ())
+            if item.num_arriving:
+                self._restores.note_loaded(item.sequence, item.arriving_blocks(self.layout.block_tokens), ())
             output = self._book(item.sequence, item.num_tokens - len(item.drafts), drawn[0] if drawn else None)
             if output is not None:
                 outputs.append(output)

@@ -31,10 +31,16 @@ class KVWatch:
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
         self._listeners: dict[str, OnKV] = {}
+        self._layers_at_once: dict[str, int] = {}  # of those who want to hear more often than frames are worth
 
-    def add(self, request_id: str, on_kv: OnKV) -> None:
-        """Notifies `on_kv` of the request's KV from now on, on the engine's or its device's thread."""
+    def add(self, request_id: str, on_kv: OnKV, layers_at_once: int = 0) -> None:
+        """Notifies `on_kv` of the request's KV from now on, on the engine's or its device's thread.
+
+        layers_at_once: of a step, between two notices; 0: as many as fill a frame.
+        """
         self._listeners[request_id] = on_kv
+        if layers_at_once:
+            self._layers_at_once[request_id] = layers_at_once
 
     def begin(self, scheduled: Iterable[ScheduledSequence]) -> LayerWatch | None:
         """Begins a step: tokens from the prefix cache can be read at once. None when no listener wants layers."""
@@ -55,7 +61,8 @@ class KVWatch:
             for sequence, start, end in watched:
                 self._notify(sequence, Written(start, end, num_layers))
 
-        return LayerWatch(self._frame_layers(max(end - start for _, start, end in watched)), notify)
+        wanted = [self._layers_at_once.get(sequence.request_id, self._layout.num_layers) for sequence, _, _ in watched]
+        return LayerWatch(min(self._frame_layers(max(end - start for _, start, end in watched)), *wanted), notify)
 
     def advance(self, sequence: Sequence) -> None:
         """Ends a step: `num_computed` tokens are written in all layers."""
@@ -75,10 +82,12 @@ class KVWatch:
     def forget(self, request_id: str) -> None:
         """Drops the request's listener silently."""
         self._listeners.pop(request_id, None)
+        self._layers_at_once.pop(request_id, None)
 
     def remove(self, request_id: str) -> None:
         """Notifies the listener, for the last time, that the request is gone."""
-        on_kv = self._listeners.pop(request_id, None)
+        on_kv = self._listeners.get(request_id)
+        self.forget(request_id)
         if on_kv is not None:
             on_kv(None)
 

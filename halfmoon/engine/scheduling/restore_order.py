@@ -20,6 +20,8 @@ class RestoreOrder:
     num_blocks: int
     fence: int
     on_progress: OnProgress
+    segments: tuple[range, ...] = ()  # blocks behind the fence that are computed here: of a prompt shared by workers
+    layers_at_once: int = 0  # of a shared prompt: layers after which the request's listener is notified; 0: not shared
 
 
 class Restore:
@@ -32,10 +34,11 @@ class Restore:
     def __init__(self, order: RestoreOrder) -> None:
         self.num_blocks = order.num_blocks
         self.fence = order.fence
-        self.gate: LayerGate | None = None  # where a step can wait for all that is awaited
-        self._waited = set(range(order.fence, order.num_blocks))
+        self.gate: LayerGate | None = None  # where a step can wait for what is awaited
+        self.is_shared = order.layers_at_once > 0  # what is computed here was decided by others, who wait for it
         self._loaded: set[int] = set()
-        self._given_up: set[int] = set()
+        self._given_up = {block for segment in order.segments for block in segment}
+        self._waited = set(range(order.fence, order.num_blocks)) - self._given_up
 
     @property
     def is_waiting(self) -> bool:
@@ -70,13 +73,19 @@ class Restore:
         """The first block from `block` on that must not be computed now; None if there is none."""
         return min((other for other in (*self._waited, *self._loaded) if other >= block), default=None)
 
-    def arrives_by_layer(self, block: int) -> bool:
-        """Whether everything from `block` on is loaded, or arrives layer by layer while a step waits at the gate."""
+    def arriving_end(self, block: int) -> int:
+        """The first block from `block` on that is neither loaded nor arrives by layer while a step waits at the gate.
+
+        Equal to `block` if no step can begin behind what arrives. Only that of a shared prompt begins before all that
+        is awaited arrives.
+        """
         gate = self.gate
         if gate is None or not gate.is_open:
-            return False
-        coming = self._waited & gate.blocks
-        return all(other in coming or other in self._loaded for other in range(block, self.num_blocks))
+            return block
+        here, end = self._loaded | (self._waited & gate.blocks), block
+        while end in here:
+            end += 1
+        return block if end in self._waited or (end < self.num_blocks and not self.is_shared) else end
 
     def runs(self, block: int) -> tuple[tuple[int, int], ...]:
         """The loaded blocks from `block` on, as half-open runs in order."""

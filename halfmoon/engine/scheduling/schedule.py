@@ -37,6 +37,10 @@ class ScheduledSequence:
         """Position of the first token that runs."""
         return self.sequence.num_computed + self.num_arriving
 
+    def arriving_blocks(self, block_tokens: int) -> range:
+        """The blocks that arrive."""
+        return range(self.sequence.num_computed // block_tokens, self.start // block_tokens)
+
     @property
     def gate(self) -> LayerGate | None:
         """Where the step waits for the layers that arrive."""

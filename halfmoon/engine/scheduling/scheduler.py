@@ -119,7 +119,7 @@ class Scheduler:
                 queue = shorter + [other for other in queue if other not in overtaking]
             num_tokens = min(num_ready, room)
             # Computed blocks cannot be loaded any more: a little at a time, unless others make the step a long one.
-            if sequence.restore is not None and not queue:
+            if sequence.restore is not None and not sequence.restore.is_shared and not queue:
                 num_tokens = min(num_tokens, self._limits.chunk_tokens)
             if sequence.needs_all_outputs:
                 num_tokens = min(num_tokens, num_logits)
@@ -140,7 +140,7 @@ class Scheduler:
         num_arriving = 0 if first is None or first.state == "waiting" else first.num_arriving(tokens)
         if first is None or not num_arriving:
             return []
-        return [ScheduledSequence(first, min(first.num_uncomputed - num_arriving, budget), num_arriving)]
+        return [ScheduledSequence(first, min(first.num_ready(tokens, num_arriving), budget), num_arriving)]
 
     def _shorter(self, long: Sequence, later: Iterable[Sequence]) -> list[Sequence]:
         """The `later` sequences that may share a step with a prompt too long for it, shortest first.

@@ -150,14 +150,15 @@ class Sequence:
         if self.restore is None or self.num_computed % block_tokens or is_choosing:
             return 0
         block = self.num_computed // block_tokens
-        if block >= self.restore.num_blocks or not self.restore.arrives_by_layer(block):
+        if block >= self.restore.num_blocks:
             return 0
-        return self.restore.num_blocks * block_tokens - self.num_computed
+        return self.restore.arriving_end(block) * block_tokens - self.num_computed
 
-    def num_ready(self, block_tokens: int) -> int:
-        """Leading uncomputed tokens that can be computed now: the others wait for loaded blocks."""
-        stop = None if self.restore is None else self.restore.stop(self.num_computed // block_tokens)
-        return self.num_uncomputed if stop is None else max(0, stop * block_tokens - self.num_computed)
+    def num_ready(self, block_tokens: int, num_arriving: int = 0) -> int:
+        """Leading uncomputed tokens, after those that arrive, that can be computed now: others wait for blocks."""
+        start = self.num_computed + num_arriving
+        stop = None if self.restore is None else self.restore.stop(start // block_tokens)
+        return (len(self.token_ids) if stop is None else max(start, stop * block_tokens)) - start
 
     @property
     def has_begun(self) -> bool:

@@ -28,6 +28,7 @@ class SequenceQueues:
         self._paused = PausedSequences(cache, paused_kv)
         self._reserved: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
+        self._admitted: list[Sequence] = []  # of those that load KV
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
@@ -179,11 +180,17 @@ class SequenceQueues:
         if sequence.restore is not None:
             sequence.restore.move_fence(max(sequence.restore.fence, sequence.num_known_blocks))
             sequence.skip_loaded(self._block_tokens)
+            self._admitted.append(sequence)
         self._waiting.remove(sequence)
         if sequence.pauses.is_paused:  # it was paused, and its K and V found no room
             self._paused.counts.total_s += sequence.pauses.resume(now_s)
         self._run(sequence)
         return True
+
+    def take_admitted(self) -> list[Sequence]:
+        """The sequences that load KV and have got their blocks since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
 
     def make_room(self, sequence: Sequence, now_s: float) -> int:
         """Gets the block for a decoding sequence's next token.
