@@ -37,6 +37,18 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. A cancelled wait ends with the work, which goes on to its end."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # whoever waited for it has left
+        raise
+
+
 async def first_result(wanted: asyncio.Future[T], *others: asyncio.Future[Any]) -> T:
     """The result of `wanted`; raises the error of any of the others as soon as it occurs."""
     waiting: set[asyncio.Future[Any]] = {wanted, *others}

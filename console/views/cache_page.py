@@ -26,6 +26,7 @@ _DECISIONS = {
     "prefill_device": ("prompts", "device that was to compute them"),
     "prefix": ("prompts", "where the rest of the prefix was to come from"),
     "disaggregation": ("prompts", "whether a decode worker computed it"),
+    "sharing": ("prompts", "whether several prefill workers computed it"),
     "direct_restore": ("failovers", "whether a decode worker restored it alone"),
     "copy": ("prompts", "whether the prefix was copied to a nearer store"),
     "move": ("answers", "what became of moves away from a decode worker that leaves"),

@@ -59,6 +59,12 @@ class GatewayConfig(Section):
         "[classes=NAME,NAME], such as 'cpu tokens<=512 classes=batch'; others go to other workers while there are any; "
         "repeat it; without a rule the predicted TTFT alone decides",
     )
+    max_prefill_degree: int = Field(
+        1,
+        ge=1,
+        description="most prefill workers that compute one long prompt together, each some segments of it, where its "
+        "first token is predicted to come clearly sooner and the others are idle; 1: always one",
+    )
     hot_spots: bool = Field(
         False,
         description="running answers move off a decode worker that is busier than another where the time predicted to "

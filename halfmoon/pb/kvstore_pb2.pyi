@@ -1039,6 +1039,7 @@ class BlocksOpen(_message.Message):
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     LAYERS_AT_ONCE_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     RECOMPUTE_S_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
@@ -1049,8 +1050,11 @@ class BlocksOpen(_message.Message):
     """for Get: 0: block by block, each with all its layers"""
     codec: _builtins.int
     """for Get: a lossless codec of halfmoon.kv.codec; frames come in it, or raw"""
+    request_id: _builtins.str
+    """for Get, from a worker: of a shared prompt that it computes; layers come as they are"""
     parent: _builtins.bytes
-    """for Put only:
+    """computed, and the frames' tokens count from the prompt's first
+    for Put only:
     key of the block before the first, here or elsewhere; empty for a prompt's first block
     """
     recompute_s: _builtins.float
@@ -1077,6 +1081,7 @@ class BlocksOpen(_message.Message):
         tenant_salt: _builtins.bytes = ...,
         layers_at_once: _builtins.int = ...,
         codec: _builtins.int = ...,
+        request_id: _builtins.str = ...,
         parent: _builtins.bytes = ...,
         recompute_s: _builtins.float = ...,
         ttl_s: _builtins.float = ...,
@@ -1085,7 +1090,7 @@ class BlocksOpen(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "keys", b"keys", "layers_at_once", b"layers_at_once", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "tenant", b"tenant", "tenant_quota_bytes", b"tenant_quota_bytes", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "keys", b"keys", "layers_at_once", b"layers_at_once", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "request_id", b"request_id", "tenant", b"tenant", "tenant_quota_bytes", b"tenant_quota_bytes", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

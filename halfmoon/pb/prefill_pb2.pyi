@@ -56,6 +56,7 @@ class PrefillRequest(_message.Message):
     IS_COPY_FIELD_NUMBER: _builtins.int
     ROLE_EPOCH_FIELD_NUMBER: _builtins.int
     DECODE_ROLE_EPOCH_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     CHOOSES_CODEC_FIELD_NUMBER: _builtins.int
     decode_address: _builtins.str
     """empty: this worker decodes it too (role "both")"""
@@ -77,6 +78,10 @@ class PrefillRequest(_message.Message):
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVSource]:
         """holders with more of the prompt than this worker, best first; its store needs no naming"""
 
+    @_builtins.property
+    def shares(self) -> Global___PromptShares:
+        """absent: this worker computes all of the prompt"""
+
     def __init__(
         self,
         *,
@@ -88,11 +93,12 @@ class PrefillRequest(_message.Message):
         is_copy: _builtins.bool = ...,
         role_epoch: _builtins.int | None = ...,
         decode_role_epoch: _builtins.int | None = ...,
+        shares: Global___PromptShares | None = ...,
         chooses_codec: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch", "_role_epoch", b"_role_epoch", "decode_role_epoch", b"decode_role_epoch", "generation", b"generation", "role_epoch", b"role_epoch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch", "_role_epoch", b"_role_epoch", "decode_role_epoch", b"decode_role_epoch", "generation", b"generation", "role_epoch", b"role_epoch", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch", "_role_epoch", b"_role_epoch", "chooses_codec", b"chooses_codec", "decode_address", b"decode_address", "decode_role_epoch", b"decode_role_epoch", "generation", b"generation", "is_copy", b"is_copy", "is_degraded", b"is_degraded", "kv_codec", b"kv_codec", "role_epoch", b"role_epoch", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch", "_role_epoch", b"_role_epoch", "chooses_codec", b"chooses_codec", "decode_address", b"decode_address", "decode_role_epoch", b"decode_role_epoch", "generation", b"generation", "is_copy", b"is_copy", "is_degraded", b"is_degraded", "kv_codec", b"kv_codec", "role_epoch", b"role_epoch", "shares", b"shares", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode_role_epoch: _TypeAlias = _typing.Literal["decode_role_epoch"]  # noqa: Y015
     _WhichOneofArgType__decode_role_epoch: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch"]  # noqa: Y015
@@ -104,6 +110,44 @@ class PrefillRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__role_epoch) -> _WhichOneofReturnType__role_epoch | None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class PromptShares(_message.Message):
+    """A prompt that several workers compute: segment i by worker i % len(addresses), in one step if it fits. Each sends its
+    segments to the others as it computes them. The worker of the last segment serves the request. The others get the
+    prompt up to the end of their last segment, and no decode_address: they answer a token that nobody needs, and keep
+    their KV for the others until the call is cancelled.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    SEGMENT_ENDS_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
+    own: _builtins.int
+    """the index of this worker"""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port"""
+
+    @_builtins.property
+    def segment_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the token behind each: whole blocks, but for the last"""
+
+    def __init__(
+        self,
+        *,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        segment_ends: _abc.Iterable[_builtins.int] | None = ...,
+        own: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "own", b"own", "segment_ends", b"segment_ends"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptShares: _TypeAlias = PromptShares  # noqa: Y015
 
 @_typing.final
 class KVSource(_message.Message):
@@ -186,6 +230,7 @@ class FirstToken(_message.Message):
     NUM_LOADED_TOKENS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    NUM_SHARED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens whose KV was not recomputed"""
@@ -195,6 +240,8 @@ class FirstToken(_message.Message):
     """from there to the token"""
     num_loaded_tokens: _builtins.int
     """of the cached tokens, those loaded from the store"""
+    num_shared_tokens: _builtins.int
+    """tokens that other workers computed meanwhile, as PromptShares says"""
     @_builtins.property
     def token(self) -> _types_pb2.Token: ...
     @_builtins.property
@@ -219,11 +266,12 @@ class FirstToken(_message.Message):
         num_loaded_tokens: _builtins.int = ...,
         phases: _abc.Iterable[Global___Phase] | None = ...,
         embedding: _abc.Iterable[_builtins.float] | None = ...,
+        num_shared_tokens: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[_types_pb2.PromptLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "embedding", b"embedding", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "phases", b"phases", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "embedding", b"embedding", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_shared_tokens", b"num_shared_tokens", "phases", b"phases", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

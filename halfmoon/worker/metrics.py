@@ -211,6 +211,13 @@ class StoreMetrics:
             ["kind", "outcome"],
             registry=registry,
         )
+        self.shared_segments = Counter(
+            "halfmoon_shared_segments",
+            "Segments of shared prompts that other workers were to compute: arrived from there, or given up and "
+            "computed here",
+            ["result"],
+            registry=registry,
+        )
         self.put_bytes = Counter("halfmoon_store_put_bytes", "KV bytes sent to the store", registry=registry)
         self.cache_reads = Counter(
             "halfmoon_cache_reads",

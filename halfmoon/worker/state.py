@@ -21,6 +21,7 @@ from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.servicers.kept_answers import KeptAnswers
 from halfmoon.worker.servicers.token_streams import TokenStreams
 from halfmoon.worker.serving_engine import ServingEngine
+from halfmoon.worker.sharing.shared_prompts import SharedPrompts
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.source_links import SourceLinks
 
@@ -56,6 +57,7 @@ class WorkerState:
         self.decode_peers = decode_peers or DecodePeers(is_open=True)
         self.sources = sources or SourceLinks()
         self.compute_rate = ComputeRate()
+        self.shared_prompts = SharedPrompts()
         self._metrics = metrics
         self._cancelled: OrderedDict[str, None] = OrderedDict()  # so that KV still in transit is refused
         self._num_loads = 0
@@ -184,7 +186,7 @@ def _timing(step: StepResult, ended_before_s: float) -> gateway_pb2.StepTiming:
     return gateway_pb2.StepTiming(
         batch=step.num_decode_seqs,
         context_tokens=step.decode_context_tokens,
-        seconds=step.duration_s,
+        seconds=step.duration_s - step.layer_wait_s,
         prefill_tokens=step.num_prefill_tokens,
         prefill_pairs=step.num_prefill_pairs,
         ended_before_s=ended_before_s,

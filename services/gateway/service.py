@@ -245,7 +245,11 @@ def _routing(
 ) -> RoutingContext:
     devices = tuple(map(DeviceRule.parse, settings.prefill_devices))
     rules = PlacementRules(
-        settings.placement, settings.balancing_threshold, settings.conditional_disaggregation, devices
+        settings.placement,
+        settings.balancing_threshold,
+        settings.conditional_disaggregation,
+        devices,
+        settings.max_prefill_degree,
     )
     admission = AdmissionController(settings.admission, rules, random.Random(), is_alone=settings.num_gateways == 1)
     copies_bytes_per_s = settings.replica_mbps * 1e6 if settings.placement == "kvcache-centric" else 0.0

@@ -207,16 +207,19 @@ class KVStoreClient:
         layers_at_once: int,
         codec: Codec = Codec.RAW,
         *,
+        request_id: str = "",
+        first_block: int = 0,
         deadline_s: float,
     ) -> AsyncGenerator[tuple[range, list[memoryview]], None]:
         """Yields so many layers at once of the leading blocks that a worker holds for this reader, maybe not all.
 
+        request_id: of a shared prompt, whose blocks from `first_block` on come as the worker computes them.
         Raises as `get_run`. Close the iterator.
         """
         opened = kvstore_pb2.BlocksOpen(
-            keys=keys, tenant_salt=self._salt, codec=codec, layers_at_once=layers_at_once
+            keys=keys, tenant_salt=self._salt, codec=codec, layers_at_once=layers_at_once, request_id=request_id
         )  # fmt: skip
-        whole = whole_blocks(layout, 0, 1)
+        whole = whole_blocks(layout, first_block * layout.block_tokens, 1)
         async with self._got(opened, layout, whole, deadline_s) as get:
             num_served = await get.num_served(len(keys))
             for part in layer_parts(whole, layers_at_once):
@@ -229,7 +232,8 @@ class KVStoreClient:
     def _got(
         self, opened: kvstore_pb2.BlocksOpen, layout: KVLayout, wanted: KVRange, deadline_s: float
     ) -> AbstractAsyncContextManager[BlockGet]:
-        return block_get(self._link, opened, layout, wanted, self._arrival, self.inbound, deadline_s=deadline_s)
+        inbound = InboundSpeed() if opened.request_id else self.inbound  # computing is no part of the link's speed
+        return block_get(self._link, opened, layout, wanted, self._arrival, inbound, deadline_s=deadline_s)
 
     @asynccontextmanager
     async def borrow(self, keys: Sequence[bytes], *, deadline_s: float) -> AsyncIterator[list[Lent]]:

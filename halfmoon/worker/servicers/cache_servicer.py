@@ -1,4 +1,5 @@
-"""Serves the worker's prefix cache to other workers, by the calls by which a store serves its blocks.
+"""Serves the worker's prefix cache to other workers, by the calls by which a store serves its blocks, and what it
+computes of shared prompts to those who share them.
 
 Read-only: halfmoon.KVStore.Match and halfmoon.KVStoreBytes.Get. Block keys depend on model, KV layout and tenant salt:
 a worker finds the blocks of the requests that it is given, and those whose tenant and tokens it guesses.
@@ -13,10 +14,13 @@ from dataclasses import replace
 from typing import Protocol
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 
+from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.codec import Codec
-from halfmoon.kv.frame import Frame, FrameKind, decode_frame, encode_frame
+from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame
 from halfmoon.pb import kvstore_pb2
 from halfmoon.policy.view.fetch_costs import most_of_reader
 from halfmoon.rpc.store.block_streams import (
@@ -29,11 +33,13 @@ from halfmoon.rpc.store.block_streams import (
 )
 from halfmoon.rpc.transfer import next_message, raw_service
 from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.sharing.shared_prompts import SharedPrompt
 from halfmoon.worker.state import WorkerState
 
 _MAX_READERS = 16
 _COPIED_BYTES = 64 << 20  # most bytes of blocks that are copied and not yet sent
 _FIRST_MESSAGE_S = 5.0
+_SHARED_WAIT_S = 2.0  # the workers of a shared prompt are asked to compute it one after the other
 _LONGEST_S = 60.0  # a reader that does not read on holds its blocks until its deadline
 _BUSY_MS = 200
 
@@ -47,6 +53,12 @@ class CachedKV(Protocol):
 
     async def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """Reads a held block, or some successive layers of it."""
+        ...
+
+    async def kv_read(
+        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int
+    ) -> memoryview:
+        """Reads KV of a prompt that is being computed."""
         ...
 
 
@@ -105,8 +117,10 @@ class CacheServicer:
         if opening.layout_fingerprint != layout.fingerprint():
             raise Incompatible("the cached blocks have another KV layout than their reader")
         opening.range.check_within(whole_blocks(layout, opening.range.token_start, 1))
-        with self._reading(len(opened.keys)) as most:
-            async with aclosing(self._frames(opening, opened, most)) as frames:
+        is_shared = bool(opened.request_id)
+        with nullcontext(0) if is_shared else self._reading(len(opened.keys)) as most:
+            served = self._shared_frames(opening, opened) if is_shared else self._frames(opening, opened, most)
+            async with aclosing(served) as frames:
                 async for frame in frames:
                     yield encode_frame(frame)
 
@@ -133,6 +147,40 @@ class CacheServicer:
                     self._metrics.store.cache_served_bytes.inc(part.num_bytes(layout))
         self._metrics.store.cache_reads.labels("served").inc()
         yield Frame(FrameKind.DONE, opening.transfer_id, opening.layout_fingerprint, num_sent)
+
+    async def _shared_frames(self, opening: Frame, opened: kvstore_pb2.BlocksOpen) -> AsyncGenerator[Frame, None]:
+        """Some successive blocks of a prompt that is computed here, layer by layer as they are computed."""
+        layout, wanted, num_blocks, num_sent = self._state.layout, opening.range, len(opened.keys), 0
+        prompt = await self._state.shared_prompts.get(opened.request_id, _SHARED_WAIT_S)
+        first = wanted.token_start // layout.block_tokens
+        if list(prompt.keys[first : first + num_blocks]) != list(opened.keys):
+            raise NotFound("this worker computes another prompt under this request's id")
+        yield replace(opening, kind=FrameKind.ACCEPT, sequence=num_blocks, payload=b"")
+        for part in layer_parts(wanted, opened.layers_at_once):
+            cells = await self._computed(prompt, replace(part, num_tokens=num_blocks * layout.block_tokens))
+            for index in range(num_blocks):
+                tokens = slice(index * layout.block_tokens, (index + 1) * layout.block_tokens)
+                block = np.ascontiguousarray(cells[:, :, :, tokens]).reshape(-1).data
+                of_part = replace(opening, range=part)
+                async for frame in block_frames(block, layout, of_part, index, num_sent, part.layer_start):
+                    num_sent += 1
+                    yield frame
+        yield Frame(FrameKind.DONE, opening.transfer_id, opening.layout_fingerprint, num_sent)
+
+    async def _computed(self, prompt: SharedPrompt, part: KVRange) -> NDArray[np.uint8]:
+        """[layers, 2, heads, tokens, row bytes], once they are written. Raises NotFound if they never will be."""
+        layout, end = self._state.layout, part.token_start + part.num_tokens
+        layers = part.layer_start, part.layer_end
+        while True:
+            await prompt.until_written(part.layer_end, part.token_start, end)
+            try:
+                cells = await self._engine.kv_read(prompt.request_id, *layers, part.token_start, part.num_tokens)
+            except NotWritten:  # a preemption took it back
+                await prompt.until_changed()
+                continue
+            self._metrics.store.cache_served_bytes.inc(cells.nbytes)
+            rows = layout.shape(part.layer_end - part.layer_start, part.num_tokens)[:-1]
+            return np.frombuffer(cells, np.uint8).reshape(*rows, layout.row_bytes)
 
     @contextmanager
     def _reading(self, num_blocks: int) -> Iterator[int]:

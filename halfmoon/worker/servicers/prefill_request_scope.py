@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from halfmoon.background import cancelled
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.errors import ConstraintFailed, HalfmoonError, NotFound
+from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.rpc.telemetry.spans import NO_SPAN, Span, current_span, reason_of, span_scope
 from halfmoon.worker.servicers.request_phases import Phase
 from halfmoon.worker.servicers.token_streams import FirstOutput
 from halfmoon.worker.servicers.wire import prompt_logprob_message, request_from, token_message
 from halfmoon.worker.serving_engine import ServingEngine
+from halfmoon.worker.sharing.segment_loads import SegmentLoads
+from halfmoon.worker.sharing.segments import Segments
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.store.holder import NamedHolder
 from halfmoon.worker.store.restorer import Restorer
@@ -35,14 +40,16 @@ class PrefillRequestScope:
         restorer: Restorer | None = None,
         sources: Sequence[NamedHolder] = (),
         must_load: bool = False,
+        shares: prefill_pb2.PromptShares | None = None,
         called_s: float | None = None,
         span: Span | None = None,
     ) -> None:
-        """Creates the scope; entering it adds the request to the engine.
+        """Creates the scope; entering it adds the request to the engine. Raises InvalidRequest for unusable `shares`.
 
         The decode worker has the KV of the first `held_tokens`. `on_kv` is called as KV is written, as in
         `AsyncEngine.add`. `restorer` loads known prefixes from its store and `sources`; entering raises NotFound if it
-        `must_load` and they have nothing to load, and `needed` raises Unavailable once they all fail. The request
+        `must_load` and they have nothing to load, and `needed` raises Unavailable once they all fail. `shares`: other
+        workers compute parts of the prompt; a worker whose steps cannot wait for layers computes all of it. The request
         arrived at `called_s`, or now. Its spans are children of `span`, or of the current one.
         """
         self._engine = engine
@@ -58,10 +65,17 @@ class PrefillRequestScope:
         sampling = self._request.sampling
         needs_all = sampling.num_prompt_logprobs is not None or sampling.pooling == "mean"
         needs_all = needs_all and not generation.output_token_ids
-        self._restorer = restorer if has_sources and not needs_all else None
+        segments = None
+        if shares is not None and restorer is not None and restorer.engine.layer_loading is not None and not needs_all:
+            num_tokens = len(self._request.prompt_token_ids) + len(self._request.output_token_ids)
+            segments = Segments.read(shares, num_tokens, state.layout.block_tokens)
+        self._segments = segments
+        self._sharing = ExitStack()
+        self._sharer = restorer if segments is not None else None
+        self._restorer = restorer if has_sources and not needs_all and segments is None else None
         self._sources = sources
         self._must_load = must_load
-        self._restoring: Restoring | None = None
+        self._restoring: Restoring | SegmentLoads | None = None
         self._loading: asyncio.Task[None] | None = None
         self._kept = True
         self._span = span or current_span()
@@ -85,7 +99,9 @@ class PrefillRequestScope:
         return self
 
     async def _add(self) -> None:
-        if self._restorer is not None:
+        if self._segments is not None and self._sharer is not None:
+            self._restoring = self._shared(self._sharer, self._segments)
+        elif self._restorer is not None:
             self._restoring = await self._plan(self._restorer)
         if self._restoring is None:
             if self._must_load:
@@ -99,6 +115,19 @@ class PrefillRequestScope:
             raise
         with span_scope(self._restore_span):
             self._loading = asyncio.create_task(self._restoring.run())
+
+    def _shared(self, sharer: Restorer, segments: Segments) -> SegmentLoads:
+        """Opens what this worker computes of the prompt to the others, whose segments it loads."""
+        engine, request, layout = sharer.engine, self._request, self._state.layout
+        tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        root = root_key(engine.fingerprint, layout, request.tenant_salt)
+        keys = block_keys(root, tokens, layout.block_tokens)
+        prompt = self._sharing.enter_context(self._state.shared_prompts.computing(request.request_id, keys))
+        others = enumerate(segments.addresses)
+        holders = {owner: sharer.holders.worker(address) for owner, address in others if owner != segments.own}
+        self._on_kv = _both(prompt.on_kv, self._on_kv)
+        model = self._state.compute_rate.model
+        return SegmentLoads(engine, sharer.metrics, request, keys, segments, holders, model)
 
     async def _plan(self, restorer: Restorer) -> Restoring | None:
         self._asked_s = now_s()
@@ -115,6 +144,7 @@ class PrefillRequestScope:
             if self._loading is not None:
                 await cancelled(self._loading)
         finally:  # the call may be cancelled while it waits
+            self._sharing.close()
             if self._restoring is not None:
                 self._restoring.abandon()  # a task that is cancelled before its first step does nothing
             if self._kept:
@@ -140,6 +170,7 @@ class PrefillRequestScope:
             raise HalfmoonError("the worker failed while computing this prompt: see its log")
         restoring, block_tokens = self._restoring, self._state.layout.block_tokens
         num_loaded = 0 if restoring is None else restoring.num_loaded_tokens
+        num_shared = num_loaded if self._segments is not None else 0  # computed elsewhere at the same time
         num_from_workers = 0 if restoring is None else restoring.num_blocks_from_workers * block_tokens
         num_tokens = len(self._request.prompt_token_ids) + len(self._request.output_token_ids)
         self._state.note_prompt(num_tokens, first.num_cached_tokens, num_loaded, num_from_workers)
@@ -149,12 +180,13 @@ class PrefillRequestScope:
             restore.end(self._restore_span)
             for phase in (queue, *first.chunks):
                 phase.record(self._span)
-        restored = () if self._restorer is None else (restore,)
+        restored = () if self._restorer is None and self._segments is None else (restore,)
         event = prefill_pb2.PrefillEvent(
             first_token=prefill_pb2.FirstToken(
                 token=token_message(first.output),
-                num_cached_tokens=first.num_cached_tokens + num_loaded,
-                num_loaded_tokens=num_loaded,
+                num_cached_tokens=first.num_cached_tokens + num_loaded - num_shared,
+                num_loaded_tokens=num_loaded - num_shared,
+                num_shared_tokens=num_shared,
                 queue_s=max(0.0, first.began_s - self._arrival_s),
                 compute_s=first.ended_s - first.began_s,
                 embedding=first.output.embedding,
@@ -173,3 +205,14 @@ class PrefillRequestScope:
         return Phase(
             "restore", self._asked_s, restoring.ended_s, restoring.num_loaded_tokens, restoring.num_planned_tokens
         )
+
+
+def _both(one: OnKV, other: OnKV | None) -> OnKV:
+    """A listener that notifies both."""
+
+    def notify(written: Written | None) -> None:
+        one(written)
+        if other is not None:
+            other(written)
+
+    return notify

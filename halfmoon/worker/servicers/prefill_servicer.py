@@ -69,34 +69,61 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         """See prefill.proto."""
-        keeping = () if request.decode_address else (types_pb2.DECODE,)
+        shares = request.shares if request.HasField("shares") else None
+        keeping = () if request.decode_address or shares else (types_pb2.DECODE,)
         epoch = request.role_epoch if request.HasField("role_epoch") else None
         self._state.check_can_serve(request.generation, types_pb2.PREFILL, *keeping, epoch=epoch)
         sources = holders_from(request.sources)
         if request.is_copy:
             events = self._first_only(request.generation, sources, must_load=True)
+        elif shares is not None and shares.own != (len(shares.segment_ends) - 1) % max(len(shares.addresses), 1):
+            events = self._help(request.generation, shares)
         elif not request.decode_address:
             events = self._keep(request.generation, sources)
         elif _tokens_left(request.generation) <= 1:
-            events = self._first_only(request.generation, sources)
+            events = self._first_only(request.generation, sources, shares)
         else:
-            events = self._hand_over(request, sources)
+            events = self._hand_over(request, sources, shares)
         with self._state.working():
             async with aclosing(events):
                 async for event in events:
                     yield event
 
     async def _first_only(
-        self, generation: types_pb2.Generation, sources: Sequence[NamedHolder], *, must_load: bool = False
+        self,
+        generation: types_pb2.Generation,
+        sources: Sequence[NamedHolder],
+        shares: prefill_pb2.PromptShares | None = None,
+        *,
+        must_load: bool = False,
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Serves a request for a single token, which never needs a decode worker."""
         async with PrefillRequestScope(
-            self._engine, self._state, generation, restorer=self._restorer, sources=sources, must_load=must_load
+            self._engine,
+            self._state,
+            generation,
+            restorer=self._restorer,
+            sources=sources,
+            must_load=must_load,
+            shares=shares,
         ) as scope:
             yield scope.event(await first_result(scope.first, *scope.needed))
 
+    async def _help(
+        self, generation: types_pb2.Generation, shares: prefill_pb2.PromptShares
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
+        """Computes segments of a prompt that another worker serves, and keeps them for it until it needs no more."""
+        async with PrefillRequestScope(
+            self._engine, self._state, generation, restorer=self._restorer, shares=shares
+        ) as scope:
+            yield scope.event(await scope.first)
+            await asyncio.Event().wait()  # the gateway cancels the call, or its connection ends
+
     async def _hand_over(
-        self, request: prefill_pb2.PrefillRequest, sources: Sequence[NamedHolder]
+        self,
+        request: prefill_pb2.PrefillRequest,
+        sources: Sequence[NamedHolder],
+        shares: prefill_pb2.PromptShares | None = None,
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Reserves on the decode worker, computes here while sending, then commits."""
         generation, address, wanted = request.generation, request.decode_address, codec_from(request.kv_codec)
@@ -129,6 +156,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                         on_kv=sender.on_kv,
                         restorer=self._restorer,
                         sources=sources,
+                        shares=shares,
                         called_s=called_s,
                         span=prefill,
                     ) as scope,

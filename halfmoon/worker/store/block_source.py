@@ -62,13 +62,26 @@ class BlockSource:
         layers_at_once: int,
         write: WriteLayers,
         codec: Codec = Codec.RAW,
+        *,
+        request_id: str = "",
+        deadline_s: float = _DEADLINE_S,
     ) -> list[int]:
         """Writes the first layers of the leading blocks that the holder serves, then their next ones.
 
+        request_id: of a prompt that the holder computes; its blocks, numbered as in `keys`, come as they are computed.
         Returns those blocks if all their layers came intact, or none. Raises as `load` does.
         """
         written: list[int] = []
-        run = store.get_layers(list(keys.values()), self._layout, layers_at_once, codec, deadline_s=_DEADLINE_S)
+        first = min(keys) if request_id else 0
+        run = store.get_layers(
+            list(keys.values()),
+            self._layout,
+            layers_at_once,
+            codec,
+            request_id=request_id,
+            first_block=first,
+            deadline_s=deadline_s,
+        )
         async with aclosing(run) as parts:
             while True:
                 try:

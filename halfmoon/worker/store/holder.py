@@ -80,6 +80,10 @@ class Holders:
             for holder in holders:
                 holder.num_users -= 1
 
+    def worker(self, address: str) -> Holder:
+        """Another worker."""
+        return self._get(NamedHolder(address, "worker"))
+
     async def _forget_unused(self) -> None:
         for key, holder in list(self._holders.items()):
             if len(self._holders) <= _MAX_HOLDERS:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from halfmoon.background import uncancelled
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.scheduling.layer_gate import LayerGate
@@ -283,7 +284,7 @@ class Restoring:
         async def write(layers: range, cells: Mapping[int, KVBytes]) -> None:
             nonlocal has_asked
             self._leave_out(number, blocks, len(cells))
-            await self._written(engine.load_layers(request_id, layers, cells))
+            await uncancelled(engine.load_layers(request_id, layers, cells))
             gate.arrived(layers.stop)
             wait_s = self._progress.layer_wait_s(layers.stop / num_layers, self._clock.now_s() - began_s)
             if not has_asked and layers.stop < num_layers and wait_s <= patience_s:
@@ -299,18 +300,7 @@ class Restoring:
                 self._metrics.restore_decisions.labels("late").inc()
 
     async def _write(self, block: int, cells: KVBytes) -> None:
-        await self._written(self._engine.load_block(self._request.request_id, block, cells))
-
-    async def _written(self, write: Coroutine[None, None, None]) -> None:
-        """Waits for a write. A cancelled wait ends with the write, so that no other source's block is overwritten."""
-        writing = asyncio.ensure_future(write)
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait({writing})
-            if not writing.cancelled():
-                writing.exception()  # whoever waited for it has left
-            raise
+        await uncancelled(self._engine.load_block(self._request.request_id, block, cells))  # no other source writes yet
 
     async def _prefetch(self) -> None:
         """Has stores fetch blocks from their slower tiers, in the order in which they will be requested."""

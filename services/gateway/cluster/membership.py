@@ -209,6 +209,18 @@ class Membership:
         self._view.busy.begin(prefill.worker_id, request_id, now_s)
         self._show(now_s, prefill, decode)
 
+    def note_helping(self, request_id: str, helper: Member, num_tokens: int, now_s: float) -> None:
+        """Counts a part of a request's prompt against a worker that computes it, until its next report."""
+        helper.prompts.send(request_id, num_tokens)
+        self._view.busy.begin(helper.worker_id, request_id, now_s)
+        self._show(now_s, helper)
+
+    def note_helped(self, request_id: str, helper: Member, now_s: float) -> None:
+        """Notes that the prompt is computed, or that the worker is not needed for it any more. Idempotent."""
+        helper.prompts.remove(request_id)
+        self._view.busy.end(helper.worker_id, request_id, now_s)
+        self._show(now_s, helper)
+
     def note_prefilled(
         self, request_id: str, prefill: Member, sample: PrefillSample, now_s: float, *, was_restored: bool = False
     ) -> None:

@@ -42,6 +42,7 @@ from services.gateway.cluster.worker import Worker
 from services.gateway.request import RequestOutput
 from services.gateway.routing.decode_move import DecodeMove, DecodeMoves
 from services.gateway.routing.handover_codec import HandoverCodec
+from services.gateway.routing.prefill_helpers import PrefillHelpers
 from services.gateway.routing.token_flow import TokenFlow, TokenSink
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,9 @@ class Attempt:
             is_degraded=codec.is_degraded,
             sources=sources,
         )
+        self._helpers = None
+        if placement.segments is not None:
+            self._helpers = PrefillHelpers(cluster, self._message, placement, placement.segments)
         self._order = TokenOrder(len(progress.output_token_ids))
         self._flow = TokenFlow(self._handle)
         self._handed_over = False
@@ -137,10 +141,13 @@ class Attempt:
             call = self._cluster.spawn(_call_prefill(self._prefill, self._message, route, self._cluster))
             complete: bool | None = None
             try:
+                if self._helpers is not None:
+                    self._helpers.start()
                 complete = await flow.run(sink)
             finally:
                 if self._move is not None:
                     self._move.cancel()
+                self._end_helpers()
                 membership.note_ended(self._wire_id, prefill, decode, self._cluster.clock())
                 self._end(call, complete)
 
@@ -169,6 +176,7 @@ class Attempt:
                 return due
             case FirstTokenArrived(first, at_s):
                 self._note_prefilled(first, at_s)
+                self._end_helpers()
                 self._span.event("first token", at_s)
                 self._progress.note_prefill(first)
                 if first.token.finish_reason != NOT_FINISHED:
@@ -202,6 +210,11 @@ class Attempt:
                 raise error
         return []
 
+    def _end_helpers(self) -> None:
+        """Lets the helpers go: the prefill worker has all of the prompt's KV, or the attempt is over."""
+        if self._helpers is not None:
+            self._helpers.end()
+
     def _consider_move(self) -> None:
         """Prepares to go on elsewhere if the decode worker will no longer decode, and the answer is there."""
         if self._moves is not None and self._decode.member.is_leaving and self._may_move:
@@ -233,7 +246,11 @@ class Attempt:
         num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         sample = PrefillSample(num_prompt - first.num_cached_tokens, first.num_cached_tokens, first.compute_s)
         self._cluster.membership.note_prefilled(
-            self._wire_id, self._prefill.member, sample, at_s, was_restored=first.num_loaded_tokens > 0
+            self._wire_id,
+            self._prefill.member,
+            sample,
+            at_s,
+            was_restored=first.num_loaded_tokens > 0 or self._helpers is not None,
         )
 
 

@@ -35,6 +35,8 @@ def report_decision(
         refusal=outcome.reason if isinstance(outcome, Refused) else None,
         transfer_s=(placement.transfer_s or None) if placement else None,
         disaggregation=placement.disaggregation if placement else None,
+        sharing=placement.sharing if placement else None,
+        helpers=[helper.worker_id for helper in placement.helpers] if placement else (),
     )
     telemetry.decisions.note(decision)
     if placement is not None:

@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from halfmoon.kv.kv_policy import kv_policy_of
 from halfmoon.pb.prefill_pb2 import KVSource
+from halfmoon.pb.types_pb2 import NO_POOLING
 from halfmoon.policy.admission.degradation import Admitted
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import PredictedLatency, Refused
@@ -160,7 +162,7 @@ class RequestRouting:
         """
         request, view = self._placed, self._membership.view()
         row = view.row(placement.prefill.worker_id)
-        if row is None or request is None or not request.cached_blocks.any():
+        if row is None or request is None or not request.cached_blocks.any() or placement.segments is not None:
             return []
         threshold = self._admission.fetching_threshold
         holders = best_sources(view, row, request, threshold, placement.queue_s, MAX_SOURCES)
@@ -217,8 +219,16 @@ class RequestRouting:
             least_tokens=max(least, 0),
             is_failover=self._has_lost or num_output > 0,
             qos_class=self.output.qos.name,
+            may_share=self._may_share,
             cached_blocks=self._cached_blocks(),
         )
+
+    @property
+    def _may_share(self) -> bool:
+        """Whether several workers may compute the prompt."""
+        sampling = self.output.sampling
+        is_about_prompt = sampling.HasField("num_prompt_logprobs") or sampling.pooling != NO_POOLING
+        return not is_about_prompt and kv_policy_of(self.output.tenant_salt) is None
 
     def _priority(self) -> int:
         if self._admitted is not None:

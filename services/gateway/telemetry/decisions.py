@@ -9,7 +9,7 @@ from typing import Any
 
 from halfmoon.pb.prefill_pb2 import Phase
 from halfmoon.policy.placement.candidates import Candidate
-from halfmoon.policy.values import AdmissionTargets, Disaggregation
+from halfmoon.policy.values import AdmissionTargets, Disaggregation, PromptSharing
 from services.gateway.progress import Progress
 
 _MAX_DECISIONS = 512
@@ -34,6 +34,8 @@ class Decision:
     refusal: str | None = None
     transfer_s: float | None = None  # of what is to be loaded; None where nothing is
     disaggregation: Disaggregation | None = None  # why a decode worker computes the prompt, or why not
+    sharing: PromptSharing | None = None  # why several prefill workers compute the prompt, or why not
+    helpers: Sequence[str] = ()  # prefill workers that compute parts of it beside `prefill_worker`
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,8 @@ def _shown(entry: _Entry, now_s: float) -> dict[str, Any]:
         "decode_worker": decision.decode_worker,
         "refusal": decision.refusal,
         "disaggregation": decision.disaggregation,
+        "sharing": decision.sharing,
+        "helpers": list(decision.helpers),
         "predicted": {"ttft_s": decision.ttft_s, "tbt_s": decision.tbt_s, "transfer_s": decision.transfer_s},
         "targets": asdict(decision.targets),
         "applied": asdict(decision.applied),

@@ -102,6 +102,7 @@ class GatewayMetrics:
         registry.register(_PoolDecisions(telemetry))
         registry.register(_PeerOffers(telemetry))
         registry.register(_PrefillDevices(telemetry))
+        registry.register(_PrefillDegrees(telemetry))
         registry.register(_LedgerRows(ledger))
         registry.register(VllmMetrics(model_name, membership, self._vllm_histograms(), self._vllm_counters()))
 
@@ -244,6 +245,23 @@ class _PrefillDevices(Collector):
         )
         for device, count in self._telemetry.prefill_devices.items():
             prompts.add_metric([device], count)
+        yield prompts
+
+
+class _PrefillDegrees(Collector):
+    """Reads the counts of shared prompts by the number of workers that computed them."""
+
+    def __init__(self, telemetry: RecentTelemetry) -> None:
+        self._telemetry = telemetry
+
+    def collect(self) -> Iterator[Metric]:
+        prompts = CounterMetricFamily(
+            "halfmoon_gateway_shared_prompts",
+            "Prompts that several prefill workers were to compute together, by how many",
+            labels=["degree"],
+        )
+        for degree, count in self._telemetry.prefill_degrees.items():
+            prompts.add_metric([str(degree)], count)
         yield prompts
 
 

@@ -11,7 +11,7 @@ from halfmoon.ledger.models import RequestRow
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.refinement import PredictionErrors
 from halfmoon.policy.placement.replication import CopyDecision
-from halfmoon.policy.values import DecodeReason, Disaggregation, Placement, PrefillReason
+from halfmoon.policy.values import DecodeReason, Disaggregation, Placement, PrefillReason, PromptSharing
 from halfmoon.policy.view.hot_prefixes import HotPrefixes
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
@@ -38,6 +38,7 @@ POOL_DECISIONS: Mapping[str, tuple[str, ...]] = {
     "decode_worker": get_args(DecodeReason),
     "prefix": ("worker", "store", "local", "slower", "below_threshold", "unknown"),  # where it is to come from
     "disaggregation": get_args(Disaggregation),
+    "sharing": get_args(PromptSharing),  # of a prompt by several prefill workers
     "direct_restore": get_args(Disaggregation),
     "copy": get_args(CopyDecision),
     "move": _MOVES,  # of an answer whose decode worker leaves
@@ -58,6 +59,7 @@ class RecentTelemetry:
         self.prediction_errors = {kind: PredictionErrors() for kind in ("ttft", "tbt", "transfer")}
         self.pool_decisions: Counter[tuple[str, str]] = Counter()  # by decision and reason: see `POOL_DECISIONS`
         self.prefill_devices: Counter[str] = Counter()  # how often a worker of each was to compute a prompt
+        self.prefill_degrees: Counter[int] = Counter()  # shared prompts, by the number of workers that computed them
         self.peer_offers: Counter[tuple[str, PeerOutcome]] = Counter()  # by the peer's address
 
     def note_members(self, members: Sequence[Member], now_s: float) -> None:
@@ -77,11 +79,14 @@ class RecentTelemetry:
             "prefill_worker": placement.prefill_reason,
             "decode_worker": placement.decode_reason,
             "direct_restore" if is_failover else "disaggregation": placement.disaggregation,
+            "sharing": placement.sharing,
         }
         for decision, reason in reasons.items():
             if reason is not None:
                 self.pool_decisions[decision, reason] += 1
         self.prefill_devices[placement.prefill.device] += 1
+        if placement.segments is not None:
+            self.prefill_degrees[placement.segments.degree] += 1
 
     def offers_to(self, peer: str) -> dict[PeerOutcome, int]:
         """How often what became of offers to this peer."""
