@@ -83,6 +83,7 @@ PANELS: Mapping[str, Sequence[Flag]] = {
         Flag("--placement", "gateway.placement"),
         Flag("--balancing-threshold", "gateway.balancing_threshold"),
         Flag("--conditional-disaggregation", "gateway.conditional_disaggregation"),
+        Flag("--max-prefill-degree", "gateway.max_prefill_degree"),
         Flag("--admission", "gateway.admission"),
         Flag("--drain-s", "gateway.drain_s"),
         Flag("--peer", "gateway.peer"),
