@@ -65,6 +65,12 @@ def test_short_prompts_are_as_without_sharing() -> None:
     assert np.array_equal(alone.end_s, shared.end_s)
 
 
+def test_a_prompt_under_a_kv_policy_has_one_worker() -> None:
+    rows = work((0.0, TOKENS, 2))
+    alone, shared = (simulate(cluster(4, degree, kv_policy="sinks:64+256"), rows) for degree in (1, 4))
+    assert ttft_s(alone) == ttft_s(shared)
+
+
 @pytest.mark.parametrize("worker", range(4))
 def test_a_worker_that_dies_in_the_middle_loses_no_request(worker: int) -> None:
     failures = (Failure(worker, 1.0, 30.0),)

@@ -139,7 +139,12 @@ class PolicyRouter:
             tenant = self._tenants[job.index] if self._tenants else ANYONE
             job.rank_by(self._admission.shares.priority(qos.priority, tenant, 0))
             request = PlacementRequest(
-                job.target, max_tokens, exclude, priority=job.priority, cached_blocks=cached_blocks
+                job.target,
+                max_tokens,
+                exclude,
+                priority=job.priority,
+                may_share=job.policy is None,
+                cached_blocks=cached_blocks,
             )
             admitted = self._admission.decide(self.view, request, qos, now_s, tenant)
             self._admitted.add(job.index)
@@ -151,6 +156,7 @@ class PolicyRouter:
                 job.num_left,
                 exclude,
                 priority=job.priority,
+                may_share=job.policy is None,
                 cached_blocks=cached_blocks,
                 is_failover=job.retries is not None and job.retries.has_lost,
             )
