@@ -149,6 +149,8 @@ class AdmissionController:
         """
         if self.mode == "off" or view.missing:
             return
+        if not self.has_enforced_targets(qos) and not self._shedding.left_s(qos.priority, now_s):
+            return  # nothing could refuse it
         latency, targets, refusal = self._judge_early(view, ANY_PROMPT, priority, has_gaps, qos, now_s)
         self._check_not_shed(qos, latency, targets, now_s)
         if refusal is not None:
