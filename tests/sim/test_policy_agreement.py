@@ -15,6 +15,7 @@ from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.kv.kv_policy import OBSERVERS, KVPolicy, parse_kv_policy, policy_salt
+from halfmoon.pb.types_pb2 import Generation
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
@@ -26,6 +27,7 @@ from halfmoon.sim.cluster.kv_memory import KvMemory
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.named_workload import named_workload
+from halfmoon.worker.servicers.wire import handover_tokens
 from tests.sim.test_scheduler_agreement import CLASSES, Rows, cases, engine_times, simulated_times
 
 NUM_BLOCKS = 400
@@ -134,6 +136,18 @@ def test_a_policy_makes_room_for_more_sequences_and_shortens_their_steps() -> No
     seen = bound_of(KVPolicy(64, 128), 64).mean_seen
     assert kept.tpot_s.max() <= 0.002 + 2 * (1e-5 + 1e-6 * (seen + 64))
     assert whole.tpot_s.min() > kept.tpot_s.max()
+
+
+@given(policies, st.integers(32, 900))
+def test_as_much_is_handed_over_as_by_workers(policy: str, prompt: int) -> None:
+    workload = named_workload(f"in={prompt},out=20", 1.0, 2, "poisson", 1.0, 0)
+    groups = [replace(one_worker(1 << 20), role=role) for role in ("prefill", "decode")]
+    spec = ClusterSpec(tuple(groups), kv_policy=policy)
+    message = Generation(prompt_token_ids=[1] * prompt, tenant_salt=policy_salt(parse_kv_policy(policy), b""))
+    result = simulate(spec, workload)
+    assert result.outcome.tolist() == [0, 0]
+    num_bytes = handover_tokens(message, spec.block_tokens) * one_worker(1).latency.kv_bytes_per_token
+    assert result.handover_bytes == pytest.approx(2 * num_bytes)
 
 
 def test_qos_classes_have_policies_of_their_own() -> None:
