@@ -1,9 +1,11 @@
 """Long prompts over several prefill workers: `python -m benchmarks.shared_prompts [--workers 2] [--tokens 2048,4096]`.
 
-Measured: prefill workers with the demo model, one process and one thread each, without a gateway; each prompt on the
-first of them alone and over all of them, alternately. Segments are planned by the worker's own times alone. Predicted:
-by the rule that gateways use and a roofline's times, the first token of a prompt over 1 to 8 workers, and what the
-simulator makes of it.
+Measured, without a gateway: prefill workers with the demo model, one process and one thread each; each prompt on one of
+them alone and over all of them, alternately, its segments planned by the worker's own times alone. Measured with
+`--slow`: workers in this process whose layers take a given time each, as devices apart from this host's cores would
+(`slow_workers.py`), so that more workers than cores can be compared; the rest, KV on its way included, is real.
+Predicted: by the rule that gateways use and a roofline's times, the first token of a prompt over 1 to 8 workers, and
+what the simulator makes of it.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import asyncio
 import itertools
 import json
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from benchmarks.restoring_worker import killed_at_the_end, made_up
+from benchmarks.slow_workers import slow_worker, tiny_checkpoint
 from halfmoon.background import running
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.pb import prefill_pb2, prefill_pb2_grpc, types_pb2
@@ -36,11 +41,12 @@ from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.workload import Workload
 
 REPEATS = 3
-STEP_TOKENS, BLOCK_TOKENS = 2048, 64
+STEP_TOKENS, BLOCK_TOKENS = 512, 64  # of a worker on a CPU
 PREDICTED = (8_192, 32_768, 131_072)  # tokens
 DEGREES = (1, 2, 3, 4, 6, 8)
 GPU_STEP_TOKENS = 8_192
 NETWORK_BYTES_PER_S = 50e9
+SLOW = PrefillModel(0.02, 1e-3, 5e-8)
 _NO_GATEWAY = "127.0.0.1:1"  # workers retry it now and then
 _PREFILL_S = 200.0
 
@@ -52,15 +58,15 @@ class Workers:
         self._peers = peers
         self._stubs = [prefill_pb2_grpc.PrefillStub(peer.channel) for peer in peers]
         self._fingerprint = fingerprint
-        self._names = itertools.count()
+        self._names = (f"{id(self)}-{number}" for number in itertools.count())
 
     async def alone_s(self, prompt: Sequence[int]) -> tuple[float, int]:
         """Seconds to the first token on one worker, and the token."""
-        return await self._first(len(self._peers) - 1, self._request(prompt, str(next(self._names))))
+        return await self._first(len(self._peers) - 1, self._request(prompt, next(self._names)))
 
     async def shared_s(self, prompt: Sequence[int], plan: SegmentPlan) -> tuple[float, int]:
         """Seconds to the first token over all workers, and the token."""
-        name, degree = str(next(self._names)), plan.degree
+        name, degree = next(self._names), plan.degree
         addresses = [peer.address for peer in self._peers]
         requests = [self._request(prompt[:end], name) for end in plan.ends[-degree:]]
         for number, request in enumerate(requests):
@@ -124,6 +130,38 @@ async def measured(num_workers: int, lengths: Sequence[int]) -> None:
             print(f"| {length:,} | {one:.2f} | {many:.2f} | {one / many:.2f} | {plan.seconds:.2f} |", flush=True)
 
 
+async def slowed(degrees: Sequence[int], lengths: Sequence[int]) -> None:
+    """Prints one row for each length, over workers that compute apart from this host's cores."""
+    with tempfile.TemporaryDirectory() as path:
+        checkpoint = tiny_checkpoint(Path(path))
+        async with AsyncExitStack() as stack:
+            num_blocks = 2 * max(lengths) // BLOCK_TOKENS
+            made = [
+                await stack.enter_async_context(slow_worker(checkpoint, SLOW, num_blocks)) for _ in range(max(degrees))
+            ]
+            peers = [await stack.enter_async_context(Peer(address)) for address in made]
+            print(
+                "| tokens | 1 worker (s) |", " | ".join(f"{one} workers: s, ratio, planned s" for one in degrees), "|"
+            )
+            print("|---" * (len(degrees) + 2) + "|")
+            for length in lengths:
+                prompt = [3 + token % 500 for token in made_up(length, length)]
+                every = Workers(peers, checkpoint.fingerprint)
+                alone = [await every.alone_s(prompt) for _ in range(REPEATS)]
+                alone_s, cells = median(seconds for seconds, _ in alone), []
+                for degree in degrees:
+                    plan = plan_segments(
+                        [SegmentWorker(SLOW, STEP_TOKENS)] * degree, length, 0, BLOCK_TOKENS, SEGMENT_PASSES
+                    )
+                    assert plan is not None, "the prompt is too short"
+                    workers = Workers(peers[:degree], checkpoint.fingerprint)
+                    shared = [await workers.shared_s(prompt, plan) for _ in range(REPEATS)]
+                    assert {token for _, token in shared} == {token for _, token in alone}
+                    seconds = median(seconds for seconds, _ in shared)
+                    cells.append(f"{seconds:.2f}, {alone_s / seconds:.2f}, {plan.seconds:.2f}")
+                print(f"| {length:,} | {alone_s:.2f} | {' | '.join(cells)} |", flush=True)
+
+
 async def _model(workers: Workers, lengths: Sequence[int]) -> PrefillModel:
     """The times of one worker."""
     samples = []
@@ -168,12 +206,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2, help="0: predictions alone")
     parser.add_argument("--tokens", default="1024,2048,4096,7000")
+    parser.add_argument(
+        "--slow", default="", help="numbers of workers that compute apart from this host's cores: 2,3,4"
+    )
+    parser.add_argument("--slow-tokens", default="2048,4096,8192")
     parser.add_argument("--model", default="llama-3.1-70b")
     parser.add_argument("--gpu", default="h100")
     parser.add_argument("--tensor-parallel", type=int, default=8)
     options = parser.parse_args()
     predicted(options.model, options.gpu, options.tensor_parallel)
     print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg()}))
+    if options.slow:
+        degrees, lengths = ([int(one) for one in text.split(",")] for text in (options.slow, options.slow_tokens))
+        asyncio.run(slowed(degrees, lengths))
     if options.workers:
         asyncio.run(measured(options.workers, [int(one) for one in options.tokens.split(",")]))
 
