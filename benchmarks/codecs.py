@@ -4,10 +4,10 @@
 
 KV is that of English prose (Python's language reference, which comes with every Python) after `--tokens` tokens, in
 bfloat16, computed in float32. The next `--next` tokens of the text are read on top of each codec's decoded KV.
-KL(bfloat16 KV, codec) in nats and agreement of the likeliest token are means over them. Speeds are those of one thread,
-in bytes of bfloat16 KV, over frames as cut by a hand-over; medians of rounds in which the codecs take turns, compared
-with a copy of the same bytes in the same round. int2 is applied as in the store: blocks of 64 tokens, with the last 128
-tokens unchanged, which its ratio counts.
+KL(bfloat16 KV, codec) in nats and agreement of the likeliest token are means over them. Speeds are those of one thread
+by its processor time, in bytes of bfloat16 KV, over frames as cut by a hand-over; medians of rounds in which the codecs
+take turns, compared with a copy of the same bytes in the same round. int2 is applied as in the store: blocks of 64
+tokens, with the last 128 tokens unchanged, which its ratio counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.text.tokenizer import Tokenizer
-from halfmoon.kv.codec import Codec, decode, encode, encoded_bytes
+from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import plan_frames
 from halfmoon.kv.kv_layout import KVLayout
@@ -98,8 +98,8 @@ def blocks_of(kv: Bits, window: int) -> list[Bits]:
 def ratio_of(codec: Codec, kv: Bits, frames: Sequence[Bits]) -> float:
     """Compression ratio of a prompt."""
     if not (window := EntryCodec(codec).residual_tokens):
-        return kv.nbytes / sum(encoded_bytes(codec, frame.shape, "bfloat16") for frame in frames)
-    num_bytes = sum(encoded_bytes(codec, block.shape, "bfloat16") for block in blocks_of(kv, window))
+        return kv.nbytes / sum(encode(codec, frame, "bfloat16").nbytes for frame in frames)
+    num_bytes = sum(encode(codec, block, "bfloat16").nbytes for block in blocks_of(kv, window))
     return kv.nbytes / (num_bytes + kv[:, :, :, -window:].nbytes)
 
 
@@ -115,17 +115,17 @@ def compare_tokens(model: Model, kv: Bits, next_ids: Sequence[int], results: dic
 def measure_speed(frames: Sequence[Bits], results: dict[Codec, CodecResult]) -> float:
     """Measures one round; returns the seconds that a copy of all frames takes."""
     for codec, result in results.items():
-        started_s = time.perf_counter()
+        began_s = time.thread_time()
         payloads = [encode(codec, frame, "bfloat16") for frame in frames]
-        encoded_s = time.perf_counter()
+        encoded_s = time.thread_time()
         for payload, frame in zip(payloads, frames, strict=True):
             decode(codec, payload, frame.shape, "bfloat16")
-        result.in_s.append(encoded_s - started_s)
-        result.out_s.append(time.perf_counter() - encoded_s)
-    started_s = time.perf_counter()
+        result.in_s.append(encoded_s - began_s)
+        result.out_s.append(time.thread_time() - encoded_s)
+    began_s = time.thread_time()
     for frame in frames:
         frame.copy()
-    return time.perf_counter() - started_s
+    return time.thread_time() - began_s
 
 
 def cut(kv: Bits) -> list[Bits]:
