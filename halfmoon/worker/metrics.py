@@ -31,12 +31,13 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._output_tokens = Counter("halfmoon_engine_output_tokens", "Tokens generated", registry=self.registry)
-        self._drafts = Counter(
+        drafts = Counter(
             "halfmoon_engine_draft_tokens",
             "Guessed tokens that were computed: right, as drawn, or wrong",
             ["outcome"],
             registry=self.registry,
         )
+        self._right_drafts, self._wrong_drafts = drafts.labels("right"), drafts.labels("wrong")
         self._staged = Counter(
             "halfmoon_engine_staged",
             "Groups of sequences per step whose KV came from host memory: loaded, or partly recomputed",
@@ -111,24 +112,29 @@ class WorkerMetrics:
 
     def observe_step(self, result: StepResult) -> None:
         """Records one engine step."""
+        staged = result.staged
         if not result.is_empty:
             self._step.observe(result.duration_s)
-        self._prefill_tokens.inc(result.num_prefill_tokens)
-        self._spread_tokens.inc(result.num_spread_tokens)
-        self._output_tokens.inc(len(result.outputs))
-        self._drafts.labels("right").inc(result.num_right_drafts)
-        self._drafts.labels("wrong").inc(result.num_drafts - result.num_right_drafts)
-        self._preemptions.inc(result.num_preempted)
-        self._pauses.inc(result.num_paused)
-        self._moved_out.inc(result.num_moved_out)
-        self._paused_seconds.inc(result.paused_s)
-        for kind, num_groups in result.staged.num_groups.items():
-            self._staged.labels(kind).inc(num_groups)
-        self._staged_bytes.inc(result.staged.link_bytes)
-        self._staged_link.inc(result.staged.link_s)
-        self._staged_wait.inc(result.staged.wait_s)
-        self._weight_bytes.inc(result.staged.weight_bytes)
-        self._weight_wait.inc(result.staged.weight_wait_s)
+        amounts = (
+            (self._prefill_tokens, result.num_prefill_tokens),
+            (self._spread_tokens, result.num_spread_tokens),
+            (self._output_tokens, len(result.outputs)),
+            (self._right_drafts, result.num_right_drafts),
+            (self._wrong_drafts, result.num_drafts - result.num_right_drafts),
+            (self._preemptions, result.num_preempted),
+            (self._pauses, result.num_paused),
+            (self._moved_out, result.num_moved_out),
+            (self._paused_seconds, result.paused_s),
+            *((self._staged.labels(kind), num_groups) for kind, num_groups in staged.num_groups.items()),
+            (self._staged_bytes, staged.link_bytes),
+            (self._staged_link, staged.link_s),
+            (self._staged_wait, staged.wait_s),
+            (self._weight_bytes, staged.weight_bytes),
+            (self._weight_wait, staged.weight_wait_s),
+        )
+        for counter, amount in amounts:
+            if amount:  # most are 0 in most steps, and a count takes as long as all these comparisons
+                counter.inc(amount)
 
     def decisions(self) -> list[DecisionCount]:
         """Counts of decisions about the pool of KV, by reason; those that never occurred are left out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from weakref import WeakSet
 
 from halfmoon.pb.gateway_pb2 import BlockEvents
@@ -18,8 +18,10 @@ class CachedBlocks:
         self._keys: dict[bytes, None] = {}
         self._feeds: WeakSet[BlockFeed] = WeakSet()  # of the registrations that there are
 
-    def change(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
+    def change(self, stored: Collection[bytes], evicted: Collection[bytes]) -> None:
         """Applies one step's changes."""
+        if not (stored or evicted):  # most steps
+            return
         gone = [key[:_SHORT_KEY_BYTES] for key in evicted]
         new = [key[:_SHORT_KEY_BYTES] for key in stored]
         for key in gone:

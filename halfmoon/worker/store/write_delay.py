@@ -5,7 +5,7 @@ from __future__ import annotations
 from halfmoon.engine.engine_stats import EngineStats
 
 LONGEST_S = 10.0  # for an engine that is never idle; what a killed worker has not put by then is computed again
-LOOK_S = 0.05
+LOOK_S = 0.2
 
 
 def may_wait(
