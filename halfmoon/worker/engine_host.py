@@ -104,6 +104,7 @@ class OwnHost:
             tensor_parallel=config.tensor_parallel,
             pipeline_parallel=config.pipeline_parallel,
             sequence_parallel=config.sequence_parallel,
+            host_weights=config.host_weights,
         )
 
     def first_steps(self) -> Sequence[StepResult]:

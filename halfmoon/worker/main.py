@@ -84,6 +84,7 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         lambda address, kind: holder_client(settings, address, kind, credential),
         is_open=credential is None,
     )
+    metrics.host_weights.set(host.facts.host_weights)
     state = WorkerState(identity, host.facts.layout, metrics, chains, decode_peers, kept, sources)
     if host.profile is not None and host.profile.prefills:
         state.compute_rate.begin_with(host.profile.prefills)

@@ -75,6 +75,11 @@ class WorkerMetrics:
         self._paused_seconds = Counter(
             "halfmoon_engine_paused_seconds", "Length of the pauses that ended", registry=self.registry
         )
+        self.host_weights = Gauge(
+            "halfmoon_engine_host_weights_ratio",
+            "Share of the layers whose weights are in host memory, as configured or chosen",
+            registry=self.registry,
+        )
         self._sequences = Gauge("halfmoon_engine_sequences", "Sequences by state", ["state"], registry=self.registry)
         self._blocks = Gauge("halfmoon_engine_blocks", "KV blocks by state", ["state"], registry=self.registry)
         self.handover_bytes = Counter(
