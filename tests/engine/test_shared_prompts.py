@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Container, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -62,10 +63,17 @@ class Together:
             cells = source.kv_read(NAME, layers.start, layers.stop, block * BLOCK, BLOCK)
             self.engines[to].load_block(NAME, block, bytes(cells), layers)
 
-    def compute(self, segment: int, gate: Callable[[Together, int, Sequence[int]], LayerGate]) -> list[int]:
-        """Has its owner compute a segment while those before it arrive."""
+    def compute(
+        self, segment: int, gate: Callable[[Together, int, Sequence[int]], LayerGate], lost: Container[int] = ()
+    ) -> list[int]:
+        """Has its owner compute a segment while those before it arrive, and those of `lost` engines do not."""
         number = self.owner(segment)
-        before = range(max(segment - len(self.engines) + 1, 0), segment)
+        before = []
+        for other in range(max(segment - len(self.engines) + 1, 0), segment):
+            if self.owner(other) in lost:
+                self.engines[number].note_loaded(NAME, (), self.segments[other])
+            else:
+                before.append(other)
         if before:
             self.engines[number].arrive_by_layer(NAME, gate(self, number, before))
         result = self.engines[number].step()
@@ -83,6 +91,9 @@ class JustInTime(LayerGate):
         self.num_asked = 0
 
     def wait(self, layer: int) -> None:
+        if layer < self.num_asked:  # another step, behind other segments of the run
+            super().wait(layer)
+            return
         assert self.num_asked == layer
         self.num_asked += 1
         for segment in self.segments:
@@ -122,6 +133,32 @@ def test_segments_give_the_kv_and_the_token_of_one_engine(
     assert found[-1:] == [token]
     last = it.engines[it.owner(len(it.segments) - 1)]
     assert content(last) == content(expected)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_is_lost_the_others_give_the_kv_of_one_engine(make_engine: MakeEngine, seed: int) -> None:
+    rng = random.Random(seed)
+    num_engines, num_blocks = rng.randint(2, 4), -(-LENGTH // BLOCK)
+    num_segments = num_engines * rng.randint(1, 3)
+    expected, token = alone(make_engine)
+    cuts = sorted(rng.sample(range(1, num_blocks), num_segments - 1))
+    it = Together([make_engine(max_batch_tokens=rng.choice((64, 256))) for _ in range(num_engines)], cuts)
+    lost: set[int] = set()
+    found: list[int] = []
+    for segment in range(num_segments):
+        number = it.owner(segment)
+        if number < num_engines - 1 and rng.random() < 0.2:
+            lost.add(number)
+        if number in lost:
+            continue
+        found += it.compute(segment, JustInTime, lost)
+        engine, end = it.engines[number], it.segments[segment].stop * BLOCK
+        while engine.find(NAME).num_computed < min(end, len(engine.find(NAME).request.prompt_token_ids)):
+            result = engine.step()
+            assert not result.is_empty, "it waits for what it is to compute"
+            found += [output.token_id for output in result.outputs]
+    assert found[-1:] == [token]
+    assert content(it.engines[-1]) == content(expected)
 
 
 def test_each_layer_is_reported_at_once_and_nothing_that_is_not_here(make_engine: MakeEngine) -> None:

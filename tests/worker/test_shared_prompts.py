@@ -176,6 +176,16 @@ async def test_the_end_of_the_serving_worker_leaves_nothing_behind(start_worker:
     await no_blocks_are_left(*workers)
 
 
+async def test_a_prompt_that_is_refused_is_not_kept_for_others(start_worker: Start, tiny: Checkpoint) -> None:
+    small, other = await start_worker("prefill", num_blocks=8), await start_worker("prefill")
+    it = Sharing(tiny, [small, other], ENDS[2])
+    with pytest.raises(InvalidRequest):
+        await prefilled(small, it.requests[0])
+    with pytest.raises(NotFound):
+        await small.state.shared_prompts.get("r", 0.0)
+    assert small.restorer.holders.worker(other.peer.address).num_users == 0
+
+
 async def test_an_engine_whose_steps_cannot_wait_computes_alone(
     start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

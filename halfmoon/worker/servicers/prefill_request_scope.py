@@ -92,6 +92,7 @@ class PrefillRequestScope:
         try:
             await self._add()
         except BaseException as error:
+            self._sharing.close()
             self.first.cancel()
             self._state.router.forget(self._request.request_id)
             self._restore_span.end(error=reason_of(error))
