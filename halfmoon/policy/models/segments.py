@@ -16,6 +16,7 @@ from halfmoon.policy.models.latency import PrefillModel
 
 SEGMENT_PASSES = 16  # most parts in which the layers of a segment travel
 SEGMENT_OVERHEAD_S = 0.02  # of a round: a cautious guess for calls, copies and late layers (docs/log/policy.md)
+MAX_ROUND_S = 20.0  # workers await a segment for a minute at most, and allow for three times its predicted time
 _MAX_ROUNDS = 64
 _HALVINGS = 20  # of the interval in which a round's time is searched
 
@@ -48,16 +49,19 @@ def plan_segments(
 ) -> SegmentPlan | None:
     """Cuts what follows the `num_cached` tokens that all workers have into as few rounds as steps allow, or one more.
 
-    One more, if the steps' limit leaves no room to even segments out. num_passes: parts in which a segment's layers
-    travel. Segments are whole blocks, but for the last one. None if the prompt is too short for these workers, or takes
-    more than 64 rounds.
+    One more, if the steps' limit leaves no room to even segments out. No round takes more than `MAX_ROUND_S`.
+    num_passes: parts in which a segment's layers travel. Segments are whole blocks, but for the last one. None if the
+    prompt is too short for these workers, or takes more than 64 rounds.
     """
     start, room = (
         num_cached // block_tokens * block_tokens,
         sum(_whole(one.step_tokens, block_tokens) for one in workers),
     )
-    num_rounds = math.ceil((num_tokens - start) / room) if room else 0
-    if not 0 < num_rounds <= _MAX_ROUNDS or len(workers) < 2:
+    if not room or num_tokens <= start or len(workers) < 2:
+        return None
+    together_s = 1 / sum(1 / one.model.seconds(num_tokens - start, start) for one in workers)
+    num_rounds = max(math.ceil((num_tokens - start) / room), math.ceil(together_s / MAX_ROUND_S))
+    if num_rounds > _MAX_ROUNDS:
         return None
     plans = [
         SegmentPlan(
@@ -66,7 +70,8 @@ def plan_segments(
         for rounds in (num_rounds, num_rounds + 1)
         if (ends := _even(workers, num_tokens, start, block_tokens, rounds)) is not None
     ]
-    return min(plans, key=lambda plan: plan.seconds, default=None)
+    brief = [plan for plan in plans if plan.round_s <= MAX_ROUND_S]
+    return min(brief, key=lambda plan: plan.seconds, default=None)
 
 
 def _even(

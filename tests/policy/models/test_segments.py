@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.policy.models.segments import SEGMENT_OVERHEAD_S, SegmentPlan, SegmentWorker, plan_segments
+from halfmoon.policy.models.segments import MAX_ROUND_S, SEGMENT_OVERHEAD_S, SegmentPlan, SegmentWorker, plan_segments
 
 MODEL = PrefillModel(0.005, 1e-4, 1e-8)
 ALIKE = SegmentWorker(MODEL, 2048)
@@ -53,7 +53,7 @@ def test_segments_are_whole_blocks_within_steps_and_the_last_worker_ends(
     assert len(parts) == plan.degree * plan.num_rounds
     for part in parts:
         assert 0 < part.end - part.start <= part.worker.step_tokens
-        assert part.seconds <= plan.round_s
+        assert part.seconds <= plan.round_s <= MAX_ROUND_S
     assert all(end % block_tokens == 0 for end in plan.ends[:-1])
     own_s = [sum(part.seconds for part in parts[number :: plan.degree]) for number in range(plan.degree)]
     assert plan.seconds >= max(worker.ready_s for worker in of) + max(own_s)
@@ -82,6 +82,15 @@ def test_a_long_prompt_takes_as_many_rounds_as_steps_allow() -> None:
     few = plan_segments([ALIKE] * 4, 5_000, 0, BLOCK, 16)
     assert few is not None
     assert few.num_rounds == 1
+
+
+def test_slow_workers_with_long_steps_compute_more_rounds() -> None:
+    """A segment that takes longer than its readers wait would be computed by each of them."""
+    slow = SegmentWorker(PrefillModel(0.005, 0.03, 1e-8), 8_192)
+    plan = plan_segments([slow] * 2, 16_000, 0, BLOCK, 16)
+    assert plan is not None
+    assert plan.round_s <= MAX_ROUND_S
+    assert plan.num_rounds in (13, 14)
 
 
 def test_a_quicker_worker_computes_more() -> None:
