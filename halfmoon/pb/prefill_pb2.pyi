@@ -124,8 +124,14 @@ class PromptShares(_message.Message):
     ADDRESSES_FIELD_NUMBER: _builtins.int
     SEGMENT_ENDS_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
+    ROUND_S_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
     own: _builtins.int
     """the index of this worker"""
+    round_s: _builtins.float
+    """predicted for the longest segment while the others compute; 0: unknown"""
+    queue_s: _builtins.float
+    """predicted until the worker of the last segment begins"""
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port"""
@@ -140,10 +146,12 @@ class PromptShares(_message.Message):
         addresses: _abc.Iterable[_builtins.str] | None = ...,
         segment_ends: _abc.Iterable[_builtins.int] | None = ...,
         own: _builtins.int = ...,
+        round_s: _builtins.float = ...,
+        queue_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "own", b"own", "segment_ends", b"segment_ends"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "own", b"own", "queue_s", b"queue_s", "round_s", b"round_s", "segment_ends", b"segment_ends"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,6 +17,7 @@ from halfmoon.pb import prefill_pb2
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.worker.sharing.segments import Segment, Segments
 from halfmoon.worker.sharing.shared_prompts import SharedPrompts
+from halfmoon.worker.store.block_source import BlockSource
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_store_writer import keys_of
 from tests.worker.test_handover import generation, listening, prefilled, reference, tokens_of, until
@@ -165,6 +166,25 @@ async def test_a_helper_that_dies_in_the_middle_costs_no_token(
     assert tokens == reference(tiny, PROMPT, 12)
     assert counted(workers[-1], "given_up") == 1
     await no_blocks_are_left(*workers, decode)
+
+
+async def test_a_segment_may_take_three_times_as_long_as_was_planned(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of one host slow each other down, and the serving worker may have other prompts before this one."""
+    workers = [await start_worker("prefill") for _ in range(2)]
+    decode = await start_worker("decode")
+    it, load, deadlines_s = Sharing(tiny, workers, ENDS[2]), BlockSource.load_layers, list[float]()
+
+    async def noted(self: BlockSource, *args: Any, deadline_s: float, **more: Any) -> list[int]:
+        deadlines_s.append(deadline_s)
+        return await load(self, *args, deadline_s=deadline_s, **more)
+
+    monkeypatch.setattr(BlockSource, "load_layers", noted)
+    it.requests[-1].shares.round_s, it.requests[-1].shares.queue_s = 10.0, 5.0
+    async with it.helping():
+        await it.tokens(decode)
+    assert deadlines_s == [35.0]
 
 
 async def test_the_end_of_the_serving_worker_leaves_nothing_behind(start_worker: Start, tiny: Checkpoint) -> None:

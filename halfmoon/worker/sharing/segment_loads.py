@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _MOST_S = 60.0  # a worker serves no longer call
 _LEAST_S = 3.0
-_SEGMENT_FACTOR = 3.0  # a worker may be so many times slower than this one before its segments are computed here
+_SEGMENT_FACTOR = 3.0  # a worker may be so many times slower than expected before its segments are computed here
 _LEAST_PATIENCE_S = 0.5
 
 
@@ -151,8 +151,14 @@ class SegmentLoads:
                 write,
                 Codec.RAW,
                 request_id=request_id,
-                deadline_s=min(max(_SEGMENT_FACTOR * self._step_s(segment), _LEAST_S), _MOST_S),
+                deadline_s=self._deadline_s(segment),
             )
+
+    def _deadline_s(self, segment: Segment) -> float:
+        """How long a segment may take: by this worker's speed, or as planned for workers that slow each other down."""
+        segments = self._segments
+        expected_s = max(self._step_s(segment), segments.round_s)
+        return min(max(segments.queue_s + _SEGMENT_FACTOR * expected_s, _LEAST_S), _MOST_S)
 
     def _step_s(self, segment: Segment) -> float:
         """Seconds that this worker would compute a segment for; 0 before anything was measured."""

@@ -24,6 +24,8 @@ class Segments:
     addresses: tuple[str, ...]  # of the workers, by owner
     own: int
     segments: tuple[Segment, ...]
+    round_s: float = 0.0  # predicted for the longest segment; 0: unknown
+    queue_s: float = 0.0  # predicted until the last segment's owner begins
 
     @property
     def of_own(self) -> tuple[range, ...]:
@@ -55,7 +57,7 @@ class Segments:
             for number, end in enumerate(ends)
             if (0, *ends)[number] < num_tokens
         )
-        return cls(tuple(message.addresses), message.own, tuple(segments))
+        return cls(tuple(message.addresses), message.own, tuple(segments), message.round_s, message.queue_s)
 
 
 def _rises(ends: Sequence[int]) -> bool:

@@ -26,7 +26,9 @@ class PrefillHelpers:
         self._request_id = request.generation.request_id
         self._workers = [cluster.worker(helper.worker_id) for helper in placement.helpers]
         addresses = [*(helper.address for helper in placement.helpers), placement.prefill.address]
-        shares = PromptShares(addresses=addresses, segment_ends=plan.ends, own=plan.degree - 1)
+        own = plan.degree - 1
+        times = {"round_s": plan.round_s, "queue_s": placement.queue_s}
+        shares = PromptShares(addresses=addresses, segment_ends=plan.ends, own=own, **times)
         request.shares.CopyFrom(shares)
         num_helpers = plan.degree - 1
         last_ends = plan.ends[-plan.degree : -1]

@@ -74,6 +74,8 @@ async def test_all_idle_workers_get_their_part_and_are_let_go(tmp_path: Path) ->
     (whole,) = serving.calls.prefills
     assert (len(whole.shares.addresses), whole.shares.addresses[-1], whole.shares.own) == (3, serving.address, 2)
     assert whole.shares.segment_ends[-1] == 160
+    assert 0.5 < whole.shares.round_s < 0.75
+    assert whole.shares.queue_s == 0.0
     for number, helper in enumerate(helpers):
         (part,) = helper.calls.prefills
         assert part.shares.own == number
