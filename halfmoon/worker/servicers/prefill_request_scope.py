@@ -124,11 +124,9 @@ class PrefillRequestScope:
         root = root_key(engine.fingerprint, layout, request.tenant_salt)
         keys = block_keys(root, tokens, layout.block_tokens)
         prompt = self._sharing.enter_context(self._state.shared_prompts.computing(request.request_id, keys))
-        others = enumerate(segments.addresses)
-        holders = {owner: sharer.holders.worker(address) for owner, address in others if owner != segments.own}
         self._on_kv = _both(prompt.on_kv, self._on_kv)
         model = self._state.compute_rate.model
-        return SegmentLoads(engine, sharer.metrics, request, keys, segments, holders, model)
+        return SegmentLoads(engine, sharer.metrics, request, keys, segments, sharer.holders, model)
 
     async def _plan(self, restorer: Restorer) -> Restoring | None:
         self._asked_s = now_s()

@@ -20,7 +20,7 @@ from halfmoon.policy.models.segments import SEGMENT_PASSES
 from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import LayerLoading, PoolingEngine
 from halfmoon.worker.sharing.segments import Segment, Segments
-from halfmoon.worker.store.holder import Holder
+from halfmoon.worker.store.holder import Holder, Holders
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,10 @@ class SegmentLoads:
         request: EngineRequest,
         keys: Sequence[bytes],
         segments: Segments,
-        holders: Mapping[int, Holder],
+        holders: Holders,
         model: PrefillModel,
     ) -> None:
-        """keys: of the prompt's whole blocks; holders: the other workers, by owner; model: of this worker's steps."""
+        """keys: of the prompt's whole blocks; holders: of KV, by address; model: of this worker's steps."""
         assert engine.layer_loading is not None, "segments are read before"
         self._engine = engine
         self._loading: LayerLoading = engine.layer_loading
@@ -88,8 +88,9 @@ class SegmentLoads:
         try:
             await self._has_begun.wait()
             async with asyncio.TaskGroup() as tasks:
-                for owner in self._holders:
-                    tasks.create_task(self._load_from(owner))
+                for owner, address in enumerate(self._segments.addresses):
+                    if owner != self._segments.own:
+                        tasks.create_task(self._load_from(owner, address))
         finally:
             for run in self._runs:
                 run.gate.fail()
@@ -104,8 +105,12 @@ class SegmentLoads:
         self.num_loaded_tokens = num_loaded
         self._has_begun.set()
 
-    async def _load_from(self, owner: int) -> None:
+    async def _load_from(self, owner: int, address: str) -> None:
         """Loads one worker's segments in order. After the first failure none is asked for."""
+        async with self._holders.worker(address) as holder:
+            await self._load_all(owner, holder)
+
+    async def _load_all(self, owner: int, holder: Holder) -> None:
         mine = [(run, segment) for run in self._runs for segment in run.segments if segment.owner == owner]
         for number, (run, segment) in enumerate(mine):
             blocks = [block for block in segment.blocks if block >= self._first_block]
@@ -113,10 +118,10 @@ class SegmentLoads:
                 run.came(segment, self._num_layers)
                 continue
             try:
-                came = await self._load(owner, run, segment, blocks)
+                came = await self._load(holder, run, segment, blocks)
             except HalfmoonError as error:
                 came = []
-                log.info("segment.failed", extra={"address": self._holders[owner].address, "reason": error.message})
+                log.info("segment.failed", extra={"address": holder.address, "reason": error.message})
             self.ended_s = time.monotonic()
             if len(came) < len(blocks):
                 self._give_up(mine[number:])
@@ -132,7 +137,7 @@ class SegmentLoads:
             self._metrics.shared_segments.labels("given_up").inc()
             self._engine.note_loaded(self._request.request_id, (), segment.blocks)
 
-    async def _load(self, owner: int, run: _Run, segment: Segment, blocks: Sequence[int]) -> list[int]:
+    async def _load(self, holder: Holder, run: _Run, segment: Segment, blocks: Sequence[int]) -> list[int]:
         request_id = self._request.request_id
 
         async def write(layers: range, cells: Mapping[int, KVBytes]) -> None:
@@ -142,7 +147,6 @@ class SegmentLoads:
                 self._loading.arrive_by_layer(request_id, run.gate)
 
         keys = {block: self._keys[block] for block in blocks}
-        holder = self._holders[owner]
         with holder.use(self._request.tenant_salt) as client:
             return await holder.blocks.load_layers(
                 client,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
@@ -70,7 +70,18 @@ class Holders:
         They count as used while inside. Forgets the oldest unused ones beyond a few.
         """
         stores = [NamedHolder(address, "store") for address in self._links.stores]
-        holders = list(dict.fromkeys(self._get(name) for name in (*stores, *named)))
+        async with self._used((*stores, *named)) as holders:
+            yield holders
+
+    @asynccontextmanager
+    async def worker(self, address: str) -> AsyncIterator[Holder]:
+        """Another worker, likewise."""
+        async with self._used([NamedHolder(address, "worker")]) as (holder,):
+            yield holder
+
+    @asynccontextmanager
+    async def _used(self, names: Iterable[NamedHolder]) -> AsyncIterator[list[Holder]]:
+        holders = list(dict.fromkeys(self._get(name) for name in names))
         for holder in holders:
             holder.num_users += 1
         try:
@@ -79,10 +90,6 @@ class Holders:
         finally:
             for holder in holders:
                 holder.num_users -= 1
-
-    def worker(self, address: str) -> Holder:
-        """Another worker."""
-        return self._get(NamedHolder(address, "worker"))
 
     async def _forget_unused(self) -> None:
         for key, holder in list(self._holders.items()):

@@ -158,6 +158,24 @@ async def test_prompts_that_forget_holders_at_once_leave_each_other_theirs(monke
         assert len(holders._holders) == 2
 
 
+async def test_workers_that_share_prompts_are_forgotten_once_none_is_loaded_from_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("halfmoon.worker.store.holder._MAX_HOLDERS", 2)
+    links = SourceLinks(None, Client)
+    holders = Holders(links, KVLayout(1, 1, 8, "float32", 4))
+    async with holders.worker("w:0") as first:
+        client = links.to(first.address, first.kind).client
+        for number in range(1, 5):
+            async with holders.worker(f"w:{number}"):
+                pass
+        assert isinstance(client, Client)
+        assert not client.is_closed
+    async with holders.worker("w:5"):
+        assert client.is_closed
+    assert len(holders._holders) == 2
+
+
 class SlowlyClosed(Client):
     async def close(self) -> None:
         for _ in range(5):
