@@ -109,6 +109,7 @@ class DecodeMove:
 
     async def _prepare(self) -> str:
         """Returns what became of it, one of the reasons of the decision `move`."""
+        most_tail = SHORT_TAIL // 2  # before a block has ended; behind one, more only if copying takes so long
         while (self._source.member.is_leaving or self._only is not None) and not self._source.gone.done():
             if self._source.member.is_leaving:
                 self._only = None
@@ -118,15 +119,17 @@ class DecodeMove:
                 self._choose_target()
                 if self._only is not None and (self._target is None or self._target.decode.worker_id != self._only):
                     return "stays"
-                if self._target is not None and await self._is_there(self._target):
+                if self._target is not None and await self._is_there(self._target, most_tail):
                     return "moved"
             if self._num_failed >= _NUM_TRIES:
                 return "not_loaded"
             if self._target is None:
                 await self._cluster.router.pause(_LOOK_S, until=self._cluster.until_changed())
-            elif not self._has_just_ended_block:
-                self._block_ended.clear()
-                await self._block_ended.wait()
+            else:
+                most_tail = SHORT_TAIL
+                if not self._has_just_ended_block:
+                    self._block_ended.clear()
+                    await self._block_ended.wait()
         return "stays"
 
     async def _next_token(self) -> None:
@@ -148,8 +151,8 @@ class DecodeMove:
         if before is None or self._target is None or before.decode.worker_id != self._target.decode.worker_id:
             self._num_copied = 0
 
-    async def _is_there(self, target: Placement) -> bool:
-        """Has the target load what it lacks, and returns whether only a short tail is left then."""
+    async def _is_there(self, target: Placement, most_tail: int) -> bool:
+        """Has the target load what it lacks, and returns whether a tail of at most `most_tail` tokens is left then."""
         num_blocks = whole_blocks(self._num_tokens, self._block_tokens)
         if num_blocks > self._num_copied:
             try:
@@ -166,7 +169,7 @@ class DecodeMove:
                 self._num_failed += 1
                 return False
         has_all = whole_blocks(self._num_tokens, self._block_tokens) == self._num_copied
-        return has_all and self._tail < SHORT_TAIL  # it grows by a token before the answer changes over
+        return has_all and self._tail <= most_tail
 
     async def _copy(self, target: Placement, num_blocks: int) -> None:
         """Has the target load the leading blocks. Raises what the worker raises, NotFound if it loads nothing."""

@@ -166,3 +166,43 @@ async def test_a_token_that_does_not_come_is_not_waited_for() -> None:
     put: list[Any] = []
     await Prepared(routing_of([1e-6]), put.append).run()
     assert len(put) == 1
+
+
+class Copying(DecodeMove):
+    """A move whose copies take no time; `copied` has how many blocks each was of."""
+
+    def __init__(self, num_tokens: int, put: Any) -> None:
+        gone = asyncio.get_running_loop().create_future()
+        identity = SimpleNamespace(layout=SimpleNamespace(block_tokens=64), address="d0")
+        member = SimpleNamespace(identity=identity, worker_id="d0", is_leaving=True)
+        source: Any = SimpleNamespace(member=member, gone=gone, move_turns=asyncio.Semaphore())
+        target = SimpleNamespace(decode=SimpleNamespace(worker_id="d1", holder=0))
+        self.routing = routing_of([3600.0])
+        self.routing.num_tokens, self.routing.room_tokens = num_tokens, 1000
+        self.routing.move_target = lambda member, before: target
+        self.copied: list[int] = []
+        super().__init__(cast("Any", None), self.routing, source, put, None)
+
+    async def _copy(self, target: Any, num_blocks: int) -> None:
+        self.copied.append(num_blocks)
+
+    async def tokens(self, number: int) -> None:
+        for _ in range(number):
+            self.routing.num_tokens += 1
+            self.note_token()
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("tail", "num_tokens", "copied"), [(8, 1, [2]), (9, 57, [2, 3]), (60, 6, [2, 3])])
+async def test_in_the_middle_of_a_block_it_waits_for_the_end(tail: int, num_tokens: int, copied: list[int]) -> None:
+    put: list[Any] = []
+    move = Copying(128 + tail, put.append)
+    task = asyncio.create_task(move.run())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await move.tokens(num_tokens - 1)
+    assert not put
+    await move.tokens(1)
+    await task
+    assert (len(put), move.copied) == (1, copied)
