@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from halfmoon.sim.latency_sources.host_kv import worker_model
 
 from benchmarks.restoring_worker import killed_at_the_end, made_up
 from benchmarks.slow_workers import slow_worker, tiny_checkpoint
@@ -33,7 +34,6 @@ from halfmoon.policy.models.latency import PrefillModel, PrefillSample, fit_pref
 from halfmoon.policy.models.segments import SEGMENT_PASSES, SegmentPlan, SegmentWorker, plan_segments
 from halfmoon.rpc.peer import Peer
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Network, WorkerGroup
-from halfmoon.sim.latency_sources.host_kv import worker_model
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.model_catalogue import model_shape
 from halfmoon.sim.latency_sources.roofline import Roofline

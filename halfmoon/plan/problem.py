@@ -14,11 +14,11 @@ from halfmoon.plan.search.goodput import Goal
 from halfmoon.policy.placement.conditional import DEFAULT_MODE, MOST_SHARE, ConditionalMode
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.cluster.cluster_spec import BLOCK_TOKENS, BatchLimits, Network
-from halfmoon.sim.cluster.kept_kv import KeptKV, policy_of
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.latency_sources.latency_model import LatencySource
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 from halfmoon.sim.latency_sources.model_shape import ModelShape
+from halfmoon.sim.worker.kept_kv import KeptKV, policy_of
 from halfmoon.sim.workloads.workload import Workload
 
 Objective = Literal["gpus", "price", "goodput-per-gpu", "goodput-per-dollar"]

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from halfmoon.policy.placement.hot_spots import LOOK_S, HotSpots
 from halfmoon.policy.values import Placement
-from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.kv_transfers import KvTransfers
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.cluster.worker_steps import WorkerSteps
 from halfmoon.sim.event_queue import EventQueue
 from halfmoon.sim.routers.policy_router import PolicyRouter
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 _AT_ONCE = 4  # answers of a worker that are copied at a time, as live
 _LOOK_S = 1.0  # between looks for a worker with room, as live

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.token_times import gaps
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 from halfmoon.sim.workloads.workload import Floats, Ints, Workload
 
 Criterion = Literal["joint", "marginal"]

@@ -10,12 +10,12 @@ from halfmoon.policy.scaling.observation import Observation, ObservedWorker, Wor
 from halfmoon.policy.scaling.traffic_meter import TrafficMeter
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.cluster.worker_steps import WorkerSteps
 from halfmoon.sim.decode_moves import DecodeMoves
 from halfmoon.sim.event_queue import EventQueue
 from halfmoon.sim.routers.policy_router import PolicyRouter
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class RoleController(Protocol):

@@ -13,14 +13,12 @@ from halfmoon.policy.preemption import in_turn
 from halfmoon.policy.values import Placement
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, SloTargets
 from halfmoon.sim.cluster.idle_workers import idle_workers
-from halfmoon.sim.cluster.job import Job, Outcome
 from halfmoon.sim.cluster.kv_transfers import KvTransfers
 from halfmoon.sim.cluster.load_reports import LoadReports
 from halfmoon.sim.cluster.shared_cores import SharedCores
 from halfmoon.sim.cluster.shared_prompts import SharedPrompts
 from halfmoon.sim.cluster.store_pool import StorePool
 from halfmoon.sim.cluster.store_traffic import StoreTraffic
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.cluster.worker_steps import WorkerSteps
 from halfmoon.sim.decode_moves import DecodeMoves, HotSpotControl
 from halfmoon.sim.event_queue import EventQueue
@@ -31,6 +29,8 @@ from halfmoon.sim.routers.choose_router import PolicyUse, choose_router
 from halfmoon.sim.routers.policy_router import PolicyRouter
 from halfmoon.sim.slo_tracker import SloTracker
 from halfmoon.sim.token_times import gaps
+from halfmoon.sim.worker.job import Job, Outcome
+from halfmoon.sim.worker.worker import SimWorker
 from halfmoon.sim.workloads.workload import Workload
 
 _PROGRESS_EVERY = 1_000

@@ -7,8 +7,8 @@ import math
 from typing import Literal
 
 from halfmoon.sim.cluster.cluster_spec import SloTargets
-from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.result import Criterion
+from halfmoon.sim.worker.job import Job
 
 Stage = Literal["filling", "counting", "behind"]
 """The stage of the next request: passes that fill the cluster, passes that count, or later ones that only keep the

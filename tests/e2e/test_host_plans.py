@@ -38,7 +38,7 @@ async def test_a_worker_with_kv_and_weights_on_the_host_starts_as_planned(tmp_pa
     ):
         with_host = await answer(system, session)
     logged = "".join(path.read_text() for path in state.rglob("*.log"))
-    assert all(f"\"{event}\"" in logged for event in ("weights.on_host", "offload.chosen"))
+    assert all(f'"{event}"' in logged for event in ("weights.on_host", "offload.chosen"))
     async with (
         running_system(tmp_path / "plain", "--model", "demo", *SHORT) as system,
         aiohttp.ClientSession() as session,

@@ -16,9 +16,9 @@ from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.models.chunk_length import ChunkRule
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, WorkerGroup
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.latency_sources.worker_profile import coefficients
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 LAYOUT = KVLayout(1, 1, 1, "float16", 16)
 LATENCY = coefficients("test", PrefillModel(0.005, 2e-4, 1e-8), StepModel(0.005, 1e-3, 1e-7), 1 << 16, 1)

@@ -7,11 +7,11 @@ import pytest
 
 from halfmoon.policy.placement.conditional import ConditionalMode
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure, Network, SloTargets, WorkerGroup
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.result import SimResult
 from halfmoon.sim.simulation import simulate
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 from halfmoon.sim.workloads.drawn_workload import synthetic_workload
 from halfmoon.sim.workloads.lengths import named_lengths
 from halfmoon.sim.workloads.workload import Workload

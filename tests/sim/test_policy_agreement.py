@@ -19,13 +19,13 @@ from halfmoon.pb.types_pb2 import Generation
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
-from halfmoon.sim.cluster.decode_batch import DecodeBatch
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.job_blocks import JobBlocks
-from halfmoon.sim.cluster.kept_kv import bound_of, num_pairs
-from halfmoon.sim.cluster.kv_memory import KvMemory
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.simulation import simulate
+from halfmoon.sim.worker.decode_batch import DecodeBatch
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.job_blocks import JobBlocks
+from halfmoon.sim.worker.kept_kv import bound_of, num_pairs
+from halfmoon.sim.worker.kv_memory import KvMemory
 from halfmoon.sim.workloads.named_workload import named_workload
 from halfmoon.worker.servicers.wire import handover_tokens
 from tests.sim.test_scheduler_agreement import CLASSES, Rows, cases, engine_times, simulated_times

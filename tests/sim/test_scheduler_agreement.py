@@ -21,9 +21,9 @@ from halfmoon.policy.models.chunk_length import ChunkRule, chunk_target_s
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
-from halfmoon.sim.cluster.kept_kv import policy_of
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.simulation import simulate
+from halfmoon.sim.worker.kept_kv import policy_of
 from halfmoon.sim.workloads.workload import Workload
 
 BLOCK_TOKENS = 4

@@ -9,11 +9,11 @@ import pytest
 
 from halfmoon.catalog.entry import Tier
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, Network, Stores, WorkerGroup
-from halfmoon.sim.cluster.kv_memory import KvMemory
 from halfmoon.sim.cluster.store import SimStore
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.result import SimResult
 from halfmoon.sim.simulation import simulate
+from halfmoon.sim.worker.kv_memory import KvMemory
 from halfmoon.sim.workloads.workload import Prefixes, Workload
 
 BLOCK = 64

@@ -15,12 +15,12 @@ from halfmoon.policy.models.latency import StepModel
 from halfmoon.policy.placement.conditional import ConditionalMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure, Network, SloTargets, WorkerGroup
-from halfmoon.sim.cluster.decode_batch import DecodeBatch
 from halfmoon.sim.cluster.kv_codecs import KvCodec
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.latency_sources.latency_model import StepPiece
 from halfmoon.sim.result import Attainment, SimResult
 from halfmoon.sim.simulation import simulate
+from halfmoon.sim.worker.decode_batch import DecodeBatch
 from halfmoon.sim.workloads.workload import Workload
 from tests.sim.small_clusters import FAST, MODEL, group, pair, work
 

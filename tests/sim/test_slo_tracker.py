@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.sim.cluster.cluster_spec import SloTargets
-from halfmoon.sim.cluster.job import Job, Outcome
 from halfmoon.sim.result import Criterion
 from halfmoon.sim.slo_tracker import SloTracker
+from halfmoon.sim.worker.job import Job, Outcome
 
 TARGETS = SloTargets(ttft_s=1.0, tpot_s=0.1)
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from halfmoon.plan.search.goodput import Goal
 from halfmoon.sim.cluster.cluster_spec import BatchLimits
-from halfmoon.sim.cluster.kept_kv import ALL_KV, KeptKV
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
+from halfmoon.sim.worker.kept_kv import ALL_KV, KeptKV
 from halfmoon.sim.workloads.workload import Floats, Workload
 
 NO_LIMIT = 1e6  # requests per second, if nothing has to be computed

@@ -1,1 +1,1 @@
-"""The simulated cluster: its specification, its workers and their memory, steps and transfers."""
+"""The simulated cluster: its specification, transfers between workers, stores."""

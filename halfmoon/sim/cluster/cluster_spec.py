@@ -16,9 +16,9 @@ from halfmoon.policy.placement.device_rules import DeviceRule
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
-from halfmoon.sim.cluster.kept_kv import policy_of
 from halfmoon.sim.cluster.kv_codecs import KV_CODECS, KvCodec, KvCodecName, auto_codec
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
+from halfmoon.sim.worker.kept_kv import policy_of
 
 TbtOf = Literal["longest", "longest-tenth"]
 Batching = Literal["chunked", "prefill-first"]

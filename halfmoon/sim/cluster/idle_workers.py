@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
-from halfmoon.sim.cluster.worker import SimWorker
+from halfmoon.sim.worker.worker import SimWorker
 
 
 def idle_workers(spec: ClusterSpec, prefix_block_tokens: int, *, keeps_times: bool) -> list[SimWorker]:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfmoon.sim.cluster.cluster_spec import Network
-from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.kv_codecs import KvCodec
 from halfmoon.sim.cluster.store import SimStore
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.cluster.worker_steps import WorkerSteps
 from halfmoon.sim.event_queue import EventQueue
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 _LAST_FRAME_BYTES = 2 << 20  # sent last in a hand-over that overlaps the prefill
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.event_queue import EventQueue
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class ReportReader(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from halfmoon.sim.cluster.contention import Contention, Work
-from halfmoon.sim.cluster.worker import SimWorker
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class SharedCores:

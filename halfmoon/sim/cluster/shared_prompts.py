@@ -12,9 +12,9 @@ from itertools import pairwise
 
 from halfmoon.policy.models.segments import SegmentPlan
 from halfmoon.policy.values import Placement
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.event_queue import EventQueue
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class SharedPrompts:

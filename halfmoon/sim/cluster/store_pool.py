@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from halfmoon.policy.placement.store_choice import choose_store
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.cluster.store import SimStore
-from halfmoon.sim.cluster.worker import SimWorker
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class StorePool:

@@ -10,13 +10,13 @@ from halfmoon.catalog.entry import Tier
 from halfmoon.policy.forecast.restore_plan import RestorePlan
 from halfmoon.policy.values import Placement
 from halfmoon.sim.cluster.cluster_spec import Stores
-from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.kv_transfers import KvTransfers, LoadPart
 from halfmoon.sim.cluster.store import SimStore
 from halfmoon.sim.cluster.store_pool import StorePool
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.event_queue import EventQueue
 from halfmoon.sim.routers.store_directory import StoreDirectory
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 PlanRestore = Callable[[Placement, float, float], RestorePlan]
 """How a placement's prefix is restored, if the link is free after seconds, and a token takes seconds to load."""

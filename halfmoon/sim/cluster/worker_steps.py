@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from halfmoon.sim.cluster.job import Job, Outcome
 from halfmoon.sim.cluster.load_reports import LoadReports
-from halfmoon.sim.cluster.prompt_queue import PromptChunk
 from halfmoon.sim.cluster.shared_cores import SharedCores
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.event_queue import EventQueue
+from halfmoon.sim.worker.job import Job, Outcome
+from halfmoon.sim.worker.prompt_queue import PromptChunk
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class Requests(Protocol):

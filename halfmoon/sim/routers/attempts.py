@@ -12,9 +12,9 @@ from halfmoon.policy.placement.place import ContextLengthExceeded
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries, retry_ms_when_full
 from halfmoon.policy.values import Placement
 from halfmoon.policy.wait_limits import MAY_RETURN_S, WaitLimits
-from halfmoon.sim.cluster.job import Job, Outcome
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.event_queue import EventQueue
+from halfmoon.sim.worker.job import Job, Outcome
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class Places(Protocol):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.least_loaded import LeastLoadedRouter
 from halfmoon.sim.routers.policy_router import PolicyRouter
 from halfmoon.sim.routers.single_route import SingleRouteRouter
 from halfmoon.sim.routers.warm_up import WarmUpRouter
 from halfmoon.sim.slo_tracker import SloTracker
+from halfmoon.sim.worker.worker import SimWorker
 
 PolicyUse = Literal["as needed", "always", "never", "once full"]
 """When policies place requests.

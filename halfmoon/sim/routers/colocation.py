@@ -8,8 +8,8 @@ from typing import NamedTuple
 from halfmoon.policy.values import Placement
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.sim.cluster.contention import Contention
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.worker import SimWorker
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class KnownContention(NamedTuple):

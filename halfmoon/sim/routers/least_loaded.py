@@ -5,9 +5,9 @@ from __future__ import annotations
 from halfmoon.errors import Unavailable
 from halfmoon.policy.values import Placement
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.single_route import Capacities, by_phase, worker_view
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class LeastLoadedRouter:

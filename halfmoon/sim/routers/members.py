@@ -14,10 +14,10 @@ from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.reported_prompts import ReportedPrompts
 from halfmoon.policy.view.worker_view import WorkerView
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.colocation import KnownContention
 from halfmoon.sim.routers.prefix_keys import prefix_keys
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class Member:

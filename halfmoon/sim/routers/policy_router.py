@@ -29,9 +29,7 @@ from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.key_table import Keys
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
-from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.store_pool import StorePool
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.colocation import SimulatedColocation
 from halfmoon.sim.routers.members import Members, view_of
 from halfmoon.sim.routers.prefix_keys import NO_KEYS, prefix_keys
@@ -39,6 +37,8 @@ from halfmoon.sim.routers.simulated_links import SimulatedLinks
 from halfmoon.sim.routers.store_directory import StoreDirectory
 from halfmoon.sim.routers.worker_copies import WorkerCopies
 from halfmoon.sim.token_times import in_order
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 from halfmoon.sim.workloads.workload import Ints, Prefixes
 
 

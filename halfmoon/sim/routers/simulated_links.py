@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from halfmoon.sim.cluster.cluster_spec import Network
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.colocation import SimulatedColocation
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class SimulatedLink(NamedTuple):

@@ -9,8 +9,8 @@ from halfmoon.policy.placement.place import ContextLengthExceeded
 from halfmoon.policy.values import Placement
 from halfmoon.policy.view.worker_view import WorkerView
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.worker import SimWorker
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class SingleRouteRouter:

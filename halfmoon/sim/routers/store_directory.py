@@ -14,11 +14,11 @@ from halfmoon.policy.view.fetch_costs import FetchLink, FetchLinks
 from halfmoon.policy.view.hot_prefixes import HotPrefixes
 from halfmoon.policy.view.key_table import Keys
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
-from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.store import SimStore
 from halfmoon.sim.cluster.store_pool import StorePool
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.prefix_keys import prefix_keys
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class StoreDirectory:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from halfmoon.policy.values import Placement
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.least_loaded import LeastLoadedRouter
 from halfmoon.sim.routers.policy_router import PolicyRouter
 from halfmoon.sim.slo_tracker import SloTracker, Stage
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.worker import SimWorker
 
 
 class WarmUpRouter:

@@ -12,7 +12,7 @@ from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.hot_prefixes import HotPrefixes
 from halfmoon.policy.view.key_table import Keys
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
-from halfmoon.sim.cluster.job import Job
+from halfmoon.sim.worker.job import Job
 
 
 class WorkerCopy(NamedTuple):

@@ -10,10 +10,10 @@ import pytest
 from halfmoon.policy.values import Placement
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, Network
 from halfmoon.sim.cluster.idle_workers import idle_workers
-from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.kv_codecs import KvCodec
 from halfmoon.sim.routers.policy_router import PolicyRouter
 from halfmoon.sim.simulation import simulate
+from halfmoon.sim.worker.job import Job
 from halfmoon.sim.workloads.workload import Prefixes
 from tests.sim.small_clusters import FAST, MODEL, group, pair, work
 

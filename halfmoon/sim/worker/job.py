@@ -9,7 +9,7 @@ from halfmoon.kv.kv_policy import KVPolicy
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.preemption import Pauses
 from halfmoon.policy.retries import Retries
-from halfmoon.sim.cluster.kept_kv import policy_of
+from halfmoon.sim.worker.kept_kv import policy_of
 from halfmoon.sim.workloads.workload import Floats
 
 JobState = Literal["placed", "waiting", "prefilling", "held", "arrived", "decoding", "paused", "ended"]

@@ -9,13 +9,13 @@ from typing import NamedTuple
 from halfmoon.policy.models.chunk_length import ChunkRule, step_decodes
 from halfmoon.policy.preemption import Queued, Turns, in_turn, is_overtaken, last_in_turn, take_turns, to_pause
 from halfmoon.sim.cluster.cluster_spec import WorkerGroup
-from halfmoon.sim.cluster.decode_batch import DecodeBatch
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.job_blocks import JobBlocks
-from halfmoon.sim.cluster.kv_memory import KvMemory
-from halfmoon.sim.cluster.paused_jobs import PausedJobs
-from halfmoon.sim.cluster.prompt_queue import PromptChunk, PromptQueue
-from halfmoon.sim.cluster.running_steps import RunningSteps
+from halfmoon.sim.worker.decode_batch import DecodeBatch
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.job_blocks import JobBlocks
+from halfmoon.sim.worker.kv_memory import KvMemory
+from halfmoon.sim.worker.paused_jobs import PausedJobs
+from halfmoon.sim.worker.prompt_queue import PromptChunk, PromptQueue
+from halfmoon.sim.worker.running_steps import RunningSteps
 
 
 class Finished(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from halfmoon.policy.preemption import Turns, in_turn
-from halfmoon.sim.cluster.job import Job
+from halfmoon.sim.worker.job import Job
 
 
 class PromptChunk(NamedTuple):

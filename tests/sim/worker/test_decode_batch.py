@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.sim.cluster.decode_batch import DecodeBatch
-from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.latency_sources.host_memory import Cycle
 from halfmoon.sim.token_times import gaps, in_order
+from halfmoon.sim.worker.decode_batch import DecodeBatch
+from halfmoon.sim.worker.job import Job
 
 CYCLE = Cycle(0.01, 1e-6)
 SEQUENCES = st.lists(st.tuples(st.integers(1, 300), st.integers(2, 60)), min_size=1, max_size=8)  # length, outputs

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.job_blocks import JobBlocks
-from halfmoon.sim.cluster.kv_memory import KvMemory
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.job_blocks import JobBlocks
+from halfmoon.sim.worker.kv_memory import KvMemory
 
 PAGE, UNIT_PAGES, NUM_PAGES = 16, 2, 24
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from halfmoon.sim.cluster.contention import Work
-from halfmoon.sim.cluster.decode_batch import DecodeBatch
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.kept_kv import num_pairs
-from halfmoon.sim.cluster.prompt_queue import PromptChunk
 from halfmoon.sim.latency_sources.host_memory import Cycle
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
+from halfmoon.sim.worker.decode_batch import DecodeBatch
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.kept_kv import num_pairs
+from halfmoon.sim.worker.prompt_queue import PromptChunk
 
 
 class RunningSteps:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from halfmoon.policy.preemption import last_in_turn
-from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.job_blocks import JobBlocks
+from halfmoon.sim.worker.job import Job
+from halfmoon.sim.worker.job_blocks import JobBlocks
 
 
 class PausedJobs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.sim.cluster.kv_memory import KvMemory
+from halfmoon.sim.worker.kv_memory import KvMemory
 
 NUM_BLOCKS, SIZE = 12, 2
 

@@ -1,0 +1,1 @@
+"""One simulated worker: its queues, memory, batches and steps."""
