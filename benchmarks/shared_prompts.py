@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from halfmoon.sim.latency_sources.host_kv import worker_model
 
 from benchmarks.restoring_worker import killed_at_the_end, made_up
 from benchmarks.slow_workers import slow_worker, tiny_checkpoint
@@ -34,6 +33,7 @@ from halfmoon.policy.models.latency import PrefillModel, PrefillSample, fit_pref
 from halfmoon.policy.models.segments import SEGMENT_PASSES, SegmentPlan, SegmentWorker, plan_segments
 from halfmoon.rpc.peer import Peer
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Network, WorkerGroup
+from halfmoon.sim.latency_sources.host_workers import worker_model
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.model_catalogue import model_shape
 from halfmoon.sim.latency_sources.roofline import Roofline
@@ -174,7 +174,7 @@ async def _model(workers: Workers, lengths: Sequence[int]) -> PrefillModel:
 
 def predicted(name: str, gpu: str, tensor_parallel: int) -> None:
     """Prints the seconds to the first token by the number of workers."""
-    latency = worker_model(Roofline(model_shape(name)), gpu, tensor_parallel, 1, 1, 0)
+    latency = worker_model(Roofline(model_shape(name)), gpu, tensor_parallel, 1, 1)
     worker = SegmentWorker(
         latency.policy_prefill, GPU_STEP_TOKENS, 0.0, latency.kv_bytes_per_token / NETWORK_BYTES_PER_S
     )

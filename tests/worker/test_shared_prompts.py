@@ -203,7 +203,8 @@ async def test_a_prompt_that_is_refused_is_not_kept_for_others(start_worker: Sta
         await prefilled(small, it.requests[0])
     with pytest.raises(NotFound):
         await small.state.shared_prompts.get("r", 0.0)
-    assert small.restorer.holders.worker(other.peer.address).num_users == 0
+    async with small.restorer.holders.worker(other.peer.address) as holder:
+        assert holder.num_users == 1
 
 
 async def test_an_engine_whose_steps_cannot_wait_computes_alone(

@@ -65,9 +65,6 @@ class SegmentLoads:
         self.num_planned_tokens = sum(len(run.blocks) for run in self._runs) * engine.layout.block_tokens
         self.num_blocks_from_workers = 0
         self.ended_s = time.monotonic()
-        self._is_abandoned = False
-        for holder in holders.values():
-            holder.num_users += 1
 
     async def add(self, on_kv: OnKV | None) -> None:
         """Adds the request to the engine, which awaits the others' segments."""
@@ -77,11 +74,7 @@ class SegmentLoads:
         await self._engine.add(self._request, on_kv, order)
 
     def abandon(self) -> None:
-        """Lets the other workers' links go. Idempotent."""
-        if not self._is_abandoned:
-            self._is_abandoned = True
-            for holder in self._holders.values():
-                holder.num_users -= 1
+        """Does nothing: nobody else counts on these loads."""
 
     async def run(self) -> None:
         """Loads until every segment has come, or will not. Those are then computed here."""

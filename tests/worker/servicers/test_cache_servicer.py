@@ -208,6 +208,11 @@ async def test_blocks_are_given_back_as_the_stream_is_closed_and_not_when_it_is_
         async def read_block(self, block: int, layers: range | None = None) -> memoryview:
             return memoryview(bytes(layout.block_bytes))
 
+        async def kv_read(
+            self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int
+        ) -> memoryview:
+            raise AssertionError("cached blocks are not read as a prompt's")
+
     async def opening() -> AsyncIterator[bytes]:
         body = kvstore_pb2.BlocksOpen(keys=[b"k" * 16] * 2).SerializeToString()
         frame = Frame(FrameKind.OPEN, bytes(16), layout.fingerprint(), 0, whole_blocks(layout, 0, 1))
