@@ -86,7 +86,9 @@ async def rows(args: argparse.Namespace, splits: Sequence[Split]) -> None:
 
 
 def _oracle(work: Phased, shares: dict[Split, list[float]]) -> Row:
-    best = [max(shares, key=lambda split: shares[split][number]) for number in range(len(work.phases))]
+    """The best ratio of each phase; of equal ones that which is best over all, so that nothing changes for nothing."""
+    phases = range(len(work.phases))
+    best = [max(shares, key=lambda split: (shares[split][number], shares[split][-1])) for number in phases]
     changes = tuple(zip([max(start_s - 1.0, 0.0) for start_s in work.starts_s], best, strict=True))
     return Row("oracle", best[0], changes[1:])
 
