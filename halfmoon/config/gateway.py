@@ -63,7 +63,8 @@ class GatewayConfig(Section):
         1,
         ge=1,
         description="most prefill workers that compute one long prompt together, each some segments of it, where its "
-        "first token is predicted to come clearly sooner and the others are idle; 1: always one",
+        "first token is predicted to come clearly sooner and the others are idle; "
+        "workers of our own engine on CPUs alone; 1: always one",
     )
     hot_spots: bool = Field(
         False,

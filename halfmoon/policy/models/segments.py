@@ -53,13 +53,11 @@ def plan_segments(
     num_passes: parts in which a segment's layers travel. Segments are whole blocks, but for the last one. None if the
     prompt is too short for these workers, or takes more than 64 rounds.
     """
-    start, room = (
-        num_cached // block_tokens * block_tokens,
-        sum(_whole(one.step_tokens, block_tokens) for one in workers),
-    )
+    start = _whole(num_cached, block_tokens)
+    room = sum(_whole(worker.step_tokens, block_tokens) for worker in workers)
     if not room or num_tokens <= start or len(workers) < 2:
         return None
-    together_s = 1 / sum(1 / one.model.seconds(num_tokens - start, start) for one in workers)
+    together_s = 1 / sum(1 / worker.model.seconds(num_tokens - start, start) for worker in workers)
     num_rounds = max(math.ceil((num_tokens - start) / room), math.ceil(together_s / MAX_ROUND_S))
     if num_rounds > _MAX_ROUNDS:
         return None
@@ -78,7 +76,7 @@ def _even(
     workers: Sequence[SegmentWorker], num_tokens: int, start: int, block_tokens: int, num_rounds: int
 ) -> tuple[int, ...] | None:
     """The ends of segments that take as long as each other, where steps allow it."""
-    most_s = max(one.model.seconds(one.step_tokens, num_tokens) for one in workers)
+    most_s = max(worker.model.seconds(worker.step_tokens, num_tokens) for worker in workers)
     least_s, ends = 0.0, _cut(workers, num_tokens, start, block_tokens, most_s, num_rounds)
     if ends is None:
         return None

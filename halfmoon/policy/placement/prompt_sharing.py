@@ -62,8 +62,8 @@ def _best(
     for number in range(1, min(max_degree, len(helpers) + 1)):
         order = [*helpers[:number], worker]
         cached = _cached(ttft, view, order)
-        queues_s = [*(_queue_s(ttft, view, one) for one in helpers[:number]), chosen.queue_s]
-        parts = [_beside(one, order, queue_s) for one, queue_s in zip(order, queues_s, strict=True)]
+        queues_s = [*(_queue_s(ttft, view, helper) for helper in helpers[:number]), chosen.queue_s]
+        parts = [_beside(member, order, queue_s) for member, queue_s in zip(order, queues_s, strict=True)]
         passes = max(1, min(SEGMENT_PASSES, worker.num_layers))
         plan = plan_segments(parts, request.num_prompt_tokens, cached, worker.block_tokens, passes)
         is_any |= plan is not None
@@ -101,4 +101,4 @@ def _queue_s(ttft: TtftPrediction, view: ClusterView, worker: WorkerView) -> flo
 
 def _cached(ttft: TtftPrediction, view: ClusterView, workers: Sequence[WorkerView]) -> int:
     """Leading tokens that all of these have."""
-    return int(min(ttft.cached_tokens[view.rows_of([one.worker_id for one in workers])]))
+    return int(min(ttft.cached_tokens[view.rows_of([worker.worker_id for worker in workers])]))

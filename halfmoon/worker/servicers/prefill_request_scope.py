@@ -206,12 +206,12 @@ class PrefillRequestScope:
         )
 
 
-def _both(one: OnKV, other: OnKV | None) -> OnKV:
+def _both(first: OnKV, second: OnKV | None) -> OnKV:
     """A listener that notifies both."""
 
     def notify(written: Written | None) -> None:
-        one(written)
-        if other is not None:
-            other(written)
+        first(written)
+        if second is not None:
+            second(written)
 
     return notify

@@ -60,7 +60,7 @@ class SharedPrompts:
             prompt.on_kv(None)
 
     async def get(self, request_id: str, wait_s: float) -> SharedPrompt:
-        """The prompt, once it has arrived here. Raises NotFound if it does not in time: workers are told apart."""
+        """The prompt, once it has arrived here. Raises NotFound if it does not arrive within `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 while request_id not in self._prompts:
