@@ -144,14 +144,14 @@ async def test_codecs_are_chosen_for_what_is_loaded_alone(start_worker: Start, t
 
 
 async def test_over_a_slow_link_blocks_travel_compressed(start_worker: Start, tiny: Checkpoint) -> None:
-    """The first fetch tells what the link does; every later one is exact, too."""
+    """The first fetch tells what the link does; the next one is exact, too."""
     holder = await warm(start_worker, tiny, dtype="bfloat16")
     worker = await start_worker("prefill", dtype="bfloat16", link_mbps=0.1)
     believe(worker, SLOW)
     assert worker.restorer.codecs is not None
     await worker.restorer.codecs.measure()
     tokens = []
-    for number in range(3):
+    for number in range(2):
         (first,) = await prefilled(worker, naming(single(tiny, PROMPT, f"{number}"), holder))
         assert first.first_token.num_loaded_tokens == 80
         tokens.append(first.first_token.token.token_id)
@@ -160,7 +160,7 @@ async def test_over_a_slow_link_blocks_travel_compressed(start_worker: Start, ti
         await forget(worker)
     assert len(set(tokens)) == 1
     assert counted(worker, "fetch_codecs", codec="raw", reason="measuring") == 1
-    assert sum(counted(worker, "fetch_codecs", codec=codec, reason="quickest") for codec in ("lz4", "zstd")) == 2
+    assert sum(counted(worker, "fetch_codecs", codec=codec, reason="quickest") for codec in ("lz4", "zstd")) == 1
     with worker.restorer.holders._get(NamedHolder(holder.peer.address, "worker")).use(b"") as client:
         ((codec, sizes),) = client.inbound.take_sizes().items()
         assert codec is not Codec.RAW
