@@ -79,7 +79,11 @@ class Client:
         return self.rng.choices(_VOCABULARY, k=num_tokens)
 
     async def stream(self, prompt: list[int], num_output: int) -> Sample:
-        """One greedy request of exactly `num_output` tokens."""
+        """One greedy request of exactly `num_output` tokens.
+
+        llama.cpp streams no log-probabilities here. Its tokens are counted by its usage: it sends a chunk for each, but
+        for those that end within a character, which count with the last one.
+        """
         body = {
             "model": self.server.model,
             "prompt": prompt,
@@ -92,14 +96,21 @@ class Client:
         }
         started_s = time.perf_counter()
         arrivals: list[float] = []
+        has_logprobs = False
         async with self.session.post(f"{self.server.url}/v1/completions", json=body) as response:
             if response.status != 200:
                 raise RuntimeError(f"{self.server.name} answered {response.status}: {await response.text()}")
             async for line in response.content:
                 if line.startswith(b"data: {"):
-                    choices = json.loads(line[6:]).get("choices") or [{}]
-                    tokens = ((choices[0].get("logprobs") or {}).get("tokens")) or []
-                    arrivals += [time.perf_counter() - started_s] * len(tokens)
+                    event = json.loads(line[6:])
+                    choice = (event.get("choices") or [{}])[0]
+                    logprobs = choice.get("logprobs")
+                    has_logprobs |= bool(logprobs)
+                    has_text = bool(choice.get("text"))
+                    num_tokens = len(logprobs["tokens"]) if logprobs else int(has_text and not has_logprobs)
+                    num_sent = (event.get("usage") or {}).get("completion_tokens", 0)
+                    num_tokens = max(num_tokens, num_sent - len(arrivals))
+                    arrivals += [time.perf_counter() - started_s] * num_tokens
         if len(arrivals) != num_output:
             raise RuntimeError(f"{self.server.name} sent {len(arrivals)} tokens where {num_output} were due")
         return Sample(arrivals)
@@ -180,7 +191,8 @@ async def measure(servers: Sequence[Server], names: Sequence[str], repeat: int) 
     """All figures of all repeats: figure -> server -> values."""
     results: dict[str, dict[str, list[float]]] = {}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # llama.cpp closes idle connections within seconds
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         seed = random.SystemRandom().getrandbits(32)  # new prompts in every run, the same for all servers
         clients = [Client(server, session, random.Random(seed)) for server in servers]
         for client in clients:
