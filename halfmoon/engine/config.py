@@ -9,6 +9,7 @@ from typing import Literal
 
 from halfmoon.errors import Incompatible
 from halfmoon.kv.kv_layout import FloatDtype, KVDtype
+from halfmoon.policy.offload.host_choice import Objective
 
 OffloadSchedule = Literal["latency", "throughput"]
 OffloadOverlap = Literal["layers", "layer", "none"]
@@ -35,7 +36,7 @@ class HostChoiceConfig:
 
     weights: bool  # the share of layers whose weights are there; False: `EngineConfig.host_weights`
     kv: bool  # whether KV is there at all; False: if and only if `EngineConfig.offload` says so
-    objective: Literal["latency", "throughput"] = "throughput"
+    objective: Objective = "throughput"
     device_bytes: int | None = None  # for weights and KV; None, on a GPU only: `gpu_memory_utilization` of it
 
 

@@ -54,6 +54,14 @@ def num_reusable(policy: KVPolicy | None, num_prompt: int, num_tokens: int) -> i
     return num_tokens - 1 if policy is None or not policy.chooses else max(num_prompt - OBSERVERS, 0)
 
 
+def num_chosen(policy: KVPolicy | None, num_prompt: int, block_tokens: int) -> int:
+    """Blocks for what a policy will choose of a prompt, besides those of the prompt; 0: it keeps all of that."""
+    if policy is None or not policy.chooses:
+        return 0
+    unseen = policy.unseen(num_prompt, block_tokens)
+    return unseen.start if unseen else 0
+
+
 def parse_kv_policy(text: str) -> KVPolicy | None:
     """Reads `sinks:4+1024` or `snapkv:512+64`; None for `whole`. Raises InvalidRequest."""
     if text == WHOLE:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.forecast.restore_plan import LAYER_PASSES
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
+from halfmoon.policy.offload.host_choice import Objective
 from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.credentials.credential import rank_key
 from halfmoon.rpc.credentials.sources import own_credential
@@ -190,9 +191,7 @@ def host_choice_config(settings: WorkerSettings) -> HostChoiceConfig | None:
                 param="device_memory",
             )
         return None
-    objective: Literal["latency", "throughput"] = "throughput"
-    if settings.offload_schedule == "latency":
-        objective = "latency"
+    objective: Objective = "latency" if settings.offload_schedule == "latency" else "throughput"
     device_bytes = None if settings.device_memory is None else int(settings.device_memory)
     return HostChoiceConfig(weights, kv, objective, device_bytes)
 

@@ -46,13 +46,12 @@ from halfmoon.policy.offload.host_choice import (
     choose_host_share,
     num_host_layers,
 )
-from halfmoon.policy.offload.recompute import Recompute
+from halfmoon.policy.offload.recompute import NEVER
 
 logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 256
 _PROBE_LAYERS = 4  # at most: what a step takes beside its layers counts for the less
-_NEVER = Recompute(0.0, float("inf"))
 
 
 class Measured(NamedTuple):
@@ -143,7 +142,7 @@ def measure(checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, most
         link.close()
     row_s = costs.tokens.compute_s
     if recompute == "never":
-        costs = replace(costs, inputs=None, tokens=_NEVER)
+        costs = replace(costs, inputs=None, tokens=NEVER)
     logger.info("offload.measured", extra={**asdict(costs), "layer_load_s": layer_load_s, "context_s": context_s})
     return Measured(Rates(costs, layer_load_s, row_s, context_s), layer_bytes)
 

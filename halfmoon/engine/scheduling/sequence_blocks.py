@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from halfmoon.engine.scheduling.prefix_cache import EVERY_BLOCK, PrefixCache
 from halfmoon.engine.scheduling.sequence import KVChoice, Sequence
+from halfmoon.kv.kv_policy import num_chosen
 
 
 class SequenceBlocks:
@@ -61,19 +62,15 @@ class SequenceBlocks:
         sequence.num_cached = len(shared) * self._block_tokens
 
     def num_chosen(self, sequence: Sequence) -> int:
-        """Blocks for what a policy will choose of the prompt, besides those of the prompt; 0: it keeps all of that."""
-        policy = sequence.policy
-        if policy is None or not policy.chooses:
-            return 0
-        unseen = policy.unseen(sequence.num_prompt, self._block_tokens)
-        return unseen.start if unseen else 0
+        """Blocks for what its policy will choose of the prompt."""
+        return num_chosen(sequence.policy, sequence.num_prompt, self._block_tokens)
 
     def prepare_choice(self, sequence: Sequence) -> None:
         """Takes these blocks. There must be enough."""
-        num_chosen = self.num_chosen(sequence)
-        if num_chosen and sequence.policy is not None:
+        num_blocks = self.num_chosen(sequence)
+        if num_blocks and sequence.policy is not None:
             unseen = sequence.policy.unseen(sequence.num_prompt, self._block_tokens)
-            sequence.choice = KVChoice(self._cache.allocate(num_chosen), unseen.stop * self._block_tokens)
+            sequence.choice = KVChoice(self._cache.allocate(num_blocks), unseen.stop * self._block_tokens)
 
     def refill(self, sequence: Sequence) -> None:
         """Gives a sequence that was moved out new blocks for what it has computed."""

@@ -62,9 +62,7 @@ def plan_segments(
     if num_rounds > _MAX_ROUNDS:
         return None
     plans = [
-        SegmentPlan(
-            len(workers), ends, max(_times(workers, (start, *ends))), _seconds(workers, (start, *ends), num_passes)
-        )
+        _timed(workers, start, ends, num_passes)
         for rounds in (num_rounds, num_rounds + 1)
         if (ends := _even(workers, num_tokens, start, block_tokens, rounds)) is not None
     ]
@@ -116,19 +114,17 @@ def _tokens_in(model: PrefillModel, start: int, seconds: float) -> int:
     return int(2 * left_s / (slope + math.sqrt(slope * slope + 2 * model.c * left_s)))
 
 
-def _times(workers: Sequence[SegmentWorker], cuts: Sequence[int]) -> list[float]:
-    """Seconds of each segment."""
-    parts = enumerate(pairwise(cuts))
-    return [workers[number % len(workers)].model.seconds(end - begin, begin) for number, (begin, end) in parts]
-
-
-def _seconds(workers: Sequence[SegmentWorker], cuts: Sequence[int], num_passes: int) -> float:
-    """Seconds until the last segment is computed: rounds as long as their slowest part, and how far each is behind.
+def _timed(workers: Sequence[SegmentWorker], start: int, ends: tuple[int, ...], num_passes: int) -> SegmentPlan:
+    """The plan of these segments: rounds as long as their slowest part, and how far each worker is behind.
 
     A worker receives in a round what the others compute in it. Each is behind the one before by a layer's part of the
     step, and by that part's way.
     """
-    degree, lengths, times_s = len(workers), [end - begin for begin, end in pairwise(cuts)], _times(workers, cuts)
+    degree, segments = len(workers), list(pairwise((start, *ends)))
+    lengths = [end - begin for begin, end in segments]
+    times_s = [
+        workers[number % degree].model.seconds(end - begin, begin) for number, (begin, end) in enumerate(segments)
+    ]
     slowest = max(worker.receive_s_per_token for worker in workers)
     rounds_s = 0.0
     for first in range(0, len(lengths), degree):
@@ -136,7 +132,8 @@ def _seconds(workers: Sequence[SegmentWorker], cuts: Sequence[int], num_passes: 
         received = sum(lengths[of_round]) - min(lengths[of_round])
         rounds_s += max(*times_s[of_round], received * slowest) + SEGMENT_OVERHEAD_S
     behind_s = (degree - 1) * (max(times_s) + max(lengths) * slowest) / num_passes
-    return max(worker.ready_s for worker in workers) + rounds_s + behind_s
+    seconds = max(worker.ready_s for worker in workers) + rounds_s + behind_s
+    return SegmentPlan(degree, ends, max(times_s), seconds)
 
 
 def _whole(num_tokens: int, block_tokens: int) -> int:

@@ -16,6 +16,7 @@ fetch, so at most twice if X is half of K and V. Weights on the host take the li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -38,6 +39,10 @@ class Recompute:
     fetch_s: float  # to fetch its input over the link
     compute_s: float
     begin_s: float = 0.0  # fixed cost of computing any at all, per layer
+
+
+NEVER = Recompute(0.0, math.inf)
+"""No split recomputes this way."""
 
 
 @dataclass(frozen=True, slots=True)

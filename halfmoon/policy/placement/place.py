@@ -50,13 +50,18 @@ class PlacementRules:
         return self.balancing_threshold if self.mode == "kvcache-centric" else None
 
     @property
+    def predicts_ttft(self) -> bool:
+        """Whether the mode ranks workers by predicted TTFT."""
+        return self.mode in ("kvcache-centric", "cache-aware")
+
+    @property
     def may_share(self) -> bool:
         """Whether several prefill workers may compute one prompt."""
-        return self.max_prefill_degree > 1 and self.mode in ("kvcache-centric", "cache-aware")
+        return self.max_prefill_degree > 1 and self.predicts_ttft
 
     def keeping_mode(self, *, is_failover: bool = False) -> KeepingMode:
         """When decode workers compute the prompts of new requests, or of failovers; off where nothing is predicted."""
-        if self.conditional == "off" or self.mode not in ("kvcache-centric", "cache-aware"):
+        if self.conditional == "off" or not self.predicts_ttft:
             return "off"
         if is_failover:
             return "auto"

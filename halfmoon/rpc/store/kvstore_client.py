@@ -232,7 +232,7 @@ class KVStoreClient:
     def _got(
         self, opened: kvstore_pb2.BlocksOpen, layout: KVLayout, wanted: KVRange, deadline_s: float
     ) -> AbstractAsyncContextManager[BlockGet]:
-        inbound = InboundSpeed() if opened.request_id else self.inbound  # computing is no part of the link's speed
+        inbound = InboundSpeed() if opened.request_id else self.inbound  # the link's speed leaves computing out
         return block_get(self._link, opened, layout, wanted, self._arrival, inbound, deadline_s=deadline_s)
 
     @asynccontextmanager

@@ -17,7 +17,7 @@ from halfmoon.policy.offload.host_choice import (
     num_host_layers,
     streamed_layers,
 )
-from halfmoon.policy.offload.recompute import OffloadCosts, Recompute
+from halfmoon.policy.offload.recompute import NEVER, OffloadCosts, Recompute
 from halfmoon.sim.latency_sources.hardware import Device, device
 from halfmoon.sim.latency_sources.host_memory import HostMemory, Recomputed
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, LatencySource
@@ -25,7 +25,6 @@ from halfmoon.sim.latency_sources.roofline import Roofline, model_sizes, usable_
 from halfmoon.sim.latency_sources.sequence_parallel import parallel_model
 
 _KV_BYTES = 2.0  # of a number
-_NEVER = Recompute(0.0, float("inf"))
 
 
 class HostShare(NamedTuple):
@@ -115,7 +114,7 @@ def _host_choice(
     inputs = None
     if tensor == 1 and (way := _recomputed(roofline, on, sizes.token_bytes * load_s)) is not None:
         inputs = Recompute(way.fetch_s / num_layers, way.compute_s / num_layers)
-    costs = OffloadCosts(sizes.token_bytes * load_s / num_layers, one.base_s / num_layers, inputs, _NEVER)
+    costs = OffloadCosts(sizes.token_bytes * load_s / num_layers, one.base_s / num_layers, inputs, NEVER)
     row_s = (many.base_s - one.base_s) / max(demand.max_batch - 1, 1) / num_layers
     rates = Rates(costs, sizes.layer_bytes * load_s, row_s, one.slope_s / num_layers)
     kv_bytes, weight_bytes = room.kv_bytes / tensor, room.weight_bytes / tensor

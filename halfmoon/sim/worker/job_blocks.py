@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from halfmoon.kv.kv_policy import num_chosen
 from halfmoon.sim.worker.job import Job
-from halfmoon.sim.worker.kept_kv import num_chosen, num_dropped, num_unseen
+from halfmoon.sim.worker.kept_kv import num_dropped, num_unseen
 from halfmoon.sim.worker.kv_memory import KvMemory
 
 

@@ -42,14 +42,6 @@ def num_unseen(policy: KVPolicy | None, num_tokens: int, block_tokens: int) -> i
     return 0 if policy is None or not num_tokens else len(policy.unseen(num_tokens - 1, block_tokens))
 
 
-def num_chosen(policy: KVPolicy | None, num_prompt: int, block_tokens: int) -> int:
-    """Blocks that a policy takes at the start for what it will choose of a prompt."""
-    if policy is None or not policy.chooses:
-        return 0
-    unseen = policy.unseen(num_prompt, block_tokens)
-    return unseen.start if unseen else 0
-
-
 def num_dropped(policy: KVPolicy | None, num_prompt: int, num_computed: int, block_tokens: int) -> int:
     """Blocks given back while a prompt is computed: none before the end of one that a policy chooses from."""
     if policy is None or (policy.chooses and num_computed < num_prompt):

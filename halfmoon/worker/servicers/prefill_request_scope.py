@@ -71,8 +71,7 @@ class PrefillRequestScope:
             segments = Segments.read(shares, num_tokens, state.layout.block_tokens)
         self._segments = segments
         self._sharing = ExitStack()
-        self._sharer = restorer if segments is not None else None
-        self._restorer = restorer if has_sources and not needs_all and segments is None else None
+        self._restorer = restorer if segments is not None or (has_sources and not needs_all) else None
         self._sources = sources
         self._must_load = must_load
         self._restoring: Restoring | SegmentLoads | None = None
@@ -100,8 +99,8 @@ class PrefillRequestScope:
         return self
 
     async def _add(self) -> None:
-        if self._segments is not None and self._sharer is not None:
-            self._restoring = self._shared(self._sharer, self._segments)
+        if self._restorer is not None and self._segments is not None:
+            self._restoring = self._shared(self._restorer, self._segments)
         elif self._restorer is not None:
             self._restoring = await self._plan(self._restorer)
         if self._restoring is None:
@@ -117,16 +116,16 @@ class PrefillRequestScope:
         with span_scope(self._restore_span):
             self._loading = asyncio.create_task(self._restoring.run())
 
-    def _shared(self, sharer: Restorer, segments: Segments) -> SegmentLoads:
+    def _shared(self, restorer: Restorer, segments: Segments) -> SegmentLoads:
         """Opens what this worker computes of the prompt to the others, whose segments it loads."""
-        engine, request, layout = sharer.engine, self._request, self._state.layout
+        engine, request, layout = restorer.engine, self._request, self._state.layout
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         root = root_key(engine.fingerprint, layout, request.tenant_salt)
         keys = block_keys(root, tokens, layout.block_tokens)
         prompt = self._sharing.enter_context(self._state.shared_prompts.computing(request.request_id, keys))
         self._on_kv = _both(prompt.on_kv, self._on_kv)
         model = self._state.compute_rate.model
-        return SegmentLoads(engine, sharer.metrics, request, keys, segments, sharer.holders, model)
+        return SegmentLoads(engine, restorer.metrics, request, keys, segments, restorer.holders, model)
 
     async def _plan(self, restorer: Restorer) -> Restoring | None:
         self._asked_s = now_s()
@@ -179,7 +178,7 @@ class PrefillRequestScope:
             restore.end(self._restore_span)
             for phase in (queue, *first.chunks):
                 phase.record(self._span)
-        restored = () if self._restorer is None and self._segments is None else (restore,)
+        restored = () if self._restorer is None else (restore,)
         event = prefill_pb2.PrefillEvent(
             first_token=prefill_pb2.FirstToken(
                 token=token_message(first.output),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.pb import prefill_pb2
@@ -61,4 +62,4 @@ class Segments:
 
 
 def _rises(ends: Sequence[int]) -> bool:
-    return all(before < end for before, end in zip((0, *ends), ends, strict=False))
+    return all(before < end for before, end in pairwise((0, *ends)))

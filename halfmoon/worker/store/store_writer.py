@@ -68,7 +68,7 @@ class StoreWriter:
         """Runs as long as the worker."""
         while True:
             await self._chains.until_some()
-            while self._may_wait():  # noqa: ASYNC110 - the end of a request is no event of the engine's
+            while self._may_wait():  # noqa: ASYNC110 - the engine has no event for the end of a request
                 await asyncio.sleep(LOOK_S)
             chain = await self._chains.take()
             try:

@@ -122,9 +122,9 @@ class TaggedCalls:
         if self._body is None:
             is_mark = is_cut_off and 2 * len(held) > len(self._marks.open)
             return [held] if held and not is_mark else []
-        body = "".join([*self._body, held])
-        if self._object is not None and self._object.is_in_string and self._marks.close in body:
-            self._marks = self._marks._replace(has_object=False)  # the string never ended: the marks count after all
+        if self._object is not None and self._object.is_in_string:  # it never ends: marks in it count after all
+            body = "".join([*self._body, held])
+            self._marks = self._marks._replace(has_object=False)
             self._body, self._object, self._until = [], None, StopStrings([self._marks.close])
             return [*self.push(body), *self.flush(is_cut_off=is_cut_off)]
         part = self._call(held, closed=False)
@@ -143,14 +143,13 @@ class TaggedCalls:
             if self._body is None and before:
                 yield before
             elif self._body is not None:
-                is_in_string = self._is_in_string(before)
-                if mark is not None and not is_in_string:
-                    yield self._call(before)
-                else:
-                    self._body.append(before)
-                if mark is not None and is_in_string:
-                    self._body.append(mark)
+                if self._is_in_string(before) and mark is not None:
+                    self._body.append(before + mark)
                     self._until, mark = StopStrings([mark]), None
+                elif mark is None:
+                    self._body.append(before)
+                else:
+                    yield self._call(before)
             if mark is not None:
                 self._after_mark = True
                 opens = self._body is None and mark == self._marks.open

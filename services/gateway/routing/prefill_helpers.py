@@ -30,10 +30,10 @@ class PrefillHelpers:
         times = {"round_s": plan.round_s, "queue_s": placement.queue_s}
         shares = PromptShares(addresses=addresses, segment_ends=plan.ends, own=own, **times)
         request.shares.CopyFrom(shares)
-        num_helpers = plan.degree - 1
         last_ends = plan.ends[-plan.degree : -1]
         self._requests = [
-            _part(request, shares, number, last_ends[number], self._workers[number]) for number in range(num_helpers)
+            _part(request, shares, number, end, worker)
+            for number, (end, worker) in enumerate(zip(last_ends, self._workers, strict=True))
         ]
         self._calls: list[asyncio.Task[None]] = []
 
