@@ -1,4 +1,4 @@
-"""Background tasks that never outlive their scope."""
+"""Background tasks that never outlive their scope, and how they learn of changes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Changes:
+    """Tells all tasks that wait of the next change. Event-loop thread only."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Ends all waits that have begun."""
+        self._next.set()
+        self._next = asyncio.Event()
+
+    def next(self) -> Coroutine[Any, Any, object]:
+        """An awaitable that is done at the first change after this call."""
+        return self._next.wait()
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+from halfmoon.background import Changes
 from halfmoon.errors import Unavailable
 
 _PATIENCE_S = 2.0  # a request may overtake the news of a worker that has just joined
@@ -16,7 +17,7 @@ class DecodePeers:
     def __init__(self, *, is_open: bool) -> None:
         self._is_open = is_open
         self._named: dict[str, set[str]] = {}  # by the gateway's address
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     def begin_anew(self, gateway: str) -> None:
         """Forgets what the gateway has named: it is about to name all."""
@@ -30,8 +31,7 @@ class DecodePeers:
         """Takes what a gateway says about its members."""
         self._named.setdefault(gateway, set()).difference_update(left)
         self._named[gateway].update(joined)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changes.notify()
 
     def has_left(self, address: str) -> bool:
         """Whether this worker has gateways, and none of them names the address now."""
@@ -42,7 +42,7 @@ class DecodePeers:
         try:
             async with asyncio.timeout(patience_s):
                 while not (self._is_open or self._is_named(address)):
-                    await self._changed.wait()
+                    await self._changes.next()
         except TimeoutError:
             raise Unavailable(f"no gateway of this worker has a member at {address} that takes prompts over") from None
 

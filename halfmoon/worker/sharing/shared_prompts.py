@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from halfmoon.background import Changes
 from halfmoon.errors import NotFound
 from halfmoon.kv.frame_plan import Written
 
@@ -19,14 +20,13 @@ class SharedPrompt:
         self.keys = keys
         self._written = Written()
         self._is_gone = False
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     def on_kv(self, written: Written | None) -> None:
         """Takes the engine's report; None: the request has left the engine."""
         self._is_gone |= written is None
         self._written = written or Written()
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changes.notify()
 
     async def until_written(self, layer_end: int, start: int, end: int) -> None:
         """Returns when these tokens' K and V of all layers below `layer_end` are written. Raises NotFound."""
@@ -37,7 +37,7 @@ class SharedPrompt:
         """Returns at the next report. Raises NotFound once the request is gone."""
         if self._is_gone:
             raise NotFound("this worker no longer computes the prompt")
-        await self._changed.wait()
+        await self._changes.next()
 
 
 class SharedPrompts:
@@ -45,14 +45,13 @@ class SharedPrompts:
 
     def __init__(self) -> None:
         self._prompts: dict[str, SharedPrompt] = {}
-        self._arrived = asyncio.Event()
+        self._arrivals = Changes()
 
     @contextmanager
     def computing(self, request_id: str, keys: Sequence[bytes]) -> Iterator[SharedPrompt]:
         """A prompt that can be read while inside."""
         prompt = self._prompts[request_id] = SharedPrompt(request_id, keys)
-        self._arrived.set()
-        self._arrived = asyncio.Event()
+        self._arrivals.notify()
         try:
             yield prompt
         finally:
@@ -64,7 +63,7 @@ class SharedPrompts:
         try:
             async with asyncio.timeout(wait_s):
                 while request_id not in self._prompts:
-                    await self._arrived.wait()
+                    await self._arrivals.next()
         except TimeoutError:
             raise NotFound("this worker does not compute the prompt") from None
         return self._prompts[request_id]

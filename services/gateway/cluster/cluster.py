@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from halfmoon.background import logged, running
+from halfmoon.background import Changes, logged, running
 from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.pb.decode_pb2 import TokensRequest
 from halfmoon.pb.gateway_pb2 import (
@@ -59,7 +59,7 @@ class Cluster(ClusterServicer):
         self._workers: dict[str, Worker] = {}
         self._readers: dict[Worker, asyncio.Task[None]] = {}
         self.ends = RequestEnds(gateway_id, self.spawn)
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self.started_s = self.changed_s = clock()
         self._closing = asyncio.Event()
 
@@ -99,7 +99,7 @@ class Cluster(ClusterServicer):
 
     def until_changed(self) -> Coroutine[Any, Any, Any]:
         """An awaitable that is done once a worker has joined, left, or become reachable after this call."""
-        return self._changed.wait()
+        return self._changes.next()
 
     async def Register(
         self, messages: AsyncIterator[WorkerMessage], context: grpc.aio.ServicerContext
@@ -216,8 +216,7 @@ class Cluster(ClusterServicer):
 
     def _notify(self) -> None:
         self.changed_s = self.clock()
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changes.notify()
 
     async def _follow(
         self, worker: Worker, messages: AsyncIterator[WorkerMessage]
