@@ -181,14 +181,8 @@ def _reference_segment(q: Tensor, layer_kv: Tensor, slots: Tensor, segment: Segm
     pieces = [torch.arange(start, end, device=slots.device) for start, end in _latest(segment.runs, first_sees)]
     where = torch.cat(pieces if num_tokens == 1 else [*pieces, slots[rows]])  # [num_keys]
     numbers = numbers_of(layer_kv[:, :, where])  # [2, num_kv_heads, num_keys, head_dim]
-    if rule.latent_size is not None:
-        keys = torch.cat((numbers[0], numbers[1]), dim=-1)  # [1, num_keys, 2 * head_dim]
-        values = keys[..., : rule.latent_size]
-    else:
-        keys, values = numbers.repeat_interleave(q.shape[1] // layer_kv.shape[1], dim=1)  # [num_heads, num_keys, …]
-    scores = q[rows].float().transpose(0, 1) @ keys.transpose(1, 2) * rule.scale  # [num_heads, num_tokens, num_keys]
-    if rule.softcap is not None:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    keys, values = rule.keys_and_values(numbers, q.shape[1])
+    scores = rule.scores(q[rows].float().transpose(0, 1), keys)  # [num_heads, num_tokens, num_keys]
     probabilities = scores.masked_fill(_unseen(num_tokens, where, rule.window), float("-inf")).softmax(dim=-1)
     out: Tensor = probabilities @ values
     return out.transpose(0, 1).reshape(num_tokens, -1).to(q.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -33,6 +34,23 @@ class AttentionRule(NamedTuple):
     def out_size(self, query_size: int) -> int:
         """Numbers that each query head gets, with queries of this size."""
         return self.latent_size or query_size
+
+    def keys(self, numbers: Tensor) -> Tensor:
+        """Keys [num_kv_heads, num_keys, key_size] of numbers: [2, num_kv_heads, num_keys, head_dim]."""
+        return numbers[0] if self.latent_size is None else torch.cat((numbers[0], numbers[1]), dim=-1)
+
+    def keys_and_values(self, numbers: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of each query head, [num_heads, num_keys, …]; of latents all heads have the same, [1, …]."""
+        if self.latent_size is not None:
+            keys = self.keys(numbers)
+            return keys, keys[..., : self.latent_size]
+        keys, values = numbers.repeat_interleave(num_heads // numbers.shape[1], dim=1)
+        return keys, values
+
+    def scores(self, q: Tensor, keys: Tensor) -> Tensor:
+        """Scaled and capped scores [..., num_rows, num_keys]; q: [..., num_rows, key_size], keys: [..., num_keys, key_size]."""
+        scores = q @ keys.transpose(-2, -1) * self.scale
+        return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
 
 
 class StepAttention(Protocol):

@@ -63,9 +63,7 @@ def choosing(attention: StepAttention, chunks: Sequence[Chunk], arena: KVArena) 
 def keep_chosen(q: Tensor, layer_kv: Tensor, prompt: ChosenSlots, rule: AttentionRule) -> None:
     """Copies one layer's chosen rows. q: [num_observers, num_heads, head_dim]; layer_kv: see `StepAttention.attend`."""
     rows = layer_kv[:, :, prompt.slots]  # [2, num_kv_heads, num_tokens, row_items]
-    numbers = numbers_of(rows)
-    keys = numbers[0] if rule.latent_size is None else torch.cat((numbers[0], numbers[1]), dim=-1)
-    attention = observed_attention(q.float(), keys, rule)[:, : prompt.num_candidates]
+    attention = observed_attention(q.float(), rule.keys(numbers_of(rows)), rule)[:, : prompt.num_candidates]
     smooth = avg_pool1d(attention[None], _NEIGHBOURS, 1, _NEIGHBOURS // 2)[0]
     chosen = smooth.topk(len(prompt.kept)).indices.sort().values  # [num_kv_heads, num_kept]
     where = chosen[None, :, :, None].expand(2, -1, -1, rows.shape[3])
@@ -84,9 +82,7 @@ def observed_attention(q: Tensor, keys: Tensor, rule: AttentionRule) -> Tensor:
     )
     result = []
     for queries, own in zip(grouped, keys, strict=True):  # a head at a time: scores of long prompts are large
-        scores = queries @ own.T * rule.scale  # [group, num_observers, num_tokens]
-        if rule.softcap is not None:
-            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        scores = rule.scores(queries, own)  # [group, num_observers, num_tokens]
         result.append(scores.masked_fill(ahead, float("-inf")).softmax(-1).sum((0, 1)))
     return torch.stack(result)
 

@@ -79,15 +79,8 @@ def attend_part_reference(
     q: Tensor, memory: Tensor, first_row: int, key_positions: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
     """Plain reference of `attend_part`, for every rule: scores in float32, masked by positions."""
-    numbers = numbers_of(memory)
-    if rule.latent_size is not None:
-        keys = torch.cat((numbers[0], numbers[1]), dim=-1)  # [1, num_keys, 2 * head_dim]
-        values = keys[..., : rule.latent_size]
-    else:
-        keys, values = numbers.repeat_interleave(q.shape[1] // memory.shape[1], dim=1)
-    scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * rule.scale  # [num_heads, num_rows, num_keys]
-    if rule.softcap is not None:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    keys, values = rule.keys_and_values(numbers_of(memory), q.shape[1])
+    scores = rule.scores(q.float().transpose(0, 1), keys)  # [num_heads, num_rows, num_keys]
     distance = torch.arange(first_row, first_row + q.shape[0], device=q.device)[:, None] - key_positions
     unseen = distance < 0 if rule.window is None else (distance < 0) | (distance >= rule.window)
     scores = scores.masked_fill(unseen, float("-inf"))
