@@ -19,6 +19,7 @@ from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES, KVArena
 from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import Model, build_model
+from halfmoon.engine.models.linear import alike
 from halfmoon.engine.models.model_part import whole_model
 from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_block_shapes, load_weights
 from halfmoon.engine.native.prepared_model import ModelSteps, ready_model
@@ -126,12 +127,12 @@ def _model_steps(
             load_weights(model, checkpoint.weight_files, on_progress, blocks)
 
     part = replace(whole_model(checkpoint.model_config), host_layers=host_layers)
-    options = {} if weights is None else {"pack_layer": weights.pack_layer}
+    pack_layer = alike if weights is None else weights.pack_layer
     return ModelSteps(
         build=partial(build_model, checkpoint.model_config, dtype, config.device, path.layer_ops, part),
         load=load,
         load_shapes=lambda model: load_block_shapes(model, blocks),
-        pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap, **options),
+        pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap, pack_layer),
     )
 
 

@@ -23,7 +23,7 @@ from halfmoon.engine.model_runner import DecodeSteps
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.blocks import Blocks, quantised
 from halfmoon.engine.models.layer_ops import TORCH_OPS, LayerOps
-from halfmoon.engine.models.linear import Multiply, PackLayer, PackWeight, pack_onednn
+from halfmoon.engine.models.linear import Multiply, PackLayer, PackWeight, alike, pack_onednn
 from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.native.prepared_model import KeptWeights, Packing, Wrap, kept_weights
 from halfmoon.errors import Incompatible
@@ -75,7 +75,7 @@ def pack(
     path: DevicePath,
     quantization: Quantization,
     wrap: Wrap = lambda pack_weight: pack_weight,
-    pack_layer: PackLayer = lambda pack_weight, _: pack_weight,
+    pack_layer: PackLayer = alike,
 ) -> None:
     """Packs all matrices for `path`, rounded to eight or four bits if so configured; the head never to four.
 

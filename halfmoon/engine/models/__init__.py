@@ -40,7 +40,7 @@ class Model(Protocol):
         self,
         pack_weight: PackWeight,
         pack_head: PackWeight | None = None,
-        pack_layer: PackLayer = lambda pack_weight, _: pack_weight,
+        pack_layer: PackLayer = ...,
     ) -> None:
         """Reorders all matrices for speed; `parameters` cannot be used afterwards.
 

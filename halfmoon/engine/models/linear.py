@@ -22,6 +22,11 @@ PackWeight = Callable[[Tensor | Blocks], Multiply | None]
 PackLayer = Callable[[PackWeight, int], PackWeight]  # how the matrices of a layer are packed, counted in its part
 
 
+def alike(pack_weight: PackWeight, layer: int) -> PackWeight:
+    """The `PackLayer` of a model whose layers are all packed in one way."""
+    return pack_weight
+
+
 @runtime_checkable
 class RowSource(Protocol):
     """A `Multiply` that also serves as an embedding."""

@@ -17,7 +17,7 @@ from halfmoon.engine.models.embedding import Embedding
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.layer_ops import LayerOps, RunLayers, suited_ops
 from halfmoon.engine.models.layers.decoder_layer import DecoderLayer
-from halfmoon.engine.models.linear import Linear, PackLayer, PackWeight
+from halfmoon.engine.models.linear import Linear, PackLayer, PackWeight, alike
 from halfmoon.engine.models.model_part import ModelPart, whole_model
 from halfmoon.engine.models.rotary import Rotary
 
@@ -95,7 +95,7 @@ class LlamaModel:
         self,
         pack_weight: PackWeight,
         pack_head: PackWeight | None = None,
-        pack_layer: PackLayer = lambda pack_weight, _: pack_weight,
+        pack_layer: PackLayer = alike,
     ) -> None:
         """See `Model.pack`."""
         if self._part.is_last:

@@ -15,7 +15,7 @@ from halfmoon.architectures.model_config import Activation, ModelConfig
 from halfmoon.engine.attention.attention_backend import AttentionRule
 from halfmoon.engine.models.blocks import Blocks
 from halfmoon.engine.models.forward_batch import ForwardBatch
-from halfmoon.engine.models.linear import Linear, PackLayer, PackWeight, split_rows
+from halfmoon.engine.models.linear import Linear, PackLayer, PackWeight, alike, split_rows
 from halfmoon.engine.models.model_part import ModelPart, whole_model
 
 _POSITION_OFFSET = 2  # the first two rows of OPT's position table are never used
@@ -75,7 +75,7 @@ class OPTModel:
         self,
         pack_weight: PackWeight,
         pack_head: PackWeight | None = None,
-        pack_layer: PackLayer = lambda pack_weight, _: pack_weight,
+        pack_layer: PackLayer = alike,
     ) -> None:
         """See `Model.pack`."""
         for linear in (self._project_in, self._project_out):

@@ -20,6 +20,7 @@ from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.forward_batch import ForwardBatch
+from halfmoon.engine.models.linear import alike
 from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.native.prepared_model import ModelSteps, ready_model
@@ -136,12 +137,12 @@ class Rank:
             else:
                 load_part(model, part, checkpoint.weight_files, on_progress, blocks)
 
-        options = {} if self.weights is None else {"pack_layer": self.weights.pack_layer}
+        pack_layer = alike if self.weights is None else self.weights.pack_layer
         steps = ModelSteps(
             build=partial(build_model, self._whole, self._dtype, self._device, path.layer_ops, part),
             load=load,
             load_shapes=lambda model: load_part_shapes(model, part, blocks),
-            pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap, **options),
+            pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap, pack_layer),
         )
         return ready_model(steps, weights_place(config, checkpoint, path, self._dtype, part))
 
