@@ -10,7 +10,6 @@ from halfmoon.background import cancelled
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.errors import ConstraintFailed, HalfmoonError, NotFound
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.rpc.telemetry.spans import NO_SPAN, Span, current_span, reason_of, span_scope
 from halfmoon.worker.servicers.request_phases import Phase
@@ -118,10 +117,7 @@ class PrefillRequestScope:
 
     def _shared(self, restorer: Restorer, segments: Segments) -> SegmentLoads:
         """Opens what this worker computes of the prompt to the others, whose segments it loads."""
-        engine, request, layout = restorer.engine, self._request, self._state.layout
-        tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        root = root_key(engine.fingerprint, layout, request.tenant_salt)
-        keys = block_keys(root, tokens, layout.block_tokens)
+        engine, request, keys = restorer.engine, self._request, restorer.keys(self._request)
         prompt = self._sharing.enter_context(self._state.shared_prompts.computing(request.request_id, keys))
         self._on_kv = _both(prompt.on_kv, self._on_kv)
         model = self._state.compute_rate.model

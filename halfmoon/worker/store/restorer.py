@@ -87,13 +87,11 @@ class Restorer:
 
         `named`: holders beside the worker's own store that are believed to have more of the prefix.
         """
-        engine = self.engine
-        block_tokens = engine.layout.block_tokens
-        tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        block_tokens = self.engine.layout.block_tokens
+        num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
         policy = kv_policy_of(request.tenant_salt)
-        num_whole = num_reusable(policy, len(request.prompt_token_ids), len(tokens)) // block_tokens
-        root = root_key(engine.fingerprint, engine.layout, request.tenant_salt)
-        keys = block_keys(root, tokens[: num_whole * block_tokens], block_tokens)
+        num_whole = num_reusable(policy, num_prompt, num_prompt + num_output) // block_tokens
+        keys = self.keys(request)[:num_whole]
         async with self.holders.of(named) as holders:
             num_here = await self._once_shared(keys, self._state.cached_blocks.depth(keys))
             if num_here == num_whole or not holders:
@@ -109,6 +107,12 @@ class Restorer:
             if num_blocks <= num_here:
                 return None
             return self._decide(request, keys[:num_blocks], answers, num_here, model)
+
+    def keys(self, request: EngineRequest) -> list[bytes]:
+        """Keys of the request's whole blocks."""
+        engine, tokens = self.engine, [*request.prompt_token_ids, *request.output_token_ids]
+        root = root_key(engine.fingerprint, engine.layout, request.tenant_salt)
+        return block_keys(root, tokens, engine.layout.block_tokens)
 
     def forget(self, restoring: Restoring) -> None:
         """Notes that a restore has ended."""
