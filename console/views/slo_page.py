@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from console.forms.admission_card import draw_admission
-from console.forms.class_form import class_form
+from console.forms.class_form import class_form, done
 from console.forms.class_history import draw_history
+from console.forms.mode_card import OWN, ModeChoice, draw_mode
 from console.gateway_api import GatewayApi, GatewayError
 from console.live import away, empty, live
 from console.plain_text import plain
@@ -17,6 +17,12 @@ from console.quantities import NOTHING, seconds, share
 
 _MINUTES = 30
 NEW = "+ New class"
+_MEANINGS = {
+    "off": "Requests are never refused for a target; they wait.",
+    "load": "A request that would miss a target under the present load is refused at once.",
+    "predicted": "A request that would miss a target under the load at the end of its prefill is refused at once.",
+    OWN: "Each gateway uses its own option (`--admission`).",
+}
 
 
 class Seen(NamedTuple):
@@ -36,7 +42,7 @@ def render(api: GatewayApi) -> None:
     except GatewayError as error:
         away(str(error), api.class_edits)
         return
-    draw_admission(api)
+    _draw_admission(api)
     left, right = st.columns([3, 2], gap="large")
     with left:
         st.subheader("Edit")
@@ -135,3 +141,13 @@ def _rule(rule: Mapping[str, str]) -> str:
 
 def _ms(value_s: float | None) -> float | None:
     return None if value_s is None else value_s * 1000
+
+
+def _draw_admission(api: GatewayApi) -> None:
+    """Draws the card: how requests that would miss their targets are treated, and the history of that mode."""
+    try:
+        admission = api.admission()
+    except GatewayError as error:
+        st.error(plain(str(error)), icon=":material/cloud_off:")
+        return
+    draw_mode(ModeChoice("Admission", "admission", _MEANINGS, api.put_admission, done), admission)

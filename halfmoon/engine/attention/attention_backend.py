@@ -48,7 +48,10 @@ class AttentionRule(NamedTuple):
         return keys, values
 
     def scores(self, q: Tensor, keys: Tensor) -> Tensor:
-        """Scaled and capped scores [..., num_rows, num_keys]; q: [..., num_rows, key_size], keys: [..., num_keys, key_size]."""
+        """Scaled and capped scores [..., num_rows, num_keys].
+
+        q: [..., num_rows, key_size]; keys: [..., num_keys, key_size].
+        """
         scores = q @ keys.transpose(-2, -1) * self.scale
         return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
 
