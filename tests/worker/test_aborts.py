@@ -107,30 +107,32 @@ def begin(prefill: RunningWorker, decode: RunningWorker, tiny: Checkpoint) -> as
     return asyncio.create_task(prefilled(prefill, request))
 
 
-@pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("nth", range(NUM_FRAMES))
-async def test_before_each_frame_is_in_place(
-    who: str, nth: int, workers: tuple[RunningWorker, RunningWorker], tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+# The worker that stops, before which call of its engine, and before which of those calls.
+STOPS = [
+    *(("decode", "kv_write", nth) for nth in range(NUM_FRAMES)),
+    *(("prefill", "kv_read", nth) for nth in (0, NUM_FRAMES - 1)),
+    ("decode", "reserve", 0),
+    ("decode", "start", 0),
+]
+UNABLE = {"reserve": "engine", "start": "prefill"}  # it does not know the request yet, or not any more
+
+
+@pytest.mark.parametrize(
+    ("who", "stops", "method", "nth"),
+    [(who, *stop) for stop in STOPS for who in WHO if UNABLE.get(stop[1], "nobody") not in who],
+)
+async def test_before_a_call(
+    who: str,
+    stops: str,
+    method: str,
+    nth: int,
+    workers: tuple[RunningWorker, RunningWorker],
+    tiny: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prefill, decode = workers
     gate = Gate()
-    stop_before(decode, "kv_write", gate, monkeypatch, nth)
-    async with listening(decode):
-        call = begin(prefill, decode, tiny)
-        await gate.reached.wait()
-        await abort(who, prefill, decode, call)
-        gate.open.set()
-        await check_ended(prefill, decode, call)
-
-
-@pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("nth", [0, NUM_FRAMES - 1])
-async def test_before_a_frame_is_gathered(
-    who: str, nth: int, workers: tuple[RunningWorker, RunningWorker], tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode = workers
-    gate = Gate()
-    stop_before(prefill, "kv_read", gate, monkeypatch, nth)
+    stop_before(prefill if stops == "prefill" else decode, method, gate, monkeypatch, nth)
     async with listening(decode):
         call = begin(prefill, decode, tiny)
         await gate.reached.wait()
@@ -163,36 +165,6 @@ async def test_in_the_middle_of_a_copy(
         await asyncio.sleep(0)
         go_on.set()
         await aborting
-        await check_ended(prefill, decode, call)
-
-
-@pytest.mark.parametrize("who", [one for one in WHO if "engine" not in one])
-async def test_before_anything_is_reserved(
-    who: str, workers: tuple[RunningWorker, RunningWorker], tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode = workers
-    gate = Gate()
-    stop_before(decode, "reserve", gate, monkeypatch)
-    async with listening(decode):
-        call = begin(prefill, decode, tiny)
-        await gate.reached.wait()
-        await abort(who, prefill, decode, call)
-        gate.open.set()
-        await check_ended(prefill, decode, call)
-
-
-@pytest.mark.parametrize("who", [one for one in WHO if "prefill" not in one])
-async def test_before_the_commit_takes_effect(
-    who: str, workers: tuple[RunningWorker, RunningWorker], tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode = workers
-    gate = Gate()
-    stop_before(decode, "start", gate, monkeypatch)
-    async with listening(decode):
-        call = begin(prefill, decode, tiny)
-        await gate.reached.wait()
-        await abort(who, prefill, decode, call)
-        gate.open.set()
         await check_ended(prefill, decode, call)
 
 

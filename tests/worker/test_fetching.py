@@ -12,7 +12,7 @@ from halfmoon.catalog.block_identity import block_id
 from halfmoon.catalog.entry import Tier
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.scheduling.layer_gate import LayerGate
-from halfmoon.errors import Incompatible, NoCapacity, NotFound, Unavailable
+from halfmoon.errors import HalfmoonError, Incompatible, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
@@ -62,6 +62,21 @@ async def forget(worker: RunningWorker) -> None:
     async with worker.async_engine.cached([]):
         worker.engine.forget_prefixes()
     worker.state.cached_blocks = CachedBlocks()
+
+
+def break_reads(monkeypatch: pytest.MonkeyPatch, error: HalfmoonError) -> None:
+    """Every cache serves two reads, all of them together, and then fails."""
+    real, num_reads = CacheServicer._frames, 0
+
+    async def breaking(self: CacheServicer, *arguments: object) -> object:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads > 2:
+            raise error
+        async for frame in real(self, *arguments):  # type: ignore[arg-type]
+            yield frame
+
+    monkeypatch.setattr(CacheServicer, "_frames", breaking)
 
 
 def sources(worker: RunningWorker, kind: str, outcome: str) -> float:
@@ -276,17 +291,7 @@ async def test_a_holder_that_dies_in_the_middle_leaves_the_rest_to_others(
     dying = await warm(start_worker, tiny)
     worker = await start_worker("prefill", link_mbps=0.1)
     believe(worker, LOAD_ALL)
-    real, num_reads = CacheServicer._frames, 0
-
-    async def breaking(self: CacheServicer, *arguments: object) -> object:
-        nonlocal num_reads
-        num_reads += 1
-        if num_reads > 2:
-            raise NoCapacity("busy")
-        async for frame in real(self, *arguments):  # type: ignore[arg-type]
-            yield frame
-
-    monkeypatch.setattr(CacheServicer, "_frames", breaking)
+    break_reads(monkeypatch, NoCapacity("busy"))
     (first,) = await prefilled(worker, naming(single(tiny, PROMPT), dying))
     assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
     assert 0 < first.first_token.num_loaded_tokens < 80
@@ -512,17 +517,7 @@ async def test_a_copy_whose_holder_dies_in_the_middle_is_not_computed(
 ) -> None:
     dying, worker = await warm(start_worker, tiny), await start_worker("prefill")
     believe(worker, SLOW)
-    real, num_reads = CacheServicer._frames, 0
-
-    async def breaking(self: CacheServicer, *arguments: object) -> object:
-        nonlocal num_reads
-        num_reads += 1
-        if num_reads > 2:
-            raise Unavailable("it dies")
-        async for frame in real(self, *arguments):  # type: ignore[arg-type]
-            yield frame
-
-    monkeypatch.setattr(CacheServicer, "_frames", breaking)
+    break_reads(monkeypatch, Unavailable("it dies"))
     copy = naming(single(tiny, PROMPT[:81], "copy"), dying)
     copy.is_copy = True
     with pytest.raises(Unavailable, match="have failed"):

@@ -10,11 +10,10 @@ import pytest
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.errors import Unavailable
 from halfmoon.pb import prefill_pb2, types_pb2
-from halfmoon.worker.servicers.cache_servicer import CacheServicer
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, stored
-from tests.worker.test_fetching import LOAD_ALL, naming, sources, warm
+from tests.worker.test_fetching import LOAD_ALL, break_reads, naming, sources, warm
 from tests.worker.test_handover import generation, listening, prefilled, reference, until
 
 Start = Callable[..., Awaitable[RunningWorker]]
@@ -91,17 +90,7 @@ async def test_a_holder_that_dies_in_the_middle_costs_no_token(
     expected = reference(tiny, PROMPT, NUM_TOKENS)
     dying, decode = await warm(start_worker, tiny), await start_worker("decode", link_mbps=0.1)
     believe(decode, LOAD_ALL)
-    real, num_reads = CacheServicer._frames, 0
-
-    async def breaking(self: CacheServicer, *arguments: object) -> object:
-        nonlocal num_reads
-        num_reads += 1
-        if num_reads > 2:
-            raise Unavailable("killed")
-        async for frame in real(self, *arguments):  # type: ignore[arg-type]
-            yield frame
-
-    monkeypatch.setattr(CacheServicer, "_frames", breaking)
+    break_reads(monkeypatch, Unavailable("killed"))
     rest, first = await answer(decode, naming(asked(tiny, expected[:NUM_BEFORE]), dying))
     assert [token.token_id for token in rest] == expected[NUM_BEFORE:]
     assert 0 < first.num_loaded_tokens < 80
