@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from halfmoon.engine.engine_stats import EngineStats
@@ -19,100 +21,69 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.rpc = RpcMetrics(self.registry)
-        self._step = Histogram(
-            "halfmoon_engine_step_seconds", "One engine step", buckets=_STEP_SECONDS, registry=self.registry
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self._step = histogram("halfmoon_engine_step_seconds", "One engine step", buckets=_STEP_SECONDS)
+        self._prefill_tokens = counter("halfmoon_engine_prefill_tokens", "Prompt tokens computed")
+        self._spread_tokens = counter(
+            "halfmoon_engine_spread_tokens", "Tokens of steps in which sequence ranks shared a long prompt"
         )
-        self._prefill_tokens = Counter(
-            "halfmoon_engine_prefill_tokens", "Prompt tokens computed", registry=self.registry
-        )
-        self._spread_tokens = Counter(
-            "halfmoon_engine_spread_tokens",
-            "Tokens of steps in which sequence ranks shared a long prompt",
-            registry=self.registry,
-        )
-        self._output_tokens = Counter("halfmoon_engine_output_tokens", "Tokens generated", registry=self.registry)
-        drafts = Counter(
-            "halfmoon_engine_draft_tokens",
-            "Guessed tokens that were computed: right, as drawn, or wrong",
-            ["outcome"],
-            registry=self.registry,
+        self._output_tokens = counter("halfmoon_engine_output_tokens", "Tokens generated")
+        drafts = counter(
+            "halfmoon_engine_draft_tokens", "Guessed tokens that were computed: right, as drawn, or wrong", ["outcome"]
         )
         self._right_drafts, self._wrong_drafts = drafts.labels("right"), drafts.labels("wrong")
-        self._staged = Counter(
+        self._staged = counter(
             "halfmoon_engine_staged",
             "Groups of sequences per step whose KV came from host memory: loaded, or partly recomputed",
             ["kind"],
-            registry=self.registry,
         )
-        self._staged_bytes = Counter(
-            "halfmoon_engine_staged_bytes",
-            "KV and inputs copied from host memory to the device",
-            registry=self.registry,
+        self._staged_bytes = counter(
+            "halfmoon_engine_staged_bytes", "KV and inputs copied from host memory to the device"
         )
-        self._staged_link = Counter(
-            "halfmoon_engine_staged_link_seconds", "Time spent copying from host memory", registry=self.registry
-        )
-        self._staged_wait = Counter(
+        self._staged_link = counter("halfmoon_engine_staged_link_seconds", "Time spent copying from host memory")
+        self._staged_wait = counter(
             "halfmoon_engine_staged_wait_seconds",
             "Copying time not hidden by computing; all of it if nothing was copied while computing",
-            registry=self.registry,
         )
-        self._weight_bytes = Counter(
-            "halfmoon_engine_weights_loaded_bytes", "Weights copied from host memory", registry=self.registry
-        )
-        self._weight_wait = Counter(
+        self._weight_bytes = counter("halfmoon_engine_weights_loaded_bytes", "Weights copied from host memory")
+        self._weight_wait = counter(
             "halfmoon_engine_weights_wait_seconds",
             "Time for which a layer waited for its weights from host memory; not measured on a GPU",
-            registry=self.registry,
         )
-        self._preemptions = Counter("halfmoon_engine_preemptions", "Sequences preempted", registry=self.registry)
-        self._pauses = Counter("halfmoon_engine_pauses", "Answers paused for a higher class", registry=self.registry)
-        self._moved_out = Counter(
-            "halfmoon_engine_pauses_moved_out",
-            "Paused answers whose KV left its blocks because others needed them",
-            registry=self.registry,
+        self._preemptions = counter("halfmoon_engine_preemptions", "Sequences preempted")
+        self._pauses = counter("halfmoon_engine_pauses", "Answers paused for a higher class")
+        self._moved_out = counter(
+            "halfmoon_engine_pauses_moved_out", "Paused answers whose KV left its blocks because others needed them"
         )
-        self._paused_seconds = Counter(
-            "halfmoon_engine_paused_seconds", "Length of the pauses that ended", registry=self.registry
-        )
-        self.host_weights = Gauge(
+        self._paused_seconds = counter("halfmoon_engine_paused_seconds", "Length of the pauses that ended")
+        self.host_weights = gauge(
             "halfmoon_engine_host_weights_ratio",
             "Share of the layers whose weights are in host memory, as configured or chosen",
-            registry=self.registry,
         )
-        self._sequences = Gauge("halfmoon_engine_sequences", "Sequences by state", ["state"], registry=self.registry)
-        self._blocks = Gauge("halfmoon_engine_blocks", "KV blocks by state", ["state"], registry=self.registry)
-        self.handover_bytes = Counter(
-            "halfmoon_handover_bytes", "KV bytes handed over by direction", ["direction"], registry=self.registry
-        )
-        self.handover_tokens = Counter(
+        self._sequences = gauge("halfmoon_engine_sequences", "Sequences by state", ["state"])
+        self._blocks = gauge("halfmoon_engine_blocks", "KV blocks by state", ["state"])
+        self.handover_bytes = counter("halfmoon_handover_bytes", "KV bytes handed over by direction", ["direction"])
+        self.handover_tokens = counter(
             "halfmoon_handover_tokens",
             "Tokens of hand-overs: sent to the decode worker, or held by it already",
             ["kind"],
-            registry=self.registry,
         )
-        self.handover_codecs = Counter(
+        self.handover_codecs = counter(
             "halfmoon_handover_codecs",
             "Hand-overs by codec and by why it was chosen: configured, measuring the link, or the quickest",
             ["codec", "reason"],
-            registry=self.registry,
         )
-        self.handover_seconds = Histogram(
-            "halfmoon_handover_seconds", "From the decode worker's ACCEPT to its DONE", registry=self.registry
-        )
-        self.handover_exposed_seconds = Histogram(
+        self.handover_seconds = histogram("halfmoon_handover_seconds", "From the decode worker's ACCEPT to its DONE")
+        self.handover_exposed_seconds = histogram(
             "halfmoon_handover_exposed_seconds",
             "From the end of a prefill to the decode worker's DONE: transfer time not hidden by computing",
             buckets=_EXPOSED_SECONDS,
-            registry=self.registry,
         )
 
         self.store = StoreMetrics(self.registry)
-        self.kv_fallbacks = Counter(
-            "halfmoon_kv_fallbacks",
-            "KV transports that were offered but could not be used",
-            ["transport"],
-            registry=self.registry,
+        self.kv_fallbacks = counter(
+            "halfmoon_kv_fallbacks", "KV transports that were offered but could not be used", ["transport"]
         )
 
     def observe_step(self, result: StepResult) -> None:
@@ -174,68 +145,56 @@ class StoreMetrics:
     """Declares the metrics in a worker's registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.put_blocks = Counter(
+        counter = partial(Counter, registry=registry)
+        self.put_blocks = counter(
             "halfmoon_store_put_blocks",
             "Blocks of prompts by outcome: stored near or (spilled) elsewhere, there already, kept elsewhere, ...",
             ["outcome"],
-            registry=registry,
         )
-        self.put_chains_dropped = Counter(
-            "halfmoon_store_put_chains_dropped", "Prompts not offered: too many waited", registry=registry
-        )
-        self.restored_tokens = Counter(
+        self.put_chains_dropped = counter("halfmoon_store_put_chains_dropped", "Prompts not offered: too many waited")
+        self.restored_tokens = counter(
             "halfmoon_restored_tokens",
             "Prompt tokens by where their KV came from: cache, store, worker (another one's cache) or computed",
             ["source"],
-            registry=registry,
         )
-        self.restore_decisions = Counter(
+        self.restore_decisions = counter(
             "halfmoon_restore_decisions",
             "Decisions about prompts that holders were asked for: compute, load, both, layers; shared (waits for "
             "another's load), away (own store), late (a load by layer that failed or took too long)",
             ["method"],
-            registry=registry,
         )
-        self.loaded_bytes = Counter(
-            "halfmoon_store_loaded_bytes",
-            "KV bytes loaded, by tier of the store, or from another worker",
-            ["tier"],
-            registry=registry,
+        self.loaded_bytes = counter(
+            "halfmoon_store_loaded_bytes", "KV bytes loaded, by tier of the store, or from another worker", ["tier"]
         )
-        self.missed_blocks = Counter(
+        self.missed_blocks = counter(
             "halfmoon_fetch_missed_blocks",
             "Blocks asked of a store or worker and not delivered by it: evicted, slow, away, busy, failed, or unwanted",
             ["kind", "reason"],
-            registry=registry,
         )
-        self.fetch_codecs = Counter(
+        self.fetch_codecs = counter(
             "halfmoon_fetch_codecs",
             "Holders that a restore asked for blocks over the network, by the codec it asked for and why: measuring "
             "link or codecs, or the quickest",
             ["codec", "reason"],
-            registry=registry,
         )
-        self.source_answers = Counter(
+        self.source_answers = counter(
             "halfmoon_fetch_sources",
             "Sources of requests, stores and workers: here, stale (less than the gateway believed), or given up as "
             "slow, away, busy or failed",
             ["kind", "outcome"],
-            registry=registry,
         )
-        self.shared_segments = Counter(
+        self.shared_segments = counter(
             "halfmoon_shared_segments",
             "Segments of shared prompts that other workers were to compute: arrived from there, or given up and "
             "computed here",
             ["result"],
-            registry=registry,
         )
-        self.put_bytes = Counter("halfmoon_store_put_bytes", "KV bytes sent to the store", registry=registry)
-        self.cache_reads = Counter(
+        self.put_bytes = counter("halfmoon_store_put_bytes", "KV bytes sent to the store")
+        self.cache_reads = counter(
             "halfmoon_cache_reads",
             "Reads of this worker's prefix cache by other workers, by outcome: served, missing or busy",
             ["outcome"],
-            registry=registry,
         )
-        self.cache_served_bytes = Counter(
-            "halfmoon_cache_served_bytes", "KV bytes of the prefix cache sent to other workers", registry=registry
+        self.cache_served_bytes = counter(
+            "halfmoon_cache_served_bytes", "KV bytes of the prefix cache sent to other workers"
         )
