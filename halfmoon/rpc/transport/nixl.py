@@ -22,7 +22,6 @@ from halfmoon.errors import DeadlineExceeded, HalfmoonError, Incompatible, Unava
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.kv.negotiation import Offer
-from halfmoon.rpc.transport.protocol import StagingBuffer
 from halfmoon.rpc.transport.slots import Slots, decode_reference, slots_bytes
 
 NAME = "nixl"
@@ -44,7 +43,7 @@ class _Registered:
         agent.register_memory([(self.address, num_bytes, 0, "")], "DRAM")
 
 
-class NixlOutlet:
+class NixlOutlet(Slots):
     """Owns one link's agent and memory."""
 
     name = NAME
@@ -53,28 +52,12 @@ class NixlOutlet:
         """Raises Incompatible without the extra, Unavailable if NIXL cannot work. Takes tenths of a second."""
         self._agent: Any = _new_agent(has_progress_thread=True)
         self._region = _Registered(self._agent, slots_bytes(num_slots, slot_bytes))
-        self._slots = Slots(self._region.memory, num_slots, slot_bytes)
+        super().__init__(self._region.memory, num_slots, slot_bytes)
 
     def offer(self) -> Offer:
         """The memory's address and how to reach its agent."""
         region = _REGION.pack(self._region.address, self._region.memory.nbytes)
         return Offer(NAME, region + self._agent.get_agent_metadata())
-
-    def charge_bytes(self, num_bytes: int) -> int:
-        """Size of a whole slot."""
-        return self._slots.slot_bytes
-
-    def room(self, num_bytes: int) -> StagingBuffer:
-        """A slot."""
-        return self._slots.room(num_bytes)
-
-    def hold(self, payload: memoryview) -> StagingBuffer:
-        """A slot with a copy of the payload."""
-        return self._slots.hold(payload)
-
-    def reuse(self, buffer: StagingBuffer) -> None:
-        """Frees the slot, which is used next."""
-        self._slots.reuse(buffer)
 
     def close(self) -> None:
         """Ends the agent before its memory, which the agent's own thread may be reading for a receiver."""

@@ -15,13 +15,12 @@ from halfmoon.errors import Incompatible, Unavailable
 from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.kv.negotiation import Offer
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id, receive_segment
-from halfmoon.rpc.transport.protocol import StagingBuffer
 from halfmoon.rpc.transport.slots import Slots, decode_reference, slots_bytes
 
 NAME = "shm"
 
 
-class SharedMemoryOutlet:
+class SharedMemoryOutlet(Slots):
     """Owns one link's segment."""
 
     name = NAME
@@ -29,27 +28,11 @@ class SharedMemoryOutlet:
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """Raises OSError if there is no such memory."""
         self._segment = SharedSegment(slots_bytes(num_slots, slot_bytes))
-        self._slots = Slots(self._segment.memory, num_slots, slot_bytes)
+        super().__init__(self._segment.memory, num_slots, slot_bytes)
 
     def offer(self) -> Offer:
         """The host, and where to get the segment's descriptor."""
         return Offer(NAME, f"{host_id()}/{self._segment.name}".encode())
-
-    def charge_bytes(self, num_bytes: int) -> int:
-        """Size of a whole slot."""
-        return self._slots.slot_bytes
-
-    def room(self, num_bytes: int) -> StagingBuffer:
-        """A slot."""
-        return self._slots.room(num_bytes)
-
-    def hold(self, payload: memoryview) -> StagingBuffer:
-        """A slot with a copy of the payload."""
-        return self._slots.hold(payload)
-
-    def reuse(self, buffer: StagingBuffer) -> None:
-        """Frees the slot, which is used next."""
-        self._slots.reuse(buffer)
 
     def close(self) -> None:
         """Releases the segment."""

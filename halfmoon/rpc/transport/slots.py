@@ -84,19 +84,23 @@ class FreeSlots:
 
 
 class Slots:
-    """Owns memory of this process, and its slots; the words lie behind them."""
+    """Owns slots in memory of this process, as the places of an `Outlet`; the words lie behind them."""
 
     def __init__(self, memory: memoryview, num_slots: int, slot_bytes: int) -> None:
         """`memory` has `slots_bytes`."""
         self._memory = memory
-        self.slot_bytes = slot_bytes
+        self._slot_bytes = slot_bytes
         self._free = FreeSlots(num_slots, slot_bytes, memory, num_slots * slot_bytes)
+
+    def charge_bytes(self, num_bytes: int) -> int:
+        """Size of a whole slot."""
+        return self._slot_bytes
 
     def room(self, num_bytes: int) -> StagingBuffer:
         """A free slot; the window guarantees that there is one."""
         reference = self._free.take(num_bytes)
         view, lent = lend(self._memory, reference.offset, num_bytes)
-        return StagingBuffer(view, self.slot_bytes, reference.offset, reference.encoded(), lent)
+        return StagingBuffer(view, self._slot_bytes, reference.offset, reference.encoded(), lent)
 
     def hold(self, payload: memoryview) -> StagingBuffer:
         """A slot with a copy of the payload."""
