@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.connection.database import Database, open_database
+from halfmoon.ledger.connection.database import Database, in_transaction, open_database
 from halfmoon.ledger.edits.mode_edits import ModeEdits
 from halfmoon.ledger.edits.stored_classes import StoredClasses
 from halfmoon.ledger.edits.stored_tenants import StoredTenants
@@ -68,14 +68,11 @@ class Ledger:
         values = {name: _storable(value) for name, value in row.as_dict().items() if name != "id"}
         return self.rows.put(values | {"gateway_id": self._gateway_id})
 
-    async def recent(self, limit: int) -> list[RequestRow]:
+    @in_transaction
+    async def recent(self, session: AsyncSession, limit: int) -> list[RequestRow]:
         """The newest written rows, newest first. Raises Unavailable when the database does not answer."""
         newest = select(RequestRow).order_by(RequestRow.id.desc()).limit(limit)
-
-        async def work(session: AsyncSession) -> list[RequestRow]:
-            return list(await session.scalars(newest))
-
-        return await self._database.run(work)
+        return list(await session.scalars(newest))
 
     async def _insert(self, rows: Sequence[dict[str, Any]]) -> None:
         """Inserts without a deadline: a cancelled commit may or may not have been applied."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.models import MeasuredProfileRow
 
 
@@ -27,20 +27,14 @@ class MeasuredProfiles:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def all(self) -> Sequence[NamedProfile]:
+    @in_transaction
+    async def all(self, session: AsyncSession) -> Sequence[NamedProfile]:
         """All profiles, by name."""
+        rows = await session.scalars(select(MeasuredProfileRow).order_by(MeasuredProfileRow.name))
+        return [NamedProfile(row.name, row.measured_at, row.profile) for row in rows]
 
-        async def work(session: AsyncSession) -> list[NamedProfile]:
-            rows = await session.scalars(select(MeasuredProfileRow).order_by(MeasuredProfileRow.name))
-            return [NamedProfile(row.name, row.measured_at, row.profile) for row in rows]
-
-        return await self._database.run(work)
-
-    async def put(self, named: NamedProfile) -> None:
+    @in_transaction
+    async def put(self, session: AsyncSession, named: NamedProfile) -> None:
         """Stores a profile in place of the one with its name."""
-
-        async def work(session: AsyncSession) -> None:
-            await session.execute(delete(MeasuredProfileRow).where(MeasuredProfileRow.name == named.name))
-            session.add(MeasuredProfileRow(name=named.name, measured_at=named.measured_at, profile=dict(named.profile)))
-
-        await self._database.run(work)
+        await session.execute(delete(MeasuredProfileRow).where(MeasuredProfileRow.name == named.name))
+        session.add(MeasuredProfileRow(name=named.name, measured_at=named.measured_at, profile=dict(named.profile)))

@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import NotFound
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.models import PlanRow
 
 
@@ -37,25 +37,19 @@ class Plans:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, plan: NewPlan) -> StoredPlan:
+    @in_transaction
+    async def add(self, session: AsyncSession, plan: NewPlan) -> StoredPlan:
         """Stores a new plan."""
+        row = PlanRow(created_at=datetime.now(UTC), **plan._asdict())
+        session.add(row)
+        await session.flush()
+        return _stored(row)
 
-        async def work(session: AsyncSession) -> StoredPlan:
-            row = PlanRow(created_at=datetime.now(UTC), **plan._asdict())
-            session.add(row)
-            await session.flush()
-            return _stored(row)
-
-        return await self._database.run(work)
-
-    async def newest(self, limit: int) -> Sequence[StoredPlan]:
+    @in_transaction
+    async def newest(self, session: AsyncSession, limit: int) -> Sequence[StoredPlan]:
         """The newest plans, newest first."""
-
-        async def work(session: AsyncSession) -> list[StoredPlan]:
-            rows = await session.scalars(select(PlanRow).order_by(PlanRow.id.desc()).limit(limit))
-            return [_stored(row) for row in rows]
-
-        return await self._database.run(work)
+        rows = await session.scalars(select(PlanRow).order_by(PlanRow.id.desc()).limit(limit))
+        return [_stored(row) for row in rows]
 
     async def of_id(self, plan_id: int) -> StoredPlan:
         """The plan with a number. Raises NotFound if there is none."""

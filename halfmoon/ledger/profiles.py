@@ -11,7 +11,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.models import ProfileRow
 
 
@@ -30,14 +30,11 @@ class Profiles:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def all(self) -> Sequence[StoredProfile]:
+    @in_transaction
+    async def all(self, session: AsyncSession) -> Sequence[StoredProfile]:
         """All profiles, one per kind."""
-
-        async def work(session: AsyncSession) -> list[StoredProfile]:
-            rows = await session.scalars(select(ProfileRow).order_by(ProfileRow.kind))
-            return [StoredProfile(row.kind, row.measured_at, tuple(row.prefill), tuple(row.step)) for row in rows]
-
-        return await self._database.run(work)
+        rows = await session.scalars(select(ProfileRow).order_by(ProfileRow.kind))
+        return [StoredProfile(row.kind, row.measured_at, tuple(row.prefill), tuple(row.step)) for row in rows]
 
     async def put(self, profile: StoredProfile) -> None:
         """Stores a profile in place of its kind's; no effect if another writer is storing one for that kind."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.ledger.connection.sqlite import CommitWatch, DriverThreads, OpenedFile, is_locked, sqlite_engine
@@ -143,6 +144,29 @@ class Database:
             writing = await connection.execution_options(sqlite_begin="IMMEDIATE")
             async with writing.begin():
                 await writing.run_sync(upgrade)
+
+
+class _HasDatabase(Protocol):
+    _database: Database
+
+
+Owner = TypeVar("Owner", bound=_HasDatabase)
+Arguments = ParamSpec("Arguments")
+
+
+def in_transaction(
+    method: Callable[Concatenate[Owner, AsyncSession, Arguments], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Owner, Arguments], Coroutine[Any, Any, Result]]:
+    """A method that is called without its session, and runs in one transaction of its object's `_database`.
+
+    It raises what `Database.run` raises.
+    """
+
+    @wraps(method)
+    async def run(owner: Owner, /, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        return await owner._database.run(lambda session: method(owner, session, *args, **options))
+
+    return run
 
 
 @asynccontextmanager

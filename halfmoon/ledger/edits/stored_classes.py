@@ -10,7 +10,7 @@ from sqlalchemy import delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import Incompatible
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.connection.polled_read import PolledRead
 from halfmoon.ledger.edits.declared_classes import ClassHistory, Declaration
 from halfmoon.ledger.models import ClassEditRow, ClassRevisionRow, DeclaredClassRow, QosClassRow
@@ -63,58 +63,44 @@ class StoredClasses:
         """The current revision, which differs from an earlier one after any edit."""
         return await self._revision.result()
 
-    async def all(self) -> ClassesAt:
+    @in_transaction
+    async def all(self, session: AsyncSession) -> ClassesAt:
         """All classes."""
+        revision = await _revision(session)  # first: a concurrent edit then makes it stale, never unseen
+        return ClassesAt(revision, await _classes(session))
 
-        async def work(session: AsyncSession) -> ClassesAt:
-            revision = await _revision(session)  # first: a concurrent edit then makes it stale, never unseen
-            return ClassesAt(revision, await _classes(session))
-
-        return await self._database.run(work)
-
-    async def edits(self, limit: int) -> Sequence[ClassEdit]:
+    @in_transaction
+    async def edits(self, session: AsyncSession, limit: int) -> Sequence[ClassEdit]:
         """The newest edits, newest first."""
         newest = select(ClassEditRow).order_by(ClassEditRow.revision.desc()).limit(limit)
+        rows = await session.scalars(newest)
+        return [
+            ClassEdit(row.revision, row.edited_at, row.name, row.version, row.definition, row.before) for row in rows
+        ]
 
-        async def work(session: AsyncSession) -> list[ClassEdit]:
-            rows = await session.scalars(newest)
-            return [
-                ClassEdit(row.revision, row.edited_at, row.name, row.version, row.definition, row.before)
-                for row in rows
-            ]
-
-        return await self._database.run(work)
-
-    async def put(self, name: str, definition: dict[str, Any], version: int, check: Check) -> ClassesAt:
+    @in_transaction
+    async def put(
+        self, session: AsyncSession, name: str, definition: dict[str, Any], version: int, check: Check
+    ) -> ClassesAt:
         """Writes over `version`, 0 for a new class; returns all classes after it.
 
         Raises VersionConflict when the version is no longer current, and whatever `check` raises for the resulting
         classes; nothing has changed then.
         """
+        return await _edited(session, name, version, StoredClass(name, version + 1, definition), check)
 
-        async def work(session: AsyncSession) -> ClassesAt:
-            return await _edited(session, name, version, StoredClass(name, version + 1, definition), check)
-
-        return await self._database.run(work)
-
-    async def remove(self, name: str, version: int, check: Check) -> ClassesAt:
+    @in_transaction
+    async def remove(self, session: AsyncSession, name: str, version: int, check: Check) -> ClassesAt:
         """Removes `version` of a class; otherwise like `put`."""
+        return await _edited(session, name, version, None, check)
 
-        async def work(session: AsyncSession) -> ClassesAt:
-            return await _edited(session, name, version, None, check)
-
-        return await self._database.run(work)
-
-    async def declare(self, declarations: Mapping[str, Declaration], check: Check) -> ClassesAt:
+    @in_transaction
+    async def declare(self, session: AsyncSession, declarations: Mapping[str, Declaration], check: Check) -> ClassesAt:
         """Takes over the classes of a configuration, by the rules of `halfmoon.ledger.edits.declared_classes`.
 
         Raises what `check` raises of the classes as they would be; nothing has changed then.
         """
-
-        async def work(session: AsyncSession) -> ClassesAt:
-            return await _declared(session, declarations, check)
-
-        return await self._database.run(work)
+        return await _declared(session, declarations, check)
 
 
 async def _declared(session: AsyncSession, declarations: Mapping[str, Declaration], check: Check) -> ClassesAt:

@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import InvalidRequest, NotFound
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.connection.polled_read import PolledRead
 from halfmoon.ledger.edits.stored_classes import VersionConflict
 from halfmoon.ledger.models import ApiKeyRow, TenantRevisionRow, TenantRow
@@ -58,20 +58,17 @@ class StoredTenants:
         """The current revision, which differs from an earlier one after any edit."""
         return await self._revision.result()
 
-    async def all(self) -> TenantsAt:
+    @in_transaction
+    async def all(self, session: AsyncSession) -> TenantsAt:
         """All tenants and all keys, revoked ones too."""
-
-        async def work(session: AsyncSession) -> TenantsAt:
-            revision = await _revision(session)  # first: a concurrent edit then makes it stale, never unseen
-            tenants = await session.scalars(select(TenantRow).order_by(TenantRow.name))
-            keys = await session.scalars(select(ApiKeyRow).order_by(ApiKeyRow.created_at))
-            return TenantsAt(
-                revision,
-                [StoredTenant(row.name, row.version, row.definition) for row in tenants],
-                [_key(row) for row in keys],
-            )
-
-        return await self._database.run(work)
+        revision = await _revision(session)  # first: a concurrent edit then makes it stale, never unseen
+        tenants = await session.scalars(select(TenantRow).order_by(TenantRow.name))
+        keys = await session.scalars(select(ApiKeyRow).order_by(ApiKeyRow.created_at))
+        return TenantsAt(
+            revision,
+            [StoredTenant(row.name, row.version, row.definition) for row in tenants],
+            [_key(row) for row in keys],
+        )
 
     async def put(self, name: str, definition: dict[str, Any], version: int) -> StoredTenant:
         """Writes a tenant over `version`, 0 for a new one. Raises VersionConflict if that is no longer current."""
@@ -88,17 +85,14 @@ class StoredTenants:
         await self._database.run(work)
         return new
 
-    async def remove(self, name: str, version: int, now: datetime) -> None:
+    @in_transaction
+    async def remove(self, session: AsyncSession, name: str, version: int, now: datetime) -> None:
         """Removes a tenant's limits and revokes its keys. Raises VersionConflict if `version` is no longer current."""
         its_keys = update(ApiKeyRow).where(ApiKeyRow.tenant == name, ApiKeyRow.revoked_at.is_(None))
-
-        async def work(session: AsyncSession) -> None:
-            await _next_revision(session)
-            await _check_version(session, name, version)
-            await session.execute(delete(TenantRow).where(TenantRow.name == name))
-            await session.execute(its_keys.values(revoked_at=now))
-
-        await self._database.run(work)
+        await _next_revision(session)
+        await _check_version(session, name, version)
+        await session.execute(delete(TenantRow).where(TenantRow.name == name))
+        await session.execute(its_keys.values(revoked_at=now))
 
     async def add_key(self, key: StoredKey) -> None:
         """Adds a key. Raises InvalidRequest if it exists."""
@@ -112,19 +106,16 @@ class StoredTenants:
         except IntegrityError as error:
             raise InvalidRequest("this key exists already: make another one", param="key") from error
 
-    async def revoke(self, key_id: str, now: datetime) -> StoredKey:
+    @in_transaction
+    async def revoke(self, session: AsyncSession, key_id: str, now: datetime) -> StoredKey:
         """Revokes the key whose digest begins with `key_id`. Raises NotFound unless there is exactly one."""
-
-        async def work(session: AsyncSession) -> StoredKey:
-            await _next_revision(session)
-            rows = list(await session.scalars(select(ApiKeyRow).where(ApiKeyRow.digest.startswith(key_id)).limit(2)))
-            if len(rows) != 1 or not key_id.isalnum():
-                raise NotFound(f"there is no key {key_id!r} in the ledger: `halfmoon keys list` shows their ids")
-            row = rows[0]
-            row.revoked_at = row.revoked_at or now
-            return _key(row)
-
-        return await self._database.run(work)
+        await _next_revision(session)
+        rows = list(await session.scalars(select(ApiKeyRow).where(ApiKeyRow.digest.startswith(key_id)).limit(2)))
+        if len(rows) != 1 or not key_id.isalnum():
+            raise NotFound(f"there is no key {key_id!r} in the ledger: `halfmoon keys list` shows their ids")
+        row = rows[0]
+        row.revoked_at = row.revoked_at or now
+        return _key(row)
 
 
 def _key(row: ApiKeyRow) -> StoredKey:

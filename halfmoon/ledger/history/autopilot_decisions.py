@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.models import AutopilotDecisionRow
 
 
@@ -44,17 +44,15 @@ class AutopilotDecisions:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, decision: StoredDecision) -> int:
+    @in_transaction
+    async def add(self, session: AsyncSession, decision: StoredDecision) -> int:
         """Adds a decision and returns its number."""
         adding = insert(AutopilotDecisionRow).values(decision._asdict()).returning(AutopilotDecisionRow.id)
+        return int((await session.execute(adding)).scalar_one())
 
-        async def work(session: AsyncSession) -> int:
-            return int((await session.execute(adding)).scalar_one())
-
-        return await self._database.run(work)
-
+    @in_transaction
     async def measured(
-        self, number: int, at: datetime, prefill: float, decode: float, attainment: float | None
+        self, session: AsyncSession, number: int, at: datetime, prefill: float, decode: float, attainment: float | None
     ) -> None:
         """Adds what was measured a while after a decision."""
         values = {
@@ -64,18 +62,11 @@ class AutopilotDecisions:
             "measured_attainment": attainment,
         }
         changing = update(AutopilotDecisionRow).where(AutopilotDecisionRow.id == number).values(values)
+        await session.execute(changing)
 
-        async def work(session: AsyncSession) -> None:
-            await session.execute(changing)
-
-        await self._database.run(work)
-
-    async def newest(self, limit: int) -> Sequence[StoredDecision]:
+    @in_transaction
+    async def newest(self, session: AsyncSession, limit: int) -> Sequence[StoredDecision]:
         """The newest decisions, newest first."""
         rows = select(AutopilotDecisionRow).order_by(AutopilotDecisionRow.id.desc()).limit(limit)
-
-        async def work(session: AsyncSession) -> list[StoredDecision]:
-            found = await session.scalars(rows)
-            return [StoredDecision(*(getattr(row, name) for name in StoredDecision._fields)) for row in found]
-
-        return await self._database.run(work)
+        found = await session.scalars(rows)
+        return [StoredDecision(*(getattr(row, name) for name in StoredDecision._fields)) for row in found]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.models import RequestRow
 
 
@@ -30,7 +30,8 @@ class Outcomes:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def since(self, moment: datetime, qos_class: str, limit: int) -> Sequence[Outcome]:
+    @in_transaction
+    async def since(self, session: AsyncSession, moment: datetime, qos_class: str, limit: int) -> Sequence[Outcome]:
         """The newest `limit` requests of a class after a moment."""
         columns = (
             RequestRow.status,
@@ -47,18 +48,11 @@ class Outcomes:
             .order_by(RequestRow.id.desc())
             .limit(limit)
         )
+        return [Outcome._make(row) for row in await session.execute(newest)]
 
-        async def work(session: AsyncSession) -> list[Outcome]:
-            return [Outcome._make(row) for row in await session.execute(newest)]
-
-        return await self._database.run(work)
-
-    async def of(self, request_id: str) -> RequestRow | None:
+    @in_transaction
+    async def of(self, session: AsyncSession, request_id: str) -> RequestRow | None:
         """The newest request with that id, once it has ended and is written."""
         newest = select(RequestRow).where(RequestRow.request_id == request_id).order_by(RequestRow.id.desc()).limit(1)
-
-        async def work(session: AsyncSession) -> RequestRow | None:
-            row: RequestRow | None = await session.scalar(newest)
-            return row
-
-        return await self._database.run(work)
+        row: RequestRow | None = await session.scalar(newest)
+        return row

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.models import RequestRow
 
 
@@ -34,7 +34,8 @@ class OutputSamples:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def after(self, row_id: int, limit: int, but_of: str = "") -> SamplesUpTo:
+    @in_transaction
+    async def after(self, session: AsyncSession, row_id: int, limit: int, but_of: str = "") -> SamplesUpTo:
         """The newest `limit` samples after a row, oldest first, without those written by gateway `but_of`.
 
         A row of another gateway that becomes visible after a later one may be missed. Raises Unavailable when the
@@ -50,11 +51,7 @@ class OutputSamples:
             .order_by(RequestRow.id.desc())
             .limit(limit)
         )
-
-        async def work(session: AsyncSession) -> SamplesUpTo:
-            last_id = await session.scalar(last) or row_id
-            rows = await session.execute(newest.where(RequestRow.id <= last_id))
-            samples = [OutputSample(at, name or "", prompt, output) for at, name, prompt, output in rows]
-            return SamplesUpTo(last_id, samples[::-1])
-
-        return await self._database.run(work)
+        last_id = await session.scalar(last) or row_id
+        rows = await session.execute(newest.where(RequestRow.id <= last_id))
+        samples = [OutputSample(at, name or "", prompt, output) for at, name, prompt, output in rows]
+        return SamplesUpTo(last_id, samples[::-1])

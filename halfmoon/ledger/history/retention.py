@@ -11,7 +11,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import Unavailable
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.models import RequestRow
 
 log = logging.getLogger(__name__)
@@ -41,16 +41,13 @@ class Retention:
                 return num_deleted
             await asyncio.sleep(pause_s)
 
-    async def _delete_batch(self, moment: datetime) -> int:
+    @in_transaction
+    async def _delete_batch(self, session: AsyncSession, moment: datetime) -> int:
         oldest = select(RequestRow.id).where(RequestRow.created_at < moment).limit(self._batch_rows)
         taken = oldest.with_for_update(skip_locked=True)  # not needed on SQLite, which has a single writer
-
-        async def work(session: AsyncSession) -> int:
-            """Deletes in one statement: a SQLite transaction that reads first may find that it must not write."""
-            gone = delete(RequestRow).where(RequestRow.id.in_(taken)).returning(RequestRow.id)
-            return len((await session.execute(gone)).all())
-
-        return await self._database.run(work)
+        # in one statement: a SQLite transaction that reads first may find that it must not write
+        gone = delete(RequestRow).where(RequestRow.id.in_(taken)).returning(RequestRow.id)
+        return len((await session.execute(gone)).all())
 
     async def keep(self, days: float) -> None:
         """Runs forever, keeping `days` of requests; 0 keeps all."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sqlalchemy import case, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.models import RequestRow
 
 _TOO_MANY = 429
@@ -31,7 +31,8 @@ class TenantUsage:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def since(self, moment: datetime) -> Mapping[str, Usage]:
+    @in_transaction
+    async def since(self, session: AsyncSession, moment: datetime) -> Mapping[str, Usage]:
         """The sums of each tenant over the requests since a moment."""
         served = case((RequestRow.status == "rejected", 0), else_=1)
         sums = (
@@ -44,11 +45,7 @@ class TenantUsage:
             .where(RequestRow.created_at >= moment, RequestRow.tenant.is_not(None))
             .group_by(RequestRow.tenant)
         )
-
-        async def work(session: AsyncSession) -> dict[str, Usage]:
-            return {str(name): Usage(*map(int, rest)) for name, *rest in await session.execute(sums)}
-
-        return await self._database.run(work)
+        return {str(name): Usage(*map(int, rest)) for name, *rest in await session.execute(sums)}
 
 
 _TOKENS = RequestRow.prompt_tokens, RequestRow.cached_tokens, RequestRow.output_tokens

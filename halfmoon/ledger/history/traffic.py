@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.models import RequestRow
 
 _COUNTED = ("ok", "cancelled", "rejected")  # a failed request would have been repeated, or never sent
@@ -29,7 +29,8 @@ class Traffic:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def since(self, moment: datetime, limit: int) -> Sequence[Arrival]:
+    @in_transaction
+    async def since(self, session: AsyncSession, moment: datetime, limit: int) -> Sequence[Arrival]:
         """The newest `limit` requests after a moment, in order of arrival."""
         columns = (
             RequestRow.created_at, RequestRow.prompt_tokens, RequestRow.output_tokens, RequestRow.num_outputs
@@ -41,12 +42,8 @@ class Traffic:
             .order_by(RequestRow.created_at.desc())
             .limit(limit)
         )
-
-        async def work(session: AsyncSession) -> list[Arrival]:
-            rows = [
-                Arrival(arrived_at, prompt, output // max(num_outputs or 1, 1))
-                for arrived_at, prompt, output, num_outputs in await session.execute(newest)
-            ]
-            return rows[::-1]
-
-        return await self._database.run(work)
+        rows = [
+            Arrival(arrived_at, prompt, output // max(num_outputs or 1, 1))
+            for arrived_at, prompt, output, num_outputs in await session.execute(newest)
+        ]
+        return rows[::-1]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.models import WorkerChangeRow
 
 
@@ -32,20 +32,14 @@ class WorkerChanges:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, change: WorkerChange) -> None:
+    @in_transaction
+    async def add(self, session: AsyncSession, change: WorkerChange) -> None:
         """Adds a change."""
+        await session.execute(insert(WorkerChangeRow).values(change._asdict()))
 
-        async def work(session: AsyncSession) -> None:
-            await session.execute(insert(WorkerChangeRow).values(change._asdict()))
-
-        await self._database.run(work)
-
-    async def newest(self, limit: int) -> Sequence[WorkerChange]:
+    @in_transaction
+    async def newest(self, session: AsyncSession, limit: int) -> Sequence[WorkerChange]:
         """The newest changes, newest first."""
         rows = select(WorkerChangeRow).order_by(WorkerChangeRow.id.desc()).limit(limit)
-
-        async def work(session: AsyncSession) -> list[WorkerChange]:
-            found = await session.scalars(rows)
-            return [WorkerChange(*(getattr(row, name) for name in WorkerChange._fields)) for row in found]
-
-        return await self._database.run(work)
+        found = await session.scalars(rows)
+        return [WorkerChange(*(getattr(row, name) for name in WorkerChange._fields)) for row in found]

@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, u
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import NotFound
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.connection.transaction import quietly
 from halfmoon.ledger.history.retention import forever
 from halfmoon.ledger.kept.leases import Leases
@@ -65,57 +65,42 @@ class Batches:
         self.leases = Leases(database, BatchRow, is_unfinished, _LEASE_S)
         self.leases_to_end = Leases(database, BatchRow, is_unfinished, _LEASE_S, _has_to_end)  # who runs no lines
 
-    async def create(self, new: Batch, now: datetime) -> None:
+    @in_transaction
+    async def create(self, session: AsyncSession, new: Batch, now: datetime) -> None:
         """Adds a batch of a file of the same tenant. Raises NotFound if that is not there."""
         of_batch = (FileRow.id == new.input_file_id, FileRow.tenant == new.tenant, FileRow.is_whole)
         held = update(FileRow).where(*of_batch, FileRow.expires_at > now, FileRow.purpose == "batch")
         held = held.values(num_bytes=FileRow.num_bytes)  # first: nobody deletes the file meanwhile
+        if not (await session.execute(quietly(held.returning(FileRow.id)))).all():
+            message = f"No such File object with purpose batch: {new.input_file_id[:80]}"
+            raise NotFound(message, param="input_file_id")
+        await session.execute(insert(BatchRow).values(new._asdict()))
 
-        async def work(session: AsyncSession) -> None:
-            if not (await session.execute(quietly(held.returning(FileRow.id)))).all():
-                message = f"No such File object with purpose batch: {new.input_file_id[:80]}"
-                raise NotFound(message, param="input_file_id")
-            await session.execute(insert(BatchRow).values(new._asdict()))
-
-        await self._database.run(work)
-
-    async def get(self, batch_id: str, tenant: str) -> Batch:
+    @in_transaction
+    async def get(self, session: AsyncSession, batch_id: str, tenant: str) -> Batch:
         """A tenant's batch. Raises NotFound."""
+        row = await session.scalar(select(BatchRow).where(BatchRow.id == batch_id, BatchRow.tenant == tenant))
+        if row is None:
+            raise _absent(batch_id)
+        return _batch(row)
 
-        async def work(session: AsyncSession) -> Batch:
-            row = await session.scalar(select(BatchRow).where(BatchRow.id == batch_id, BatchRow.tenant == tenant))
-            if row is None:
-                raise _absent(batch_id)
-            return _batch(row)
-
-        return await self._database.run(work)
-
-    async def page(self, tenant: str, page: Page) -> Sequence[Batch]:
+    @in_transaction
+    async def page(self, session: AsyncSession, tenant: str, page: Page) -> Sequence[Batch]:
         """A tenant's batches: what `read_page` returns."""
+        return [_batch(row) for row in await read_page(session, BatchRow, [BatchRow.tenant == tenant], page)]
 
-        async def work(session: AsyncSession) -> list[Batch]:
-            return [_batch(row) for row in await read_page(session, BatchRow, [BatchRow.tenant == tenant], page)]
-
-        return await self._database.run(work)
-
-    async def num_unfinished(self, tenant: str) -> int:
+    @in_transaction
+    async def num_unfinished(self, session: AsyncSession, tenant: str) -> int:
         """How many batches of a tenant wait or run."""
         mine = (BatchRow.tenant == tenant, BatchRow.status.in_(UNFINISHED))
+        return await session.scalar(select(func.count()).select_from(BatchRow).where(*mine)) or 0
 
-        async def work(session: AsyncSession) -> int:
-            return await session.scalar(select(func.count()).select_from(BatchRow).where(*mine)) or 0
-
-        return await self._database.run(work)
-
-    async def claimed(self, batch_id: str, holder: str) -> Batch | None:
+    @in_transaction
+    async def claimed(self, session: AsyncSession, batch_id: str, holder: str) -> Batch | None:
         """A batch that this gateway works on; None if it does not any more."""
-
-        async def work(session: AsyncSession) -> Batch | None:
-            mine = (BatchRow.id == batch_id, BatchRow.holder == holder, BatchRow.status.in_(UNFINISHED))
-            row = await session.scalar(select(BatchRow).where(*mine))
-            return None if row is None else _batch(row)
-
-        return await self._database.run(work)
+        mine = (BatchRow.id == batch_id, BatchRow.holder == holder, BatchRow.status.in_(UNFINISHED))
+        row = await session.scalar(select(BatchRow).where(*mine))
+        return None if row is None else _batch(row)
 
     async def cancel(self, batch_id: str, tenant: str, now: datetime) -> Batch:
         """Asks for the end of a batch; one that is ending or has ended stays as it is. Raises NotFound."""
@@ -130,20 +115,19 @@ class Batches:
         await self._database.run(work)
         return await self.get(batch_id, tenant)
 
-    async def change(self, batch: Batch, holder: str, before: Sequence[BatchStatus], **values: Any) -> bool:
+    @in_transaction
+    async def change(
+        self, session: AsyncSession, /, batch: Batch, holder: str, before: Sequence[BatchStatus], **values: Any
+    ) -> bool:
         """Changes a batch that `holder` has, while its status is one of `before`. False if it is not."""
         mine = (BatchRow.id == batch.id, BatchRow.holder == holder, BatchRow.status.in_(before))
         changed = update(BatchRow).where(*mine).values(**values).returning(BatchRow.id)
-
-        async def work(session: AsyncSession) -> bool:
-            if not (await session.execute(quietly(changed))).all():
-                return False
-            whole = [values[name] for name in ("output_file_id", "error_file_id") if values.get(name)]
-            if whole:
-                await session.execute(quietly(update(FileRow).where(FileRow.id.in_(whole)).values(is_whole=True)))
-            return True
-
-        return await self._database.run(work)
+        if not (await session.execute(quietly(changed))).all():
+            return False
+        whole = [values[name] for name in ("output_file_id", "error_file_id") if values.get(name)]
+        if whole:
+            await session.execute(quietly(update(FileRow).where(FileRow.id.in_(whole)).values(is_whole=True)))
+        return True
 
     async def add_results(self, batch_id: str, holder: str, results: Sequence[LineResult]) -> bool:
         """Adds results of lines that have none. False, and nothing is added, if `holder` does not have the batch."""
@@ -162,33 +146,26 @@ class Batches:
 
         return await self._database.run(work, deadline_s=None)  # a cancelled commit may or may not have been applied
 
-    async def done(self, batch_id: str) -> set[int]:
+    @in_transaction
+    async def done(self, session: AsyncSession, batch_id: str) -> set[int]:
         """The numbers of lines that have a result."""
+        rows = select(BatchResultRow.number).where(BatchResultRow.batch_id == batch_id)
+        return set(await session.scalars(rows))
 
-        async def work(session: AsyncSession) -> set[int]:
-            rows = select(BatchResultRow.number).where(BatchResultRow.batch_id == batch_id)
-            return set(await session.scalars(rows))
-
-        return await self._database.run(work)
-
-    async def results(self, batch_id: str, *, is_error: bool, after: int, most: int = 50) -> Sequence[LineResult]:
+    @in_transaction
+    async def results(
+        self, session: AsyncSession, batch_id: str, *, is_error: bool, after: int, most: int = 50
+    ) -> Sequence[LineResult]:
         """The next results of one kind, in the order of their lines."""
         row = BatchResultRow
         wanted = select(row).where(row.batch_id == batch_id, row.is_error == is_error, row.number > after)
+        rows = await session.scalars(wanted.order_by(row.number).limit(most))
+        return [LineResult(one.number, one.is_error, one.line) for one in rows]
 
-        async def work(session: AsyncSession) -> list[LineResult]:
-            rows = await session.scalars(wanted.order_by(row.number).limit(most))
-            return [LineResult(one.number, one.is_error, one.line) for one in rows]
-
-        return await self._database.run(work)
-
-    async def forget_results(self, batch_id: str) -> None:
+    @in_transaction
+    async def forget_results(self, session: AsyncSession, batch_id: str) -> None:
         """Removes the results of a batch, which are files by now. Those that are left `keep` finds."""
-
-        async def work(session: AsyncSession) -> None:
-            await session.execute(quietly(delete(BatchResultRow).where(BatchResultRow.batch_id == batch_id)))
-
-        await self._database.run(work)
+        await session.execute(quietly(delete(BatchResultRow).where(BatchResultRow.batch_id == batch_id)))
 
     async def keep(self, days: float) -> None:
         """Runs forever, removing finished batches that are older than `days`, and results that are files by now."""

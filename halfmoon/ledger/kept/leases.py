@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.connection.polled_read import PolledRead
 from halfmoon.ledger.connection.transaction import quietly
 from halfmoon.ledger.models import BatchRow, StoredResponseRow
@@ -45,7 +45,8 @@ class Leases:
 
         self._has_unfinished = PolledRead(database, has_unfinished)
 
-    async def claim(self, holder: str, now: datetime, most: int) -> Sequence[str]:
+    @in_transaction
+    async def claim(self, session: AsyncSession, holder: str, now: datetime, most: int) -> Sequence[str]:
         """Leases up to `most` rows that nobody holds; returns their ids.
 
         First come those of the tenants with the fewest leases, and then those that have waited longest, since they were
@@ -68,11 +69,7 @@ class Leases:
             .values(holder=holder, leased_until=now + self._lease, num_claims=table.num_claims + 1)
             .returning(table.id)
         )
-
-        async def work(session: AsyncSession) -> list[str]:
-            return list(await session.scalars(quietly(claimed)))
-
-        return await self._database.run(work)
+        return list(await session.scalars(quietly(claimed)))
 
     async def renew(self, ids: Collection[str], holder: str, now: datetime) -> Sequence[str]:
         """Renews leases; returns the ids of those that still are held and open."""
@@ -85,16 +82,13 @@ class Leases:
 
         return await self._database.run(work) if ids else ()
 
-    async def release(self, holder: str, now: datetime, row_id: str | None = None) -> None:
+    @in_transaction
+    async def release(self, session: AsyncSession, holder: str, now: datetime, row_id: str | None = None) -> None:
         """Gives one row back, or all, so that another gateway goes on at once: no claim that counts."""
         table = self._table
         mine = update(table).where(table.holder == holder, self._is_open(now) if row_id is None else table.id == row_id)
         released = mine.values(holder=None, leased_until=now, num_claims=table.num_claims - 1)
-
-        async def work(session: AsyncSession) -> None:
-            await session.execute(quietly(released))
-
-        await self._database.run(work)
+        await session.execute(quietly(released))
 
     async def is_any_free(self, now: datetime) -> bool:
         """Whether there is anything to claim. Locks no writer out."""

@@ -10,7 +10,7 @@ from sqlalchemy import and_, delete, exists, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import InvalidRequest, NotFound
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.connection.transaction import quietly
 from halfmoon.ledger.history.retention import forever
 from halfmoon.ledger.kept.batches import UNFINISHED
@@ -44,59 +44,46 @@ class StoredFiles:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def begin(self, new: StoredFile) -> None:
+    @in_transaction
+    async def begin(self, session: AsyncSession, new: StoredFile) -> None:
         """Adds a file without bytes, that nobody sees before `finish`."""
+        await session.execute(insert(FileRow).values({**new._asdict(), "is_whole": False}))
 
-        async def work(session: AsyncSession) -> None:
-            await session.execute(insert(FileRow).values({**new._asdict(), "is_whole": False}))
-
-        await self._database.run(work)
-
-    async def append(self, file_id: str, number: int, data: bytes, max_bytes: int | None = None) -> None:
+    @in_transaction
+    async def append(
+        self, session: AsyncSession, file_id: str, number: int, data: bytes, max_bytes: int | None = None
+    ) -> None:
         """Adds the next chunk. Raises StorageFull if all files of its tenant then have more than `max_bytes`."""
         grown = update(FileRow).where(FileRow.id == file_id).values(num_bytes=FileRow.num_bytes + len(data))
+        tenants = (await session.execute(quietly(grown.returning(FileRow.tenant)))).scalars().all()
+        if not tenants:
+            raise NotFound("this file was removed while it was written")
+        used = select(func.sum(FileRow.num_bytes)).where(FileRow.tenant == tenants[0])
+        if max_bytes is not None and (await session.scalar(used) or 0) > max_bytes:
+            message = f"your files would have more than {max_bytes} bytes (gateway.files_max_bytes): delete some"
+            raise StorageFull(message, param="file")
+        await session.execute(insert(FileChunkRow).values(file_id=file_id, number=number, data=data))
 
-        async def work(session: AsyncSession) -> None:
-            tenants = (await session.execute(quietly(grown.returning(FileRow.tenant)))).scalars().all()
-            if not tenants:
-                raise NotFound("this file was removed while it was written")
-            used = select(func.sum(FileRow.num_bytes)).where(FileRow.tenant == tenants[0])
-            if max_bytes is not None and (await session.scalar(used) or 0) > max_bytes:
-                message = f"your files would have more than {max_bytes} bytes (gateway.files_max_bytes): delete some"
-                raise StorageFull(message, param="file")
-            await session.execute(insert(FileChunkRow).values(file_id=file_id, number=number, data=data))
-
-        await self._database.run(work)
-
-    async def finish(self, file_id: str, filename: str, expires_at: datetime) -> StoredFile:
+    @in_transaction
+    async def finish(self, session: AsyncSession, file_id: str, filename: str, expires_at: datetime) -> StoredFile:
         """Makes a file visible. Raises NotFound if it is gone."""
         whole = update(FileRow).where(FileRow.id == file_id)
         whole = whole.values(is_whole=True, filename=filename, expires_at=expires_at)
+        await session.execute(quietly(whole))
+        return _file(await session.scalar(select(FileRow).where(FileRow.id == file_id)), file_id)
 
-        async def work(session: AsyncSession) -> StoredFile:
-            await session.execute(quietly(whole))
-            return _file(await session.scalar(select(FileRow).where(FileRow.id == file_id)), file_id)
-
-        return await self._database.run(work)
-
-    async def get(self, file_id: str, tenant: str, now: datetime) -> StoredFile:
+    @in_transaction
+    async def get(self, session: AsyncSession, file_id: str, tenant: str, now: datetime) -> StoredFile:
         """A tenant's file. Raises NotFound."""
+        return _file(await session.scalar(select(FileRow).where(FileRow.id == file_id, *_own(tenant, now))), file_id)
 
-        async def work(session: AsyncSession) -> StoredFile:
-            return _file(
-                await session.scalar(select(FileRow).where(FileRow.id == file_id, *_own(tenant, now))), file_id
-            )
-
-        return await self._database.run(work)
-
-    async def page(self, tenant: str, now: datetime, page: Page, purpose: str | None = None) -> Sequence[StoredFile]:
+    @in_transaction
+    async def page(
+        self, session: AsyncSession, tenant: str, now: datetime, page: Page, purpose: str | None = None
+    ) -> Sequence[StoredFile]:
         """A tenant's files, all or those with a purpose: what `read_page` returns."""
         mine = [*_own(tenant, now), *([] if purpose is None else [FileRow.purpose == purpose])]
-
-        async def work(session: AsyncSession) -> list[StoredFile]:
-            return [_file(row, "") for row in await read_page(session, FileRow, mine, page)]
-
-        return await self._database.run(work)
+        return [_file(row, "") for row in await read_page(session, FileRow, mine, page)]
 
     async def chunks(self, file_id: str) -> AsyncIterator[bytes]:
         """The bytes of a file, in pieces."""
@@ -105,31 +92,23 @@ class StoredFiles:
             yield data
             number += 1
 
-    async def delete(self, file_id: str, tenant: str, now: datetime) -> None:
+    @in_transaction
+    async def delete(self, session: AsyncSession, file_id: str, tenant: str, now: datetime) -> None:
         """Removes a tenant's file. Raises NotFound, and InvalidRequest if a batch still reads it."""
         gone = delete(FileRow).where(FileRow.id == file_id, *_own(tenant, now)).returning(FileRow.id)
         reading = select(BatchRow.id).where(BatchRow.input_file_id == file_id, BatchRow.status.in_(UNFINISHED))
+        if not (await session.execute(quietly(gone))).all():
+            raise absent_file(file_id)
+        batch_id = await session.scalar(reading.limit(1))
+        if batch_id is not None:
+            raise InvalidRequest(f"the batch {batch_id} reads this file: wait for it, or cancel it", param="file_id")
+        await session.execute(quietly(delete(FileChunkRow).where(FileChunkRow.file_id == file_id)))
 
-        async def work(session: AsyncSession) -> None:
-            if not (await session.execute(quietly(gone))).all():
-                raise absent_file(file_id)
-            batch_id = await session.scalar(reading.limit(1))
-            if batch_id is not None:
-                raise InvalidRequest(
-                    f"the batch {batch_id} reads this file: wait for it, or cancel it", param="file_id"
-                )
-            await session.execute(quietly(delete(FileChunkRow).where(FileChunkRow.file_id == file_id)))
-
-        await self._database.run(work)
-
-    async def discard(self, file_id: str) -> None:
+    @in_transaction
+    async def discard(self, session: AsyncSession, file_id: str) -> None:
         """Removes a file that will not be finished."""
-
-        async def work(session: AsyncSession) -> None:
-            await session.execute(quietly(delete(FileRow).where(FileRow.id == file_id)))
-            await session.execute(quietly(delete(FileChunkRow).where(FileChunkRow.file_id == file_id)))
-
-        await self._database.run(work)
+        await session.execute(quietly(delete(FileRow).where(FileRow.id == file_id)))
+        await session.execute(quietly(delete(FileChunkRow).where(FileChunkRow.file_id == file_id)))
 
     async def keep(self) -> None:
         """Runs forever, removing files that have expired, or were never finished."""
@@ -144,23 +123,17 @@ class StoredFiles:
 
         await forever(forget, "files")
 
-    async def _expired(self, now: datetime) -> Sequence[str]:
+    @in_transaction
+    async def _expired(self, session: AsyncSession, now: datetime) -> Sequence[str]:
         is_read = exists().where(BatchRow.input_file_id == FileRow.id, BatchRow.status.in_(UNFINISHED))
         is_left = and_(~FileRow.is_whole, FileRow.created_at < now - _UPLOAD)
         rows = select(FileRow.id).where(or_(FileRow.expires_at <= now, is_left), ~is_read).limit(_EXPIRED_FILES)
+        return list(await session.scalars(rows))
 
-        async def work(session: AsyncSession) -> list[str]:
-            return list(await session.scalars(rows))
-
-        return await self._database.run(work)
-
-    async def _chunk(self, file_id: str, number: int) -> bytes | None:
+    @in_transaction
+    async def _chunk(self, session: AsyncSession, file_id: str, number: int) -> bytes | None:
         wanted = select(FileChunkRow.data).where(FileChunkRow.file_id == file_id, FileChunkRow.number == number)
-
-        async def work(session: AsyncSession) -> bytes | None:
-            return await session.scalar(wanted)
-
-        return await self._database.run(work)
+        return await session.scalar(wanted)
 
 
 def absent_file(file_id: str) -> NotFound:

@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import NotFound
-from halfmoon.ledger.connection.database import Database
+from halfmoon.ledger.connection.database import Database, in_transaction
 from halfmoon.ledger.connection.transaction import quietly
 from halfmoon.ledger.history.retention import forever
 from halfmoon.ledger.kept.leases import Leases
@@ -78,25 +78,22 @@ class StoredResponses:
         except IntegrityError:  # of a request that was repeated
             return
 
-    async def get(self, response_id: str, tenant: str, now: datetime) -> StoredResponse:
+    @in_transaction
+    async def get(self, session: AsyncSession, response_id: str, tenant: str, now: datetime) -> StoredResponse:
         """A tenant's response. Raises NotFound."""
+        return _response(await _row(session, response_id, tenant, now))
 
-        async def work(session: AsyncSession) -> StoredResponse:
-            return _response(await _row(session, response_id, tenant, now))
-
-        return await self._database.run(work)
-
-    async def claimed(self, response_id: str, holder: str) -> StoredResponse | None:
+    @in_transaction
+    async def claimed(self, session: AsyncSession, response_id: str, holder: str) -> StoredResponse | None:
         """A response that this gateway works on; None if it does not any more."""
         table = StoredResponseRow
+        row = await session.scalar(select(table).where(table.id == response_id, table.holder == holder))
+        return None if row is None else _response(row)
 
-        async def work(session: AsyncSession) -> StoredResponse | None:
-            row = await session.scalar(select(table).where(table.id == response_id, table.holder == holder))
-            return None if row is None else _response(row)
-
-        return await self._database.run(work)
-
-    async def chain(self, response_id: str, tenant: str, now: datetime, most: int) -> Sequence[StoredResponse]:
+    @in_transaction
+    async def chain(
+        self, session: AsyncSession, response_id: str, tenant: str, now: datetime, most: int
+    ) -> Sequence[StoredResponse]:
         """A conversation up to this response, oldest turn first; the latest `most` turns of a longer one.
 
         The first has a `previous_id` if that turn is gone, or beyond `most`.
@@ -111,25 +108,20 @@ class StoredResponses:
         before = select(table.id, table.previous_id, turns.c.depth + 1).join(turns, table.id == turns.c.previous_id)
         turns = turns.union_all(before.where(is_here, turns.c.depth < most))
         rows = select(table).join(turns, table.id == turns.c.id).order_by(turns.c.depth.desc())
+        return [_response(row) for row in await session.scalars(rows)]
 
-        async def work(session: AsyncSession) -> list[StoredResponse]:
-            return [_response(row) for row in await session.scalars(rows)]
-
-        return await self._database.run(work)
-
-    async def delete(self, response_id: str, tenant: str, now: datetime) -> None:
+    @in_transaction
+    async def delete(self, session: AsyncSession, response_id: str, tenant: str, now: datetime) -> None:
         """Removes a tenant's response; whoever works on it ends. Raises NotFound."""
+        gone = delete(StoredResponseRow).where(*_own(response_id, tenant, now)).returning(StoredResponseRow.id)
+        if not (await session.execute(quietly(gone))).all():
+            raise _absent(response_id)
+        await session.execute(quietly(delete(ResponseEventsRow).where(_events_of(response_id))))
 
-        async def work(session: AsyncSession) -> None:
-            gone = delete(StoredResponseRow).where(*_own(response_id, tenant, now)).returning(StoredResponseRow.id)
-            if not (await session.execute(quietly(gone))).all():
-                raise _absent(response_id)
-            await session.execute(quietly(delete(ResponseEventsRow).where(_events_of(response_id))))
-
-        await self._database.run(work)
-
+    @in_transaction
     async def change(
         self,
+        session: AsyncSession,
         response_id: str,
         status: ResponseStatus,
         response: Mapping[str, Any],
@@ -148,61 +140,45 @@ class StoredResponses:
         changed = update(table).where(*open_row)
         values = {"status": status, "response": dict(response), "num_bytes": table.num_bytes + num_bytes}
         written = changed.values(values).returning(table.id)
+        return bool((await session.execute(quietly(written))).all())
 
-        async def work(session: AsyncSession) -> bool:
-            return bool((await session.execute(quietly(written))).all())
-
-        return await self._database.run(work)
-
-    async def unfinished(self, tenant: str) -> tuple[int, int]:
+    @in_transaction
+    async def unfinished(self, session: AsyncSession, tenant: str) -> tuple[int, int]:
         """How many responses of a tenant wait or run in the background, and their bytes."""
         table = StoredResponseRow
         sums = select(func.count(), func.sum(table.num_bytes))
         mine = sums.where(table.tenant == tenant, table.status.in_(UNFINISHED))
+        num, num_bytes = (await session.execute(mine)).one()
+        return num, int(num_bytes or 0)
 
-        async def work(session: AsyncSession) -> tuple[int, int]:
-            num, num_bytes = (await session.execute(mine)).one()
-            return num, int(num_bytes or 0)
-
-        return await self._database.run(work)
-
-    async def add_events(self, response_id: str, first: int, events: Sequence[Any]) -> bool:
+    @in_transaction
+    async def add_events(self, session: AsyncSession, response_id: str, first: int, events: Sequence[Any]) -> bool:
         """Adds events to a response that is there; False if it is gone. Those that are there already stay."""
         table = StoredResponseRow
         locked = update(table).where(table.id == response_id).values(status=table.status).returning(table.id)
+        if not (await session.execute(quietly(locked))).all():  # first: SQLite's reader may not become a writer
+            return False
+        num = await _num_events(session, response_id)
+        new = events[max(0, num - first) :]
+        if new:
+            values = {"response_id": response_id, "first": max(first, num), "events": list(new)}
+            await session.execute(insert(ResponseEventsRow).values(values))
+        return True
 
-        async def work(session: AsyncSession) -> bool:
-            if not (await session.execute(quietly(locked))).all():  # first: SQLite's reader may not become a writer
-                return False
-            num = await _num_events(session, response_id)
-            new = events[max(0, num - first) :]
-            if new:
-                values = {"response_id": response_id, "first": max(first, num), "events": list(new)}
-                await session.execute(insert(ResponseEventsRow).values(values))
-            return True
-
-        return await self._database.run(work)
-
-    async def num_events(self, response_id: str) -> int:
+    @in_transaction
+    async def num_events(self, session: AsyncSession, response_id: str) -> int:
         """The number after the last event that was added."""
+        return await _num_events(session, response_id)
 
-        async def work(session: AsyncSession) -> int:
-            return await _num_events(session, response_id)
-
-        return await self._database.run(work)
-
-    async def events(self, response_id: str, start: int, most: int = 50) -> Sequence[Any]:
+    @in_transaction
+    async def events(self, session: AsyncSession, response_id: str, start: int, most: int = 50) -> Sequence[Any]:
         """The next events from number `start` on, in up to `most` groups; empty if there are none yet."""
         table = ResponseEventsRow
         of_response = _events_of(response_id)
         group = select(func.max(table.first)).where(of_response, table.first <= start).scalar_subquery()
         rows = select(table).where(of_response, table.first >= func.coalesce(group, 0)).order_by(table.first)
-
-        async def work(session: AsyncSession) -> list[Any]:
-            found = [event for row in await session.scalars(rows.limit(most)) for event in row.events]
-            return [event for event in found if event["sequence_number"] >= start]
-
-        return await self._database.run(work)
+        found = [event for row in await session.scalars(rows.limit(most)) for event in row.events]
+        return [event for event in found if event["sequence_number"] >= start]
 
     async def keep(self, max_bytes: int) -> None:
         """Runs forever, removing what has expired, and what is too much."""
@@ -251,17 +227,14 @@ class StoredResponses:
             await self._database.run(remove)
         return len(ids)
 
-    async def forget_events(self, before: datetime) -> None:
+    @in_transaction
+    async def forget_events(self, session: AsyncSession, before: datetime) -> None:
         """Removes the events of responses that were created before this moment, and of those that are gone."""
         table = StoredResponseRow
         recent = exists().where(table.id == ResponseEventsRow.response_id, table.created_at >= before)
         running = exists().where(table.id == ResponseEventsRow.response_id, table.status.in_(UNFINISHED))
         gone = delete(ResponseEventsRow).where(~recent, ~running)
-
-        async def work(session: AsyncSession) -> None:
-            await session.execute(quietly(gone))
-
-        await self._database.run(work)
+        await session.execute(quietly(gone))
 
 
 def expiry(now: datetime, days: float) -> datetime:
