@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from tests.console.fake_gateway import (  # noqa: E402
     STORES,
     WORKER,
     FakeGateway,
-    running_fake_gateway,
 )
 
 PAGES = ("overview", "placements", "cache", "slo", "autopilot", "tenants", "try")
@@ -38,12 +37,6 @@ def one_page(page: str, url: str) -> None:
     from console.gateway_api import GatewayApi
 
     import_module(f"console.views.{page}_page").render(GatewayApi(url))
-
-
-@pytest.fixture
-def gateway() -> Iterator[FakeGateway]:
-    with running_fake_gateway() as fake:
-        yield fake
 
 
 def open_page(page: str, url: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,16 +10,10 @@ testing = pytest.importorskip("streamlit.testing.v1")
 
 from console.plain_text import plain  # noqa: E402
 from console.views.slo_page import class_row, tightened  # noqa: E402
-from tests.console.fake_gateway import ADMISSION, GOLD, FakeGateway, running_fake_gateway  # noqa: E402
+from tests.console.fake_gateway import ADMISSION, GOLD, FakeGateway  # noqa: E402
 from tests.console.test_console import open_page  # noqa: E402
 
 TIGHT = GOLD | {"applied_ttft_s": 0.45, "applied_tbt_s": None, "measured_ttft_s": 0.6, "measured_tbt_s": None}
-
-
-@pytest.fixture
-def gateway() -> Iterator[FakeGateway]:
-    with running_fake_gateway() as fake:
-        yield fake
 
 
 def save(shown: Any) -> Any:

@@ -12,7 +12,7 @@ testing = pytest.importorskip("streamlit.testing.v1")
 
 from console.planner_api import PlannerApi  # noqa: E402
 from halfmoon.pb import planner_pb2  # noqa: E402
-from tests.console.fake_gateway import FakeGateway, running_fake_gateway  # noqa: E402
+from tests.console.fake_gateway import FakeGateway  # noqa: E402
 from tests.console.fake_planner import CHANGE, FakePlanner, running_fake_planner  # noqa: E402
 
 
@@ -23,12 +23,6 @@ def the_page(gateway: str, planner: str) -> None:
     from console.views import planner_page
 
     planner_page.render(GatewayApi(gateway), PlannerApi(planner, "secret"))
-
-
-@pytest.fixture
-def gateway() -> Iterator[FakeGateway]:
-    with running_fake_gateway() as fake:
-        yield fake
 
 
 @pytest.fixture

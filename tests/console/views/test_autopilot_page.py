@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,16 +10,10 @@ import pytest
 testing = pytest.importorskip("streamlit.testing.v1")
 
 from console.views.autopilot_page import decision_row, looking_ahead, standing  # noqa: E402
-from tests.console.fake_gateway import AUTOPILOT, DECISION, FakeGateway, running_fake_gateway  # noqa: E402
+from tests.console.fake_gateway import AUTOPILOT, DECISION, FakeGateway  # noqa: E402
 from tests.console.test_console import open_page  # noqa: E402
 
 STATUS = AUTOPILOT["status"]
-
-
-@pytest.fixture
-def gateway() -> Iterator[FakeGateway]:
-    with running_fake_gateway() as fake:
-        yield fake
 
 
 def test_a_decision_has_what_was_predicted_and_measured() -> None:

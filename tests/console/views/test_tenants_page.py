@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,14 +10,8 @@ testing = pytest.importorskip("streamlit.testing.v1")
 
 from console.forms.tenant_form import key_line  # noqa: E402
 from console.views.tenants_page import NEW, tenant_row  # noqa: E402
-from tests.console.fake_gateway import TENANT, FakeGateway, running_fake_gateway  # noqa: E402
+from tests.console.fake_gateway import TENANT, FakeGateway  # noqa: E402
 from tests.console.test_console import open_page  # noqa: E402
-
-
-@pytest.fixture
-def gateway() -> Iterator[FakeGateway]:
-    with running_fake_gateway() as fake:
-        yield fake
 
 
 def button(shown: Any, label: str) -> Any:

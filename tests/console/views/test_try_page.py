@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("streamlit.testing.v1")
 
 from console.conversation import TOOLS_EXAMPLE, Answer, ChatSettings, read_schema, read_tools
-from tests.console.fake_gateway import FakeGateway, running_fake_gateway
+from tests.console.fake_gateway import FakeGateway
 from tests.console.test_console import open_page
 
 CALLS = [
@@ -20,12 +19,6 @@ CALLS = [
     {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": 'ty": "Paris"}'}}]}},
     {"delta": {}, "finish_reason": "tool_calls"},
 ]
-
-
-@pytest.fixture
-def gateway() -> Iterator[FakeGateway]:
-    with running_fake_gateway() as fake:
-        yield fake
 
 
 def test_calls_are_shown_and_their_results_go_on(gateway: FakeGateway) -> None:
