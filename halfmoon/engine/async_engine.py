@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import TypeVar
 
 from halfmoon.engine.engine import Engine
@@ -52,9 +51,7 @@ class AsyncEngine:
         self._thread.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._thread.stop()
         await asyncio.to_thread(self._copies.shutdown)
 

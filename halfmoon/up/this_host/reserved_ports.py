@@ -6,7 +6,6 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
@@ -28,9 +27,7 @@ class ReservedPorts:
     def __enter__(self) -> ReservedPorts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._held.close()
 
     def port(self, host: str = LOOPBACK) -> int:

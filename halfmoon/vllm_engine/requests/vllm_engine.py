@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from types import TracebackType
 from typing import Any
 
 from halfmoon.background import cancelled
@@ -80,9 +79,7 @@ class VllmEngine(StagedKV):
     async def __aenter__(self) -> VllmEngine:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self._dead = self._dead or RuntimeError("the engine was closed")
         for entry in self._requests:
             if entry.task is not None:

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from halfmoon.errors import Cancelled, NoCapacity
@@ -38,9 +37,7 @@ class TokenizerThreads:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         for executor in (self._short, self._long, self._waiting):
             executor.shutdown(wait=False, cancel_futures=True)
 
