@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 import streamlit as st
@@ -73,6 +74,15 @@ def away(reason: str, look: Callable[[], object]) -> None:
 
     disconnected(reason, None)
     st.fragment(again, run_every=REFRESH_S)()
+
+
+@contextmanager
+def refusals_shown() -> Iterator[None]:
+    """Shows why the gateway did not do what is asked inside, where the block then ends."""
+    try:
+        yield
+    except GatewayError as error:
+        st.error(plain(error))
 
 
 def disconnected(reason: str, known_s: float | None) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import streamlit as st
 
-from console.gateway_api import GatewayApi, GatewayError
+from console.gateway_api import GatewayApi
+from console.live import refusals_shown
 from console.plain_text import plain
 from console.quantities import share
 
@@ -171,31 +172,22 @@ def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, d
 
 
 def _preview(api: GatewayApi, name: str, body: Mapping[str, Any]) -> None:
-    try:
+    with refusals_shown():
         with st.spinner("Replaying the last hour"):
             preview = api.preview_class(name, body)
-    except GatewayError as error:
-        st.error(plain(error))
-        return
-    st.info(preview_sentence(preview), icon=":material/history:")
+        st.info(preview_sentence(preview), icon=":material/history:")
 
 
 def _save(api: GatewayApi, name: str, body: Mapping[str, Any]) -> None:
-    try:
+    with refusals_shown():
         saved = api.put_class(name, body)
-    except GatewayError as error:
-        st.error(plain(error))
-        return
-    done(f"Class {plain(name, 64)} is saved as version {saved['version']}.")
+        done(f"Class {plain(name, 64)} is saved as version {saved['version']}.")
 
 
 def _remove(api: GatewayApi, name: str, version: int) -> None:
-    try:
+    with refusals_shown():
         api.delete_class(name, version)
-    except GatewayError as error:
-        st.error(plain(error))
-        return
-    done(f"Class {plain(name, 64)} is removed.")
+        done(f"Class {plain(name, 64)} is removed.")
 
 
 def done(what: str) -> None:

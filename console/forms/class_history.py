@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import streamlit as st
 
 from console.forms.class_form import done
-from console.gateway_api import GatewayApi, GatewayError
+from console.gateway_api import GatewayApi
+from console.live import refusals_shown
 from console.plain_text import plain
 from console.quantities import NOTHING, seconds
 
@@ -71,15 +72,12 @@ def draw_history(api: GatewayApi, edits: Sequence[Mapping[str, Any]], classes: S
 
 
 def _restore(api: GatewayApi, undo: Undo) -> None:
-    try:
+    with refusals_shown():
         if undo.body is None:
             api.delete_class(undo.name, undo.version)
         else:
             api.put_class(undo.name, {**undo.body, "version": undo.version})
-    except GatewayError as error:
-        st.error(plain(error))
-        return
-    done(f"Class {plain(undo.name, 64)} is restored.")
+        done(f"Class {plain(undo.name, 64)} is restored.")
 
 
 def _value(name: str, value: Any) -> str:

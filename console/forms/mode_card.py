@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from console.gateway_api import GatewayError
-from console.plain_text import plain
+from console.live import refusals_shown
 
 _SHOWN = 8
 OWN = "own"  # the mode that services were started with
@@ -67,9 +66,6 @@ def _history(choice: ModeChoice, state: Mapping[str, Any]) -> None:
 
 
 def _save(choice: ModeChoice, mode: str | None, version: int) -> None:
-    try:
+    with refusals_shown():
         saved = choice.put(mode, version)
-    except GatewayError as error:
-        st.error(plain(str(error)))
-        return
-    choice.say(f"{choice.title} is {saved['mode'] or OWN} since version {saved['version']}.")
+        choice.say(f"{choice.title} is {saved['mode'] or OWN} since version {saved['version']}.")

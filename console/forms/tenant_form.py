@@ -9,7 +9,8 @@ from typing import Any
 
 import streamlit as st
 
-from console.gateway_api import GatewayApi, GatewayError
+from console.gateway_api import GatewayApi
+from console.live import refusals_shown
 from console.plain_text import plain
 
 _GIB = 1 << 30
@@ -100,10 +101,7 @@ def _when(moment: str) -> str:
 
 
 def _edit(edit: Callable[[], object], done: str) -> None:
-    try:
+    with refusals_shown():
         edit()
-    except GatewayError as error:
-        st.error(plain(str(error)))
-        return
-    st.session_state["tenant_edit_done"] = done
-    st.rerun()
+        st.session_state["tenant_edit_done"] = done
+        st.rerun()

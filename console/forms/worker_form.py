@@ -8,8 +8,8 @@ from typing import Any
 import streamlit as st
 
 from console.forms.class_form import done
-from console.gateway_api import GatewayApi, GatewayError
-from console.plain_text import plain
+from console.gateway_api import GatewayApi
+from console.live import refusals_shown
 
 _ROLES = ("prefill", "decode", "both")
 
@@ -34,9 +34,6 @@ def draw_worker_form(api: GatewayApi, workers: Sequence[Mapping[str, Any]]) -> N
 
 
 def _change(api: GatewayApi, name: str, what: str, body: Mapping[str, Any], told: str) -> None:
-    try:
+    with refusals_shown():
         api.change_worker(name, what, body)
-    except GatewayError as error:
-        st.error(plain(str(error)))
-        return
-    done(told)
+        done(told)
