@@ -79,9 +79,9 @@ class GatewayApi:
         classes: list[dict[str, Any]] = self._object("/halfmoon/v1/classes", "classes")["classes"]
         return classes
 
-    def class_edits(self, limit: int = 50) -> list[dict[str, Any]]:
+    def class_edits(self) -> list[dict[str, Any]]:
         """The newest edits of classes, newest first."""
-        return self._list(f"/halfmoon/v1/class_edits?limit={limit}")
+        return self._list("/halfmoon/v1/class_edits?limit=50")
 
     def admission(self) -> dict[str, Any]:
         """The admission mode, where it was set, and its edits."""

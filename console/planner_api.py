@@ -70,10 +70,10 @@ class PlannerApi:
             message = self._stub.Catalogue(planner_pb2.CatalogueRequest(), timeout=_LOOK_S, metadata=self._metadata)
         return Catalogue(tuple(message.gpus), tuple(message.models), tuple(message.workloads), message.can_apply)
 
-    def plans(self, limit: int = 50) -> list[Plan]:
+    def plans(self) -> list[Plan]:
         """Stored plans, newest first."""
         with _readable_errors(self.address):
-            request = planner_pb2.ListPlansRequest(limit=limit)
+            request = planner_pb2.ListPlansRequest(limit=50)
             listed = self._stub.ListPlans(request, timeout=_LOOK_S, metadata=self._metadata)
         return [plan_of(plan) for plan in listed.plans]
 

@@ -52,7 +52,6 @@ class KVArena:
         num_blocks: int,
         device: str,
         kernels: Kernels = "torch",
-        pinned: bool = False,
         memory: torch.Tensor | None = None,
     ) -> None:
         """memory: used instead of new memory, of the shape of `tensor`."""
@@ -60,7 +59,7 @@ class KVArena:
         self._layout = layout
         shape = layout.memory_shape(layout.num_layers, num_blocks * layout.block_tokens)
         if memory is None:
-            memory = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], device=device, pin_memory=pinned)
+            memory = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
         self.tensor = memory  # [layers, 2, kv_heads, slots, row_items]
         self._canonical = CanonicalKV(layout)
         # The same memory as integers: numpy has no bfloat16, and copies without torch's threads.

@@ -56,11 +56,6 @@ class Tokenizer:
         return frozenset(number for number, token in self._fast.get_added_tokens_decoder().items() if token.special)
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can be used."""
-        return self._template is not None
-
-    @property
     def template_variables(self) -> frozenset[str]:
         """Names that the chat template reads; empty without a template."""
         return frozenset() if self._template is None else self._template.variables
@@ -121,19 +116,9 @@ class Tokenizer:
         at = list(ids).index(plain[0])
         return Around(tuple(ids[:at]), tuple(ids[at + 1 :]))
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of `render_chat`; the template itself writes all special tokens."""
-        text = self.render_chat(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
-        )
-        return self._ids(text, with_special=False)
+        return self._ids(self.render_chat(messages, add_generation_prompt=add_generation_prompt), with_special=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; invalid UTF-8 becomes U+FFFD."""

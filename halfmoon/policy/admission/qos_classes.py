@@ -85,11 +85,10 @@ class Caller:
 
 
 class ClassTable:
-    """Owns the classes of one version. A request belongs to the first class, by priority, with a rule that holds."""
+    """Owns the classes. A request belongs to the first class, by priority, with a rule that holds."""
 
-    def __init__(self, classes: Iterable[QosClass] = (), version: int = 0) -> None:
+    def __init__(self, classes: Iterable[QosClass] = ()) -> None:
         """Raises InvalidRequest if two classes share a name, or if reservations exceed the cluster."""
-        self.version = version
         self.classes = tuple(sorted(classes, key=lambda qos: (qos.priority, qos.name)))
         names = [qos.name for qos in self.classes]
         _check(len(set(names)) == len(names), "name", "must differ from class to class")

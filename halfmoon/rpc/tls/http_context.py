@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,14 +15,12 @@ CA_VARIABLE = "HALFMOON_HTTP_CA"
 CA_HELP = "File of authorities to trust, if the URL is https:// and the system does not know them."
 
 
-def server_context(
-    cert: Path, key: Path, now_s: Callable[[], float] = time.monotonic, check_s: float = CHECK_S
-) -> ssl.SSLContext:
+def server_context(cert: Path, key: Path, check_s: float = CHECK_S) -> ssl.SSLContext:
     """A server's context, TLS 1.2 or newer. Each handshake uses the newest usable certificate.
 
     Raises InvalidRequest if the files cannot be used.
     """
-    files = WatchedFiles((cert, key), lambda: _loaded(cert, key), now_s, check_s)
+    files = WatchedFiles((cert, key), lambda: _loaded(cert, key), time.monotonic, check_s)
     context = files.current
 
     def choose(connection: ssl.SSLObject, name: str | None, offered: ssl.SSLContext) -> None:

@@ -7,10 +7,11 @@ import sys
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGEST = 32 << 20  # largest value that glibc accepts for its mmap threshold
+_KEEP_BYTES = 256 << 20
 
 
-def keep_freed_memory(keep_bytes: int = 256 << 20) -> bool:
-    """Makes glibc reuse freed memory, up to about `keep_bytes`, instead of returning it; returns whether it could.
+def keep_freed_memory() -> bool:
+    """Makes glibc reuse freed memory, up to about `_KEEP_BYTES`, instead of returning it; returns whether it could.
 
     Otherwise every gRPC message of a megabyte or two is new pages at both ends, and touching a page for the first time
     costs more than copying it.
@@ -20,5 +21,5 @@ def keep_freed_memory(keep_bytes: int = 256 << 20) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library
         return False
-    wanted = {_M_MMAP_THRESHOLD: _LARGEST, _M_TRIM_THRESHOLD: keep_bytes, _M_TOP_PAD: 16 << 20}
+    wanted = {_M_MMAP_THRESHOLD: _LARGEST, _M_TRIM_THRESHOLD: _KEEP_BYTES, _M_TOP_PAD: 16 << 20}
     return all(mallopt(ctypes.c_int(option), ctypes.c_int(value)) == 1 for option, value in wanted.items())

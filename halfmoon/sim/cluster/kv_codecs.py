@@ -19,7 +19,6 @@ class KvCodec:
     ratio: float  # bytes sent per byte of KV
     encode_bytes_per_s: float | None = None
     decode_bytes_per_s: float | None = None
-    divergence: float = 0.0  # of the next-token distribution, in nats
 
     @property
     def cost(self) -> CodecCost:
@@ -33,8 +32,8 @@ KV_CODECS: MappingProxyType[KvCodecName, KvCodec] = MappingProxyType(
         "raw": KvCodec(1.0),
         "lz4": KvCodec(1 / 1.22, 0.6e9, 2.0e9),
         "zstd": KvCodec(1 / 1.46, 0.5e9, 1.3e9),
-        "int8": KvCodec(1 / 1.94, 1.40e9, 2.06e9, 1.3e-4),
-        "int4": KvCodec(1 / 3.20, 0.86e9, 1.58e9, 4.8e-3),
+        "int8": KvCodec(1 / 1.94, 1.40e9, 2.06e9),
+        "int4": KvCodec(1 / 3.20, 0.86e9, 1.58e9),
     }
 )
 """Measured on SmolLM2-135M by `benchmarks/codecs` and `benchmarks/kv_entries` (docs/log/kv.md, docs/log/kvstore.md)."""

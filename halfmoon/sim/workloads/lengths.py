@@ -38,14 +38,6 @@ class Lengths:
     output: Lognormal
     source: str = ""
 
-    def scaled(self, prompt: float = 1.0, output: float = 1.0) -> Lengths:
-        """The same distributions with other means."""
-        return Lengths(
-            Lognormal(self.prompt.mean_tokens * prompt, self.prompt.sigma),
-            Lognormal(self.output.mean_tokens * output, self.output.sigma),
-            self.source,
-        )
-
 
 _MEANS = "means as in DistServe (arXiv 2401.09670), figure 7"
 KNOWN_LENGTHS: MappingProxyType[str, Lengths] = MappingProxyType(

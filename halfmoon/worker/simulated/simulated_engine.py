@@ -67,7 +67,6 @@ class SimulatedEngine:
         root: Callable[[bytes], bytes] | None,
         answers: AnswerModel,
         on_step: Callable[[StepResult], None],
-        clock: Callable[[], float] = time.monotonic,
         fingerprint: str = "",
     ) -> None:
         """`root` computes the parent of a tenant's first block keys from its salt; with None nothing is cached.
@@ -80,12 +79,11 @@ class SimulatedEngine:
         self.layer_loading: None = None  # a modelled step has no layers that could wait
         self.chunk_tokens = profile.chunk_tokens
         self.step_tokens = profile.max_batch_tokens
-        self.links = SimulatedLinks(profile, clock)
+        self.links = SimulatedLinks(profile, time.monotonic)
         self._requests = SimulatedRequests(answers, self.links)
         self.num_blocks = profile.kv_tokens // layout.block_tokens
         self._profile = profile
         self._on_step = on_step
-        self._clock = clock
         self._core = EngineCore(
             BlockPool(self.num_blocks),
             RequestLimits(answers.vocab_size, profile.context_tokens, self.num_blocks, layout, _NEED_A_MODEL),
@@ -117,7 +115,7 @@ class SimulatedEngine:
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
         """See `AsyncEngine.reserve`."""
         if self._core.allows_pauses:  # what pauses is in no step
-            held_tokens = await self._before_next_step(lambda: self._core.reserve(request, on_kv, self._clock()))
+            held_tokens = await self._before_next_step(lambda: self._core.reserve(request, on_kv, time.monotonic()))
         else:
             held_tokens = self._core.reserve(request, on_kv)
         self._requests.enter(request)
@@ -212,18 +210,18 @@ class SimulatedEngine:
         return self._core.stats()
 
     async def _run(self) -> None:
-        due_s = self._clock()
+        due_s = time.monotonic()
         while True:
-            step = self._core.begin_step(self._clock())
+            step = self._core.begin_step(time.monotonic())
             if not step.schedule.scheduled and not step.schedule.num_preempted:
                 self._wake.clear()
                 await self._wake.wait()
-                due_s = self._clock()
+                due_s = time.monotonic()
                 continue
             seconds = self._seconds(step)
-            due_s = max(due_s, self._clock() - _MAX_LAG_S) + seconds
+            due_s = max(due_s, time.monotonic() - _MAX_LAG_S) + seconds
             self._is_stepping = True
-            await asyncio.sleep(max(due_s - self._clock(), 0.0))
+            await asyncio.sleep(max(due_s - time.monotonic(), 0.0))
             result = self._ended(step, seconds)
             self._is_stepping = False
             self._on_step(result)
@@ -268,7 +266,7 @@ class SimulatedEngine:
         for output in result.outputs:
             if output.finish_reason is not None and not self._requests.is_held(output.request_id):
                 self._requests.leave(output.request_id)
-        timed = replace(result, duration_s=max(seconds, _LEAST_STEP_S), ended_s=self._clock())
+        timed = replace(result, duration_s=max(seconds, _LEAST_STEP_S), ended_s=time.monotonic())
         self._core.note_timed(timed)
         return timed
 

@@ -28,20 +28,19 @@ class StoreLink:
     One failure is enough for a pause: requests must not wait for a store that is away.
     """
 
-    def __init__(self, client: KVStoreClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, client: KVStoreClient) -> None:
         self.client = client
-        self._clock = clock
         self._breaker = CircuitBreaker(max_failures=1, pause_s=0.5)
 
     @contextmanager
     def use(self, salt: bytes) -> Iterator[KVStoreClient]:
         """Gives the store as one tenant sees it. Raises StoreAway during a pause; errors inside count as failures."""
-        if not self._breaker.allows(self._clock()):
+        if not self._breaker.allows(time.monotonic()):
             raise StoreAway("the store is not used for a while: it failed a moment ago")
         try:
             yield self.client.of_tenant(salt)
         except (Unavailable, DeadlineExceeded):
-            self._breaker.failed(self._clock())
+            self._breaker.failed(time.monotonic())
             raise
         except BaseException:
             self._breaker.succeeded()  # it answered, or the caller is gone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
@@ -47,20 +47,19 @@ class Cluster(ClusterServicer):
         gateway_id: str,
         membership: Membership,
         tasks: asyncio.TaskGroup,
-        clock: Callable[[], float] = time.monotonic,
         credential: Credential | None = None,
     ) -> None:
         self.gateway_id = gateway_id
         self._credential = credential
         self.membership = membership
         self.router = TokenRouter()
-        self.clock = clock
+        self.clock = time.monotonic
         self._tasks = tasks
         self._workers: dict[str, Worker] = {}
         self._readers: dict[Worker, asyncio.Task[None]] = {}
         self.ends = RequestEnds(gateway_id, self.spawn)
         self._changes = Changes()
-        self.started_s = self.changed_s = clock()
+        self.started_s = self.changed_s = self.clock()
         self._closing = asyncio.Event()
 
     def worker(self, worker_id: str) -> Worker:
@@ -311,13 +310,12 @@ class Cluster(ClusterServicer):
 async def running_cluster(
     gateway_id: str,
     membership: Membership,
-    clock: Callable[[], float] = time.monotonic,
     credential: Credential | None = None,
 ) -> AsyncIterator[Cluster]:
     """A cluster whose tasks end with the block. An error of the block is raised as it is, not as a group."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            cluster = Cluster(gateway_id, membership, tasks, clock, credential)
+            cluster = Cluster(gateway_id, membership, tasks, credential)
             duties = [tasks.create_task(work) for work in (cluster.watch_heartbeats(), cluster.announce_members())]
             try:
                 yield cluster

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -49,13 +49,11 @@ class Conversations:
         responses: StoredResponses,
         mode: KeepMode,
         keep_days: float,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         """`mode`: whether a response is kept by default, where a request asks for it, or never."""
         self._responses = responses
         self._mode = mode
         self._keep_days = keep_days
-        self._clock = clock
 
     async def begin(
         self, request: GatewayRequest, body: ResponsesBody, num_bytes: int, response_id: str | None = None
@@ -98,7 +96,7 @@ class Conversations:
         self, turn: Turn, tenant: str, response: dict[str, Any], status: str, job: dict[str, Any] | None = None
     ) -> None:
         """Adds a response, unless it is there. Raises Unavailable."""
-        now = self._clock()
+        now = datetime.now(UTC)
         stored = StoredResponse(
             id=turn.response_id,
             tenant=tenant,
@@ -127,7 +125,7 @@ class Conversations:
         wanted = body.previous_response_id
         if wanted is None:
             return ()
-        turns = await self._responses.chain(wanted, tenant, self._clock(), MOST_TURNS)
+        turns = await self._responses.chain(wanted, tenant, datetime.now(UTC), MOST_TURNS)
         if not turns:
             raise _not_found(f"Previous response with id {shortened(wanted, 80)!r} not found.")
         for turn in turns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 
@@ -44,7 +44,6 @@ class RequestRecorder:
         tracer: Tracer,
         limits: RateLimits,
         labels: LabelDigests,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_name = model_name
         self._ledger = ledger
@@ -53,17 +52,16 @@ class RequestRecorder:
         self._tracer = tracer
         self._limits = limits
         self._labels = labels
-        self._clock = clock
 
     def begin(self, http_request: web.Request, endpoint: str) -> GatewayRequest:
         """The request that has just arrived, with its span."""
-        request_id, now_s = request_id_of(http_request), self._clock()
+        request_id, now_s = request_id_of(http_request), time.monotonic()
         span = begin_span(self._tracer, http_request, endpoint, request_id, self._model_name, now_s)
         return GatewayRequest(request_id, endpoint, datetime.now(UTC), now_s, span, tenant_of(http_request))
 
     def begin_detached(self, detached: DetachedRequest) -> GatewayRequest:
         """A request that no connection waits for, with its span."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         request_id, endpoint, model = detached.request_id, detached.endpoint, self._model_name
         span = begin_span(self._tracer, None, endpoint, request_id, model, now_s)
         request = GatewayRequest(request_id, endpoint, datetime.now(UTC), now_s, span, detached.tenant)
@@ -101,7 +99,7 @@ class RequestRecorder:
         if request.is_recorded:
             self.leave(request, "request.replayed")
             return
-        gaps_s, now_s = request.gaps_s, self._clock()
+        gaps_s, now_s = request.gaps_s, time.monotonic()
         error = None if error is None else shortened(error, _MAX_ERROR_CHARS)
         row = request_row(request, request.model or self._model_name, status, http_status, error, gaps_s, now_s)
         end_span(request.span, row, reason)
@@ -119,12 +117,12 @@ class RequestRecorder:
         """Notes a request that will be run again: it has cost nothing so far."""
         if request.is_metered:
             self._limits.correct_tokens(request.tenant, -request.num_expected_tokens)
-        request.span.end(self._clock())
+        request.span.end(time.monotonic())
         log.debug("request.waits", extra={"request_id": request.request_id})
 
     def leave(self, request: GatewayRequest, event: str = "request.left") -> None:
         """Notes a request that another connection will record, or has recorded."""
-        request.span.end(self._clock())
+        request.span.end(time.monotonic())
         log.info(event, extra={"request_id": request.request_id})
 
     def _count(self, row: RequestRow, gaps_s: Sequence[float]) -> None:
