@@ -30,11 +30,9 @@ class DecodeSteps(Protocol):
 
     def fits(self, chunks: Sequence[Chunk]) -> bool:
         """Whether `run` can compute them."""
-        ...
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Logits [num_chunks, vocab_size], valid until the next `run`."""
-        ...
 
 
 class ModelRunner:

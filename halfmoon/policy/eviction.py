@@ -35,11 +35,9 @@ class EvictionPolicy(Protocol):
 
     def rank(self, usage: Usage, num_bytes: int) -> Rank:
         """Current rank of the block; called at each use."""
-        ...
 
     def evicted(self, rank: Rank) -> None:
         """Learns that a block of this rank was evicted."""
-        ...
 
 
 class LRU:

@@ -84,12 +84,10 @@ class Ranked(Protocol):
     @property
     def rank(self) -> Any:
         """Unique, and comparable; smaller goes first."""
-        ...
 
     @property
     def pauses(self) -> Pauses:
         """The class's level, and the pauses so far."""
-        ...
 
 
 Request = TypeVar("Request", bound=Ranked)

@@ -42,11 +42,9 @@ class BenchLoad(Protocol):
 
     async def sent(self, server: Gateway, value: float, seed: int, first_request: int) -> Sent:
         """Sends everything and waits for all answers. Other values of `first_request` share no text."""
-        ...
 
     def num_requests(self, value: float) -> int:
         """How many requests a point has."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ class RoleController(Protocol):
 
     def changes(self, seen: Observation, now_s: float) -> Iterable[tuple[str, Role]]:
         """The workers that are to change now, by name, and their new roles."""
-        ...
 
 
 class RoleControl:

@@ -25,35 +25,27 @@ class Hosts(Protocol):
 
     async def launch(self, spec: ServiceSpec) -> ServiceProcess:
         """Starts a service. Raises OSError if it cannot be started now."""
-        ...
 
     async def stores(self, names: Sequence[str], ports: ReservedPorts) -> Mapping[str, tuple[str, Room | None]]:
         """Reserves an address for each store, and its room on its host, by name."""
-        ...
 
     async def default_stores(self) -> int:
         """Returns the number of stores where none is configured."""
-        ...
 
     def worker_room(self, start: WorkerStart, device: str) -> Room | None:
         """Returns what a worker reserves; None on this host."""
-        ...
 
     def share(self, specs: Sequence[ServiceSpec]) -> None:
         """Makes those of these services whose rooms name the same unit start on one host."""
-        ...
 
     def metrics_address(self, spec: ServiceSpec) -> str | None:
         """Returns host:port of a service's metrics; None if it has none or does not run."""
-        ...
 
     async def write_certificates(self) -> None:
         """Copies renewed certificates to where their services read them."""
-        ...
 
     async def close(self) -> None:
         """Ends what it started itself."""
-        ...
 
 
 class ThisHost:

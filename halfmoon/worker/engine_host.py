@@ -39,22 +39,18 @@ class EngineHost(Protocol):
     @property
     def facts(self) -> EngineFacts:
         """What others are told of it."""
-        ...
 
     @property
     def profile(self) -> Profile | None:
         """What was measured of it, now or at an earlier start."""
-        ...
 
     def first_steps(self) -> Sequence[StepResult]:
         """Measures a few steps."""
-        ...
 
     def running(
         self, on_step: Callable[[StepResult], None], on_death: Callable[[BaseException], None]
     ) -> AbstractAsyncContextManager[PoolingEngine]:
         """Serves requests while inside. `on_death` is called, at most once, when it computes nothing any more."""
-        ...
 
 
 def load_shared(settings: WorkerSettings) -> Engine | None:

@@ -37,4 +37,3 @@ class RunDetached(Protocol):
 
     async def __call__(self, detached: DetachedRequest, on_events: OnEvents | None = None) -> dict[str, Any]:
         """`on_events` makes it a response of which the events are wanted, too."""
-        ...

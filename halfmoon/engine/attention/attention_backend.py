@@ -66,7 +66,6 @@ class StepAttention(Protocol):
         num_slots, row_items], in the model's dtype or quantised (`KVLayout`). Returns [num_tokens, num_heads *
         head_dim]. With latents, q has 2 * head_dim numbers a head, and what is returned `latent_size`.
         """
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -74,4 +73,3 @@ class AttentionBackend(Protocol):
 
     def step(self, spans: Sequence[TokenSpan]) -> StepAttention:
         """Prepares attention for `spans`: computed and copied to the device once."""
-        ...

@@ -21,7 +21,6 @@ class KVMemory(Protocol):
     @property
     def num_blocks(self) -> int:
         """Number of blocks."""
-        ...
 
     def read(
         self,
@@ -33,13 +32,11 @@ class KVMemory(Protocol):
         out: KVPlace | None = None,
     ) -> memoryview:
         """See `KVArena.read`."""
-        ...
 
     def write(
         self, blocks: SequenceOf[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
         """See `KVArena.write`."""
-        ...
 
 
 class KVAccess:

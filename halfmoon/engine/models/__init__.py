@@ -26,15 +26,12 @@ class Model(Protocol):
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Views of the weights under the names (and with the shapes) they have in a checkpoint."""
-        ...
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint has the tensor `name` for something that we do not compute."""
-        ...
 
     def put_blocks(self, name: str, blocks: Blocks) -> bool:
         """Takes the weight `name` of `parameters` in blocks instead of numbers; returns whether it can."""
-        ...
 
     def pack(
         self,
@@ -46,7 +43,6 @@ class Model(Protocol):
 
         pack_head: for the head; pack_layer: makes what the matrices of a layer are packed by.
         """
-        ...
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Logits [num_logits, vocab_size]; kv: [num_layers, 2, num_kv_heads, num_slots, head_dim].
@@ -54,7 +50,6 @@ class Model(Protocol):
         A part that is not the model's first is given the hidden states [num_tokens, hidden_size] of the part before it;
         one that is not the last returns hidden states.
         """
-        ...
 
 
 def build_model(

@@ -37,14 +37,12 @@ class RunLayers(Protocol):
 
     def takes(self, attention: StepAttention) -> bool:
         """Whether it computes a step with this attention, what is to be called between two layers included."""
-        ...
 
     def run(self, hidden: Tensor, positions: Tensor, attention: StepAttention, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Returns hidden states [num_tokens, hidden_size] without the last layer's contribution, and that.
 
         Raises LayerLate.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

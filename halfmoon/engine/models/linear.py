@@ -33,7 +33,6 @@ class RowSource(Protocol):
 
     def rows(self, indices: Tensor) -> Tensor:
         """The weights [num_indices, in_features] of some outputs [num_indices]."""
-        ...
 
 
 @runtime_checkable
@@ -42,11 +41,9 @@ class FusedRows(Protocol):
 
     def normed(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         """Multiplies with the RMS norm of x + residual, both [num_tokens, in_features], which overwrites it."""
-        ...
 
     def gated(self, gate_up: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies with silu(gate) * up; gate_up: [num_tokens, 2 * in_features]."""
-        ...
 
 
 class Linear:

@@ -42,7 +42,6 @@ class PackedWeight(Protocol):
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `Multiply`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

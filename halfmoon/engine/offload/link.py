@@ -39,7 +39,6 @@ class Fetch(Protocol):
 
     def wait(self) -> None:
         """Makes subsequent computing see what was copied."""
-        ...
 
 
 class Link(Protocol):
@@ -47,15 +46,12 @@ class Link(Protocol):
 
     def fetch(self, copies: Sequence[Copy]) -> Fetch:
         """Starts the copies; the targets must be free once the device has finished the work launched before."""
-        ...
 
     def take_work(self) -> LinkWork:
         """Work since the last call, all of it awaited. Empty where it is not measured."""
-        ...
 
     def close(self) -> None:
         """Ends the link."""
-        ...
 
 
 class Throttle:

@@ -35,24 +35,19 @@ class Follower(Protocol):
     @property
     def steps(self) -> Any:
         """A connection; see `messages.py`."""
-        ...
 
     @property
     def copies(self) -> Any:
         """A connection; see `messages.py`."""
-        ...
 
     def kill(self) -> None:
         """Ends the process at once."""
-        ...
 
     def end(self, patience_s: float) -> None:
         """Closes the pipes, after which the process ends; one of this host is gone then. Idempotent."""
-        ...
 
     def last_state(self) -> str:
         """What became of the process, whose pipe has ended."""
-        ...
 
 
 class JoinedFollower:

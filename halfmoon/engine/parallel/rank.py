@@ -43,34 +43,27 @@ class StepRank(Protocol):
     @property
     def memory(self) -> KVArena | TieredKV:
         """Its KV memory."""
-        ...
 
     @property
     def offload(self) -> OffloadRunner | None:
         """Runs steps with KV on the host; None: there is none."""
-        ...
 
     @property
     def weights(self) -> WeightStream | None:
         """Brings the weights of layers that are on the host; None: all are on the device."""
-        ...
 
     @property
     def runner(self) -> ModelRunner:
         """Its part of the model; on rank 0 it samples."""
-        ...
 
     def batch(self, chunks: Sequence[Chunk]) -> Any:
         """The tensors of a step over `chunks`, for `compute`; involves no other rank."""
-        ...
 
     def compute(self, batch: Any, watch: LayerWatch | None = None) -> Tensor | None:
         """See `Rank.compute`."""
-        ...
 
     def abort(self) -> None:
         """Makes a waiting `compute` fail because another rank is gone. Any thread."""
-        ...
 
 
 class Rank:

@@ -16,15 +16,12 @@ class PausedKV(Protocol):
 
     def save(self, sequence: Sequence) -> bool:
         """Copies what is computed out of the sequence's blocks; False if there is no room for it."""
-        ...
 
     def load(self, sequence: Sequence) -> None:
         """Copies it back into the sequence's new blocks, and forgets the copy."""
-        ...
 
     def forget(self, sequence: Sequence) -> None:
         """Drops the copy, if there is one."""
-        ...
 
 
 class NoKV:

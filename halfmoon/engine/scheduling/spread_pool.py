@@ -15,35 +15,27 @@ class Blocks(Protocol):
     @property
     def num_free(self) -> int:
         """See `BlockPool.num_free`."""
-        ...
 
     def num_free_with(self, num_whole: int, num_half: int) -> int:
         """See `BlockPool.num_free_with`."""
-        ...
 
     def is_half(self, block: int) -> bool:
         """See `BlockPool.is_half`."""
-        ...
 
     def references(self, block: int) -> int:
         """See `BlockPool.references`."""
-        ...
 
     def allocate(self, num_blocks: int, near: int | None = None, room: int = 0) -> list[int]:
         """See `BlockPool.allocate`."""
-        ...
 
     def share(self, blocks: Iterable[int]) -> None:
         """See `BlockPool.share`."""
-        ...
 
     def release(self, blocks: Sequence[int]) -> None:
         """See `BlockPool.release`."""
-        ...
 
     def check_integrity(self) -> None:
         """See `BlockPool.check_integrity`."""
-        ...
 
 
 def rank_of(block: int, num_ranks: int) -> int:

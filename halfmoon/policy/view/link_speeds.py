@@ -25,17 +25,14 @@ class MeasuredLink(Protocol):
     @property
     def address(self) -> str:
         """The receiver's."""
-        ...
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
         """Bandwidth."""
-        ...
 
     @property
     def latency_s(self) -> float:
         """Latency."""
-        ...
 
 
 class LinkCosts(NamedTuple):

@@ -24,24 +24,19 @@ class Span(Protocol):
     @property
     def is_recording(self) -> bool:
         """Whether the span is recorded: if not, its attributes need not be computed."""
-        ...
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
         """Headers by which a call makes the spans behind it children of this one (W3C trace context)."""
-        ...
 
     def child(self, name: str, start_s: float | None = None, attributes: Attributes = NO_ATTRIBUTES) -> Span:
         """A child span that starts now or at `start_s`."""
-        ...
 
     def event(self, name: str, at_s: float) -> None:
         """Records a moment within the span."""
-        ...
 
     def end(self, end_s: float | None = None, error: str | None = None, attributes: Attributes = NO_ATTRIBUTES) -> None:
         """Ends the span now or at `end_s`; `error` says why it failed. Nothing after the first end has an effect."""
-        ...
 
 
 class Tracer(Protocol):
@@ -49,11 +44,9 @@ class Tracer(Protocol):
 
     def request(self, name: str, headers: Mapping[str, str], start_s: float, attributes: Attributes) -> Span:
         """A client's request, in the client's trace if its headers name one."""
-        ...
 
     def call(self, method: str, headers: Mapping[str, str]) -> Span:
         """An RPC (`/package.Service/Method`) from another service; no span unless its headers name one."""
-        ...
 
 
 class _NoSpan:

@@ -40,11 +40,9 @@ class DeviceRegion(Protocol):
     @property
     def num_bytes(self) -> int:
         """Size of the region."""
-        ...
 
     def part(self, offset: int, num_bytes: int) -> DeviceBytes:
         """Part of the region; keeps all of it alive."""
-        ...
 
 
 class DeviceMemory(Protocol):
@@ -52,11 +50,9 @@ class DeviceMemory(Protocol):
 
     def allocate(self, num_bytes: int) -> tuple[DeviceRegion, bytes]:
         """A new region, and what `open` needs in another process. Raises Unavailable if it cannot be had or shared."""
-        ...
 
     def open(self, exported: bytes) -> DeviceRegion:
         """Another process's region. Raises Incompatible or Unavailable with the reason. Blocks for a moment."""
-        ...
 
 
 class CudaIpcOutlet:

@@ -12,11 +12,9 @@ class Clock(Protocol):
 
     def time(self) -> float:
         """Seconds since some moment."""
-        ...
 
     async def sleep(self, seconds: float) -> None:
         """Returns after `seconds`."""
-        ...
 
 
 class WallClock:

@@ -57,31 +57,24 @@ class Outlet(Protocol):
     @property
     def name(self) -> str:
         """The transport's name in offers, logs and metrics."""
-        ...
 
     def offer(self) -> Offer:
         """Parameters that a receiver needs to join."""
-        ...
 
     def charge_bytes(self, num_bytes: int) -> int:
         """Bytes of the window that a payload of `num_bytes` takes."""
-        ...
 
     def room(self, num_bytes: int) -> StagingBuffer:
         """A place for a payload."""
-        ...
 
     def hold(self, payload: memoryview) -> StagingBuffer:
         """A place with this payload in it; not copied if the message will hold a copy anyway."""
-        ...
 
     def reuse(self, buffer: StagingBuffer) -> None:
         """Frees the place: no one writes it, and no transfer that can still commit reads it."""
-        ...
 
     def close(self) -> None:
         """Ends the link."""
-        ...
 
 
 class Source(Protocol):
@@ -92,15 +85,12 @@ class Source(Protocol):
 
         Raises InvalidRequest for a bad reference.
         """
-        ...
 
     def is_intact(self, reference: bytes) -> bool:
         """Whether everything read so far belongs to this payload. Raises InvalidRequest for a bad reference."""
-        ...
 
     def close(self) -> None:
         """Ends the transfer."""
-        ...
 
 
 class Inlet(Protocol):
@@ -109,12 +99,9 @@ class Inlet(Protocol):
     @property
     def name(self) -> str:
         """The transport's name."""
-        ...
 
     async def join(self, parameters: bytes) -> Source:
         """Joins a sender's offer. Raises Unavailable or Incompatible with the reason if that fails."""
-        ...
 
     def close(self) -> None:
         """Leaves everything that was joined."""
-        ...

@@ -13,7 +13,6 @@ class ReportReader(Protocol):
 
     def report(self, worker: SimWorker, now_s: float) -> None:
         """Takes note of the worker's load and of the changes in its prefix cache."""
-        ...
 
 
 class LoadReports:

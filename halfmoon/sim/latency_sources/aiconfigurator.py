@@ -46,11 +46,9 @@ class Engine(Protocol):
 
     def predict_prefill_latency(self, bs: int, isl: int, prefix: int = 0) -> float:
         """Time of `bs` prompts of `isl` tokens, `prefix` of which are cached."""
-        ...
 
     def predict_decode_latency(self, bs: int, isl: int, osl: int = 2) -> float:
         """Time of the decode step after `bs` prompts of `isl` tokens."""
-        ...
 
 
 class Compiled(NamedTuple):

@@ -229,7 +229,6 @@ class LatencySource(Protocol):
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
         """Raises InvalidRequest for unknown hardware or parallelism, and names what is known."""
-        ...
 
 
 def median_error(predicted_s: list[float], measured_s: list[float]) -> float:

@@ -33,15 +33,12 @@ class Admission(Protocol):
 
     def admit(self, job: Job, now_s: float) -> bool:
         """Takes blocks and a slot for a waiting job; False if there are not enough."""
-        ...
 
     def room(self) -> tuple[int, int]:
         """Available blocks and free slots."""
-        ...
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens`."""
-        ...
 
 
 class PromptQueue:

@@ -22,32 +22,25 @@ class ServiceProcess(Protocol):
     @property
     def pid(self) -> int:
         """Its process id on its host."""
-        ...
 
     @property
     def host(self) -> str:
         """The name of its host; "" for this one."""
-        ...
 
     def lines(self) -> AsyncIterator[bytes]:
         """Yields what it and its children write, until all have closed their ends. May be iterated once."""
-        ...
 
     async def wait(self) -> int:
         """Returns its exit status, or minus the number of the signal that ended it."""
-        ...
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to its whole session."""
-        ...
 
     def kill(self) -> None:
         """Kills this process alone, and not its children."""
-        ...
 
     def write(self, data: bytes) -> None:
         """Writes to its stdin."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,16 +34,12 @@ class TokenSource(Protocol):
 
     def check(self, sampling: Mapping[str, Any]) -> None:
         """Raises InvalidRequest, naming the parameter, for arguments of SamplingParams that vLLM refuses."""
-        ...
 
     def generate(self, prompt: Prompt) -> AsyncGenerator[Drawn, None]:
         """Yields the tokens of one request. Raises InvalidRequest before vLLM has it, Unavailable if vLLM died."""
-        ...
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its generator ends, too."""
-        ...
 
     async def empty_cache(self) -> None:
         """Empties vLLM's prefix cache. Raises NoCapacity while requests use it: vLLM empties all of it or nothing."""
-        ...

@@ -49,17 +49,14 @@ class CachedKV(Protocol):
 
     def cached(self, keys: Sequence[bytes]) -> AbstractAsyncContextManager[list[int]]:
         """Holds the blocks of the leading keys that are cached."""
-        ...
 
     async def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """Reads a held block, or some successive layers of it."""
-        ...
 
     async def kv_read(
         self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int
     ) -> memoryview:
         """Reads KV of a prompt that is being computed."""
-        ...
 
 
 class CacheServicer:

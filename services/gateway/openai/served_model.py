@@ -19,20 +19,16 @@ class PromptPrefix(Protocol):
     @property
     def token_ids(self) -> Sequence[int]:
         """The leading tokens of the prompt."""
-        ...
 
     @property
     def is_whole(self) -> bool:
         """Whether these are all tokens of the prompt."""
-        ...
 
     def read_on(self, num_tokens: int) -> None:
         """Reads about this many more tokens, if possible."""
-        ...
 
     def least_tokens(self) -> int:
         """A lower bound on the tokens of the whole prompt."""
-        ...
 
 
 class Encodes(Protocol):
@@ -40,11 +36,9 @@ class Encodes(Protocol):
 
     def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
         """Token ids of a text. The time taken reveals nothing of texts of other salts."""
-        ...
 
     def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> PromptPrefix:
         """The same ids, read as far as needed."""
-        ...
 
     def render_chat(
         self,
@@ -56,15 +50,12 @@ class Encodes(Protocol):
         render: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> str:
         """The text of a conversation, by the model's template or by this one's `render`."""
-        ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        ...
 
     def token_name(self, token_id: int) -> str:
         """A token as written in the vocabulary."""
-        ...
 
 
 SpecialTokens = Literal["hidden", "marks", "shown"]

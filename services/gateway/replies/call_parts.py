@@ -36,11 +36,9 @@ class ToolParser(Protocol):
 
     def push(self, text: str) -> list[ParsedPart]:
         """Returns the parts that have become certain."""
-        ...
 
     def flush(self, *, is_cut_off: bool) -> list[ParsedPart]:
         """Returns what is left at the end of the text. A call that was cut off in the middle is left out."""
-        ...
 
 
 NewToolParser = Callable[[], ToolParser]

@@ -34,11 +34,9 @@ class Reply(Protocol):
 
     async def begin(self) -> None:
         """Comes before the first piece. Idempotent."""
-        ...
 
     def put(self, index: int, piece: TextPiece) -> None:
         """Takes the next piece of an output."""
-        ...
 
 
 class OutputSink:

@@ -86,7 +86,6 @@ class WholeFormat(Protocol):
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """The response without streaming."""
-        ...
 
 
 class ReplyFormat(WholeFormat, Protocol):
@@ -95,32 +94,25 @@ class ReplyFormat(WholeFormat, Protocol):
     @property
     def end(self) -> bytes:
         """Bytes after the last event of a stream that did not fail."""
-        ...
 
     @property
     def repeats(self) -> bool:
         """Whether two chunks of one choice with nothing but text differ in that text alone."""
-        ...
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """Chunks before the first piece of a choice."""
-        ...
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """Chunks for a piece of a choice; none for an empty one."""
-        ...
 
     def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
         """A chunk with the fields that every chunk carries."""
-        ...
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
         """The last event of a stream that failed after it had begun; `error` is the body of an error response."""
-        ...
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
         """Chunks after the last piece of all choices."""
-        ...
 
 
 def framed(chunk: dict[str, Any], usage: UsageNow, options: ReplyOptions) -> dict[str, Any]:

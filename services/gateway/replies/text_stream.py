@@ -19,11 +19,9 @@ class PushesText(Protocol):
 
     def push(self, token_id: int) -> str:
         """Returns the text that became certain with this token."""
-        ...
 
     def flush(self) -> str:
         """Returns what is left."""
-        ...
 
 
 class Decodes(Protocol):
@@ -31,7 +29,6 @@ class Decodes(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

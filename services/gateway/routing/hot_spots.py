@@ -20,11 +20,9 @@ class Movable(Protocol):
 
     def running_answer(self) -> RunningAnswer | None:
         """How far its answer is; None while it cannot move."""
-        ...
 
     def move_to(self, placement: Placement) -> None:
         """Prepares to go on there."""
-        ...
 
 
 class HotSpotWatch:

@@ -15,11 +15,9 @@ class TokenSink(Protocol):
 
     async def begin(self) -> None:
         """Comes before the first tokens, once in every attempt."""
-        ...
 
     def push(self, tokens: Sequence[Token]) -> bool:
         """Takes tokens in order, at least one; True when no more are wanted."""
-        ...
 
 
 class NotifyingSink:

@@ -33,23 +33,18 @@ class ColdClient(Protocol):
 
     async def put(self, name: str, data: bytes) -> None:
         """Stores an object as a whole or not at all."""
-        ...
 
     async def get(self, name: str) -> bytes:
         """Reads the object."""
-        ...
 
     async def delete(self, name: str) -> None:
         """Deletes the object if it exists."""
-        ...
 
     def list(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
         """Yields (name, bytes) of every object whose name begins with `prefix`."""
-        ...
 
     async def close(self) -> None:
         """Closes the connections."""
-        ...
 
 
 class ColdTier:
