@@ -1,4 +1,7 @@
-"""Benchmarks: ratios measured side by side in one run. Nothing here asserts a time."""
+"""Benchmarks: ratios measured side by side in one run. Nothing here asserts a time.
+
+Shelves: engine, kv, prefixes, pool, gateway, planner, chaos_parts. Whole systems are at the top.
+"""
 
 import os
 

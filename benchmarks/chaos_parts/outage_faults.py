@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.chaos_parts.fault import SIMULATED, WORKERS, Fault, Surroundings
 from benchmarks.chaos_parts.system import System
-from benchmarks.disconnects import disconnect, random_case
+from benchmarks.gateway.disconnects import disconnect, random_case
 
 _AWAY_S = 10.0
 _NUM_ABORTS = 200

@@ -16,7 +16,7 @@ import aiohttp
 from benchmarks.chaos_parts.load import Load, run_load
 from benchmarks.chaos_parts.samples import Sample, follow
 from benchmarks.chaos_parts.system import System, running_system
-from benchmarks.disconnects import disconnect, random_case
+from benchmarks.gateway.disconnects import disconnect, random_case
 
 _ARGUMENTS = (
     *("--prefill", "2", "--decode", "2", "--gateways", "2", "--stores", "2"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.scale_parts import Costs, needed
+from benchmarks.gateway.scale_parts import Costs, needed
 
 IDLE = [(10, 0.021), (100, 0.03), (1_000, 0.12)]  # 2 % alone, 0.1 ms/s for each worker
 

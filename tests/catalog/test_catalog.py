@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from benchmarks.kv_index import Prompt, read_trace, replay
+from benchmarks.kv.index import Prompt, read_trace, replay
 from halfmoon.catalog.block_identity import BlockMeta, block_id, key_of, tag_of, tenant_tag
 from halfmoon.catalog.catalog import Catalog
 from halfmoon.catalog.entry import Change, Tier

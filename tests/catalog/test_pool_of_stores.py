@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
-from benchmarks.kv_index import BLOCK_TOKENS, Prompt
-from benchmarks.pool_stores import PoolRun, TimedPrompt, replay_pool
+from benchmarks.kv.index import BLOCK_TOKENS, Prompt
+from benchmarks.pool.stores import PoolRun, TimedPrompt, replay_pool
 from halfmoon.catalog.block_identity import block_id
 
 NUM_BLOCKS = 480  # of all stores together

@@ -1,6 +1,6 @@
 """Which code attends, as a table by back end, by what a model's attention needs, and by what a step holds.
 
-The engine chooses by it; `python -m benchmarks.kernels --table` prints it. Torch-free.
+The engine chooses by it; `python -m benchmarks.engine.kernels --table` prints it. Torch-free.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TABLE: dict[tuple[Backend, Need], Attends] = {
 FUSED_FROM: dict[tuple[int, int], int] = {}
 """Where `mixed_attention` is faster than two kernels: tokens of a step's decodes, by a GPU's compute capability.
 
-Empty: it has not been measured on a GPU. `python -m benchmarks.kernels --only mixed` measures.
+Empty: it has not been measured on a GPU. `python -m benchmarks.engine.kernels --only mixed` measures.
 """
 
 

@@ -1,7 +1,7 @@
 """Which worker or store holds which block, and how much of a prompt's prefix each holder has.
 
 Ten million pairs of block and holder take a few dozen bytes each, and a prompt of 2,000 blocks is matched against
-hundreds of holders in a few hundred microseconds: `benchmarks/placement.py`.
+hundreds of holders in a few hundred microseconds: `benchmarks/gateway/placement.py`.
 """
 
 from __future__ import annotations

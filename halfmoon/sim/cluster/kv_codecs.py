@@ -36,7 +36,7 @@ KV_CODECS: MappingProxyType[KvCodecName, KvCodec] = MappingProxyType(
         "int4": KvCodec(1 / 3.20, 0.86e9, 1.58e9),
     }
 )
-"""Measured on SmolLM2-135M by `benchmarks/codecs` and `benchmarks/kv_entries` (docs/log/kv.md, docs/log/kvstore.md)."""
+"""Measured on SmolLM2-135M by `codecs` and `entries` of `benchmarks/kv` (docs/log/kv.md, docs/log/kvstore.md)."""
 
 _EXACT: dict[Codec, KvCodecName] = {Codec.RAW: "raw", Codec.LZ4: "lz4", Codec.ZSTD: "zstd"}
 

@@ -1,4 +1,4 @@
-"""`benchmarks/kernels.py` where there is nothing to measure."""
+"""`benchmarks/engine/kernels.py` where there is nothing to measure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.kernels import table
+from benchmarks.engine.kernels import table
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_without_a_gpu_it_says_so_and_exits_2() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kernels", "--json"],
+        [sys.executable, "-m", "benchmarks.engine.kernels", "--json"],
         capture_output=True,
         text=True,
         cwd=ROOT,

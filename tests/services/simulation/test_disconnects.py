@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.disconnects import disconnect, random_case
+from benchmarks.gateway.disconnects import disconnect, random_case
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.latency_sources.worker_profile import coefficients
 from tests.services.gateway.fakes import MODEL

@@ -1,0 +1,1 @@
+"""How fast an engine computes, by model, kernels, parallelism and offload."""

@@ -1,0 +1,1 @@
+"""What the gateway's decisions and its relay cost."""

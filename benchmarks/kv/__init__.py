@@ -1,0 +1,1 @@
+"""What encodings, transfers, stores and the index of KV cost."""

@@ -1,0 +1,1 @@
+"""How the planner compares with others, and how good its plans are."""

@@ -1,0 +1,1 @@
+"""What workers and stores share: `python -m benchmarks.pool`."""
