@@ -182,4 +182,11 @@ class WorkerConfig(Section):
     keep_answers_bytes: ByteSize = Field(
         ByteSize(64 << 20), ge=0, description="most memory for kept answers; those that ended first are dropped first"
     )
+    stream_interval_ms: float = Field(
+        8.0,
+        ge=0,
+        le=1000,
+        description="tokens of decode steps shorter than this wait for the next step's, at most for as long, and share "
+        "its message and event; 0: every step sends its own",
+    )
     drain_s: float = Field(2.0, ge=0, description="how long running requests may take to finish after SIGTERM")

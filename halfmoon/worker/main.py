@@ -85,7 +85,8 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         is_open=credential is None,
     )
     metrics.host_weights.set(host.facts.host_weights)
-    state = WorkerState(identity, host.facts.layout, metrics, chains, decode_peers, kept, sources)
+    interval_s = settings.stream_interval_ms / 1000
+    state = WorkerState(identity, host.facts.layout, metrics, chains, decode_peers, kept, sources, interval_s)
     if host.profile is not None and host.profile.prefills:
         state.compute_rate.begin_with(host.profile.prefills)
     else:

@@ -41,15 +41,17 @@ class WorkerState:
         decode_peers: DecodePeers | None = None,
         kept: KeptAnswers | None = None,
         sources: SourceLinks | None = None,
+        stream_interval_s: float = 0.0,
     ) -> None:
         """chains: receives prompts whose blocks the store may lack; None without a store.
 
         decode_peers: whom prompts may be handed over to; None: anybody. sources: whom KV may be loaded from.
+        stream_interval_s: see `TokenStreams`.
         """
         self.identity = identity
         self.role = WorkerRole(identity)
         self.layout = layout
-        self.router = TokenStreams(kept=kept)
+        self.router = TokenStreams(kept=kept, interval_s=stream_interval_s)
         self.draining = False
         self.num_calls = 0  # that work on requests now
         self.cached_blocks = CachedBlocks()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,9 +43,25 @@ class _Route:
 @dataclass(slots=True)
 class _Outbox:
     pending: list[types_pb2.Token] = field(default_factory=list)
+    is_due: bool = False  # what is pending is sent now
+    sent_at_s: float = -math.inf  # the last message with tokens
+    waiting: asyncio.TimerHandle | None = None  # until pending tokens are due
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reader: int = 0  # number of the current reader; 0 before the first
     left_at_s: float | None = None  # when the last reader left; None while there is a reader
+
+    def release(self) -> None:
+        """Lets the reader send what is pending."""
+        self.is_due = True
+        self.changed.set()
+
+    def take(self, now_s: float) -> list[types_pb2.Token]:
+        """The pending tokens, which are sent now."""
+        if self.waiting is not None:
+            self.waiting.cancel()
+        tokens, self.pending = self.pending, []
+        self.is_due, self.sent_at_s, self.waiting = False, now_s, None
+        return tokens
 
 
 class TokenStreams:
@@ -53,8 +70,15 @@ class TokenStreams:
     Event-loop thread only.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, kept: KeptAnswers | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        kept: KeptAnswers | None = None,
+        interval_s: float = 0.0,
+    ) -> None:
+        """interval_s: tokens that follow a message sooner wait for the next step, at most for as long."""
         self._clock = clock
+        self._interval_s = interval_s
         self.kept = KeptAnswers() if kept is None else kept
         self._routes: dict[str, _Route] = {}
         self._outboxes: dict[str, _Outbox] = {}
@@ -74,7 +98,7 @@ class TokenStreams:
         """Ends every gateway's stream after what is pending: no more tokens will come."""
         self._is_over = True
         for outbox in self._outboxes.values():
-            outbox.changed.set()
+            outbox.release()
 
     def expect_first(self, request_id: str, gateway_id: str) -> asyncio.Future[FirstOutput]:
         """Returns a future of the request's next token; later ones go to the gateway."""
@@ -119,7 +143,7 @@ class TokenStreams:
         route.gateway_id, outbox = gateway_id, self._outboxes.get(before)
         if outbox is not None and before != gateway_id:
             outbox.pending.append(types_pb2.Token(request_id=request_id, finish_reason=types_pb2.TAKEN_OVER))
-            outbox.changed.set()
+            outbox.release()
         return self.kept.adopt(request_id, gateway_id)
 
     def belongs_to_another(self, request_id: str, gateway_id: str) -> bool:
@@ -176,8 +200,11 @@ class TokenStreams:
                 route.chunks.append(Phase("chunk", began_s, ended_s, num_tokens=count))
 
     def deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        """Sorts one step's tokens into the outboxes, with one wake-up per gateway."""
-        touched: set[str] = set()
+        """Sorts one step's tokens into the outboxes, with at most one wake-up per gateway.
+
+        The last token of a request does not wait for another step's.
+        """
+        is_last: dict[str, bool] = {}  # whether any of a gateway's tokens is
         for output in outputs:
             route = self._routes.get(output.request_id)
             if route is None:
@@ -195,9 +222,13 @@ class TokenStreams:
             outbox = self._outboxes.get(route.gateway_id)
             if outbox is not None:
                 outbox.pending.append(token_message(output))
-                touched.add(route.gateway_id)
-        for gateway_id in touched:
-            self._outboxes[gateway_id].changed.set()
+                is_last[route.gateway_id] = is_last.get(route.gateway_id, False) or output.finish_reason is not None
+        for gateway_id, has_last in is_last.items():
+            outbox = self._outboxes[gateway_id]
+            if has_last or self._clock() - outbox.sent_at_s >= self._interval_s:
+                outbox.release()
+            elif outbox.waiting is None:
+                outbox.waiting = asyncio.get_running_loop().call_later(self._interval_s, outbox.release)
 
     def _keep_token(self, output: TokenOutput) -> None:
         if output.finish_reason in (None, "stop", "length"):
@@ -229,13 +260,12 @@ class TokenStreams:
             yield decode_pb2.StepTokens()
             while outbox.reader == reader:
                 outbox.changed.clear()
-                if not outbox.pending:
-                    if self._is_over:
-                        return
-                    await outbox.changed.wait()
+                if outbox.pending and (outbox.is_due or self._is_over):
+                    yield decode_pb2.StepTokens(tokens=outbox.take(self._clock()))
+                elif self._is_over:
+                    return
                 else:
-                    tokens, outbox.pending = outbox.pending, []
-                    yield decode_pb2.StepTokens(tokens=tokens)
+                    await outbox.changed.wait()
             raise Unavailable("a newer reader took this gateway's token stream over")
         finally:
             if outbox.reader == reader:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.pb.decode_pb2 import AdoptedTokens, StepTokens
@@ -101,11 +102,17 @@ Event = (
 )
 
 
+class PutEvents(Protocol):
+    """Takes events that came together, in order. Neither waits nor raises."""
+
+    def __call__(self, *events: Event) -> None: ...
+
+
 class Route(NamedTuple):
     """Where one attempt's events go, and which workers it is on."""
 
     worker_ids: frozenset[str]
-    put: Callable[[Event], None]  # neither waits nor raises
+    put: PutEvents
 
 
 class TokenRouter:
@@ -138,12 +145,14 @@ class TokenRouter:
             del self._routes[request_id]
 
     def deliver(self, step: StepTokens, at_s: float) -> None:
-        """Delivers one engine step's tokens; drops those without a route."""
-        routes = self._routes
+        """Delivers the tokens of a message, those of a request together; drops those without a route."""
+        arrived: defaultdict[str, list[TokenArrived]] = defaultdict(list)
         for token in step.tokens:
-            route = routes.get(token.request_id)
+            arrived[token.request_id].append(TokenArrived(token, at_s))
+        for request_id, events in arrived.items():
+            route = self._routes.get(request_id)
             if route is not None:
-                route.put(TokenArrived(token, at_s))
+                route.put(*events)
 
     def lose(self, worker_id: str, error: HalfmoonError) -> None:
         """Notifies every attempt on `worker_id` that the worker is lost."""

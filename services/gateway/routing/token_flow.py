@@ -47,20 +47,21 @@ class TokenFlow:
         self._stirred = asyncio.Event()  # a first token is due, or it has ended
         self._ended = asyncio.Event()
 
-    def put(self, event: Event) -> None:
-        """Takes an event; events after the end are dropped."""
+    def put(self, *events: Event) -> None:
+        """Takes events that came together, whose tokens go on together. Events after the end are dropped."""
         if self._ended.is_set() or _is_last(self._due):
             return
+        tokens: list[Token] = []
         try:
-            tokens = self._handle(event)
-            if tokens and self._sink is not None:
-                self._push(self._sink, tokens)
-            elif tokens:
-                self._due += tokens
-                self._stirred.set()
-        except Exception as failure:  # raised by `run`, which the request waits for
-            self._failure = failure
-            self._end()
+            for event in events:
+                tokens += self._handle(event)
+                if _is_last(tokens):
+                    break
+        except Exception as failure:
+            self._take(tokens)
+            self._fail(failure)
+        else:
+            self._take(tokens)
 
     async def run(self, sink: TokenSink) -> bool:
         """Returns True when the workers ended the output, False when the sink did. Raises what failed, after the
@@ -75,6 +76,22 @@ class TokenFlow:
             assert self._failure is not None
             raise self._failure
         return self._is_complete
+
+    def _take(self, tokens: list[Token]) -> None:
+        try:
+            if tokens and self._sink is not None:
+                self._push(self._sink, tokens)
+            elif tokens:
+                self._due += tokens
+                self._stirred.set()
+        except Exception as failure:
+            self._fail(failure)
+
+    def _fail(self, failure: Exception) -> None:
+        """Ends with what `run` raises, which the request waits for, unless it has ended."""
+        if not self._ended.is_set():
+            self._failure = failure
+            self._end()
 
     def _push(self, sink: TokenSink, tokens: list[Token]) -> None:
         wants_no_more = sink.push(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 
 import pytest
 
@@ -50,6 +51,66 @@ async def test_the_first_token_tells_of_queue_and_cache() -> None:
     router.note_begun({"r": 0}, 5.0)  # preempted and begun again: the first time counts
     router.deliver([token("r", 0)])
     assert ((await first).num_cached_tokens, (await first).began_s) == (64, 3.0)
+
+
+async def test_tokens_of_short_steps_share_a_message() -> None:
+    clock = Clock()
+    router = TokenStreams(clock, interval_s=0.008)
+    steps = router.read("g")
+    await anext(steps)
+    router.route_to_gateway("r", "g")
+    sent = []
+    for step in range(9):
+        clock.now_s = 0.005 * step
+        router.deliver([token("r", step)])
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                sent.append([one.position for one in (await anext(steps)).tokens])
+                continue
+        steps = router.read("g")  # a reader that was cancelled has ended
+        await anext(steps)
+    assert sent == [[0], [1, 2], [3, 4], [5, 6], [7, 8]]
+
+
+async def test_a_token_is_sent_after_the_interval_if_no_step_follows() -> None:
+    router = TokenStreams(Clock(), interval_s=0.02)
+    steps = router.read("g")
+    await anext(steps)
+    router.route_to_gateway("r", "g")
+    router.deliver([token("r", 0)])
+    await anext(steps)
+    router.deliver([token("r", 1)])
+    assert router.has_pending
+    async with asyncio.timeout(5):
+        assert [one.position for one in (await anext(steps)).tokens] == [1]
+
+
+async def test_the_last_token_of_a_request_takes_those_along_that_wait() -> None:
+    router = TokenStreams(Clock(), interval_s=60.0)
+    steps = router.read("g")
+    await anext(steps)
+    for request_id in ("r", "s"):
+        router.route_to_gateway(request_id, "g")
+    router.deliver([token("r", 0)])
+    await anext(steps)
+    router.deliver([token("r", 1), token("s", 0)])
+    router.deliver([token("r", 2, last=True)])
+    async with asyncio.timeout(5):
+        message = await anext(steps)
+    assert [(one.request_id, one.position) for one in message.tokens] == [("r", 1), ("s", 0), ("r", 2)]
+
+
+async def test_tokens_that_wait_are_sent_before_the_stream_ends() -> None:
+    router = TokenStreams(Clock(), interval_s=60.0)
+    steps = router.read("g")
+    await anext(steps)
+    router.route_to_gateway("r", "g")
+    router.deliver([token("r", 0)])
+    await anext(steps)
+    router.deliver([token("r", 1)])
+    router.end()
+    router.deliver([token("r", 2)])
+    assert [[one.position for one in message.tokens] async for message in steps] == [[1, 2]]
 
 
 async def test_each_gateway_reads_its_own_requests() -> None:

@@ -22,6 +22,7 @@ class Sink:
         self.may_begin = asyncio.Event()
         self.has_tokens = asyncio.Event()
         self.pushed: list[int] = []
+        self.num_pushes = 0
         self._enough = enough
 
     async def begin(self) -> None:
@@ -29,6 +30,7 @@ class Sink:
 
     def push(self, tokens: Sequence[Token]) -> bool:
         self.pushed += [one.position for one in tokens]
+        self.num_pushes += 1
         self.has_tokens.set()
         return len(self.pushed) >= self._enough
 
@@ -79,6 +81,33 @@ async def test_a_failure_comes_after_the_tokens_that_were_due(late: bool) -> Non
     with pytest.raises(Unavailable):
         await soon(running)
     assert sink.pushed == ([0, 1] if late else [0])
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_tokens_that_came_together_go_on_together_up_to_a_failure(has_begun: bool) -> None:
+    flow, sink = TokenFlow(handle), Sink()
+    running = asyncio.ensure_future(flow.run(sink))
+    if has_begun:
+        sink.may_begin.set()
+        flow.put(token(0))
+        await soon(sink.has_tokens.wait())
+        flow.put(token(1), token(2), LOST, token(3))
+    else:
+        flow.put(token(0), token(1), token(2), LOST, token(3))
+        sink.may_begin.set()
+    with pytest.raises(Unavailable):
+        await soon(running)
+    assert sink.pushed == [0, 1, 2]
+    assert sink.num_pushes == (2 if has_begun else 1)
+
+
+async def test_what_follows_the_last_token_of_a_message_is_dropped() -> None:
+    flow, sink = TokenFlow(handle), Sink()
+    running = asyncio.ensure_future(flow.run(sink))
+    sink.may_begin.set()
+    flow.put(token(0), token(1, LENGTH), LOST)
+    assert await soon(running) is True
+    assert sink.pushed == [0, 1]
 
 
 async def test_without_a_token_the_sink_never_begins() -> None:
