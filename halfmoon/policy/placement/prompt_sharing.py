@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from halfmoon.policy.models.segments import SEGMENT_PASSES, SegmentPlan, SegmentWorker, plan_segments
+from halfmoon.policy.models.segments import (
+    SEGMENT_OVERHEAD_S,
+    SEGMENT_PASSES,
+    SegmentPlan,
+    SegmentWorker,
+    plan_segments,
+)
 from halfmoon.policy.values import Placement, PlacementRequest, PromptSharing, TtftPrediction
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
@@ -54,10 +60,12 @@ def _best(
         return None, "needs_one"
     if ttft is None or worker.layer_passes < 2 or worker.prefill_model.b <= 0 or not worker.step_tokens:
         return None, "unable"
+    alone_s = best_s = chosen.ttft_s - chosen.overhead_s
+    if _GAIN * alone_s <= SEGMENT_OVERHEAD_S:  # no plan takes less
+        return None, "too_short"
     helpers = list(_idle_helpers(view, request, worker, rows, ttft))
     if not helpers:
         return None, "none_idle"
-    alone_s = best_s = chosen.ttft_s - chosen.overhead_s
     best, is_any = None, False
     for number in range(1, min(max_degree, len(helpers) + 1)):
         order = [*helpers[:number], worker]

@@ -79,8 +79,10 @@ def test_who_cannot_help_does_not(changed: dict[str, Any], reason: str) -> None:
 
 
 def test_short_prompts_and_those_of_which_more_is_wanted_stay_on_one() -> None:
-    assert shared(*PREFILLS, tokens=100).sharing == "not_faster"
+    assert shared(*PREFILLS, tokens=300).sharing == "not_faster"
     assert shared(*PREFILLS, tokens=15).sharing == "too_short"
+    busy = [replace(one, waiting_prefill_tokens=1_000, prefill_free_s=0.1) for one in PREFILLS[1:]]
+    assert shared(PREFILLS[0], *busy, tokens=100).sharing == "too_short"  # whoever is idle
     assert shared(*PREFILLS, may_share=False).sharing == "needs_one"
     assert shared(*PREFILLS, is_failover=True).sharing == "needs_one"
     unknown = replace(PREFILLS[1], prefill_model=PrefillModel())  # it might be the best

@@ -55,7 +55,7 @@ IGNORED: dict[str, str] = {
     "speed": "there is one speed",
     "spaces_between_special_tokens": "special tokens have no text",
     "store": "only responses are kept",
-    "stream_interval": "every token is sent at once",
+    "stream_interval": "workers have it, as stream_interval_ms",
     "stream_options": "the end has the usage in any case",
     "timings_per_token": "return_timing has them for the whole answer",
     "ttl": "the model stays loaded",
