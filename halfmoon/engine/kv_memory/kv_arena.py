@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +43,21 @@ def slot_runs(blocks: Sequence[int], block_tokens: int, start: int, end: int) ->
         start = stop
 
 
+def _new_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """On a CPU in pages of 2 MiB where the system has them: every head of every layer is a page of its own otherwise.
+
+    Memory counts as used once it is touched, which huge pages are as a whole.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device != "cpu" or num_bytes == 0:
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+
+
 class KVArena:
     """Owns the KV tensor. Head-major: a run of neighbouring blocks is one view, `[heads, tokens, head_dim]`.
 
@@ -59,7 +77,7 @@ class KVArena:
         self._layout = layout
         shape = layout.memory_shape(layout.num_layers, num_blocks * layout.block_tokens)
         if memory is None:
-            memory = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
+            memory = _new_memory(shape, TORCH_DTYPES[layout.dtype], device)
         self.tensor = memory  # [layers, 2, kv_heads, slots, row_items]
         self._canonical = CanonicalKV(layout)
         # The same memory as integers: numpy has no bfloat16, and copies without torch's threads.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from itertools import pairwise
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -73,3 +74,20 @@ def test_two_threads_write_two_sequences() -> None:
         thread.join()
     for fill, blocks in sequences.items():
         assert set(arena.read(blocks, 0, 3, 0, 12)) == {fill}
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+def test_memory_on_a_cpu_asks_for_huge_pages() -> None:
+    arena = KVArena(KVLayout(2, 3, 64, "bfloat16", 64), 64, "cpu")
+    arena.tensor.fill_(1)
+    address = arena.tensor.data_ptr()
+    flags: list[str] = []
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            start, end = (int(bound, 16) for bound in words[0].split("-"))
+            is_here = start <= address < end
+        elif is_here and words[0] == "VmFlags:":
+            flags = words[1:]
+    assert "hg" in flags
