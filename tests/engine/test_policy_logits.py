@@ -112,11 +112,13 @@ def logits_under(policy: KVPolicy, model: PreTrainedModel, token_ids: list[int],
         model.set_attn_implementation("chosen")
         mask = None
     else:
-        model.set_attn_implementation("eager")
         mask = torch.zeros(1, 1, len(token_ids), len(token_ids))
         mask[0, 0].masked_fill_(~seen(len(token_ids), policy), float("-inf"))
-    with torch.no_grad():
-        logits: Tensor = model(torch.tensor([token_ids]), attention_mask=mask).logits[0].float()
+    try:
+        with torch.no_grad():
+            logits: Tensor = model(torch.tensor([token_ids]), attention_mask=mask).logits[0].float()
+    finally:
+        model.set_attn_implementation("eager")  # other tests ask the same model
     return logits
 
 
