@@ -76,6 +76,11 @@ class AsyncEngine:
         return True
 
     @property
+    def keeps_partial_blocks(self) -> bool:
+        """Whether `EngineRequest.keeps_partial` has an effect."""
+        return self.engine.config.prefix_cache
+
+    @property
     def chunk_tokens(self) -> int:
         """Most prompt tokens of a step beside other work."""
         return self.engine.config.prefill_chunk_tokens

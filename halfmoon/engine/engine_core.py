@@ -350,7 +350,10 @@ class EngineCore:
         position = sequence.num_output
         sequence.token_ids.append(token.token_id)
         reason = self._finish_reason(sequence)
-        if sequence.request.prefill_only:
+        if sequence.request.keeps_partial:
+            self._cache.keep_partial(sequence)
+            self._remove(sequence)
+        elif sequence.request.prefill_only:
             self._queues.hold(sequence)
         elif reason is not None:
             self._remove(sequence)

@@ -25,33 +25,33 @@ _sym_db = _symbol_database.Default()
 from halfmoon.pb import types_pb2 as halfmoon_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19halfmoon/pb/prefill.proto\x12\x08halfmoon\x1a\x17halfmoon/pb/types.proto\"\xdf\x02\n\x0ePrefillRequest\x12(\n\ngeneration\x18\x01 \x01(\x0b\x32\x14.halfmoon.Generation\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12#\n\x08kv_codec\x18\x03 \x01(\x0e\x32\x11.halfmoon.KVCodec\x12#\n\x07sources\x18\x04 \x03(\x0b\x32\x12.halfmoon.KVSource\x12\x13\n\x0bis_degraded\x18\x06 \x01(\x08\x12\x0f\n\x07is_copy\x18\x07 \x01(\x08\x12\x17\n\nrole_epoch\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x1e\n\x11\x64\x65\x63ode_role_epoch\x18\t \x01(\x04H\x01\x88\x01\x01\x12&\n\x06shares\x18\n \x01(\x0b\x32\x16.halfmoon.PromptShares\x12\x15\n\rchooses_codec\x18\x05 \x01(\x08\x42\r\n\x0b_role_epochB\x14\n\x12_decode_role_epoch\"f\n\x0cPromptShares\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x14\n\x0csegment_ends\x18\x02 \x03(\r\x12\x0b\n\x03own\x18\x03 \x01(\r\x12\x0f\n\x07round_s\x18\x04 \x01(\x01\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\"u\n\x08KVSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.halfmoon.KVSource.Kind\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"\x1d\n\x04Kind\x12\t\n\x05STORE\x10\x00\x12\n\n\x06WORKER\x10\x01\"q\n\x0cPrefillEvent\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x14.halfmoon.FirstTokenH\x00\x12+\n\x0bhanded_over\x18\x02 \x01(\x0b\x32\x14.halfmoon.HandedOverH\x00\x42\x07\n\x05\x65vent\"\x87\x02\n\nFirstToken\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.halfmoon.Token\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x19\n\x11num_loaded_tokens\x18\x05 \x01(\r\x12\x1f\n\x06phases\x18\x06 \x03(\x0b\x32\x0f.halfmoon.Phase\x12\x11\n\tembedding\x18\x08 \x03(\x02\x12\x19\n\x11num_shared_tokens\x18\t \x01(\r\x12\x30\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x17.halfmoon.PromptLogprob\"\xd4\x01\n\x05Phase\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.halfmoon.Phase.Kind\x12\x0f\n\x07start_s\x18\x02 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x03 \x01(\x01\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x16\n\x0eplanned_tokens\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\"H\n\x04Kind\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\t\n\x05QUEUE\x10\x01\x12\x0b\n\x07RESTORE\x10\x02\x12\t\n\x05\x43HUNK\x10\x03\x12\x0c\n\x08TRANSFER\x10\x04\"j\n\nHandedOver\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x12\n\ntransfer_s\x18\x02 \x01(\x01\x12!\n\x08transfer\x18\x03 \x01(\x0b\x32\x0f.halfmoon.Phase\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\r*H\n\x07KVCodec\x12\x07\n\x03RAW\x10\x00\x12\x08\n\x04INT8\x10\x01\x12\x08\n\x04INT4\x10\x02\x12\x07\n\x03LZ4\x10\x05\x12\x08\n\x04ZSTD\x10\x06\x12\x07\n\x03\x46P8\x10\x07\"\x04\x08\x03\x10\x03\x32H\n\x07Prefill\x12=\n\x07Prefill\x12\x18.halfmoon.PrefillRequest\x1a\x16.halfmoon.PrefillEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19halfmoon/pb/prefill.proto\x12\x08halfmoon\x1a\x17halfmoon/pb/types.proto\"\xf6\x02\n\x0ePrefillRequest\x12(\n\ngeneration\x18\x01 \x01(\x0b\x32\x14.halfmoon.Generation\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12#\n\x08kv_codec\x18\x03 \x01(\x0e\x32\x11.halfmoon.KVCodec\x12#\n\x07sources\x18\x04 \x03(\x0b\x32\x12.halfmoon.KVSource\x12\x13\n\x0bis_degraded\x18\x06 \x01(\x08\x12\x0f\n\x07is_copy\x18\x07 \x01(\x08\x12\x15\n\rkeeps_partial\x18\x0b \x01(\x08\x12\x17\n\nrole_epoch\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x1e\n\x11\x64\x65\x63ode_role_epoch\x18\t \x01(\x04H\x01\x88\x01\x01\x12&\n\x06shares\x18\n \x01(\x0b\x32\x16.halfmoon.PromptShares\x12\x15\n\rchooses_codec\x18\x05 \x01(\x08\x42\r\n\x0b_role_epochB\x14\n\x12_decode_role_epoch\"f\n\x0cPromptShares\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x14\n\x0csegment_ends\x18\x02 \x03(\r\x12\x0b\n\x03own\x18\x03 \x01(\r\x12\x0f\n\x07round_s\x18\x04 \x01(\x01\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\"u\n\x08KVSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.halfmoon.KVSource.Kind\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"\x1d\n\x04Kind\x12\t\n\x05STORE\x10\x00\x12\n\n\x06WORKER\x10\x01\"q\n\x0cPrefillEvent\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x14.halfmoon.FirstTokenH\x00\x12+\n\x0bhanded_over\x18\x02 \x01(\x0b\x32\x14.halfmoon.HandedOverH\x00\x42\x07\n\x05\x65vent\"\x87\x02\n\nFirstToken\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.halfmoon.Token\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x19\n\x11num_loaded_tokens\x18\x05 \x01(\r\x12\x1f\n\x06phases\x18\x06 \x03(\x0b\x32\x0f.halfmoon.Phase\x12\x11\n\tembedding\x18\x08 \x03(\x02\x12\x19\n\x11num_shared_tokens\x18\t \x01(\r\x12\x30\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x17.halfmoon.PromptLogprob\"\xd4\x01\n\x05Phase\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.halfmoon.Phase.Kind\x12\x0f\n\x07start_s\x18\x02 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x03 \x01(\x01\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x16\n\x0eplanned_tokens\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\"H\n\x04Kind\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\t\n\x05QUEUE\x10\x01\x12\x0b\n\x07RESTORE\x10\x02\x12\t\n\x05\x43HUNK\x10\x03\x12\x0c\n\x08TRANSFER\x10\x04\"j\n\nHandedOver\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x12\n\ntransfer_s\x18\x02 \x01(\x01\x12!\n\x08transfer\x18\x03 \x01(\x0b\x32\x0f.halfmoon.Phase\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\r*H\n\x07KVCodec\x12\x07\n\x03RAW\x10\x00\x12\x08\n\x04INT8\x10\x01\x12\x08\n\x04INT4\x10\x02\x12\x07\n\x03LZ4\x10\x05\x12\x08\n\x04ZSTD\x10\x06\x12\x07\n\x03\x46P8\x10\x07\"\x04\x08\x03\x10\x03\x32H\n\x07Prefill\x12=\n\x07Prefill\x12\x18.halfmoon.PrefillRequest\x1a\x16.halfmoon.PrefillEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'halfmoon.pb.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVCODEC']._serialized_start=1345
-  _globals['_KVCODEC']._serialized_end=1417
+  _globals['_KVCODEC']._serialized_start=1368
+  _globals['_KVCODEC']._serialized_end=1440
   _globals['_PREFILLREQUEST']._serialized_start=65
-  _globals['_PREFILLREQUEST']._serialized_end=416
-  _globals['_PROMPTSHARES']._serialized_start=418
-  _globals['_PROMPTSHARES']._serialized_end=520
-  _globals['_KVSOURCE']._serialized_start=522
-  _globals['_KVSOURCE']._serialized_end=639
-  _globals['_KVSOURCE_KIND']._serialized_start=610
-  _globals['_KVSOURCE_KIND']._serialized_end=639
-  _globals['_PREFILLEVENT']._serialized_start=641
-  _globals['_PREFILLEVENT']._serialized_end=754
-  _globals['_FIRSTTOKEN']._serialized_start=757
-  _globals['_FIRSTTOKEN']._serialized_end=1020
-  _globals['_PHASE']._serialized_start=1023
-  _globals['_PHASE']._serialized_end=1235
-  _globals['_PHASE_KIND']._serialized_start=1163
-  _globals['_PHASE_KIND']._serialized_end=1235
-  _globals['_HANDEDOVER']._serialized_start=1237
-  _globals['_HANDEDOVER']._serialized_end=1343
-  _globals['_PREFILL']._serialized_start=1419
-  _globals['_PREFILL']._serialized_end=1491
+  _globals['_PREFILLREQUEST']._serialized_end=439
+  _globals['_PROMPTSHARES']._serialized_start=441
+  _globals['_PROMPTSHARES']._serialized_end=543
+  _globals['_KVSOURCE']._serialized_start=545
+  _globals['_KVSOURCE']._serialized_end=662
+  _globals['_KVSOURCE_KIND']._serialized_start=633
+  _globals['_KVSOURCE_KIND']._serialized_end=662
+  _globals['_PREFILLEVENT']._serialized_start=664
+  _globals['_PREFILLEVENT']._serialized_end=777
+  _globals['_FIRSTTOKEN']._serialized_start=780
+  _globals['_FIRSTTOKEN']._serialized_end=1043
+  _globals['_PHASE']._serialized_start=1046
+  _globals['_PHASE']._serialized_end=1258
+  _globals['_PHASE_KIND']._serialized_start=1186
+  _globals['_PHASE_KIND']._serialized_end=1258
+  _globals['_HANDEDOVER']._serialized_start=1260
+  _globals['_HANDEDOVER']._serialized_end=1366
+  _globals['_PREFILL']._serialized_start=1442
+  _globals['_PREFILL']._serialized_end=1514
 # @@protoc_insertion_point(module_scope)

@@ -54,6 +54,7 @@ class PrefillRequest(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     IS_DEGRADED_FIELD_NUMBER: _builtins.int
     IS_COPY_FIELD_NUMBER: _builtins.int
+    KEEPS_PARTIAL_FIELD_NUMBER: _builtins.int
     ROLE_EPOCH_FIELD_NUMBER: _builtins.int
     DECODE_ROLE_EPOCH_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
@@ -66,8 +67,12 @@ class PrefillRequest(_message.Message):
     """lossy KV of this request is for it alone: others need not bear it"""
     is_copy: _builtins.bool
     """nobody waits for it: it is loaded ahead of need, or NOT_FOUND if there is nothing to load"""
+    keeps_partial: _builtins.bool
+    """of a copy: what lies behind its whole blocks is computed if need be, and the KV of the last,"""
     role_epoch: _builtins.int
-    """this worker's, as the gateway knew it; ABORTED if it has another by now"""
+    """partial one is kept for the request that goes on from there; NOT_FOUND if this cannot be
+    this worker's, as the gateway knew it; ABORTED if it has another by now
+    """
     decode_role_epoch: _builtins.int
     """likewise the decode worker's"""
     chooses_codec: _builtins.bool
@@ -91,6 +96,7 @@ class PrefillRequest(_message.Message):
         sources: _abc.Iterable[Global___KVSource] | None = ...,
         is_degraded: _builtins.bool = ...,
         is_copy: _builtins.bool = ...,
+        keeps_partial: _builtins.bool = ...,
         role_epoch: _builtins.int | None = ...,
         decode_role_epoch: _builtins.int | None = ...,
         shares: Global___PromptShares | None = ...,
@@ -98,7 +104,7 @@ class PrefillRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch", "_role_epoch", b"_role_epoch", "decode_role_epoch", b"decode_role_epoch", "generation", b"generation", "role_epoch", b"role_epoch", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch", "_role_epoch", b"_role_epoch", "chooses_codec", b"chooses_codec", "decode_address", b"decode_address", "decode_role_epoch", b"decode_role_epoch", "generation", b"generation", "is_copy", b"is_copy", "is_degraded", b"is_degraded", "kv_codec", b"kv_codec", "role_epoch", b"role_epoch", "shares", b"shares", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch", "_role_epoch", b"_role_epoch", "chooses_codec", b"chooses_codec", "decode_address", b"decode_address", "decode_role_epoch", b"decode_role_epoch", "generation", b"generation", "is_copy", b"is_copy", "is_degraded", b"is_degraded", "keeps_partial", b"keeps_partial", "kv_codec", b"kv_codec", "role_epoch", b"role_epoch", "shares", b"shares", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode_role_epoch: _TypeAlias = _typing.Literal["decode_role_epoch"]  # noqa: Y015
     _WhichOneofArgType__decode_role_epoch: _TypeAlias = _typing.Literal["_decode_role_epoch", b"_decode_role_epoch"]  # noqa: Y015

@@ -23,6 +23,11 @@ class ServingEngine(Protocol):
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """Queues a request."""
 
+    @property
+    def keeps_partial_blocks(self) -> bool:
+        """Whether a request may go on within a block that another one, of `keeps_partial`, has begun."""
+        ...
+
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
         """Reserves room for a request whose KV comes from elsewhere. Returns how many leading tokens are here."""
 

@@ -131,6 +131,36 @@ def test_a_known_prefix_is_not_computed_again(make_engine: MakeEngine) -> None:
     assert tokens(outputs, "b") == alone["a"]
 
 
+@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 9, "chunk_tokens": 3}, {"block_tokens": 3}])
+def test_a_request_goes_on_within_a_block_that_was_computed_ahead(
+    options: dict[str, Any], expected: dict[str, list[int]], make_engine: MakeEngine
+) -> None:
+    """As an answer that moves here: computed behind it twice, while others decode, and then taken over."""
+    for one in requests():
+        engine = make_engine(**options)
+        answer = expected[one.request_id]
+        engine.add(request("beside", 20, max_tokens=40))
+        engine.step()
+        for number in (3, 5):
+            ahead = (*one.prompt_token_ids, *answer[:number])
+            engine.add(
+                replace(
+                    one, request_id=f"ahead {number}", prompt_token_ids=ahead, prefill_only=True, keeps_partial=True
+                )
+            )
+            while not any(output.request_id == f"ahead {number}" for output in engine.step().outputs):
+                pass
+        engine.add(replace(one, output_token_ids=tuple(answer[:7])))
+        num_before = len(one.prompt_token_ids) + 5
+        results = [engine.step()]
+        assert results[0].num_cached_tokens == {one.request_id: num_before}
+        while engine.has_work():
+            results.append(engine.step())
+        outputs = [output for result in results for output in result.outputs]
+        assert tokens(outputs, one.request_id) == answer[7:]
+        assert engine.stats().num_free_blocks == engine.num_blocks
+
+
 def test_sampling_is_reproducible_whatever_the_batch(make_engine: MakeEngine) -> None:
     drawn = [request(f"s{seed}", 9 + seed, temperature=1.0, seed=seed, top_p=0.95) for seed in range(5)]
     alone: dict[str, list[int]] = {}

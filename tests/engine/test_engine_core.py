@@ -132,7 +132,7 @@ def test_an_answer_to_a_prompt_that_keeps_all_is_not_found_where_it_would_be_rea
 
 _ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "hold", "reserve", "start", "cancel", "begin", "end", "step", "step"]),
+        st.sampled_from(["add", "hold", "keep", "reserve", "start", "cancel", "begin", "end", "step", "step"]),
         st.integers(0, 7),
         st.integers(1, 150),
         st.integers(1, 40),
@@ -151,11 +151,11 @@ def test_blocks_and_queues_always_add_up(actions: list[tuple[str, int, int, int,
     for action, number, num_prompt, max_tokens, token in actions:
         name = f"r{number}"
         salt = policy_salt(POLICIES[number % len(POLICIES)], b"")
-        options = {"priority": number % 2, "prefill_only": action == "hold", "tenant_salt": salt}
-        one = request(name, num_prompt, max_tokens, token, **options)
+        options = {"priority": number % 2, "prefill_only": action in ("hold", "keep"), "tenant_salt": salt}
+        one = request(name, num_prompt, max_tokens, token, keeps_partial=action == "keep", **options)
         try:
             match action:
-                case "add" | "hold":
+                case "add" | "hold" | "keep":
                     core.add(one)
                 case "reserve":
                     core.reserve(one)
@@ -182,30 +182,37 @@ def test_blocks_and_queues_always_add_up(actions: list[tuple[str, int, int, int,
 
 @settings(max_examples=300)
 @given(_ACTIONS)
-def test_what_a_reservation_finds_here_is_its_own_prefix(actions: list[tuple[str, int, int, int, int]]) -> None:
+def test_what_a_request_finds_here_is_its_own_prefix(actions: list[tuple[str, int, int, int, int]]) -> None:
     """What is written for one request, or computed, is what later ones find, and no one overwrites or evicts it."""
     core = make()
-    content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end
+    content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end, or as far as they are there
     written: dict[str, list[int]] = {}  # requests that were reserved: their full blocks
 
     def write(sequence: Sequence, first: int, end: int) -> None:
-        for index in range(first, end):
-            content[sequence.blocks[index]] = tuple(sequence.token_ids[: (index + 1) * BLOCK])
+        for index in range(first // BLOCK, -(-end // BLOCK)):
+            content[sequence.blocks[index]] = tuple(sequence.token_ids[: min((index + 1) * BLOCK, end)])
+
+    def check(sequence: Sequence, num_tokens: int) -> None:
+        for index in range(-(-num_tokens // BLOCK)):
+            known = tuple(sequence.token_ids[: min((index + 1) * BLOCK, num_tokens)])
+            assert content[sequence.blocks[index]][: len(known)] == known
 
     for action, number, num_prompt, max_tokens, token in actions:
         name = f"r{number}"
         tokens = (token,) * (num_prompt // 2) + (1,) * (num_prompt - num_prompt // 2)
-        one = EngineRequest(name, tokens, SamplingParams(max_tokens), prefill_only=action == "hold")
+        prefill_only, keeps_partial = action in ("hold", "keep"), action == "keep"
+        sampling = SamplingParams(max_tokens)
+        one = EngineRequest(name, tokens, sampling, prefill_only=prefill_only, keeps_partial=keeps_partial)
         try:
             match action:
-                case "add" | "hold":
+                case "add" | "hold" | "keep":
                     core.add(one)
                 case "reserve":
                     num_held = core.reserve(one)
                     sequence = core.find(name)
                     assert num_held % BLOCK == 0
                     assert num_held <= num_prompt
-                    write(sequence, num_held // BLOCK, num_prompt // BLOCK)
+                    write(sequence, num_held, num_prompt)
                     written[name] = sequence.blocks[: num_prompt // BLOCK]
                 case "start":
                     core.start(name, 1)
@@ -214,17 +221,15 @@ def test_what_a_reservation_finds_here_is_its_own_prefix(actions: list[tuple[str
                 case _:
                     step = core.begin_step()
                     for item in step.schedule.scheduled:
-                        done = item.sequence.num_computed
-                        write(item.sequence, done // BLOCK, (done + item.num_tokens) // BLOCK)
+                        check(item.sequence, item.sequence.num_computed)
+                        write(item.sequence, item.sequence.num_computed, item.start + item.num_tokens)
                     end(core, step)
         except (NoCapacity, InvalidRequest, NotFound):
             pass
         for other in _present(core):
             if other.request_id in written and other.state == "reserved":
                 assert other.blocks[: len(written[other.request_id])] == written[other.request_id]
-            num_full = other.num_prompt if other.state == "reserved" else other.num_computed
-            for index in range(num_full // BLOCK):
-                assert content[other.blocks[index]] == tuple(other.token_ids[: (index + 1) * BLOCK])
+            check(other, other.num_prompt if other.state == "reserved" else other.num_computed)
         core.check_integrity()
 
 
@@ -259,6 +264,42 @@ def test_private_kv_is_found_by_no_other_request() -> None:
         assert not result.chains
     assert not stored
     assert core.reserve(request("next", 64, 30)) == 0
+
+
+def test_a_request_goes_on_within_the_block_in_which_its_computing_was_left_off() -> None:
+    core = make()
+    for num_tokens, num_cached in ((20, 0), (40, 20)):
+        core.add(request(f"ahead {num_tokens}", num_tokens, 1, prefill_only=True, keeps_partial=True))
+        result = end(core, core.begin_step())
+        assert (result.num_cached_tokens, result.num_prefill_tokens) == (
+            {f"ahead {num_tokens}": num_cached},
+            num_tokens - num_cached,
+        )
+        assert not core.has_work()
+        assert core.stats().num_held == 0
+        core.check_integrity()
+    assert core.reserve(request("handed over", 60, 9)) == 32, "whole blocks"
+    for name, num_cached in (("first", 40), ("second", 32)):
+        core.add(request(name, 40, 9, output_token_ids=(1, 1)))
+        result = end(core, core.begin_step())
+        assert result.num_cached_tokens == {name: num_cached}
+        assert [output.position for output in result.outputs][-1] == 2
+    while core.has_work():
+        end(core, core.begin_step())
+    core.check_integrity()
+
+
+def test_what_is_cancelled_or_under_a_policy_leaves_no_partial_block() -> None:
+    core, salt = make(), policy_salt(KVPolicy(16, 16), b"")
+    core.add(request("cancelled", 20, 1, prefill_only=True, keeps_partial=True))
+    step = core.begin_step()
+    core.cancel("cancelled")
+    end(core, step)
+    core.add(request("under a policy", 20, 1, prefill_only=True, keeps_partial=True, tenant_salt=salt))
+    end(core, core.begin_step())
+    for name, its_salt in (("one", b""), ("two", salt)):
+        core.add(request(name, 30, 1, tenant_salt=its_salt))
+        assert set(end(core, core.begin_step()).num_cached_tokens.values()) <= {0, 16}
 
 
 @pytest.mark.parametrize("state", ["reserved", "held"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
-from halfmoon.errors import Unavailable
+from halfmoon.errors import NotFound, Unavailable
 from halfmoon.pb import prefill_pb2, types_pb2
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
@@ -130,3 +130,37 @@ async def test_a_client_that_leaves_during_the_restore_leaves_no_block(start_wor
         async with decode.peer.stream(decode.prefill.Prefill, request, deadline_s=170):
             await until(lambda: counted(decode, "store_loaded_bytes", tier="worker") > 0)
         await until(lambda: decode.num_used_blocks + holder.num_used_blocks == 0)
+
+
+def ahead(tiny: Checkpoint, tokens: list[int], *holders: RunningWorker) -> prefill_pb2.PrefillRequest:
+    """A copy of an answer that goes on elsewhere, to be computed to its last token."""
+    wanted = generation(tiny, tokens, 1, f"ahead-{len(tokens)}")
+    request = prefill_pb2.PrefillRequest(generation=wanted, is_copy=True, keeps_partial=True)
+    return naming(request, *holders)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.8, "seed": 3, "num_top_logprobs": 3, "frequency_penalty": 0.4}]
+)
+async def test_what_was_computed_ahead_is_not_computed_again(
+    start_worker: Start, tiny: Checkpoint, sampling: dict[str, Any]
+) -> None:
+    holder, decode = await warm(start_worker, tiny), await start_worker("decode")
+    believe(decode, SLOW)
+    whole, _ = await answer(await start_worker("both"), asked(tiny, [], **sampling))
+    tokens = [*PROMPT, *(token.token_id for token in whole)]
+    figures = [(await prefilled(decode, ahead(tiny, tokens[:num], holder)))[0].first_token for num in (89, 91)]
+    assert [(one.num_cached_tokens, one.num_loaded_tokens) for one in figures] == [(80, 80), (89, 0)]
+    rest, first = await answer(decode, naming(asked(tiny, tokens[83 : 83 + NUM_BEFORE], **sampling), holder))
+    assert first.num_cached_tokens == 91
+    assert [token.token_id for token in rest] == tokens[83 + NUM_BEFORE :]
+    for found, expected in zip(rest, whole[NUM_BEFORE:], strict=True):
+        assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
+    await until(lambda: decode.num_used_blocks + holder.num_used_blocks == 0)
+
+
+async def test_an_engine_of_whole_blocks_computes_nothing_ahead(start_worker: Start, tiny: Checkpoint) -> None:
+    decode = await start_worker("decode", prefix_cache=False)
+    with pytest.raises(NotFound):
+        await prefilled(decode, ahead(tiny, PROMPT))
+    assert counted(decode, "restored_tokens", source="computed") == 0

@@ -24,12 +24,21 @@ class CacheChanges(NamedTuple):
     evicted: tuple[bytes, ...] = ()
 
 
+class PartialBlock(NamedTuple):
+    """The beginning of a block."""
+
+    block: int
+    token_ids: tuple[int, ...]
+
+
 class PrefixCache:
     """Owns the map from block keys to blocks, and the order in which unused ones are evicted (least recently used).
 
     It holds one reference to each cached block. A block without other references is idle: still found by `match`, and
-    evicted when `allocate` runs short. Only whole, computed blocks are cached. `root` maps a tenant's salt to the
-    parent key of its first blocks; with None nothing is cached.
+    evicted when `allocate` runs short. Whole, computed blocks are cached and shared. A partial one is kept only where
+    `keep_partial` is called, and goes to the first sequence that goes on from it (`take_partial`): nobody shares it,
+    and no change reports it. `root` maps a tenant's salt to the parent key of its first blocks; with None nothing is
+    cached.
     """
 
     def __init__(self, pool: Blocks, block_tokens: int, root: Callable[[bytes], bytes] | None) -> None:
@@ -38,6 +47,8 @@ class PrefixCache:
         self._root = root
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
+        self._partial: dict[bytes, PartialBlock] = {}  # idle ones, by the key of the block before
+        self._parents: dict[int, bytes] = {}  # keys in `_partial`, by block
         self._idle: OrderedDict[int, bool] = OrderedDict()  # whether it is a half; least recently used first
         self._num_idle_halves = 0
         self._stored: dict[bytes, None] = {}  # since `take_changes` was last called
@@ -77,7 +88,7 @@ class PrefixCache:
         """Drops references. The last block of a prefix goes idle first, so that it is evicted first."""
         for block in reversed(blocks):
             self._pool.release([block])
-            if block in self._keys and self._pool.references(block) == 1:
+            if (block in self._keys or block in self._parents) and self._pool.references(block) == 1:
                 self._idle[block] = self._pool.is_half(block)
                 self._num_idle_halves += self._idle[block]
 
@@ -120,6 +131,40 @@ class PrefixCache:
         sequence.num_known_blocks = num_full
         return True
 
+    def keep_partial(self, sequence: Sequence) -> None:
+        """Keeps the last block of a sequence's computed tokens, unless it is whole, once the sequence releases it.
+
+        It replaces another one behind the same block. Without effect on a sequence that shares nothing, or whose
+        tokens do not see all before them.
+        """
+        num_full, num_more = divmod(sequence.num_computed, self._block_tokens)
+        is_known = self._root is not None and sequence.policy is None and sequence.num_known_blocks == num_full
+        if not is_known or not num_more or sequence.dropped:
+            return
+        parent = self._parent_key(sequence, num_full)
+        if parent in self._partial:
+            self._pool.release([self._forget_partial(parent).block])
+        block, start = sequence.blocks[num_full], num_full * self._block_tokens
+        self._partial[parent] = PartialBlock(block, tuple(sequence.token_ids[start : start + num_more]))
+        self._parents[block] = parent
+        self._pool.share([block])
+
+    def take_partial(self, sequence: Sequence, num_whole: int, num_tokens: int) -> PartialBlock | None:
+        """Gives away the kept block with the tokens behind the sequence's first `num_whole` blocks, up to `num_tokens`.
+
+        Its reference is the sequence's from now on, which writes the rest of it.
+        """
+        start = num_whole * self._block_tokens
+        if not self._partial or num_tokens <= start:
+            return None
+        parent = self._parent_key(sequence, num_whole)
+        kept = self._partial.get(parent)
+        token_ids = tuple(sequence.token_ids[start:num_tokens])
+        num_same = 0 if kept is None else min(len(kept.token_ids), len(token_ids))
+        if kept is None or kept.token_ids[:num_same] != token_ids[:num_same]:
+            return None
+        return PartialBlock(self._forget_partial(parent).block, token_ids[:num_same])
+
     def forget_idle(self) -> None:
         """Evicts every idle block."""
         while self._idle:
@@ -136,18 +181,30 @@ class PrefixCache:
         """Asserts that both maps, the idle blocks and the pool agree."""
         self._pool.check_integrity()
         assert self._keys == {block: key for key, block in self._blocks.items()}, "the maps disagree"
-        idle = {block for block in self._keys if self._pool.references(block) == 1}
+        assert self._parents == {one.block: parent for parent, one in self._partial.items()}, "partial ones disagree"
+        assert not self._parents.keys() & self._keys.keys(), "a partial block is shared"
+        idle = {block for block in (*self._keys, *self._parents) if self._pool.references(block) == 1}
         assert idle == set(self._idle), "a block is idle and referenced, or neither"
         assert all(self._pool.is_half(block) == is_half for block, is_half in self._idle.items()), "an idle block moved"
         assert sum(self._idle.values()) == self._num_idle_halves, "the number of idle halves is wrong"
 
     def _evict(self) -> None:
         block = next(iter(self._idle))
-        self._note_used(block)
-        key = self._keys.pop(block)
-        del self._blocks[key]
-        _note(key, self._evicted, self._stored)
+        if block in self._parents:
+            self._forget_partial(self._parents[block])
+        else:
+            self._note_used(block)
+            key = self._keys.pop(block)
+            del self._blocks[key]
+            _note(key, self._evicted, self._stored)
         self._pool.release([block])
+
+    def _forget_partial(self, parent: bytes) -> PartialBlock:
+        """Its reference is the caller's."""
+        kept = self._partial.pop(parent)
+        del self._parents[kept.block]
+        self._note_used(kept.block)
+        return kept
 
     def _note_used(self, block: int) -> None:
         self._num_idle_halves -= self._idle.pop(block, False)
@@ -157,10 +214,14 @@ class PrefixCache:
         keys = sequence.block_keys
         while len(keys) <= index:
             start = len(keys) * self._block_tokens
-            assert self._root is not None
-            parent = keys[-1] if keys else self._root(sequence.request.tenant_salt)
+            parent = self._parent_key(sequence, len(keys))
             keys.append(child_key(parent, sequence.token_ids[start : start + self._block_tokens]))
         return keys[index]
+
+    def _parent_key(self, sequence: Sequence, index: int) -> bytes:
+        """Key of the block before block `index`."""
+        assert self._root is not None
+        return self._key(sequence, index - 1) if index else self._root(sequence.request.tenant_salt)
 
 
 def _note(key: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:

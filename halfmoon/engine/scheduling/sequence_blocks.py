@@ -48,18 +48,32 @@ class SequenceBlocks:
         """Takes references to the cached blocks of the first `num_known` tokens."""
         return self._cache.match(sequence, num_known)
 
+    def take_partial(self, sequence: Sequence, shared: list[int], num_known: int) -> int:
+        """Adds the block to `shared` in which the computing of these tokens was left off, if one was kept.
+
+        Returns how many further tokens it holds. A sequence that loads blocks loads whole ones.
+        """
+        if sequence.restore is not None or sequence.policy is not None:
+            return 0
+        partial = self._cache.take_partial(sequence, len(shared), num_known)
+        shared += [] if partial is None else [partial.block]
+        return 0 if partial is None else len(partial.token_ids)
+
     def give_up(self, shared: list[int]) -> None:
-        """Drops references that `share` took."""
+        """Drops references that `share` and `take_partial` took."""
         self._cache.release(shared)
 
-    def fill(self, sequence: Sequence, shared: list[int], num_tokens: int) -> None:
-        """Gives a sequence `shared` blocks and new ones behind them. There must be enough."""
+    def fill(self, sequence: Sequence, shared: list[int], num_tokens: int, num_partial: int = 0) -> None:
+        """Gives a sequence `shared` blocks and new ones behind them. There must be enough.
+
+        num_partial: tokens in the last of them, if it is not whole.
+        """
         num_blocks = self.num_for(num_tokens)
         near = shared[-1] if shared else None
         new = self._cache.allocate(num_blocks - len(shared), near=near, room=self._room(sequence, num_blocks))
         sequence.blocks = shared + new
-        sequence.num_known_blocks = len(shared)
-        sequence.num_cached = len(shared) * self._block_tokens
+        sequence.num_known_blocks = len(shared) - (num_partial > 0)
+        sequence.num_cached = sequence.num_known_blocks * self._block_tokens + num_partial
 
     def num_chosen(self, sequence: Sequence) -> int:
         """Blocks for what its policy will choose of the prompt."""

@@ -172,7 +172,8 @@ class SequenceQueues:
         if self.num_places <= 0:
             return False
         num_tokens = len(sequence.token_ids)
-        if not self._take_blocks(sequence, sequence.num_reusable, num_tokens, now_s, self.blocks.num_chosen(sequence)):
+        num_more = self.blocks.num_chosen(sequence)
+        if not self._take_blocks(sequence, sequence.num_reusable, num_tokens, now_s, num_more, is_computed=True):
             return False
         self.blocks.prepare_choice(sequence)
         sequence.num_computed = sequence.num_cached
@@ -274,18 +275,27 @@ class SequenceQueues:
         return True
 
     def _take_blocks(
-        self, sequence: Sequence, num_known: int, num_tokens: int, now_s: float, num_more: int = 0
+        self,
+        sequence: Sequence,
+        num_known: int,
+        num_tokens: int,
+        now_s: float,
+        num_more: int = 0,
+        *,
+        is_computed: bool = False,
     ) -> bool:
         """Takes blocks for `num_tokens`, sharing what is cached of the first `num_known`; leaves `num_more` available.
 
-        Returns False if too few are left.
+        `is_computed`: what is not cached is computed here, so it may go on within a block. Returns False if too few
+        blocks are left.
         """
         shared = self.blocks.share(sequence, num_known)
+        num_partial = self.blocks.take_partial(sequence, shared, num_known) if is_computed else 0
         lacking = self.blocks.num_for(num_tokens) + num_more - len(shared) - self.blocks.num_available
         if lacking > 0 and not self._reclaim(lacking, now_s):
             self.blocks.give_up(shared)
             return False
-        self.blocks.fill(sequence, shared, num_tokens)
+        self.blocks.fill(sequence, shared, num_tokens, num_partial)
         return True
 
     def _preempt(self, victim: Sequence) -> None:

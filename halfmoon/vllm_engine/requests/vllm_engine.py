@@ -66,6 +66,7 @@ class VllmEngine(StagedKV):
         self.fingerprint = fingerprint
         self.step_tokens = self.chunk_tokens = step_tokens
         self.computes_while_loading = False  # vLLM computes behind a prefix that is whole
+        self.keeps_partial_blocks = False  # vLLM caches whole blocks
         self.layer_loading: None = None
         self._source = source
         self._limits = limits

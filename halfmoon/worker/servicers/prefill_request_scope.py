@@ -39,6 +39,7 @@ class PrefillRequestScope:
         restorer: Restorer | None = None,
         sources: Sequence[NamedHolder] = (),
         must_load: bool = False,
+        keeps_partial: bool = False,
         shares: prefill_pb2.PromptShares | None = None,
         called_s: float | None = None,
         span: Span | None = None,
@@ -47,9 +48,10 @@ class PrefillRequestScope:
 
         The decode worker has the KV of the first `held_tokens`. `on_kv` is called as KV is written, as in
         `AsyncEngine.add`. `restorer` loads known prefixes from its store and `sources`; entering raises NotFound if it
-        `must_load` and they have nothing to load, and `needed` raises Unavailable once they all fail. `shares`: other
-        workers compute parts of the prompt; a worker whose steps cannot wait for layers computes all of it. The request
-        arrived at `called_s`, or now. Its spans are children of `span`, or of the current one.
+        `must_load` and they have nothing to load, and `needed` raises Unavailable once they all fail.
+        `keeps_partial`: see `EngineRequest`. `shares`: other workers compute parts of the prompt; a worker whose steps
+        cannot wait for layers computes all of it. The request arrived at `called_s`, or now. Its spans are children of
+        `span`, or of the current one.
         """
         self._engine = engine
         self._state = state
@@ -57,7 +59,11 @@ class PrefillRequestScope:
         self._arrival_s = now_s()
         self._called_s = self._arrival_s if called_s is None else called_s
         self._request = request_from(
-            generation, prefill_only=prefill_only, arrival_s=self._arrival_s, held_tokens=held_tokens
+            generation,
+            prefill_only=prefill_only,
+            arrival_s=self._arrival_s,
+            held_tokens=held_tokens,
+            keeps_partial=keeps_partial,
         )
         self._on_kv = on_kv
         has_sources = restorer is not None and (bool(sources) or restorer.has_stores)

@@ -75,7 +75,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._state.check_can_serve(request.generation, types_pb2.PREFILL, *keeping, epoch=epoch)
         sources = holders_from(request.sources)
         if request.is_copy:
-            events = self._first_only(request.generation, sources, must_load=True)
+            keeps_partial = request.keeps_partial and self._engine.keeps_partial_blocks
+            events = self._first_only(request.generation, sources, is_copy=True, keeps_partial=keeps_partial)
         elif shares is not None and shares.own != (len(shares.segment_ends) - 1) % max(len(shares.addresses), 1):
             events = self._help(request.generation, shares)
         elif not request.decode_address:
@@ -95,16 +96,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         sources: Sequence[NamedHolder],
         shares: prefill_pb2.PromptShares | None = None,
         *,
-        must_load: bool = False,
+        is_copy: bool = False,
+        keeps_partial: bool = False,
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """Serves a request for a single token, which never needs a decode worker."""
+        """Serves a request for a single token, which never needs a decode worker; a copy needs its KV alone."""
         async with PrefillRequestScope(
             self._engine,
             self._state,
             generation,
             restorer=self._restorer,
             sources=sources,
-            must_load=must_load,
+            must_load=is_copy and not keeps_partial,
+            keeps_partial=keeps_partial,
             shares=shares,
         ) as scope:
             yield scope.event(await first_result(scope.first, *scope.needed))

@@ -93,7 +93,12 @@ def _constraint_from(message: pb.Constraint) -> Constraint:
 
 
 def request_from(
-    message: pb.Generation, *, prefill_only: bool, arrival_s: float, held_tokens: int = 0
+    message: pb.Generation,
+    *,
+    prefill_only: bool,
+    arrival_s: float,
+    held_tokens: int = 0,
+    keeps_partial: bool = False,
 ) -> EngineRequest:
     """Converts a `Generation` to the engine's request."""
     return EngineRequest(
@@ -102,6 +107,7 @@ def request_from(
         sampling=sampling_from(message.sampling),
         output_token_ids=tuple(message.output_token_ids),
         prefill_only=prefill_only,
+        keeps_partial=keeps_partial,
         held_tokens=held_tokens,
         priority=message.priority,
         class_priority=message.class_priority,

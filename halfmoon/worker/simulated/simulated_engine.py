@@ -76,6 +76,7 @@ class SimulatedEngine:
         self.layout = layout
         self.fingerprint = fingerprint
         self.computes_while_loading = True
+        self.keeps_partial_blocks = root is not None
         self.layer_loading: None = None  # a modelled step has no layers that could wait
         self.chunk_tokens = profile.chunk_tokens
         self.step_tokens = profile.max_batch_tokens
