@@ -23,7 +23,7 @@ _REST_S = 10.0  # between two moves of one answer
 _MOST_LOOKED_AT = 16  # answers of a worker, those that go on longest
 _QUICKER = 0.85  # step there / here: models of equal workers differ by as much without meaning it
 _MARGIN = 2.0  # gain / cost: answers may end sooner than predicted
-_PAUSE_STEPS = 2.0  # at the change: the tail is computed, then the first step
+_PAUSE_STEPS = 2.0  # at the change: the running step there ends, then the first one with the answer
 _HELD_UP = 0.1  # of the time of a copy, for everybody at both ends: it is read and written between steps
 
 

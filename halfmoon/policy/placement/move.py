@@ -11,7 +11,7 @@ from halfmoon.policy.values import DecodeLoads, Placement, PlacementRequest
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
-SHORT_TAIL = 16  # tokens that the new worker computes itself in about the time of a decode step
+SHORT_TAIL = 16  # tokens that the new worker computes itself, in a step that is not much longer than a decode step
 
 
 def move_target(

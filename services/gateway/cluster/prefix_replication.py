@@ -86,20 +86,28 @@ class _WorkerCopy:
 
 
 def copy_prompt(
-    model_fingerprint: str, blocks: PromptBlocks, num_blocks: int, sources: Sequence[KVSource], priority: int = _LAST
+    model_fingerprint: str,
+    blocks: PromptBlocks,
+    num_blocks: int | None,
+    sources: Sequence[KVSource],
+    priority: int = _LAST,
 ) -> PrefillRequest:
-    """The first blocks, and the token that a prompt computes in any case, as a prompt that nobody waits for."""
+    """The first blocks, and the token that a prompt computes in any case, as a prompt that nobody waits for.
+
+    num_blocks: None: all tokens, the last of which lie in a partial block.
+    """
+    num_tokens = None if num_blocks is None else num_blocks * blocks.layout.block_tokens + 1
     generation = Generation(
         request_id=f"copy-{secrets.token_hex(8)}",
         model_fingerprint=model_fingerprint,
-        prompt_token_ids=blocks.token_ids[: num_blocks * blocks.layout.block_tokens + 1],
+        prompt_token_ids=blocks.token_ids[:num_tokens],
         sampling=SamplingParams(max_tokens=1, top_p=1.0, repetition_penalty=1.0),
         priority=priority,
         tenant_salt=blocks.tenant_salt,
         tenant=blocks.owner.tenant,
         tenant_kv_quota_bytes=blocks.owner.quota_bytes,
     )
-    return PrefillRequest(generation=generation, sources=sources, is_copy=True)
+    return PrefillRequest(generation=generation, sources=sources, is_copy=True, keeps_partial=num_blocks is None)
 
 
 class PrefixCopies:

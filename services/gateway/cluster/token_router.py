@@ -69,6 +69,7 @@ class Moving:
     placement: Placement
     source: KVSource  # the worker that it leaves
     loaded_tokens: int  # whose KV the new worker has loaded for it
+    num_there: int  # leading tokens whose KV it has
 
 
 class GatewayStopping(Unavailable):

@@ -1,8 +1,9 @@
 """Moves a running answer to another decode worker, while it goes on: its blocks first, and then the answer itself.
 
-The new worker loads whole blocks from the present one ahead of time. Just after another block is whole, the answer
-changes over as a failover does: the new worker has all but a few tokens, which it computes in a step. It does so just
-behind a token: between two, what the present worker has of its running step would be lost.
+The new worker loads whole blocks from the present one ahead of time. Just after another block is whole, it computes the
+tokens behind it while the present one decodes on, until it lacks two or three. Then the answer changes over as a
+failover does, and the step that its client waits for is hardly longer than any other. It does so just behind a token:
+between two, what the present worker has of its running step would be lost.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from halfmoon.errors import HalfmoonError, NotFound
 from halfmoon.kv.owner import KVOwner
-from halfmoon.pb.prefill_pb2 import KVSource, PrefillEvent
+from halfmoon.pb.prefill_pb2 import KVSource
 from halfmoon.policy.placement.move import SHORT_TAIL, tail_tokens, whole_blocks
 from halfmoon.policy.values import Placement
 from halfmoon.rpc.layout_message import layout_from
@@ -32,6 +33,8 @@ _COPY_S = 30.0  # deadline of one copy
 _LOOK_S = 1.0  # between looks for a worker with room
 _NEAR_BLOCKS = 1  # blocks that may be computed instead of being loaded
 _NUM_TRIES = 3  # copies that may fail
+_FEW_TOKENS = 2  # that are not worth computing ahead: as many come meanwhile
+_NUM_ROUNDS = 3  # of computing ahead, where that takes so long that many tokens come meanwhile
 _LATE_GAPS = 2.0  # a token that takes so many usual gaps is not waited for: the answer may be paused
 
 
@@ -72,6 +75,7 @@ class DecodeMove:
         self._target = target
         self._only = None if target is None else target.decode.worker_id
         self._num_copied = 0  # leading blocks that the target has
+        self._num_there = 0  # leading tokens whose KV it has
         self._num_failed = 0
         self._block_ended = asyncio.Event()
         self._token_came = asyncio.Event()
@@ -105,7 +109,7 @@ class DecodeMove:
             outcome = "failed"
         self._routing.note_move(outcome, is_hot=self._only is not None)
         if outcome == "moved" and self._target is not None:
-            self._put(Moving(self._target, self._from_source, self.loaded_tokens))
+            self._put(Moving(self._target, self._from_source, self.loaded_tokens, self._num_there))
 
     async def _prepare(self) -> str:
         """Returns what became of it, one of the reasons of the decision `move`."""
@@ -119,7 +123,8 @@ class DecodeMove:
                 self._choose_target()
                 if self._only is not None and (self._target is None or self._target.decode.worker_id != self._only):
                     return "stays"
-                if self._target is not None and await self._is_there(self._target, most_tail):
+                target = self._target
+                if target and await self._is_there(target, most_tail) and await self._has_caught_up(target):
                     return "moved"
             if self._num_failed >= _NUM_TRIES:
                 return "not_loaded"
@@ -149,7 +154,7 @@ class DecodeMove:
         """Another worker than before only if that one no longer takes answers."""
         before, self._target = self._target, self._routing.move_target(self._source.member, self._target)
         if before is None or self._target is None or before.decode.worker_id != self._target.decode.worker_id:
-            self._num_copied = 0
+            self._num_copied = self._num_there = 0
 
     async def _is_there(self, target: Placement, most_tail: int) -> bool:
         """Has the target load what it lacks, and returns whether a tail of at most `most_tail` tokens is left then."""
@@ -165,14 +170,42 @@ class DecodeMove:
                     return False
                 self._num_copied = num_blocks
             except HalfmoonError as error:
-                log.info("move.copy_failed", extra={"target": target.decode.worker_id, "reason": error.message})
-                self._num_failed += 1
+                self._note_failed(target, error)
                 return False
+            self._num_there = num_blocks * self._block_tokens
         has_all = whole_blocks(self._num_tokens, self._block_tokens) == self._num_copied
         return has_all and self._tail <= most_tail
 
-    async def _copy(self, target: Placement, num_blocks: int) -> None:
-        """Has the target load the leading blocks. Raises what the worker raises, NotFound if it loads nothing."""
+    async def _has_caught_up(self, target: Placement) -> bool:
+        """Has the target compute what lies behind the whole blocks, while the answer goes on, until it lacks little.
+
+        What a worker does not keep, as of the release before, or with vLLM, it computes when the answer is there.
+        Returns False if the target failed.
+        """
+        for _ in range(_NUM_ROUNDS):
+            if self._num_tokens - self._num_there <= _FEW_TOKENS:
+                break
+            await self._next_token()  # in the middle of a step, a token less would be computed
+            num_tokens = self._num_tokens
+            try:
+                await self._copy(target, None)
+            except NotFound:
+                break
+            except HalfmoonError as error:
+                self._note_failed(target, error)
+                return False
+            self._num_there = num_tokens
+        return True
+
+    def _note_failed(self, target: Placement, error: HalfmoonError) -> None:
+        log.info("move.copy_failed", extra={"target": target.decode.worker_id, "reason": error.message})
+        self._num_failed += 1
+
+    async def _copy(self, target: Placement, num_blocks: int | None) -> None:
+        """Has the target load the leading blocks. Raises what the worker raises, NotFound if it loads nothing.
+
+        num_blocks: None: it also computes what lies behind them. Raises NotFound then if it keeps whole blocks only.
+        """
         worker, output = self._cluster.worker(target.decode.worker_id), self._routing.output
         owner = KVOwner(output.tenant.name, output.tenant.kv_bytes or 0)
         layout = layout_from(self._source.member.identity.layout)
@@ -181,10 +214,8 @@ class DecodeMove:
         prompt = copy_prompt(fingerprint, blocks, num_blocks, [self._from_source], output.priority)
         async with worker.peer.stream(worker.prefill.Prefill, prompt, deadline_s=_COPY_S) as events:
             async for event in events:
-                self._note_loaded(event)
-
-    def _note_loaded(self, event: PrefillEvent) -> None:
-        self.loaded_tokens += event.first_token.num_loaded_tokens
+                self.loaded_tokens += event.first_token.num_loaded_tokens
+                return  # the call ends a step later
 
     @property
     def _from_source(self) -> KVSource:

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from halfmoon.errors import DeadlineExceeded, HalfmoonError, NoCapacity, StalePlacement, Unavailable, leaf_errors
 from halfmoon.policy.admission.refusal import PredictedLatency
-from halfmoon.policy.placement.move import tail_tokens
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries
 from halfmoon.policy.values import Placement
@@ -236,7 +235,7 @@ def _moving_fields(moved: Moving, before: Placement, routing: RequestRouting) ->
         "after": moved.placement.decode.worker_id,
         "loaded_tokens": moved.loaded_tokens,
         "kv_bytes": int(moved.loaded_tokens * worker.kv_bytes_per_token),
-        "tail_tokens": tail_tokens(routing.num_tokens, worker.block_tokens),
+        "tail_tokens": routing.num_tokens - moved.num_there,
     }
 
 

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from halfmoon.errors import NotFound, Unavailable
 from halfmoon.pb.gateway_pb2 import LatencyProfile, WorkerLoad
@@ -48,13 +50,16 @@ async def test_its_blocks_go_ahead_and_it_follows(tmp_path: Path) -> None:
         row = await last_row(fleet, "ok")
         metrics = await fleet.metrics()
         await soon(first.calls.cancel_came.wait())
-    copy, moved = second.calls.prefills
+    copy, ahead, moved = second.calls.prefills
     source = KVSource(address=first.address, kind=KVSource.WORKER, num_blocks=copy.sources[0].num_blocks)
     assert (copy.is_copy, list(copy.sources)) == (True, [source])
     assert len(copy.generation.prompt_token_ids) == 8 * source.num_blocks + 1
     assert (moved.is_copy, moved.decode_address, list(moved.sources)) == (False, "", [source])
     tokens = [*moved.generation.prompt_token_ids, *moved.generation.output_token_ids]
     assert tokens[: len(copy.generation.prompt_token_ids)] == copy.generation.prompt_token_ids
+    assert (ahead.is_copy, ahead.keeps_partial, copy.keeps_partial) == (True, True, False)
+    assert tokens == ahead.generation.prompt_token_ids
+    assert ahead.sources == copy.sources
     assert bytes(moved.generation.output_token_ids).decode() == TEXT[:13]
     assert (row["num_retries"], row["decode_worker"]) == (0, "d1")
     assert [(move["prefill_worker"], move["decode_worker"]) for move in decision["moves"]] == [("d1", "d1")]
@@ -66,7 +71,7 @@ async def test_it_moves_off_a_worker_that_is_to_prefill(tmp_path: Path) -> None:
         _, second, answer = await leaving(fleet)
         assert (await ask(fleet, "POST", "/halfmoon/v1/workers/d0/role", json={"role": "prefill"}))[0] == 200
         assert await text_of(answer) == TEXT
-    assert [call.is_copy for call in second.calls.prefills] == [True, False]
+    assert [call.is_copy for call in second.calls.prefills] == [True, True, False]
 
 
 async def test_a_worker_that_joins_later_takes_it(tmp_path: Path) -> None:
@@ -111,7 +116,7 @@ async def test_it_moves_off_a_worker_that_is_much_busier(tmp_path: Path) -> None
         assert await text_of(answer) == TEXT
         metrics = await fleet.metrics()
         row = await last_row(fleet, "ok")
-    assert [call.is_copy for call in second.calls.prefills] == [True, False]
+    assert [call.is_copy for call in second.calls.prefills] == [True, True, False]
     assert (row["num_retries"], row["decode_worker"]) == (0, "d1")
     assert 'pool_decisions_total{decision="hot_spot",reason="moved"} 1.0' in metrics
 
@@ -126,6 +131,63 @@ async def test_without_being_asked_nothing_moves_off_busy_workers(tmp_path: Path
         first.script.decode_gate.set()
         assert await text_of(answer) == TEXT
     assert second.calls.prefills == []
+
+
+async def test_a_worker_that_keeps_whole_blocks_only_computes_the_rest_when_it_is_there(tmp_path: Path) -> None:
+    async def refuse(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        if request.keeps_partial:
+            raise NotFound("nothing to load")
+        async for event in worker.usual_prefill(request):
+            yield event
+
+    async with running_fleet(tmp_path) as fleet:
+        _, second, answer = await leaving(fleet)
+        second.on_prefill = refuse
+        await drain(fleet)
+        assert await text_of(answer) == TEXT
+    assert [call.keeps_partial for call in second.calls.prefills] == [False, True, False]
+
+
+async def test_an_answer_is_not_moved_to_a_worker_that_fails_to_compute_ahead(tmp_path: Path) -> None:
+    async def refuse(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        if request.keeps_partial:
+            raise Unavailable("gone")
+        async for event in worker.usual_prefill(request):
+            yield event
+
+    async with running_fleet(tmp_path) as fleet:
+        first, second, answer = await leaving(fleet)
+        second.on_prefill = refuse
+        await drain(fleet)
+        await soon(second.calls.prefill_ended.wait())
+        assert first.script.decode_gate is not None
+        first.script.decode_gate.set()
+        assert await text_of(answer) == TEXT
+        row = await last_row(fleet, "ok")
+    assert all(call.is_copy for call in second.calls.prefills)
+    assert (row["num_retries"], row["decode_worker"]) == (0, "d0")
+
+
+async def test_a_worker_that_dies_while_another_one_computes_ahead_costs_no_token(tmp_path: Path) -> None:
+    is_ahead, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        if request.keeps_partial:
+            is_ahead.set()
+            await goes_on.wait()
+        async for event in worker.usual_prefill(request):
+            yield event
+
+    async with running_fleet(tmp_path) as fleet:
+        first, second, answer = await leaving(fleet)
+        second.on_prefill = hang
+        await drain(fleet)
+        await soon(is_ahead.wait())
+        first.steps[fleet.cluster.gateway_id].put_nowait(Unavailable("killed"))
+        assert await text_of(answer) == TEXT
+        row = await last_row(fleet, "ok")
+        goes_on.set()
+    assert (row["num_retries"], row["decode_worker"]) == (1, "d1")
 
 
 class Prepared(DecodeMove):
@@ -180,10 +242,12 @@ class Copying(DecodeMove):
         self.routing = routing_of([3600.0])
         self.routing.num_tokens, self.routing.room_tokens = num_tokens, 1000
         self.routing.move_target = lambda member, before: target
-        self.copied: list[int] = []
+        self.copied: list[int | None] = []
+        self.outcomes: list[str] = []
+        self.routing.note_move = lambda outcome, is_hot: self.outcomes.append(outcome)
         super().__init__(cast("Any", None), self.routing, source, put, None)
 
-    async def _copy(self, target: Any, num_blocks: int) -> None:
+    async def _copy(self, target: Any, num_blocks: int | None) -> None:
         self.copied.append(num_blocks)
 
     async def tokens(self, number: int) -> None:
@@ -194,7 +258,7 @@ class Copying(DecodeMove):
                 await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize(("tail", "num_tokens", "copied"), [(8, 1, [2]), (9, 57, [2, 3]), (60, 6, [2, 3])])
+@pytest.mark.parametrize(("tail", "num_tokens", "copied"), [(8, 2, [2, None]), (9, 57, [2, 3]), (60, 6, [2, 3])])
 async def test_in_the_middle_of_a_block_it_waits_for_the_end(tail: int, num_tokens: int, copied: list[int]) -> None:
     put: list[Any] = []
     move = Copying(128 + tail, put.append)
@@ -206,3 +270,81 @@ async def test_in_the_middle_of_a_block_it_waits_for_the_end(tail: int, num_toke
     await move.tokens(1)
     await task
     assert (len(put), move.copied) == (1, copied)
+
+
+class CatchingUp(Copying):
+    """A move to a worker that computes ahead while so many tokens come in each call."""
+
+    def __init__(self, num_tokens: int, put: Any, coming: list[int]) -> None:
+        super().__init__(num_tokens, put)
+        self.coming = coming
+        self.computed: list[int] = []
+
+    async def _copy(self, target: Any, num_blocks: int | None) -> None:
+        await super()._copy(target, num_blocks)
+        if num_blocks is None:
+            self.computed.append(self.routing.num_tokens)
+            await self.tokens(self.coming.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("tail", "coming", "computed"),
+    [(2, [], []), (3, [2], [132]), (8, [0], [137]), (8, [3, 2], [137, 141]), (8, [60, 9, 9], [137, 198, 208])],
+)
+async def test_it_computes_ahead_until_little_is_missing(tail: int, coming: list[int], computed: list[int]) -> None:
+    put: list[Any] = []
+    move = CatchingUp(128 + tail, put.append, coming)
+    task = asyncio.create_task(move.run())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    for _ in range(len(computed) + 1):
+        assert not put
+        await move.tokens(1)
+        for _ in range(5 * 60):
+            await asyncio.sleep(0)
+    await task
+    (moving,) = put
+    assert (move.computed, moving.num_there) == (computed, computed[-1] if computed else 128)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    start=st.integers(1, 200),
+    coming=st.lists(st.integers(0, 40), min_size=12, max_size=12),
+    fails=st.lists(
+        st.sampled_from([None, None, None, NotFound("nothing"), Unavailable("gone")]), min_size=12, max_size=12
+    ),
+)
+def test_whatever_comes_meanwhile_the_worker_has_what_it_is_said_to_have(
+    start: int, coming: list[int], fails: list[Exception | None]
+) -> None:
+    """A move ends: it goes where the tokens that are said to be there were copied or computed, or it stays."""
+
+    async def go() -> None:
+        put: list[Any] = []
+
+        class Failing(Copying):
+            there = 0
+
+            async def _copy(self, target: Any, num_blocks: int | None) -> None:
+                num_tokens = self.routing.num_tokens if num_blocks is None else num_blocks * 64
+                await self.tokens(coming.pop() if coming else 0)
+                error = fails.pop() if fails else None
+                if error is not None:
+                    raise error
+                self.there = max(self.there, num_tokens)
+
+        move = Failing(start, put.append)
+        move.routing.held_blocks = lambda holder: move.there // 64
+        task = asyncio.create_task(move.run())
+        for _ in range(800):
+            if task.done():
+                break
+            await move.tokens(1)
+        await task
+        assert len(put) == (move.outcomes == ["moved"])
+        for one in put:
+            assert one.num_there <= move.there + 64 * (one.num_there % 64 == 0)
+            assert one.num_there <= move.routing.num_tokens
+
+    asyncio.run(go())
