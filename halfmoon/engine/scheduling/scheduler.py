@@ -20,6 +20,8 @@ from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, decodes_with_ta
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.policy.preemption import Turns, in_turn
 
+_MOST_AHEAD = 16  # tokens of an answer that came from another worker, if it goes ahead of the decodes
+_AHEAD_SHARE = 0.7  # of the time of the step with the decodes that a step without them takes then
 _MOST_LOGITS = 256  # of a step, for all prompts that need those of each token: a row is as wide as the vocabulary
 
 
@@ -36,6 +38,7 @@ class Scheduler:
         self._block_tokens = block_tokens
         self._limits = limits
         self._turns: Turns[Sequence] = Turns()  # of this step
+        self._decodes_wait = False  # in this step
 
     def schedule(self, now_s: float = 0.0) -> Schedule:
         """The next step: decodes first, then prefill chunks by rank. Takes the blocks that they need."""
@@ -55,12 +58,28 @@ class Scheduler:
             scheduled = self._with_drafts(scheduled)
         budget = self._limits.max_batch_tokens - sum(item.num_tokens for item in scheduled)
         self.queues.is_short = num_preempted > 0
-        scheduled.extend(
-            self._prefills(budget, now_s, scheduled[:])
-            if scheduled
-            else self._by_layer(budget) or self._prefills(budget, now_s)
-        )
-        return Schedule(tuple(scheduled), num_decode_seqs, num_preempted)
+        if not scheduled:
+            return Schedule(tuple(self._by_layer(budget) or self._prefills(budget, now_s)), 0, num_preempted)
+        prefills = [*self._prefills(budget, now_s, scheduled)]
+        self._decodes_wait = not self._decodes_wait and self._go_ahead(prefills, scheduled)
+        if self._decodes_wait:
+            return Schedule(tuple(prefills), 0, num_preempted)
+        return Schedule((*scheduled, *prefills), num_decode_seqs, num_preempted)
+
+    def _go_ahead(self, prefills: list[ScheduledSequence], decodes: list[ScheduledSequence]) -> bool:
+        """Whether answers that came from another worker run before the decodes: their clients wait for the next token.
+
+        So where time grows with the tokens of a step, as on CPUs, and two steps take hardly longer than one.
+        """
+        step = self.chunk_rule.rule.step
+        have_text = all(item.samples and item.sequence.request.output_token_ids for item in prefills)
+        num_tokens = sum(item.num_tokens for item in prefills)
+        if not prefills or not have_text or num_tokens > _MOST_AHEAD or not any(step):
+            return False
+        rows, context_tokens = _rows(prefills)
+        decode_rows, decode_context_tokens = _rows(decodes)
+        together_s = step.seconds(rows + decode_rows, context_tokens + decode_context_tokens)
+        return step.seconds(rows, context_tokens) <= _AHEAD_SHARE * together_s
 
     def _with_drafts(self, decodes: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Adds guesses to decodes, as far as the step and the free blocks have room for them."""
@@ -159,3 +178,9 @@ class Scheduler:
             if sequence.request.priority == long.request.priority and sequence.num_uncomputed < long.num_uncomputed:
                 shorter.append(sequence)
         return sorted(shorter, key=lambda sequence: sequence.num_uncomputed)
+
+
+def _rows(items: Iterable[ScheduledSequence]) -> tuple[int, int]:
+    """Tokens that run, and the tokens that their sequences have, as a step model counts them."""
+    counts = [(item.num_tokens, len(item.sequence.token_ids) + len(item.drafts)) for item in items]
+    return sum(rows for rows, _ in counts), sum(context_tokens for _, context_tokens in counts)

@@ -15,6 +15,9 @@ from halfmoon.engine.scheduling.schedule import Schedule, SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import NoCapacity
+from halfmoon.policy.models.chunk_length import ChunkRule
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 
 BLOCK_TOKENS = 4
 
@@ -315,3 +318,49 @@ def test_a_held_sequence_keeps_its_blocks_and_is_not_preempted() -> None:
     scheduler.queues.remove(held)
     assert tokens(scheduler.schedule()) == {"r1": 4}
     assert cache.num_available == 1
+
+
+STEEP, FLAT = StepModel(0.005, 0.002, 0.0), StepModel(0.02, 0.0002, 0.0)
+
+
+def moved_in(order: int, prompt: int, num_output: int) -> Sequence:
+    request = EngineRequest(f"r{order}", tuple(range(prompt)), SamplingParams(40), output_token_ids=(0,) * num_output)
+    return Sequence(request, order)
+
+
+def with_decodes(model: StepModel, number: int) -> Scheduler:
+    scheduler, _ = make(64)
+    scheduler.chunk_rule = LearnedChunkRule(ChunkRule(PrefillModel(0.005, 0.002, 0.0), model))
+    for order in range(number):
+        one = sequence(order, 4, 40)
+        scheduler.queues.reserve(one)
+        scheduler.queues.start(one, 0)
+    return scheduler
+
+
+@pytest.mark.parametrize(("model", "number", "runs_alone"), [(STEEP, 6, True), (STEEP, 1, False), (FLAT, 6, False)])
+def test_an_answer_that_moves_here_goes_ahead_where_two_steps_take_little_longer_than_one(
+    model: StepModel, number: int, runs_alone: bool
+) -> None:
+    scheduler = with_decodes(model, number)
+    scheduler.queues.add(moved_in(9, 2, 2))
+    schedule = scheduler.schedule()
+    assert (set(tokens(schedule)) == {"r9"}) == runs_alone
+    assert len(schedule.scheduled) == (1 if runs_alone else number + 1)
+    assert schedule.num_decode_seqs == (0 if runs_alone else number)
+    advance(scheduler, schedule)
+    assert len(scheduler.schedule().scheduled) == number + 1
+
+
+def test_decodes_wait_for_one_step_only_and_for_answers_alone() -> None:
+    scheduler = with_decodes(STEEP, 6)
+    scheduler.queues.add(moved_in(8, 2, 2))
+    advance(scheduler, scheduler.schedule())
+    scheduler.queues.add(moved_in(9, 2, 2))
+    schedule = scheduler.schedule()
+    assert schedule.num_decode_seqs == 7
+    advance(scheduler, schedule)
+    for one in (sequence(10, 4, 40), moved_in(11, 20, 2)):
+        scheduler.queues.add(one)
+        assert scheduler.schedule().num_decode_seqs == 8
+        scheduler.queues.remove(one)
