@@ -16,6 +16,7 @@ Action = Literal["hold", "change_role", "add_worker", "remove_worker", "cannot_b
 _HOUR_S = 3600.0
 _MOST_KNOWN = 10_000  # workers, those that left included
 _TREND_S = 6.0  # of sequences that decode
+_SETTLED = 3.0  # times the gain that taking a change back must promise, all changes up to the target together
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +160,12 @@ class Autopilot:
             return replace(hold, reason="no other ratio of roles is better")
         gain, before, after, changed = max(steps, key=lambda step: step[0])
         predicted = _corrected(capacity.pressure(changed, hold.demand), seen, rules)
-        least = rules.gain
+        if not gain >= rules.gain * min(now.most, 1.0):
+            return replace(hold, reason=f"a change would gain less than {rules.gain:.0%}")
         if self._last is not None and self._last[:2] == (after, before) and now_s < self._last[2] + rules.settle_s:
-            least = 3 * rules.gain
-        if not gain >= least * min(now.most, 1.0):
-            return replace(hold, reason=f"a change would gain less than {least:.0%}")
+            whole = _relief(split, target, seen, capacity, hold.demand, rules)  # other traffic needs many changes
+            if not whole >= _SETTLED * rules.gain * min(now.most, 1.0):
+                return replace(hold, reason="the last change is not taken back yet")
         if self._last is not None and now_s < self._last[2] + rules.between_s:
             return replace(hold, reason="the last change was a moment ago")
         if len(self._changes) >= rules.changes_per_hour:

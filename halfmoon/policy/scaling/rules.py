@@ -15,7 +15,7 @@ class ScalingRules:
     attainment: float = 0.9  # share of requests that are to meet the targets
     pressed: float = 0.85  # pressure from which a phase is relieved
     gain: float = 0.1  # least fall of the greater pressure that a change must promise
-    settle_s: float = 20.0  # for as long a change is not taken back, unless it promises three times the gain
+    settle_s: float = 20.0  # for as long a change is not taken back, unless the way to the target promises much more
     between_s: float = 1.0  # least time between two changes
     dwell_s: float = 30.0  # a worker keeps its role for as long
     person_s: float = 900.0  # what a person changed is left alone for as long

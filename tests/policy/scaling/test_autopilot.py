@@ -87,19 +87,24 @@ def test_a_worker_keeps_its_role_for_the_dwell_time() -> None:
 
 
 def test_a_change_is_not_taken_back_for_a_little_gain() -> None:
-    autopilot = Autopilot(replace(RULES, dwell_s=0.0, settle_s=100.0))
-    observation = seen(Split(8, 8), 8.0, 5)
-    observation = applied(observation, autopilot.decide(observation, 0.0), 0.1)
+    def after_a_change() -> tuple[Autopilot, Observation]:
+        autopilot, observation = Autopilot(replace(RULES, dwell_s=0.0, settle_s=100.0)), seen(Split(8, 8), 8.0, 5)
+        return autopilot, applied(observation, autopilot.decide(observation, 0.0), 0.1)
 
-    def turned(running: int) -> Observation:
+    def turned(observation: Observation, num_prompts: int) -> Observation:
         workers = tuple(
-            replace(each, num_running=running * (each.role == "decode"), context_tokens=500.0 * running)
+            replace(each, num_running=25 * (each.role == "decode"), context_tokens=500.0 * 25)
             for each in observation.workers
         )
-        return replace(observation, workers=workers, traffic=Traffic(10.0, 10, 10.0, 100, 100, 100))
+        return replace(observation, workers=workers, traffic=Traffic(10.0, num_prompts, num_prompts, 100, 100, 100))
 
-    assert autopilot.decide(turned(25), 20.0).reason == "a change would gain less than 30%"
-    assert autopilot.decide(turned(25), 101.0).role == "decode"
+    autopilot, observation = after_a_change()
+    assert autopilot.decide(turned(observation, 65), 20.0).reason == "the last change is not taken back yet"
+    assert autopilot.decide(turned(observation, 65), 101.0).role == "decode"
+    autopilot, observation = after_a_change()
+    other_traffic = autopilot.decide(turned(observation, 10), 20.0)
+    assert other_traffic.role == "decode", "many changes are due, each of which gains little"
+    assert other_traffic.pressure.most - other_traffic.predicted.most < 3 * RULES.gain
 
 
 def test_what_a_person_changed_is_left_alone() -> None:
