@@ -264,6 +264,7 @@ class EngineCore:
             num_reserved=self._queues.num_reserved,
             num_held=self._queues.num_held,
             num_waiting_tokens=sum(sequence.num_uncomputed for sequence in (*running, *waiting)),
+            num_prefilling=sum(not sequence.is_decoding for sequence in running),
         )
 
     def check_integrity(self) -> None:

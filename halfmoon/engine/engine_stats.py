@@ -18,3 +18,4 @@ class EngineStats:
     num_held: int
     num_waiting_tokens: int  # not computed yet, over waiting and running requests
     num_paused: int = 0
+    num_prefilling: int = 0  # running ones whose prompt is not computed yet

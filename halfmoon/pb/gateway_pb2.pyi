@@ -454,6 +454,7 @@ class WorkerLoad(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     ROLE_EPOCH_FIELD_NUMBER: _builtins.int
     ROLE_AGE_S_FIELD_NUMBER: _builtins.int
+    NUM_PREFILLING_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -479,6 +480,8 @@ class WorkerLoad(_message.Message):
     role_epoch: _builtins.int
     role_age_s: _builtins.float
     """since the change"""
+    num_prefilling: _builtins.int
+    """of the running ones: their prompt is not computed yet"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkSpeed]:
         """to the workers that this one has sent KV to, and from its store"""
@@ -511,10 +514,11 @@ class WorkerLoad(_message.Message):
         role: _types_pb2.Role.ValueType = ...,
         role_epoch: _builtins.int = ...,
         role_age_s: _builtins.float = ...,
+        num_prefilling: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decisions", b"decisions", "draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_gateways", b"num_gateways", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_preempted_total", b"num_preempted_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "role", b"role", "role_age_s", b"role_age_s", "role_epoch", b"role_epoch", "sequence", b"sequence", "steps", b"steps", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decisions", b"decisions", "draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_gateways", b"num_gateways", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_preempted_total", b"num_preempted_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_prefilling", b"num_prefilling", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "role", b"role", "role_age_s", b"role_age_s", "role_epoch", b"role_epoch", "sequence", b"sequence", "steps", b"steps", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -154,6 +154,7 @@ class WorkerState:
         return gateway_pb2.WorkerLoad(
             sequence=self._num_loads,
             num_running=stats.num_running,
+            num_prefilling=stats.num_prefilling,
             num_waiting=stats.num_waiting + stats.num_paused,  # those have blocks, but no place
             num_reserved=stats.num_reserved,
             num_held=stats.num_held,

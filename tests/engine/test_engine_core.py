@@ -67,6 +67,18 @@ def test_a_name_is_free_again_while_the_step_of_its_first_owner_runs() -> None:
     assert not core.has_work()
 
 
+def test_prompts_that_are_computed_count_apart_from_answers() -> None:
+    core = make()
+    core.reserve(request("answer", 40, 9))
+    core.start("answer", 1)
+    core.add(request("prompt", 50, 2))
+    counts = []
+    for _ in range(3):
+        end(core, core.begin_step())
+        counts.append((core.stats().num_running, core.stats().num_prefilling))
+    assert counts == [(2, 1), (2, 0), (1, 0)]
+
+
 def test_the_end_of_a_prompt_runs_at_once_and_what_it_chooses_replaces_the_rest() -> None:
     core, salt = make(num_blocks=14), policy_salt(KVPolicy(32, 16, chooses=True), b"")
     core.add(request("r", 150, 40, tenant_salt=salt))

@@ -70,7 +70,7 @@ def _worker(member: Member) -> ObservedWorker:
         member.role_epoch,
         member.role_since_s,
         member.prompts.num_waiting,
-        load.num_running + load.num_reserved,
+        load.num_running - load.num_prefilling + load.num_reserved,
         load.context_tokens,
         can_change=member.identity.can_change_role,
     )

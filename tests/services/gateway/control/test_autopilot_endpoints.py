@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from halfmoon.pb.gateway_pb2 import WorkerLoad
 from halfmoon.policy.scaling.observed_json import observation_from
 from tests.services.gateway.fakes import Fleet, running_fleet
 from tests.services.gateway.test_access import ask
@@ -35,6 +36,18 @@ async def test_it_sees_workers_and_what_ended(tmp_path: Path) -> None:
         ("d0", "decode", 0),
     ]
     assert (answer["num_gateways"], answer["mode"], shown.speed) == (3, None, seen.speed)
+
+
+async def test_a_prompt_that_is_computed_does_not_count_as_an_answer(tmp_path: Path) -> None:
+    """It is counted where its place is reserved, on the decode worker."""
+    async with running_fleet(tmp_path) as fleet:
+        prefill, decode = await fleet.pair()
+        prefill.loads.put_nowait(WorkerLoad(sequence=3, num_running=3, num_prefilling=2, free_blocks=40))
+        decode.loads.put_nowait(WorkerLoad(sequence=3, num_running=4, num_reserved=2, free_blocks=40))
+        members = [fleet.cluster.worker(name).member for name in ("p0", "d0")]
+        await fleet.until_told(lambda: all(member.load.sequence == 3 for member in members))
+        workers = (await observe(fleet))["observation"]["workers"]
+    assert {worker["worker_id"]: worker["num_running"] for worker in workers} == {"p0": 1, "d0": 6}
 
 
 async def test_targets_are_those_of_the_classes_with_requests(tmp_path: Path) -> None:
