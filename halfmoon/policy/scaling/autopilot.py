@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from halfmoon.policy.scaling.observation import Observation, ObservedWorker, Split
+from halfmoon.policy.scaling.observation import Observation, ObservedWorker, Split, Traffic
 from halfmoon.policy.scaling.pressure import Capacity, Demand, Pressure, demand_of
 from halfmoon.policy.scaling.rules import ScalingRules
 from halfmoon.policy.view.worker_view import ROLES, Role
@@ -90,7 +90,7 @@ class Autopilot:
         hold = Decision("hold", "nothing is pressed", split, split, demand, pressure, pressure)
         if not split.serves or self._order is not None:
             return replace(hold, reason="a change is under way" if split.serves else "nobody can serve")
-        if pressure.most < rules.pressed:
+        if pressure.most < (1.0 if _meets(seen.traffic, rules.attainment) else rules.pressed):
             self._short_since_s = None
             return self._fewer(hold, seen, capacity, now_s)
         self._idle_since_s = None
@@ -270,6 +270,11 @@ def _corrected(pressure: Pressure, seen: Observation, rules: ScalingRules) -> Pr
         pressure.prefill * (1 + max(rules.attainment - ttft, 0.0) / 2),
         pressure.decode * (1 + max(rules.attainment - tpot, 0.0) / 2),
     )
+
+
+def _meets(traffic: Traffic, attainment: float) -> bool:
+    """Whether as many of the requests that ended as shall met both targets: what serves them may stay."""
+    return traffic.num_ended > 0 and min(traffic.num_in_ttft, traffic.num_in_tpot) >= attainment * traffic.num_ended
 
 
 def _relief(

@@ -13,7 +13,7 @@ class ScalingRules:
     """Raises InvalidRequest for bounds that contradict each other."""
 
     attainment: float = 0.9  # share of requests that are to meet the targets
-    pressed: float = 0.85  # pressure from which a phase is relieved
+    pressed: float = 0.85  # pressure from which a phase is relieved; 1 while `attainment` is reached
     gain: float = 0.1  # least fall of the greater pressure that a change must promise
     settle_s: float = 20.0  # for as long a change is not taken back, unless the way to the target promises much more
     between_s: float = 1.0  # least time between two changes

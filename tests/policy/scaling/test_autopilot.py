@@ -107,6 +107,14 @@ def test_a_change_is_not_taken_back_for_a_little_gain() -> None:
     assert other_traffic.pressure.most - other_traffic.predicted.most < 3 * RULES.gain
 
 
+def test_a_full_phase_keeps_its_workers_while_requests_meet_their_targets() -> None:
+    observation = seen(Split(9, 7), 1.0, 22)
+    assert RULES.pressed < Autopilot(RULES).decide(observation, 0.0).pressure.decode < 1
+    assert not Autopilot(RULES).decide(observation, 0.0).changes
+    late = replace(observation, traffic=observation.traffic._replace(num_in_tpot=89))
+    assert Autopilot(RULES).decide(late, 0.0).role == "decode"
+
+
 def test_what_a_person_changed_is_left_alone() -> None:
     autopilot, observation = Autopilot(RULES), seen(Split(8, 8), 1.0, 10)
     autopilot.decide(observation, 0.0)
