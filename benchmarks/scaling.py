@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from halfmoon.config.planner import AutopilotConfig
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.scaling.autopilot import Autopilot, Decision
 from halfmoon.policy.scaling.observation import Observation, Split
@@ -47,7 +48,8 @@ LATENCY = coefficients(
 LIMITS = BatchLimits(max_batch_tokens=4096, chunk_tokens=512, max_running=64)
 NETWORK = Network(bytes_per_s=25e9, latency_s=1e-3)
 LEADS_S = (-10.0, -5.0, 0.0, 5.0)  # of the oracle's changes, before or after a phase begins
-RULES = ScalingRules(dwell_s=10.0, settle_s=15.0, between_s=0.5, changes_per_hour=100_000)
+PLANNER = {"autopilot_dwell_s": 10.0, "autopilot_person_s": 0.0, "autopilot_changes_per_hour": 9999}
+RULES = AutopilotConfig.model_validate(PLANNER).scaling_rules()  # as a planner with these settings has them
 
 
 class Phase(NamedTuple):
@@ -100,7 +102,7 @@ def cluster(split: Split) -> ClusterSpec:
 class Recorded:
     """The autopilot as a simulation's controller. Owns its decisions."""
 
-    every_s = 0.5
+    every_s = 1.0  # as the planner looks
 
     def __init__(self, rules: ScalingRules) -> None:
         self._autopilot = Autopilot(rules)

@@ -31,6 +31,7 @@ from benchmarks.scaling import (
     LEADS_S,
     LIMITS,
     NUM_WORKERS,
+    PLANNER,
     PROMPTS,
     RULES,
     TARGETS,
@@ -161,12 +162,7 @@ async def live(settings: Mapping[str, Any], engine: Sequence[str], num_workers: 
     roles = ("--prefill", str(num_prefill), "--decode", str(num_workers - num_prefill))
     with tempfile.TemporaryDirectory() as directory:
         config, state_dir = Path(directory) / "up.json", Path(directory) / "state"
-        planner = {
-            "autopilot_dwell_s": RULES.dwell_s,
-            "autopilot_person_s": 0,
-            "autopilot_changes_per_hour": 9999,
-        }
-        every = {"gateway": {"role_dwell_s": 0, "admission": "off"}, "planner": planner}
+        every = {"gateway": {"role_dwell_s": 0, "admission": "off"}, "planner": PLANNER}
         config.write_text(json.dumps({**every, **settings}))
         async with (
             running_system(("--config", str(config), *engine, *roles), state_dir, num_workers, _START_S) as url,
