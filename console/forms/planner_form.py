@@ -186,8 +186,8 @@ def _host_memory() -> FormPart:
 
 
 def _promises() -> FormPart:
-    """What counts as in time, and how KV is encoded."""
-    columns = st.columns(4)
+    """What counts as in time, how KV is encoded, and how many workers share a prompt."""
+    columns = st.columns(5)
     criterion = columns[0].selectbox(
         "In time means", ("joint", "marginal"), key="plan-criterion",
         format_func={"joint": "each request meets both", "marginal": "each target separately"}.__getitem__,
@@ -200,8 +200,12 @@ def _promises() -> FormPart:
     )  # fmt: skip
     network = columns[3].number_input("Network per host (Gbit/s)", 0.1, None, None, 10.0, key="plan-network",
                                       placeholder="the catalogue's")  # fmt: skip
-    tbt_s = None if tbt_ms is None else tbt_ms / 1000
-    return FormPart({"criterion": criterion, "tbt_s": tbt_s, "kv_codec": codec, "network_gbit_per_s": network}, {})
+    degree = columns[4].number_input("Workers per prompt, at most", 1, 64, 1, key="plan-degree",
+                                     help="Prefill workers on CPUs that compute one long prompt together "
+                                     "(max_prefill_degree).")  # fmt: skip
+    fields = {"criterion": criterion, "kv_codec": codec, "network_gbit_per_s": network}
+    fields |= {"tbt_s": None if tbt_ms is None else tbt_ms / 1000, "max_prefill_degree": int(degree)}
+    return FormPart(fields, {})
 
 
 def _latency(api: GatewayApi) -> FormPart:

@@ -98,6 +98,7 @@ class PlanRequest(_message.Message):
     HOST_BYTES_PER_GPU_FIELD_NUMBER: _builtins.int
     HOST_WEIGHT_BYTES_PER_GPU_FIELD_NUMBER: _builtins.int
     KV_POLICY_FIELD_NUMBER: _builtins.int
+    MAX_PREFILL_DEGREE_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     WITH_CURVES_FIELD_NUMBER: _builtins.int
     IS_MAP_FIELD_NUMBER: _builtins.int
@@ -137,6 +138,8 @@ class PlanRequest(_message.Message):
     """host memory for weights; 0: none"""
     kv_policy: _builtins.str
     """of all requests, such as sinks:4+1024; unset: all KV is kept"""
+    max_prefill_degree: _builtins.int
+    """most prefill workers that compute one prompt together; 1: always one"""
     with_curves: _builtins.bool
     """attainment over the rate, for each layout"""
     is_map: _builtins.bool
@@ -179,13 +182,14 @@ class PlanRequest(_message.Message):
         host_bytes_per_gpu: _builtins.int | None = ...,
         host_weight_bytes_per_gpu: _builtins.int | None = ...,
         kv_policy: _builtins.str | None = ...,
+        max_prefill_degree: _builtins.int | None = ...,
         files: _abc.Iterable[Global___File] | None = ...,
         with_curves: _builtins.bool = ...,
         is_map: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_conditional_disaggregation", b"_conditional_disaggregation", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_host_bytes_per_gpu", b"_host_bytes_per_gpu", "_host_weight_bytes_per_gpu", b"_host_weight_bytes_per_gpu", "_kv_codec", b"_kv_codec", "_kv_policy", b"_kv_policy", "_latency", b"_latency", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "conditional_disaggregation", b"conditional_disaggregation", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "gpus_per_node", b"gpus_per_node", "host_bytes_per_gpu", b"host_bytes_per_gpu", "host_weight_bytes_per_gpu", b"host_weight_bytes_per_gpu", "kv_codec", b"kv_codec", "kv_policy", b"kv_policy", "latency", b"latency", "max_running", b"max_running", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_conditional_disaggregation", b"_conditional_disaggregation", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_host_bytes_per_gpu", b"_host_bytes_per_gpu", "_host_weight_bytes_per_gpu", b"_host_weight_bytes_per_gpu", "_kv_codec", b"_kv_codec", "_kv_policy", b"_kv_policy", "_latency", b"_latency", "_max_prefill_degree", b"_max_prefill_degree", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "conditional_disaggregation", b"conditional_disaggregation", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "gpus_per_node", b"gpus_per_node", "host_bytes_per_gpu", b"host_bytes_per_gpu", "host_weight_bytes_per_gpu", b"host_weight_bytes_per_gpu", "kv_codec", b"kv_codec", "kv_policy", b"kv_policy", "latency", b"latency", "max_prefill_degree", b"max_prefill_degree", "max_running", b"max_running", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_conditional_disaggregation", b"_conditional_disaggregation", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_host_bytes_per_gpu", b"_host_bytes_per_gpu", "_host_weight_bytes_per_gpu", b"_host_weight_bytes_per_gpu", "_kv_codec", b"_kv_codec", "_kv_policy", b"_kv_policy", "_latency", b"_latency", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "conditional_disaggregation", b"conditional_disaggregation", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "files", b"files", "gpu", b"gpu", "gpus_per_node", b"gpus_per_node", "host_bytes_per_gpu", b"host_bytes_per_gpu", "host_weight_bytes_per_gpu", b"host_weight_bytes_per_gpu", "is_map", b"is_map", "is_thorough", b"is_thorough", "kv_codec", b"kv_codec", "kv_policy", b"kv_policy", "latency", b"latency", "max_running", b"max_running", "model", b"model", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "prices", b"prices", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "with_curves", b"with_curves", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_conditional_disaggregation", b"_conditional_disaggregation", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_host_bytes_per_gpu", b"_host_bytes_per_gpu", "_host_weight_bytes_per_gpu", b"_host_weight_bytes_per_gpu", "_kv_codec", b"_kv_codec", "_kv_policy", b"_kv_policy", "_latency", b"_latency", "_max_prefill_degree", b"_max_prefill_degree", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "conditional_disaggregation", b"conditional_disaggregation", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "files", b"files", "gpu", b"gpu", "gpus_per_node", b"gpus_per_node", "host_bytes_per_gpu", b"host_bytes_per_gpu", "host_weight_bytes_per_gpu", b"host_weight_bytes_per_gpu", "is_map", b"is_map", "is_thorough", b"is_thorough", "kv_codec", b"kv_codec", "kv_policy", b"kv_policy", "latency", b"latency", "max_prefill_degree", b"max_prefill_degree", "max_running", b"max_running", "model", b"model", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "prices", b"prices", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "with_curves", b"with_curves", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__affinity: _TypeAlias = _typing.Literal["affinity"]  # noqa: Y015
     _WhichOneofArgType__affinity: _TypeAlias = _typing.Literal["_affinity", b"_affinity"]  # noqa: Y015
@@ -211,6 +215,8 @@ class PlanRequest(_message.Message):
     _WhichOneofArgType__kv_policy: _TypeAlias = _typing.Literal["_kv_policy", b"_kv_policy"]  # noqa: Y015
     _WhichOneofReturnType__latency: _TypeAlias = _typing.Literal["latency"]  # noqa: Y015
     _WhichOneofArgType__latency: _TypeAlias = _typing.Literal["_latency", b"_latency"]  # noqa: Y015
+    _WhichOneofReturnType__max_prefill_degree: _TypeAlias = _typing.Literal["max_prefill_degree"]  # noqa: Y015
+    _WhichOneofArgType__max_prefill_degree: _TypeAlias = _typing.Literal["_max_prefill_degree", b"_max_prefill_degree"]  # noqa: Y015
     _WhichOneofReturnType__max_running: _TypeAlias = _typing.Literal["max_running"]  # noqa: Y015
     _WhichOneofArgType__max_running: _TypeAlias = _typing.Literal["_max_running", b"_max_running"]  # noqa: Y015
     _WhichOneofReturnType__network_gbit_per_s: _TypeAlias = _typing.Literal["network_gbit_per_s"]  # noqa: Y015
@@ -255,6 +261,8 @@ class PlanRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_policy) -> _WhichOneofReturnType__kv_policy | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__latency) -> _WhichOneofReturnType__latency | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prefill_degree) -> _WhichOneofReturnType__max_prefill_degree | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_running) -> _WhichOneofReturnType__max_running | None: ...
     @_typing.overload

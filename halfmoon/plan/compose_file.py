@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from halfmoon.plan.plan_file import PlannedCluster, PlannedWorkers
-from halfmoon.policy.placement.conditional import DEFAULT_MODE
 
 _BASE = "docker-compose.yml"
 _PORT = 7001
@@ -25,8 +24,8 @@ def compose_text(planned: PlannedCluster) -> str:
     gateway: dict[str, str] = {}
     if planned.handover_codec != "raw":
         gateway["HALFMOON_GATEWAY_HANDOVER_CODEC"] = planned.handover_codec
-    if planned.gateway.conditional_disaggregation != DEFAULT_MODE:
-        gateway["HALFMOON_GATEWAY_CONDITIONAL_DISAGGREGATION"] = planned.gateway.conditional_disaggregation
+    for name, value in planned.gateway.model_dump(exclude_defaults=True).items():
+        gateway[f"HALFMOON_GATEWAY_{name.upper()}"] = str(value)
     if gateway:
         services["gateway"] = {"environment": gateway}
     services |= dict(_workers(planned))

@@ -71,13 +71,15 @@ class Layout:
     within them.
 
     One unit without `is_paired` is a cluster whose prefill and decode workers may be on different nodes. The workers of
-    a role are of one kind, or of several if one kind of GPU does not suffice.
+    a role are of one kind, or of several if one kind of GPU does not suffice. Up to `prefill_degree` prefill workers of
+    a unit compute one prompt together, where the gateway's rule says that it pays.
     """
 
     sets: tuple[WorkerSet, ...]
     num_units: int = 1
     is_paired: bool = False
     codec: KvCodecName = "raw"
+    prefill_degree: int = 1
 
     @property
     def is_colocated(self) -> bool:
@@ -142,8 +144,9 @@ class Layout:
         text = " + ".join(f"{{0.num}} {{0.role}} {gpu}{{0.kind}}".format(workers) for workers in self.sets)
         if self.num_units > 1:
             text = f"{self.num_units} x ({text})"
+        degree = "" if self.prefill_degree == 1 else f", prefill degree {self.prefill_degree}"
         codec = "" if self.codec == "raw" else f", {self.codec} KV"
-        return f"{text}, paired{codec}" if self.is_paired else text + codec
+        return f"{text}{', paired' if self.is_paired else ''}{degree}{codec}"
 
 
 def first_of_each_kind(ordered: Sequence[One], layout_of: Callable[[One], Layout]) -> dict[bool, One]:

@@ -9,6 +9,8 @@ from halfmoon.plan.layout import Layout, WorkerKind, WorkerSet
 from halfmoon.plan.node_pools import Fleet
 from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.goodput import Trial
+from halfmoon.policy.forecast.restore_plan import LAYER_PASSES
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, WorkerGroup
 from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
@@ -32,6 +34,7 @@ def unit_spec(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel
             workers_per_node=workers_per_node(layout, workers, fleet),
             first_node=0 if layout.is_paired else None,
             price_per_hour=fleet.pool(workers.kind.gpu).gpu.price_per_hour * workers.kind.num_devices,
+            layer_passes=layer_passes(workers.role, layout.prefill_degree),
         )
         for workers in layout.sets
     ]
@@ -45,7 +48,13 @@ def unit_spec(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel
         answer_s=max((profile.answer_s for profile in measured), default=0.0),
         conditional=problem.conditional,
         kv_policy=problem.kv_policy,
+        max_prefill_degree=layout.prefill_degree,
     )
+
+
+def layer_passes(role: Role, prefill_degree: int) -> int:
+    """Parts in which layers arrive at a worker of the role: some at prefill workers that share prompts, else none."""
+    return LAYER_PASSES if role == "prefill" and prefill_degree > 1 else 0
 
 
 def workers_per_node(layout: Layout, workers: WorkerSet, fleet: Fleet) -> int:

@@ -3,7 +3,7 @@
 model: llama-3-8b
 layout: 2 prefill TP1 + 1 decode TP2
 handover_codec: raw
-gateway: {conditional_disaggregation: auto}, if that was asked for
+gateway: {conditional_disaggregation: auto, max_prefill_degree: 4}, as far as they are not the defaults
 expected: {rate_per_s: 10.0, attainment: 0.93, goodput_per_s: 11.2}
 cluster: what `halfmoon simulate --cluster` takes
 """
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.layout import Layout, WorkerSet
-from halfmoon.plan.layout_trial import layout_network, workers_per_node
+from halfmoon.plan.layout_trial import layer_passes, layout_network, workers_per_node
 from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.objective import Rated
 from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
@@ -104,6 +104,7 @@ class PlannedGateway(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     conditional_disaggregation: ConditionalMode = DEFAULT_MODE
+    max_prefill_degree: int = Field(default=1, ge=1)
 
 
 class PlannedCluster(BaseModel):
@@ -134,13 +135,14 @@ def parse_plan(text: str, path: Path) -> PlannedCluster:
 def plan_text(problem: PlanningProblem, model: str, latencies: Mapping[str, str], best: Rated) -> str:
     """The file's text. `latencies` holds the latency source of each GPU."""
     targets, layout, expected = problem.goal.targets, best.layout, best.evaluation
-    is_default = problem.conditional == DEFAULT_MODE
-    conditional = {} if is_default else {"conditional_disaggregation": problem.conditional}
+    counted_on = PlannedGateway(
+        conditional_disaggregation=problem.conditional, max_prefill_degree=layout.prefill_degree
+    ).model_dump(exclude_defaults=True)
     result = {
         "model": model,
         "layout": problem.text(layout),
         "handover_codec": layout.codec,
-        **({"gateway": conditional} if conditional else {}),
+        **({"gateway": counted_on} if counted_on else {}),
         "expected": {
             "rate_per_s": round(expected.rate_per_s, 4),
             "attainment": round(expected.attainment.value(problem.goal.criterion), 4),
@@ -156,7 +158,7 @@ def plan_text(problem: PlanningProblem, model: str, latencies: Mapping[str, str]
             ],
             "network": asdict(layout_network(problem, layout)),
             "targets": asdict(targets),
-            **conditional,
+            **counted_on,
             **({} if problem.kv_policy is None else {"kv_policy": problem.kv_policy}),
         },
     }
@@ -178,6 +180,7 @@ def _worker(problem: PlanningProblem, layout: Layout, workers: WorkerSet, unit: 
         **({"offload_bytes": workers.kind.host.kv_bytes} if workers.kind.host.kv_bytes else {}),
         **({"offload_weights": workers.kind.host.weights} if workers.kind.host.weights else {}),
         **limits,
+        **({"layer_passes": passes} if (passes := layer_passes(workers.role, layout.prefill_degree)) else {}),
         "workers_per_node": workers_per_node(layout, workers, problem.fleet),
         **({"first_node": unit} if layout.is_paired else {}),
     }

@@ -18,6 +18,7 @@ from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.search.evaluation import Evaluation, evaluate, what_ifs
 from halfmoon.plan.search.goodput import Goal
 from halfmoon.plan.search.objective import Rated
+from halfmoon.plan.search.prefill_degrees import degrees, is_on_cpu, shared_s
 from halfmoon.plan.search.search import Plan, Progress, search
 from halfmoon.plan.search.simulating_processes import simulating_processes
 from halfmoon.policy.view.worker_view import Role
@@ -27,6 +28,7 @@ from halfmoon.sim.latency_sources.latency_model import LatencySource
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
 from halfmoon.sim.latency_sources.roofline import Roofline
+from halfmoon.sim.worker.kept_kv import policy_of
 from halfmoon.sim.workloads.named_workload import DRAWN_REQUESTS, is_trace, named_workload
 from halfmoon.sim.workloads.workload import Workload
 
@@ -71,7 +73,25 @@ def make_plan(
         plan = search(problem, pool, on_progress)
         drawn = curves(problem, plan.models, _compared(plan), pool, on_progress) if with_curves else []
         what_if = _what_if(problem, plan, pool, on_progress)
-    return PlanResult(request, problem, plan, what_if, tuple(drawn), notes)
+    return PlanResult(request, problem, plan, what_if, tuple(drawn), (*notes, *_sharing_note(problem, plan)))
+
+
+def _sharing_note(problem: PlanningProblem, plan: Plan) -> tuple[str, ...]:
+    """What prompts over several workers of the best layout would gain, if that was not asked for."""
+    first = plan.best[0].layout.sets[0]
+    if problem.max_prefill_degree > 1 or first.role != "prefill":
+        return ()
+    model, longest = plan.models[first.kind], int(problem.workload.prompt_tokens.max())
+    seconds = {
+        degree: shared_s(problem, model, longest, degree) for degree in degrees(problem, first.kind, model, first.num)
+    }
+    if not seconds:
+        return ()
+    degree = min(seconds, key=seconds.__getitem__)
+    return (
+        f"{degree} idle prefill workers together would compute the longest prompt, of {longest:,} tokens, in "
+        f"{seconds[degree]:.3g} s instead of {model.prefill_s(longest):.3g}: try --max-prefill-degree {degree}",
+    )
 
 
 def _what_if(problem: PlanningProblem, plan: Plan, pool: Executor, on_progress: Progress) -> dict[str, Evaluation]:
@@ -122,6 +142,7 @@ def problem_from(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]
     targets = SloTargets(request.ttft_s, request.tpot_s, request.tbt_s, request.tbt_of)
     roles: dict[Role, str | None] = {"prefill": request.prefill_gpu, "decode": request.decode_gpu}
     _check_host(request, sources)
+    _check_sharing(request, sources)
     problem = PlanningProblem(
         sources,
         fleet,
@@ -140,6 +161,7 @@ def problem_from(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]
         request.host_bytes_per_gpu,
         request.host_weight_bytes_per_gpu,
         request.kv_policy,
+        request.max_prefill_degree,
     )
     if request.kv_policy is not None:
         counts_on = f"the plan counts on kv_policy {request.kv_policy}: give it to the class of these requests"
@@ -157,6 +179,19 @@ def _check_host(request: PlanRequest, sources: Mapping[str, LatencySource]) -> N
                 f"memory of their own, and a roofline's latencies; leave out --host-{what.lower()}",
                 param=f"host_{what.lower()}",
             )
+
+
+def _check_sharing(request: PlanRequest, sources: Mapping[str, LatencySource]) -> None:
+    """Raises InvalidRequest if prompts are to be shared and no worker could, or under a KV policy."""
+    if request.max_prefill_degree <= 1:
+        return
+    if policy_of(request.kv_policy) is not None:
+        problem = f"a prompt under kv_policy {request.kv_policy} is computed by one worker"
+    elif not any(is_on_cpu(source, gpu) for gpu, source in sources.items()):
+        problem = f"no workers on {', '.join(sources)} compute prompts together: only those on CPUs do, of one device"
+    else:
+        return
+    raise InvalidRequest(f"{problem}; leave out --max-prefill-degree", param="max_prefill_degree")
 
 
 def _source_of(gpu: str, text: str) -> LatencySource:

@@ -46,6 +46,7 @@ class PlanningProblem:
     - host_bytes_per_gpu: host memory for KV that workers which decode may have; 0: none.
     - kv_policy: what is kept of all requests' KV, such as sinks:4+1024; None: all.
     - host_weight_bytes_per_gpu: host memory for weights, which workers have whose GPUs do not hold all; 0: none.
+    - max_prefill_degree: most prefill workers that may compute one prompt together; 1: always one.
     """
 
     sources: Mapping[str, LatencySource]
@@ -65,6 +66,7 @@ class PlanningProblem:
     host_bytes_per_gpu: int = 0
     host_weight_bytes_per_gpu: int = 0
     kv_policy: str | None = None
+    max_prefill_degree: int = 1
 
     def __post_init__(self) -> None:
         if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
@@ -75,6 +77,11 @@ class PlanningProblem:
             if num_bytes < 0:
                 what = of.upper() if of == "kv" else of
                 raise InvalidRequest(f"host memory for {what} is 0 bytes at least, got {num_bytes}", param=f"host_{of}")
+        if self.max_prefill_degree < 1:
+            raise InvalidRequest(
+                f"a prompt is computed by 1 prefill worker at least, got {self.max_prefill_degree}",
+                param="max_prefill_degree",
+            )
         policy_of(self.kv_policy)
         if self.objective in OF_A_RATE and self.rate_per_s is None:
             what = "fewest GPUs" if self.objective == "gpus" else "the lowest price"

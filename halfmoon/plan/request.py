@@ -27,6 +27,8 @@ class PlanRequest:
     - is_thorough: prune by bounds only; takes several times as long.
     - conditional_disaggregation: when decode workers compute prompts; `auto` and `strict` take several times as long.
     - host_bytes_per_gpu: host memory for KV; above 0, workers with `--offload-kv host` are tried, too.
+    - max_prefill_degree: most prefill workers that compute one long prompt; above 1, layouts in which several do are
+      tried, too.
     - kv_policy: of the class of these requests, such as sinks:4+1024; None: all KV is kept.
     - host_weight_bytes_per_gpu: host memory for weights; above 0, GPUs that do not hold the model are planned with
       `--offload-weights`.
@@ -61,3 +63,4 @@ class PlanRequest:
     host_bytes_per_gpu: int = 0
     host_weight_bytes_per_gpu: int = 0
     kv_policy: str | None = None
+    max_prefill_degree: int = 1

@@ -67,6 +67,7 @@ def _rated(problem: PlanningProblem, rated: Rated) -> dict[str, Any]:
         ],
         "is_paired": layout.is_paired,
         "kv_codec": layout.codec,
+        "prefill_degree": layout.prefill_degree,
         "num_gpus": layout.num_gpus,
         "price_per_hour": rated.price_per_hour,
         "goodput_per_s": rated.goodput_per_s,

@@ -159,6 +159,14 @@ class SearchOptions:
         Conditional,
         typer.Option(help="When decode workers compute prompts. auto and strict take several times as long."),
     ] = Conditional.FAILOVER
+    max_prefill_degree: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Most prefill workers that compute one long prompt together: layouts in which several do are tried, "
+            "too. Workers on CPUs alone; takes longer.",
+        ),
+    ] = 1
     kv_codec: Annotated[KvCodecs, typer.Option(help="Encoding of KV between nodes.")] = KvCodecs.AUTO
     max_running: Annotated[
         int | None, typer.Option(min=1, help="Most sequences in a worker's batch. Default: the profile's, or 256.")
@@ -235,6 +243,7 @@ def plan_request(
         host_bytes_per_gpu=_host_bytes(hardware.host_kv, "host_kv"),
         host_weight_bytes_per_gpu=_host_bytes(hardware.host_weights, "host_weights"),
         kv_policy=workload.kv_policy,
+        max_prefill_degree=search.max_prefill_degree,
     )
 
 

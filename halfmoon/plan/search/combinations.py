@@ -25,11 +25,13 @@ class Kinds(NamedTuple):
     workers: tuple[tuple[Role, WorkerKind], ...]
     is_paired: bool
     codec: KvCodecName
+    prefill_degree: int
 
 
 def kinds_of(layout: Layout) -> Kinds:
     """The combination of a layout."""
-    return Kinds(tuple((workers.role, workers.kind) for workers in layout.sets), layout.is_paired, layout.codec)
+    workers = tuple((workers.role, workers.kind) for workers in layout.sets)
+    return Kinds(workers, layout.is_paired, layout.codec, layout.prefill_degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,15 @@ class Combination:
         """Whether workers do both phases."""
         return len(self.options) == 1
 
+    @property
+    def degree(self) -> int:
+        """Most prefill workers that compute one prompt."""
+        return self.options[0].degree
+
     def layout(self, nums: Sequence[int], num_units: int = 1) -> Layout:
         """The layout with `nums` workers of each option in each unit."""
         sets = (WorkerSet(one.role, one.kind, num) for one, num in zip(self.options, nums, strict=True))
-        return Layout(tuple(sets), num_units, self.is_paired)
+        return Layout(tuple(sets), num_units, self.is_paired, prefill_degree=self.degree)
 
 
 def combinations(problem: PlanningProblem, options: Sequence[Option]) -> Iterator[Combination]:

@@ -47,5 +47,6 @@ def _figures(evaluation: Evaluation) -> Iterator[float | None]:
     return chain([evaluation.rate_per_s], evaluation.attainment, *times)
 
 
-def _workers(layout: Layout) -> tuple[KvCodecName, list[tuple[Role, WorkerKind, int]]]:
-    return layout.codec, sorted((workers.role, workers.kind, layout.num_units * workers.num) for workers in layout.sets)
+def _workers(layout: Layout) -> tuple[KvCodecName, int, list[tuple[Role, WorkerKind, int]]]:
+    workers = sorted((workers.role, workers.kind, layout.num_units * workers.num) for workers in layout.sets)
+    return layout.codec, layout.prefill_degree, workers

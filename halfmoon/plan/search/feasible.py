@@ -12,6 +12,7 @@ from halfmoon.plan.layout import Parallelism, WorkerKind
 from halfmoon.plan.node_pools import NodePool
 from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.bounds import RateBound, decode_bound_per_s, prefill_bound_per_s
+from halfmoon.plan.search.prefill_degrees import degrees, shared_s
 from halfmoon.policy.offload.host_choice import Demand
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import SloTargets
@@ -38,11 +39,12 @@ class TargetsBroken(NoLayout):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One kind of worker for one role, with its bound."""
+    """One kind of worker for one role, with its bound. `degree`: most of them that compute one prompt."""
 
     role: Role
     kind: WorkerKind
     bound: RateBound
+    degree: int = 1
 
 
 def feasible_models(problem: PlanningProblem) -> dict[WorkerKind, LatencyModel]:
@@ -150,15 +152,19 @@ def options(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel])
     ttft_s, gap_s = problem.goal.targets.ttft_s, problem.goal.gap_s
     assert ttft_s is not None
     pairs, seen = (float(of(np.array([prompt]))[0]) for of in (problem.kept_kv.pairs, problem.kept_kv.seen))
-    first_s = {one: model.prompt_s(prompt, pairs) for one, model in fitting.items()}
+    alone_s = {one: model.prompt_s(prompt, pairs) for one, model in fitting.items()}
+    first_s = {(kind, 1): seconds for kind, seconds in alone_s.items()}
+    for kind, model in fitting.items():
+        for degree in degrees(problem, kind, model, problem.max_prefill_degree):
+            first_s[kind, degree] = min(alone_s[kind], shared_s(problem, model, prompt, degree))
     step_s = {one: model.step_s(1, seen) for one, model in fitting.items()}
     reuse = workload.prefixes is not None  # cached prompts take less
-    prefills = [kind for kind in fitting if reuse or first_s[kind] <= ttft_s]
+    prefills = [one for one, seconds in first_s.items() if reuse or seconds <= ttft_s]
     # sequence ranks gain nothing for decodes
     decodes = [kind for kind in fitting if step_s[kind] <= gap_s and kind.parallelism.sequence == 1]
     gap = "TPOT" if gap_s == problem.goal.targets.tpot_s else "TBT"
     broken = [
-        *([] if prefills else [_broken(problem, "TTFT", ttft_s, first_s, f"a prompt of {prompt:.0f} tokens")]),
+        *([] if prefills else [_broken_ttft(problem, fitting, ttft_s, first_s, prompt)]),
         *([] if decodes else [_broken(problem, gap, gap_s, step_s, f"a sequence of {prompt:.0f} tokens")]),
     ]
     if broken:
@@ -186,21 +192,22 @@ def _fitting(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel]
 def _bounded(
     problem: PlanningProblem,
     models: Mapping[WorkerKind, LatencyModel],
-    prefills: list[WorkerKind],
+    prefills: list[tuple[WorkerKind, int]],
     decodes: list[WorkerKind],
 ) -> list[Option]:
+    """Options of the prefill kinds with their degrees, of the decode kinds, and of those that do both."""
     goal, limits, workload, kept = problem.goal, problem.rules.limits, problem.workload, problem.kept_kv
     result = [
-        Option("prefill", kind, prefill_bound_per_s(models[kind], workload, goal, limits["prefill"], kept))
-        for kind in prefills
+        Option("prefill", kind, prefill_bound_per_s(models[kind], workload, goal, limits["prefill"], kept), degree)
+        for kind, degree in prefills
         if not kind.host.kv_bytes  # a prompt's KV leaves once it is computed
     ]
     result += [
         Option("decode", kind, decode_bound_per_s(models[kind], workload, goal, limits["decode"], kept))
         for kind in decodes
     ]
-    for kind in prefills:
-        if kind in decodes:
+    for kind, degree in prefills:
+        if kind in decodes and degree == 1:
             phases = (
                 prefill_bound_per_s(models[kind], workload, goal, limits["both"], kept),
                 decode_bound_per_s(models[kind], workload, goal, limits["both"], kept),
@@ -215,6 +222,29 @@ def _of_both(prefill: RateBound, decode: RateBound) -> RateBound:
     if not most_per_s or not decode.typical_per_s:
         return RateBound(0.0, 0.0)
     return RateBound(most_per_s, 1 / (1 / prefill.typical_per_s + 1 / decode.typical_per_s))
+
+
+def _broken_ttft(
+    problem: PlanningProblem,
+    fitting: Mapping[WorkerKind, LatencyModel],
+    ttft_s: float,
+    first_s: Mapping[tuple[WorkerKind, int], float],
+    prompt: float,
+) -> str:
+    """Says what a prompt takes at best, and how many workers that may not share it yet would meet the target."""
+    best_s: dict[WorkerKind, float] = {}
+    for (kind, _), seconds in first_s.items():
+        best_s[kind] = min(seconds, best_s.get(kind, seconds))
+    broken = _broken(problem, "TTFT", ttft_s, best_s, f"a prompt of {prompt:.0f} tokens")
+    enough = [
+        degree
+        for kind, model in fitting.items()
+        for degree in degrees(problem, kind, model, problem.fleet.num_gpus)
+        if degree > problem.max_prefill_degree and shared_s(problem, model, prompt, degree) <= ttft_s
+    ]
+    if not enough:
+        return broken
+    return f"{broken} ({min(enough)} idle workers together meet it: give --max-prefill-degree {min(enough)})"
 
 
 def _broken(

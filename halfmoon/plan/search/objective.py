@@ -16,6 +16,9 @@ _LEAST_GAIN: Mapping[KvCodecName, float] = MappingProxyType(
 )
 """Minimum goodput gain that makes a codec's loss worthwhile."""
 
+DEGREE_GAIN = 1.05
+"""Minimum goodput gain that makes prompts over several workers worthwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rated:
@@ -41,8 +44,8 @@ class Rated:
 
 
 def loss(layout: Layout) -> float:
-    """Factor by which a layout's goodput is discounted for its codec."""
-    return _LEAST_GAIN[layout.codec]
+    """Factor by which a layout's goodput is discounted for its codec, and for prompts over several workers."""
+    return _LEAST_GAIN[layout.codec] * (1.0 if layout.prefill_degree == 1 else DEGREE_GAIN)
 
 
 def worth(problem: PlanningProblem, rated: Rated) -> float:
@@ -51,7 +54,7 @@ def worth(problem: PlanningProblem, rated: Rated) -> float:
 
 
 def worth_at(problem: PlanningProblem, layout: Layout, rate_per_s: float) -> float:
-    """A rate per cost of the layout, discounted for its codec."""
+    """A rate per cost of the layout, discounted as in `loss`."""
     return rate_per_s / loss(layout) / problem.cost(layout)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from halfmoon.plan.layout import WorkerKind
+from halfmoon.plan.layout_trial import layer_passes
 from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.bounds import prefill_bound_per_s
 from halfmoon.plan.search.feasible import Option
@@ -29,17 +30,19 @@ _INSTANT = Network(bytes_per_s=1e15, latency_s=0.0, node_bytes_per_s=1e15, hando
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """An option, and the goodput of one such worker alone, from a first look."""
+    """An option, and the goodput of one such worker alone, or its share of as many as share a prompt, from a first
+    look.
+    """
 
     option: Option
     alone_per_s: float
 
     def guess_per_s(self, num: int) -> float:
         """Estimated goodput of `num` workers. They share their slack for bursts, which grows as the root of their
-        number.
+        number, or of that of the groups that share a prompt.
         """
-        most = max(self.option.bound.typical_per_s, self.alone_per_s)
-        return num * most - math.sqrt(num) * (most - self.alone_per_s)
+        most, degree = max(self.option.bound.typical_per_s, self.alone_per_s), self.option.degree
+        return num * most - math.sqrt(num * degree) * (most - self.alone_per_s)
 
 
 def promised_per_s(
@@ -62,11 +65,12 @@ def promised_per_s(
 
 def measured_phase(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel], option: Option) -> Phase:
     """Measures a phase with a few requests that arrive once."""
-    trial = phase_trial(problem, models, option, 1)
+    num = option.degree
+    trial = phase_trial(problem, models, option, num)
     trial = replace(trial, workload=trial.workload.first(problem.num_first))
-    guess_per_s = option.bound.typical_per_s / 2
-    alone_per_s = goodput_per_s(trial, guess_per_s, _TOLERANCE, holds_at_first, option.bound.most_per_s)
-    return Phase(option, alone_per_s)
+    guess_per_s = num * option.bound.typical_per_s / 2
+    together_per_s = goodput_per_s(trial, guess_per_s, _TOLERANCE, holds_at_first, num * option.bound.most_per_s)
+    return Phase(option, together_per_s / num)
 
 
 def least_workers(
@@ -81,7 +85,9 @@ def least_workers(
         return holds_at_first(trial, rate_per_s) if problem.is_thorough else may_hold_at_first(trial, rate_per_s)
 
     bounds = (option.bound.most_per_s, option.bound.typical_per_s)
-    low, guess = (max(math.ceil(rate_per_s / one * (1 - _ROUNDING)), 1) if one else most + 1 for one in bounds)
+    low, guess = (
+        max(math.ceil(rate_per_s / one * (1 - _ROUNDING)), option.degree) if one else most + 1 for one in bounds
+    )
     return least(is_enough, low, max(low, guess), most)
 
 
@@ -113,7 +119,7 @@ def phase_trial(
     """`num` workers of the option, and one worker that takes no time for the other phase."""
     model, workload, targets = models[option.kind], problem.workload, problem.goal.targets
     limits = problem.rules.limits[option.role]
-    worker = WorkerGroup(option.role, num, model, limits)
+    worker = WorkerGroup(option.role, num, model, limits, layer_passes=layer_passes(option.role, option.degree))
     if option.role == "both":
         return Trial(ClusterSpec((worker,), kv_policy=problem.kv_policy), workload, problem.goal, problem.seed)
     if option.role == "prefill":
@@ -133,4 +139,5 @@ def phase_trial(
             kv_tokens=_NO_LIMIT_TOKENS,
         )
         goal = replace(problem.goal, targets=replace(targets, ttft_s=None))
-    return Trial(ClusterSpec((worker, other), _INSTANT, kv_policy=problem.kv_policy), workload, goal, problem.seed)
+    spec = ClusterSpec((worker, other), _INSTANT, kv_policy=problem.kv_policy, max_prefill_degree=option.degree)
+    return Trial(spec, workload, goal, problem.seed)

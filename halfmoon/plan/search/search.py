@@ -123,9 +123,10 @@ def _cheapest(
 
 
 def _by_kind(made: Sequence[Combination]) -> Iterator[tuple[str, list[Combination]]]:
-    """Colocated combinations, which are the baseline, and disaggregated ones."""
+    """Colocated combinations, which are the baseline, disaggregated ones, and those whose workers share prompts."""
     yield "colocated", [combination for combination in made if combination.is_colocated]
-    yield "disaggregated", [combination for combination in made if not combination.is_colocated]
+    yield "disaggregated", [one for one in made if not one.is_colocated and one.degree == 1]
+    yield "shared prompts", [combination for combination in made if combination.degree > 1]
 
 
 def _best_goodput(
@@ -139,11 +140,10 @@ def _best_goodput(
     """The layouts with the most goodput per cost."""
     run = GoodputSearch(problem, models, choices, pool, on_measured)
     made = run.combinations
-    if run.has_estimates:
-        rated = run.search_by_estimates(made, BEST, partial(on_progress, "layouts"))
-    else:
-        rated = []
-        for what, among in _by_kind(made):
+    estimated = [combination for combination in made if run.has_estimates and combination.degree == 1]
+    rated = run.search_by_estimates(estimated, BEST, partial(on_progress, "layouts")) if estimated else []
+    for what, among in _by_kind([combination for combination in made if combination not in estimated]):
+        if among:
             rated += run.found(among, BEST, rated, partial(on_progress, what))
     return _SearchResult(rated, bool(made), run.num_simulated, run.num_ruled_out)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 
@@ -20,6 +21,7 @@ from halfmoon.plan.search.equivalent_layouts import group_equivalent
 from halfmoon.plan.search.evaluation import Evaluation, estimated_evaluation, verified_evaluation
 from halfmoon.plan.search.feasible import Option
 from halfmoon.plan.search.phases import least_workers
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
 _WAVE = 4  # simulated at once; fixed, so that plans do not depend on the number of cores
@@ -94,7 +96,7 @@ class CheapestSearch:
             layout = combination.layout([-(-num // num_units) for num in least], num_units)
             if problem.fleet.is_mixed and not layout.fits(problem.fleet):
                 layout = cut(problem, combination, least)
-            if layout.fits(problem.fleet):
+            if layout.fits(problem.fleet) and layout.sets[0].num >= layout.prefill_degree:
                 yield from with_codecs(problem, model, layout, problem.rate_per_s or 0.0)
 
     def _evaluations(self, layouts: Sequence[Layout]) -> Iterable[Evaluation | None]:
@@ -130,15 +132,18 @@ class CheapestSearch:
         return self._pool.map(evaluate, trials, rates, units, *([one] * num for one in more))
 
     def _least_workers(self, options: Sequence[Option], on_measured: Callable[[int], None]) -> dict[Option, int]:
+        """By option; those that share prompts only if that takes fewer of them than sharing less."""
         problem, num = self._problem, len(options)
         most = [self._most_workers(option) for option in options]
         result: dict[Option, int] = {}
+        fewest: dict[tuple[Role, WorkerKind], int] = {}  # options of one kind come in the order of their degrees
         measured = self._pool.map(least_workers, [problem] * num, [self._models] * num, options, most)
         for option, least in zip(options, measured, strict=True):
             on_measured(1)
-            if least is not None:
+            if least is not None and least < fewest.get((option.role, option.kind), math.inf):
                 keeps = problem.kept_share and option.role == "prefill"  # decode workers may compute most prompts
-                result[option] = 1 if keeps else least
+                result[option] = option.degree if keeps else least
+                fewest[option.role, option.kind] = least
         return result
 
     def _most_workers(self, option: Option) -> int:
@@ -158,9 +163,11 @@ class _Queue:
         self._seen: set[Layout] = set()
 
     def key(self, layout: Layout) -> tuple[float, ...]:
-        """Cost, then price. Whole clusters come before clusters divided into units."""
+        """Cost, then price. Whole clusters come before clusters divided into units, and prompts on one worker before
+        those over several.
+        """
         cost, price = self._problem.cost(layout), layout.price_per_hour(self._problem.fleet)
-        return (cost, price, layout.num_units, sum(workers.num for workers in layout.sets))
+        return (cost, price, layout.num_units, sum(workers.num for workers in layout.sets), layout.prefill_degree)
 
     def add(self, layouts: Iterable[Layout]) -> None:
         """Adds layouts that were not seen before."""

@@ -18,7 +18,7 @@ from halfmoon.plan.search.estimates import Candidate, Estimates
 from halfmoon.plan.search.evaluation import estimated_per_s, held_goodput, verified_per_s
 from halfmoon.plan.search.feasible import Option
 from halfmoon.plan.search.goodput import ESTIMATES_EXCEEDED
-from halfmoon.plan.search.objective import Rated, loss, rank, worth, worth_at
+from halfmoon.plan.search.objective import DEGREE_GAIN, Rated, loss, rank, worth, worth_at
 from halfmoon.plan.search.phases import Phase, measured_phase, promised_per_s
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
@@ -200,7 +200,8 @@ class GoodputSearch:
         phases = [self._phases[option] for option in combination.options]
         most = [min(problem.fleet.num_gpus // option.kind.num_devices, _MOST_WORKERS) for option in combination.options]
         result = []
-        for nums in product(*(range(1, num + 1) for num in most)):
+        least = [option.degree for option in combination.options]
+        for nums in product(*(range(one, num + 1) for one, num in zip(least, most, strict=True))):
             layout = combination.layout(nums)
             if layout.fits(problem.fleet):
                 result.append(Candidate(layout, *promised_per_s(problem, self._models, phases, nums)))
@@ -213,10 +214,13 @@ class GoodputSearch:
         ]
 
     def _measured(self, options: Sequence[Option], on_measured: Callable[[int], None]) -> dict[Option, Phase]:
-        num, result = len(options), {}
+        num, result = len(options), dict[Option, Phase]()
         phases = self._pool.map(measured_phase, [self._problem] * num, [self._models] * num, options)
         for phase in phases:
             on_measured(1)
-            if phase.alone_per_s:
-                result[phase.option] = phase
+            option, degree = phase.option, phase.option.degree  # those of one kind come in the order of their degrees
+            same = (other for one, other in result.items() if (one.role, one.kind) == (option.role, option.kind))
+            least_per_s = DEGREE_GAIN * max((other.guess_per_s(degree) for other in same), default=0.0)
+            if degree * phase.alone_per_s > least_per_s:
+                result[option] = phase
         return result

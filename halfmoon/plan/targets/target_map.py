@@ -120,6 +120,9 @@ def make_map(
     if problem.workload.prefixes is not None:
         problem = replace(problem, workload=replace(problem.workload, prefixes=None))
         notes = (*notes, "what prompts of the trace share is not reused in a map")
+    if problem.max_prefill_degree > 1:
+        problem = replace(problem, max_prefill_degree=1)
+        notes = (*notes, "in a map each prompt is computed by one worker")
     models = feasible_models(problem)
     grid = _grid(problem, models, ttfts_s, tpots_s)
     targets = replace(problem.goal.targets, ttft_s=grid.ttfts_s[-1], tpot_s=grid.tpots_s[-1])

@@ -22,7 +22,9 @@ from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import WorkerView
 
-_GAIN = 0.8  # share of the time alone: helpers do nothing else meanwhile, and predictions err
+CLEARLY_SOONER = 0.8
+"""Share of the time alone that several may take: helpers do nothing else meanwhile, and predictions err."""
+
 _GAIN_OF_ONE_MORE = 0.95
 
 
@@ -75,7 +77,7 @@ def _best(
         passes = max(1, min(SEGMENT_PASSES, worker.num_layers))
         plan = plan_segments(parts, request.num_prompt_tokens, cached, worker.block_tokens, passes)
         is_any |= plan is not None
-        if plan is not None and plan.seconds <= min(_GAIN * alone_s, _GAIN_OF_ONE_MORE * best_s):
+        if plan is not None and plan.seconds <= min(CLEARLY_SOONER * alone_s, _GAIN_OF_ONE_MORE * best_s):
             best, best_s = (plan, helpers[:number], ttft), plan.seconds
     if best is None:
         return None, "not_faster" if is_any else "too_short"

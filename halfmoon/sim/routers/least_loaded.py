@@ -29,8 +29,8 @@ class LeastLoadedRouter:
 
     @staticmethod
     def is_possible(spec: ClusterSpec) -> bool:
-        """Whether placement is its only task, and prompts and answers have workers of their own."""
-        return spec.admission == "off" and not spec.failures and not spec.may_keep
+        """Whether placement is its only task, and each prompt and each answer has one worker, of those for it."""
+        return spec.admission == "off" and not spec.failures and not spec.may_keep and spec.max_prefill_degree == 1
 
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
         """As in `PolicyRouter.place`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from halfmoon.config.gateway import GatewayConfig
 from halfmoon.errors import Incompatible
 from halfmoon.plan.plan_file import PlannedLayout, PlannedWorkers, parse_plan
 from halfmoon.policy.view.worker_view import ROLES, Role
@@ -30,6 +31,14 @@ def applied_options(options: UpOptions, model: PreparedModel, plan_yaml: str) ->
             f"the plan hands KV over as {planned.handover_codec}, and the gateway was started with "
             f"{options.handover_codec}, which it keeps: start again with `halfmoon up --plan plan.yaml`"
         )
+    for name, value in planned.gateway.model_dump(exclude_defaults=True).items():
+        default = str(GatewayConfig.model_fields[name].default)
+        running = options.settings.get("gateway", {}).get(name, default)
+        if running != str(value):
+            raise Incompatible(
+                f"the plan counts on {name} {value}, and the gateway was started with {running}, which it keeps: start "
+                "again with `halfmoon up --plan plan.yaml`"
+            )
     return with_planned_workers(options, planned.cluster)
 
 

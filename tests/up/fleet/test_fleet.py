@@ -203,5 +203,10 @@ def test_what_needs_more_than_other_workers_is_refused() -> None:
     with pytest.raises(Incompatible, match="hands KV over as int8"):
         applied(codec="int8")
     assert applied(codec="int8", options=UpOptions(handover_codec="int8")).num_both == 2
+    shared = "raw\ngateway: {max_prefill_degree: 4}"
+    with pytest.raises(Incompatible, match="counts on max_prefill_degree 4, and the gateway was started with 1"):
+        applied(codec=shared)
+    running = UpOptions(settings={"gateway": {"max_prefill_degree": "4"}})
+    assert applied(codec=shared, options=running).num_both == 2
     with pytest.raises(InvalidRequest, match=r"plan\.yaml is not a plan"):
         applied_options(UpOptions(), MODEL, "")
