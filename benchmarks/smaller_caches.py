@@ -47,6 +47,7 @@ _OBSERVERS = 32  # latest tokens of the prompt whose attention counts
 _NEIGHBOURS = 7
 _STEEPNESS = 20  # of a pyramid: the last layer has 1/20 of the mean budget for its choice
 _UNMERGED = 0.05
+_PRINTED_EVERY = 4  # prompts
 _TOWARDS_DEEPER = 0.6  # of the angle between two layers, as in the paper
 
 
@@ -312,7 +313,7 @@ def table(results: Results) -> str:
 
 
 def main() -> None:
-    """Prints one table."""
+    """Prints the table after every fourth prompt, so that a run that is stopped has figures, and at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prompts", type=int, default=24)
@@ -323,9 +324,10 @@ def main() -> None:
     checkpoint = prepare_checkpoint(options.model)
     model, tokenizer = Model(checkpoint), Tokenizer(checkpoint)
     results: Results = {}
-    for prompt in prompts(tokenizer, options.prompts, options.documents, options.tokens):
+    for number, prompt in enumerate(prompts(tokenizer, options.prompts, options.documents, options.tokens), 1):
         measure(model, prompt, options.budgets, results)
-    print(table(results))
+        if number % _PRINTED_EVERY == 0 or number == options.prompts:
+            print(f"{number} prompts\n{table(results)}\n", flush=True)
 
 
 if __name__ == "__main__":
