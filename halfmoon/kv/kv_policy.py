@@ -54,6 +54,15 @@ def num_reusable(policy: KVPolicy | None, num_prompt: int, num_tokens: int) -> i
     return num_tokens - 1 if policy is None or not policy.chooses else max(num_prompt - OBSERVERS, 0)
 
 
+def num_at_once(policy: KVPolicy | None, num_prompt: int, num_computed: int, num_tokens: int) -> int:
+    """How many of the next `num_tokens` run in one step. The tokens that choose run together, last of a prompt."""
+    if policy is None or not policy.chooses or not num_tokens or num_computed >= num_prompt:
+        return num_tokens
+    num_left = num_prompt - num_computed
+    num_before = num_left - OBSERVERS
+    return num_left if num_tokens >= num_left or num_before <= 0 else min(num_tokens, num_before)
+
+
 def num_chosen(policy: KVPolicy | None, num_prompt: int, block_tokens: int) -> int:
     """Blocks for what a policy will choose of a prompt, besides those of the prompt; 0: it keeps all of that."""
     if policy is None or not policy.chooses:

@@ -92,8 +92,8 @@ class _Run:
         self._with_gaps = with_gaps
         self._keeps_times = with_gaps or spec.learns_overheads  # of tokens; gateways learn hand-over times from them
         prefixes = workload.prefixes
-        self._prefix_block_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
-        self._workers = idle_workers(spec, self._prefix_block_tokens, keeps_times=self._keeps_times)
+        self._policies, self._prefix_block_tokens = spec.kv_policies, spec.prefix_block_tokens(prefixes)
+        self._workers = idle_workers(spec, prefixes, keeps_times=self._keeps_times)
         self._by_name = {worker.name: worker for worker in self._workers}
         longest = int(workload.output_tokens.max(initial=1))
         pool = StorePool(spec, self._prefix_block_tokens) if spec.stores.count else None
@@ -162,13 +162,13 @@ class _Run:
     def _arrive(self, index: int) -> None:
         workload = self._workload
         prompt = int(workload.prompt_tokens[index])
-        blocks = [] if workload.prefixes is None else workload.prefixes.sequence(index, prompt)
-        job = Job(index, self._events.now_s, prompt, int(workload.output_tokens[index]), blocks)
+        job = Job(index, self._events.now_s, prompt, int(workload.output_tokens[index]), [])
         if workload.classes is not None:
             position = int(workload.classes[index])
             job.classify(position, self._classes[position])
         job.tbt_target_s = self._classes[job.qos_class].tbt_s
         job.keep_by(self._classes[job.qos_class].kv_policy)
+        job.prefix_blocks = self._prefix_blocks(job)
         self._jobs[index] = job
         self._num_arrived += 1
         self._tracker.came(index)
@@ -176,6 +176,21 @@ class _Run:
             self._events.at(self._events.now_s + self._spec.request_s, self._attempts.place, job)
         else:
             self._attempts.place(job)
+
+    def _prefix_blocks(self, job: Job) -> list[int]:
+        """Ids of the whole blocks of a request that caches can know: other ones under each policy.
+
+        Under a policy that chooses, those of the prompt alone.
+        """
+        prefixes, size = self._workload.prefixes, self._prefix_block_tokens
+        if prefixes is None:
+            return []
+        ids = prefixes.sequence(job.index, job.prompt)
+        num, num_parts = len(self._policies), prefixes.block_tokens // size
+        if num * num_parts > 1:
+            own = self._policies.index(job.policy)
+            ids = [(block * num_parts + part) * num + own for block in ids for part in range(num_parts)]
+        return ids[: job.prompt // size] if job.policy is not None and job.policy.chooses else ids
 
     def _begin(self, job: Job, placement: Placement) -> bool:
         """Puts a job on its workers; False if the decode worker has no room."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
-from halfmoon.kv.kv_policy import OBSERVERS, KVPolicy, parse_kv_policy, policy_salt
+from halfmoon.kv.kv_policy import KVPolicy, num_at_once, parse_kv_policy, policy_salt
 from halfmoon.pb.types_pb2 import Generation
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.latency import PrefillModel, StepModel
@@ -27,8 +28,18 @@ from halfmoon.sim.worker.job_blocks import JobBlocks
 from halfmoon.sim.worker.kept_kv import bound_of, num_pairs
 from halfmoon.sim.worker.kv_memory import KvMemory
 from halfmoon.sim.workloads.named_workload import named_workload
+from halfmoon.sim.workloads.workload import Prefixes
 from halfmoon.worker.servicers.wire import handover_tokens
-from tests.sim.test_scheduler_agreement import CLASSES, Rows, cases, engine_times, simulated_times
+from tests.sim.test_scheduler_agreement import (
+    BLOCK_TOKENS,
+    CLASSES,
+    Rows,
+    cases,
+    engine_results,
+    engine_times,
+    simulated_results,
+    simulated_times,
+)
 
 NUM_BLOCKS = 400
 policies = st.builds(
@@ -38,62 +49,136 @@ policies = st.builds(
 
 
 def engine_blocks(policy: str, prompt: int, output: int, chunk: int, block_tokens: int) -> list[int]:
-    """Blocks in use in each step of one request."""
-    cache = PrefixCache(BlockPool(NUM_BLOCKS), block_tokens, root=None)
+    """Blocks in use in each step of one request, and of the same again, which finds what it may of the first."""
+    cache = PrefixCache(BlockPool(NUM_BLOCKS), block_tokens, lambda salt: b"")
     scheduler = Scheduler(cache, block_tokens, SchedulerLimits(chunk, chunk, 4))
     salt = policy_salt(parse_kv_policy(policy), b"")
-    request = EngineRequest("a", (1,) * prompt, SamplingParams(max_tokens=output, ignore_eos=True), tenant_salt=salt)
-    sequence = Sequence(request, 0)
-    scheduler.queues.add(sequence)
     used = []
-    while sequence.num_output < output:
-        (part,) = scheduler.schedule(0.0).scheduled
-        used.append(NUM_BLOCKS - cache.num_available)
-        samples = part.samples
-        sequence.num_computed += part.num_tokens
-        scheduler.queues.blocks.drop_unseen(sequence)
-        if samples:
-            sequence.token_ids.append(1)
+    for number in range(2):
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+        sequence = Sequence(EngineRequest(str(number), (1,) * prompt, sampling, tenant_salt=salt), number)
+        scheduler.queues.add(sequence)
+        while sequence.num_output < output:
+            (part,) = scheduler.schedule(0.0).scheduled
+            used.append(NUM_BLOCKS - cache.num_available)
+            samples = part.samples
+            sequence.num_computed += part.num_tokens
+            cache.insert(sequence)
+            scheduler.queues.blocks.drop_unseen(sequence)
+            if samples:
+                sequence.token_ids.append(1)
+        scheduler.queues.remove(sequence)
     return used
 
 
 def simulated_blocks(policy: str, prompt: int, output: int, chunk: int, block_tokens: int) -> list[int]:
-    kv = KvMemory(NUM_BLOCKS, 1, is_cache=False)
+    kv = KvMemory(NUM_BLOCKS, 1, is_cache=True)
     blocks, decodes = JobBlocks(kv, block_tokens), DecodeBatch(block_tokens)
-    job = Job(0, 0.0, prompt, output, [])
-    job.keep_by(policy)
-    assert blocks.admit(job)
     used = []
-    while job.computed < prompt:
-        used.append(NUM_BLOCKS - kv.available)
-        job.computed = min(job.computed + chunk, prompt)
-        blocks.drop_unseen(job, job.computed)
-    job.generated = 1
-    decodes.add(job, prompt + 1)
-    while decodes.size:
-        kv.take(decodes.new_blocks(0, 1))
-        used.append(NUM_BLOCKS - kv.available)
-        for ended in decodes.advance(0.0):
-            blocks.leave(ended)
-    assert kv.available == NUM_BLOCKS
+    for _ in range(2):
+        num_known = prompt if policy.startswith("snapkv") else prompt + output - 1
+        job = Job(0, 0.0, prompt, output, list(range(num_known // block_tokens)))
+        job.keep_by(policy)
+        assert blocks.admit(job)
+        while job.computed < prompt:
+            used.append(NUM_BLOCKS - kv.available)
+            job.computed += num_at_once(job.policy, prompt, job.computed, min(chunk, prompt - job.computed))
+            blocks.make_known(job, job.computed)
+            blocks.drop_unseen(job, job.computed)
+        job.generated = 1
+        decodes.add(job, prompt + 1)
+        while decodes.size:
+            kv.take(decodes.new_blocks(0, 1))
+            used.append(NUM_BLOCKS - kv.available)
+            for ended in decodes.advance(0.0):
+                blocks.leave(ended)
+        assert kv.available == NUM_BLOCKS
     return used
 
 
-@given(policies, st.integers(1, 200), st.integers(2, 60), st.integers(1, 200), st.sampled_from([4, 8, 16]))
+@given(policies, st.integers(1, 200), st.integers(2, 60), st.integers(5, 200), st.sampled_from([4, 8, 16]))
 def test_blocks_of_a_request_are_those_of_the_engine_in_every_step(
     policy: str, prompt: int, output: int, chunk: int, block_tokens: int
 ) -> None:
-    if policy.startswith("snapkv"):  # the last tokens of a prompt, which choose, run together
-        chunk = max(chunk, prompt)
-        prompt = max(prompt, OBSERVERS)
-        chunk = max(chunk, prompt)
-    case = policy, prompt, output, max(chunk, 5), block_tokens
+    case = policy, prompt, output, chunk, block_tokens
     assert simulated_blocks(*case) == engine_blocks(*case)
 
 
-@given(cases(), st.sampled_from(["sinks:0+4", "sinks:4+8", "sinks:3+13"]))
-def test_steps_under_sinks_are_those_of_the_engine(case: tuple[Rows, BatchLimits, int], policy: str) -> None:
+@st.composite
+def chats(draw: st.DrawFn) -> tuple[Rows, BatchLimits, list[tuple[int, ...]]]:
+    """Requests that begin as earlier ones do, in part: with their prompts, or, when those have ended, their answers."""
+    num, waits = draw(st.integers(2, 10)), draw(st.booleans())
+    rows, prompts = Rows(), list[tuple[int, ...]]()
+    for number in range(num):
+        prompt: tuple[int, ...] = ()
+        if number and draw(st.booleans()):
+            base = draw(st.integers(0, number - 1))
+            whole = prompts[base] + (1,) * rows[base][2] * waits  # the test's engine says 1 all the time
+            prompt = whole[: draw(st.integers(0, len(whole)))]
+        prompt += (2 + number,) * draw(st.integers(1, 50))
+        at = rows[-1][0] + (1_000 if waits else draw(st.integers(1, 4))) if rows else 1
+        rows.append((at, len(prompt), draw(st.integers(1, 30)), draw(st.integers(0, len(CLASSES) - 1))))
+        prompts.append(prompt)
+    limits = BatchLimits(draw(st.integers(10, 60)), draw(st.integers(2, 30)), draw(st.integers(2, 8)))
+    return rows, limits, prompts
+
+
+def test_chunks_beside_an_answer_follow_what_it_attends_to() -> None:
+    """An answer behind 200 tokens, and a prompt that is computed beside it in chunks as long as its target leaves."""
+    rows, limits = [(1, 200, 40, 0), (12, 40, 1, 1)], BatchLimits(64, 64, 4, follows_targets=True)
+    for results in (engine_times, simulated_times):
+        ends = []
+        for kv_policy in (None, "sinks:0+4"):
+            classes = tuple(replace(qos, kv_policy=kv_policy) for qos in CLASSES)
+            ends.append(results(rows, limits, 100, classes=classes)[1][0])
+        assert ends[0] > ends[1]
+
+
+def prefixes_of(rows: Rows, prompts: list[tuple[int, ...]]) -> Prefixes:
+    """Ids of what the prompts begin with, and of what the answers complete."""
+    known: dict[tuple[int, ...], int] = {}
+    asked, said = list[list[int]](), list[list[int]]()
+    for (_, num_prompt, output, _), prompt in zip(rows, prompts, strict=True):
+        whole = prompt + (1,) * output
+        ends = range(BLOCK_TOKENS, len(whole), BLOCK_TOKENS)
+        ids = [known.setdefault(whole[:end], len(known)) for end in ends]
+        num_whole = num_prompt // BLOCK_TOKENS
+        asked.append(ids[:num_whole])
+        said.append(ids[num_whole:])
+    columns = [
+        (np.array([one for some in ids for one in some], dtype=np.int64), np.cumsum([0, *map(len, ids)]))
+        for ids in (asked, said)
+    ]
+    return Prefixes(BLOCK_TOKENS, *columns[0], Prefixes(BLOCK_TOKENS, *columns[1]))
+
+
+@given(chats(), st.tuples(*3 * [st.sampled_from([None, "sinks:4+8", "sinks:0+3", "snapkv:4+8", "snapkv:9+30"])]))
+def test_requests_find_what_the_engines_find_of_those_with_the_same_policy(
+    chat: tuple[Rows, BatchLimits, list[tuple[int, ...]]], kv_policies: tuple[str | None, str | None, str | None]
+) -> None:
+    rows, limits, prompts = chat
+    classes = tuple(replace(qos, kv_policy=one) for qos, one in zip(CLASSES, kv_policies, strict=True))
+    simulated = simulated_results(rows, limits, 5_000, classes=classes, prefixes=prefixes_of(rows, prompts))
+    assert simulated == engine_results(rows, limits, 5_000, classes=classes, prompts=prompts)
+
+
+def test_only_requests_of_one_policy_share_what_they_computed() -> None:
+    """Else the test above might compare requests that find nothing."""
+    prompt = tuple(range(2, 66))
+    rows = [(1 + 100 * number, 64, 4, number % 2) for number in range(4)]
+    found = []
+    for kv_policy in ("sinks:4+8", "snapkv:4+8"):
+        classes = (CLASSES[0], replace(CLASSES[1], kv_policy=kv_policy))
+        prefixes = prefixes_of(rows, 4 * [prompt])
+        results = simulated_results(rows, BatchLimits(), 500, classes=classes, prefixes=prefixes)
+        found.append([cached for *_, cached in results])
+    assert found == [[0, 0, 60, 60], [0, 0, 60, 32]]
+
+
+@given(cases(), st.sampled_from(["sinks:0+4", "sinks:4+8", "sinks:3+13", "snapkv:4+8"]))
+def test_steps_under_a_policy_are_those_of_the_engine(case: tuple[Rows, BatchLimits, int], policy: str) -> None:
     rows, limits, num_blocks = case
+    limits = replace(limits, follows_targets=False)  # simulated sequences behind their bound attend to a mean
     classes = tuple(replace(qos, kv_policy=policy) for qos in CLASSES)
     assert simulated_times(rows, limits, num_blocks, classes=classes) == engine_times(
         rows, limits, num_blocks, classes=classes
@@ -148,6 +233,34 @@ def test_as_much_is_handed_over_as_by_workers(policy: str, prompt: int) -> None:
     assert result.outcome.tolist() == [0, 0]
     num_bytes = handover_tokens(message, spec.block_tokens) * one_worker(1).latency.kv_bytes_per_token
     assert result.handover_bytes == pytest.approx(2 * num_bytes)
+
+
+@given(policies, st.integers(32, 900))
+def test_a_decode_worker_holds_as_much_of_a_second_prompt_as_the_engines(policy: str, prompt: int) -> None:
+    """All but the last block of the first one's prompt where all of its KV was handed over, and nothing else."""
+    kept, size = parse_kv_policy(policy), 64
+    assert kept is not None
+    cache = PrefixCache(BlockPool(100), size, lambda salt: b"")
+    queues = Scheduler(cache, size, SchedulerLimits(512, 512, 4)).queues
+    held = []
+    for number in range(2):
+        sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+        request = EngineRequest(str(number), (1,) * prompt, sampling, tenant_salt=policy_salt(kept, b""))
+        sequence = Sequence(request, number)
+        sequence.not_handed_over = kept.unseen(prompt, size)
+        queues.reserve(sequence)
+        held.append(sequence.num_cached)
+        queues.start(sequence, 1)
+        cache.insert(sequence)
+        queues.remove(sequence)
+    whole = np.arange(prompt // size)
+    prefixes = Prefixes(size, np.concatenate([whole, whole]), np.array([0, len(whole), 2 * len(whole)]))
+    workload = replace(named_workload(f"in={prompt},out=20", 0.01, 2, "poisson", 1.0, 0), prefixes=prefixes)
+    groups = [replace(one_worker(1 << 20), role=role, prefix_cache=True) for role in ("prefill", "decode")]
+    result = simulate(ClusterSpec(tuple(groups), kv_policy=policy), workload)
+    num_kept = prompt - len(kept.unseen(prompt, size)) * size
+    num_bytes = (2 * num_kept - sum(held)) * one_worker(1).latency.kv_bytes_per_token
+    assert result.handover_bytes == pytest.approx(num_bytes)
 
 
 def test_qos_classes_have_policies_of_their_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import sha256
 from itertools import accumulate
 
 import numpy as np
@@ -24,7 +25,7 @@ from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGr
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.worker.kept_kv import policy_of
-from halfmoon.sim.workloads.workload import Workload
+from halfmoon.sim.workloads.workload import Prefixes, Workload
 
 BLOCK_TOKENS = 4
 Rows = list[tuple[int, int, int, int]]  # arrival, prompt, output, class
@@ -56,11 +57,25 @@ def engine_times(
     num_stages: int = 1,
     classes: tuple[QosClass, ...] = CLASSES,
 ) -> list[tuple[int, int, int]]:
-    """When each request gets its first and its last token, and its longest gap, by the engine's scheduler.
+    """When each request gets its first and its last token, and its longest gap, by the engine's scheduler."""
+    return [result[:3] for result in engine_results(rows, limits, num_blocks, num_stages, classes)]
+
+
+def engine_results(
+    rows: Rows,
+    limits: BatchLimits,
+    num_blocks: int,
+    num_stages: int = 1,
+    classes: tuple[QosClass, ...] = CLASSES,
+    prompts: list[tuple[int, ...]] | None = None,
+) -> list[tuple[int, int, int, int]]:
+    """The same, and how many tokens of its prompt were cached. `prompts`: their tokens; None: nothing is cached.
 
     `ParallelRunner.run` returns when the first stage is done, or with the sampled tokens if there are any.
     """
-    cache = PrefixCache(BlockPool(num_blocks), BLOCK_TOKENS, root=None)
+    root = None if prompts is None else lambda salt: sha256(salt).digest()[:16]
+    cache = PrefixCache(BlockPool(num_blocks), BLOCK_TOKENS, root)
+    cached: dict[int, int] = {}
     scheduler = Scheduler(
         cache, BLOCK_TOKENS, SchedulerLimits(limits.max_batch_tokens, limits.chunk_tokens, limits.max_running)
     )
@@ -79,7 +94,7 @@ def engine_times(
             qos = classes[number]
             request = EngineRequest(
                 str(following),
-                (1,) * prompt,
+                (1,) * prompt if prompts is None else prompts[following],
                 sampling,
                 arrival_s=float(at),
                 priority=qos.priority,
@@ -100,7 +115,9 @@ def engine_times(
         now = through if any(part.samples for part in schedule.scheduled) else free[0]
         for part in schedule.scheduled:
             sequence, samples = part.sequence, part.samples
+            cached.setdefault(int(sequence.request_id), sequence.num_cached)
             sequence.num_computed += part.num_tokens
+            cache.insert(sequence)
             scheduler.queues.blocks.drop_unseen(sequence)
             if not samples:
                 continue
@@ -112,7 +129,7 @@ def engine_times(
             if sequence.num_output == rows[number][2]:
                 last[number] = now
                 scheduler.queues.remove(sequence)
-    return [(first[number], last[number], longest[number]) for number in range(len(rows))]
+    return [(first[number], last[number], longest[number], cached[number]) for number in range(len(rows))]
 
 
 def simulated_times(
@@ -122,14 +139,25 @@ def simulated_times(
     num_stages: int = 1,
     classes: tuple[QosClass, ...] = CLASSES,
 ) -> list[tuple[int, int, int]]:
+    return [result[:3] for result in simulated_results(rows, limits, num_blocks, num_stages, classes)]
+
+
+def simulated_results(
+    rows: Rows,
+    limits: BatchLimits,
+    num_blocks: int,
+    num_stages: int = 1,
+    classes: tuple[QosClass, ...] = CLASSES,
+    prefixes: Prefixes | None = None,
+) -> list[tuple[int, int, int, int]]:
     latency = replace(TICK, num_stages=num_stages)
     group = WorkerGroup("both", 1, latency, limits, kv_tokens=num_blocks * BLOCK_TOKENS)
     starts, prompts, outputs, numbers = (np.array(column) for column in zip(*rows, strict=True))
-    workload = Workload(starts.astype(float), prompts, outputs, classes=numbers)
+    workload = Workload(starts.astype(float), prompts, outputs, prefixes, classes=numbers)
     found = simulate(ClusterSpec((group,), block_tokens=BLOCK_TOKENS, classes=classes), workload)
     first_s = found.start_s + found.ttft_s
-    columns = first_s, found.end_s, np.nan_to_num(found.longest_gap_s)
-    return [(round(one), round(other), round(gap)) for one, other, gap in zip(*columns, strict=True)]
+    columns = first_s, found.end_s, np.nan_to_num(found.longest_gap_s), found.cached_tokens
+    return [(round(one), round(other), round(gap), int(num)) for one, other, gap, num in zip(*columns, strict=True)]
 
 
 @st.composite

@@ -103,7 +103,7 @@ class Scheduler:
         """Most prompt tokens beside these decodes, where `first` is the first prompt."""
         requests = [one.sequence.request for one in decodes]
         targets_s = (math.inf if request.prefill_only else request.tbt_target_s for request in requests)
-        context_tokens = sum(len(one.sequence.token_ids) + len(one.drafts) for one in decodes)
+        context_tokens = sum(one.sequence.num_seen(self._block_tokens) + len(one.drafts) for one in decodes)
         beside = decodes_with_targets(sum(one.num_tokens for one in decodes), context_tokens, targets_s)
         limits = self._limits
         return self.chunk_rule.tokens(limits.chunk_tokens, limits.max_batch_tokens, beside, first.num_computed)

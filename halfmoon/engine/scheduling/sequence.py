@@ -13,7 +13,7 @@ from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams,
 from halfmoon.engine.scheduling.restore_order import Restore
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.kv_policy import OBSERVERS, kv_policy_of, num_reusable
+from halfmoon.kv.kv_policy import kv_policy_of, num_at_once, num_reusable
 from halfmoon.policy.preemption import Pauses
 
 SequenceState = Literal["waiting", "running", "paused", "reserved", "held", "removed"]
@@ -127,17 +127,17 @@ class Sequence:
         return self.policy is None or (self.policy.chooses and self.num_computed < self.num_prompt)
 
     def num_at_once(self, num_tokens: int) -> int:
-        """How many of the next `num_tokens` run in one step. The tokens that choose run together, last of a prompt."""
-        if self.policy is None or not self.policy.chooses or not num_tokens or self.num_computed >= self.num_prompt:
-            return num_tokens
-        num_left = self.num_prompt - self.num_computed
-        num_before = num_left - OBSERVERS
-        return num_left if num_tokens >= num_left or num_before <= 0 else min(num_tokens, num_before)
+        """How many of the next `num_tokens` run in one step."""
+        return num_at_once(self.policy, self.num_prompt, self.num_computed, num_tokens)
 
     @property
     def kept_blocks(self) -> list[int]:
         """The blocks that are its own: those that were not given back, in order."""
         return self.blocks[: self.dropped.start] + self.blocks[self.dropped.stop :]
+
+    def num_seen(self, block_tokens: int) -> int:
+        """Tokens that its newest one attends to, itself included: all but those in blocks that were given back."""
+        return len(self.token_ids) - len(self.dropped) * block_tokens
 
     @property
     def handover_blocks(self) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from halfmoon.catalog.entry import Tier
 from halfmoon.errors import InvalidRequest
+from halfmoon.kv.kv_policy import KVPolicy
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.eviction import PolicyName
@@ -19,6 +20,7 @@ from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
 from halfmoon.sim.cluster.kv_codecs import KV_CODECS, KvCodec, KvCodecName, auto_codec
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.worker.kept_kv import policy_of
+from halfmoon.sim.workloads.workload import Prefixes
 
 TbtOf = Literal["longest", "longest-tenth"]
 Batching = Literal["chunked", "prefill-first"]
@@ -248,6 +250,17 @@ class ClusterSpec:
         targets = self.targets
         one = QosClass("simulated", ttft_s=targets.ttft_s, tbt_s=targets.tpot_s, kv_policy=self.kv_policy)
         return self.classes or (one,)
+
+    @property
+    def kv_policies(self) -> list[KVPolicy | None]:
+        """What is kept of requests' KV, each once. Blocks that are computed under one are not found under another."""
+        return list(dict.fromkeys(policy_of(qos.kv_policy) for qos in self.qos_classes))
+
+    def prefix_block_tokens(self, prefixes: Prefixes | None) -> int:
+        """Tokens of the blocks that prefix caches know: those of the workload, or the workers' where policies drop
+        some of them.
+        """
+        return self.block_tokens if prefixes is None or any(self.kv_policies) else prefixes.block_tokens
 
     @property
     def learns_overheads(self) -> bool:

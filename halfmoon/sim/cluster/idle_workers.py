@@ -5,17 +5,19 @@ from __future__ import annotations
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.worker.worker import SimWorker
+from halfmoon.sim.workloads.workload import Prefixes
 
 
-def idle_workers(spec: ClusterSpec, prefix_block_tokens: int, *, keeps_times: bool) -> list[SimWorker]:
+def idle_workers(spec: ClusterSpec, prefixes: Prefixes | None, *, keeps_times: bool) -> list[SimWorker]:
     """All workers by number. `keeps_times`: record the time of every token.
 
-    `prefix_block_tokens` is the block size of the workload's prefixes. Raises InvalidRequest if it is not a multiple of
-    the cluster's blocks, or if a worker's memory does not hold one such block.
+    Raises InvalidRequest if the blocks of `prefixes` are not a multiple of the cluster's, or if a worker's memory does
+    not hold one such block.
     """
-    if prefix_block_tokens % spec.block_tokens:
+    prefix_block_tokens = spec.prefix_block_tokens(prefixes)
+    if prefixes is not None and prefixes.block_tokens % spec.block_tokens:
         raise InvalidRequest(
-            f"the workload's prefixes are of blocks of {prefix_block_tokens} tokens, which is not a multiple of the "
+            f"the workload's prefixes are of blocks of {prefixes.block_tokens} tokens, which is not a multiple of the "
             f"cluster's block_tokens, {spec.block_tokens}",
             param="block_tokens",
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from halfmoon.kv.kv_policy import num_reusable
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.degradation import LIKELY, Admitted
 from halfmoon.policy.admission.qos_classes import ClassTable
@@ -32,7 +33,7 @@ from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.cluster.store_pool import StorePool
 from halfmoon.sim.routers.colocation import SimulatedColocation
 from halfmoon.sim.routers.members import Members, view_of
-from halfmoon.sim.routers.prefix_keys import NO_KEYS, prefix_keys
+from halfmoon.sim.routers.prefix_keys import prefix_keys
 from halfmoon.sim.routers.simulated_links import SimulatedLinks
 from halfmoon.sim.routers.store_directory import StoreDirectory
 from halfmoon.sim.routers.worker_copies import WorkerCopies
@@ -66,9 +67,8 @@ class PolicyRouter:
         self._holders: dict[int, SimWorker] = {}
         self._admitted: set[int] = set()
         self._helpers: dict[int, list[str]] = {}  # of shared prompts that are being computed
-        self._prefix_block_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
-        self._keys = None if prefixes is None else prefix_keys(prefixes.ids)
-        self._offsets = None if prefixes is None else prefixes.offsets
+        self._prefix_block_tokens = spec.prefix_block_tokens(prefixes)
+        self._has_prefixes = prefixes is not None
         self.index = BlockIndex()
         self.view = ClusterView()
         self._colocation = SimulatedColocation(spec.contention, workers, self.view)
@@ -168,10 +168,10 @@ class PolicyRouter:
         for helper in placement.helpers:
             self._members.help(job, helper.worker_id)
             self._helpers.setdefault(job.index, []).append(helper.worker_id)
-        if self.stores is not None and self._keys is not None:
+        if self.stores is not None and self._has_prefixes:
             worker = self._by_name[placement.prefill.worker_id]
             self.stores.note_use(job, self._keys_of(job), worker, cached_blocks, placement, now_s)
-        elif self._keys is not None:
+        elif self._has_prefixes:
             self.copies.note_use(job, self._keys_of(job), request, placement, now_s)
         self._colocation.placed(job, placement, now_s)
         return placement
@@ -300,19 +300,17 @@ class PolicyRouter:
             self._admission.note_overheads(overhead_s, handover_s(gaps_s), str(job.index))
 
     def _cached_blocks(self, job: Job) -> NDArray[np.int64]:
-        if self._keys is None or self._offsets is None or not job.prefix_blocks:
+        if not job.prefix_blocks:
             return NOTHING_CACHED
         self._members.update_index()
         return self.index.match(self._keys_of(job))
 
     def _keys_of(self, job: Job) -> Keys:
-        if self._keys is None or self._offsets is None:
-            return NO_KEYS
-        first, num_whole = self._offsets[job.index], job.prompt // self._prefix_block_tokens
-        if job.target > job.prompt:  # it goes on elsewhere with the tokens that it has
-            whole = job.prefix_blocks[: job.target // self._prefix_block_tokens]
-            return prefix_keys(np.array(whole, dtype=np.int64))
-        return self._keys[first : first + min(num_whole, len(job.prefix_blocks))]
+        if job.keys is None:
+            job.keys = prefix_keys(np.array(job.prefix_blocks, dtype=np.int64))
+        is_choosing = job.policy is not None and job.policy.chooses
+        num_tokens = num_reusable(job.policy, job.prompt, job.target) if is_choosing else job.target
+        return job.keys[: num_tokens // self._prefix_block_tokens]
 
     def _max_output(self, num_prompt: int) -> int:
         """Output tokens that the largest worker's memory leaves for such a prompt."""

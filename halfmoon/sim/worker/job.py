@@ -9,6 +9,7 @@ from halfmoon.kv.kv_policy import KVPolicy
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.preemption import Pauses
 from halfmoon.policy.retries import Retries
+from halfmoon.policy.view.key_table import Keys
 from halfmoon.sim.worker.kept_kv import policy_of
 from halfmoon.sim.workloads.workload import Floats
 
@@ -43,6 +44,7 @@ class Job:
         "is_prefilled",
         "join_length",
         "join_step",
+        "keys",
         "later_s",
         "load_end",
         "longest_gap_s",
@@ -82,6 +84,7 @@ class Job:
         self.prompt = prompt
         self.output = output
         self.prefix_blocks = prefix_blocks  # ids of the whole blocks of prompt and answer that prefix caches can know
+        self.keys: Keys | None = None  # of these, for the gateway's index; None: not asked for yet
         self.attempt = 0  # events of earlier attempts are stale
         self.retries: Retries | None = None  # None: no attempt has failed yet
         self.num_refusals = 0
@@ -132,10 +135,8 @@ class Job:
         self.pauses = Pauses(qos.priority, qos.max_pause_s)
 
     def keep_by(self, kv_policy: str | None) -> None:
-        """Keeps KV as its class says. Under a policy no block is found by others, or by it."""
+        """Keeps KV as its class says."""
         self.policy = policy_of(kv_policy)
-        if self.policy is not None:
-            self.prefix_blocks = []
 
     def help_with(self, end: int) -> Job:
         """The part up to token `end` of its shared prompt, for another worker."""

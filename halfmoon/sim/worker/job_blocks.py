@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from halfmoon.kv.kv_policy import num_chosen
+from halfmoon.kv.kv_policy import num_chosen, num_reusable
 from halfmoon.sim.worker.job import Job
 from halfmoon.sim.worker.kept_kv import num_dropped, num_unseen
 from halfmoon.sim.worker.kv_memory import KvMemory
+
+_EVERY_BLOCK = 1 << 62
+"""Known blocks of a job of which nothing more is to be found."""
 
 
 class JobBlocks:
     """Owns `num_blocks`, `reserved_blocks`, `held_blocks`, `cached_blocks` and `num_known_blocks` of one worker's jobs.
 
-    Knows nothing of queues, slots and steps: the worker decides which job may hold memory.
+    Knows nothing of queues, slots and steps: the worker decides which job may hold memory. Under a KV policy prefix
+    blocks are as large as blocks. What leaves the window of a sequence that decodes counts as held until it ends.
     """
 
     __slots__ = ("_block_tokens", "_kv", "_prefix_block_tokens")
@@ -40,7 +44,7 @@ class JobBlocks:
 
     def admit(self, job: Job) -> bool:
         """Takes blocks for all the job's tokens except its cached prefix; False if too few are free."""
-        taken = self._take(job, job.target - 1, self.num_for_prompt(job))
+        taken = self._take(job, self._num_reusable(job), self.num_for_prompt(job))
         if taken is None:
             return False
         matched, num_blocks = taken
@@ -75,13 +79,26 @@ class JobBlocks:
         if job.policy is None:
             return
         if num_computed == job.target:
-            kept = self.num_held(job, num_computed)
+            kept, position = self.num_held(job, num_computed), num_computed - 1
         else:
             dropped = num_dropped(job.policy, job.prompt, num_computed, self._block_tokens)
             has_chosen = num_computed >= job.prompt
             kept = (self.num_for(job.target) if has_chosen else self.num_for_prompt(job)) - dropped
-        self._kv.give(job.num_blocks - kept)
-        job.num_blocks = kept
+            position = num_computed if dropped else 0
+        self._release_unseen(job, position)
+        own = kept - len(job.cached_blocks) * self._kv.prefix_block_size
+        self._kv.give(job.num_blocks - own)
+        job.num_blocks = own
+
+    def _release_unseen(self, job: Job, position: int) -> None:
+        """Ends a job's use of cached blocks that its policy does not see from `position` on: others may find them."""
+        if job.policy is None or not job.cached_blocks:
+            return
+        unseen = job.policy.unseen(position, self._block_tokens)
+        first = 0 if num_chosen(job.policy, job.prompt, self._block_tokens) else unseen.start  # the chosen are copies
+        gone = set(job.prefix_blocks[first : unseen.stop] if unseen else ())
+        self._kv.release([block for block in job.cached_blocks if block in gone])
+        job.cached_blocks = [block for block in job.cached_blocks if block not in gone]
 
     def release(self, job: Job) -> None:
         """Returns the blocks of a prompt that was computed here."""
@@ -93,7 +110,7 @@ class JobBlocks:
 
         Cached blocks of its prefix stay until it leaves, and are not sent.
         """
-        taken = self._take(job, job.target, self.num_held(job, job.target + 1))
+        taken = self._take(job, self._num_reservable(job), self.num_held(job, job.target + 1))
         if taken is None:
             return False
         job.held_blocks, job.reserved_blocks = taken
@@ -118,15 +135,27 @@ class JobBlocks:
         """Turns a reservation into the job's own blocks once its KV has arrived, and makes its prefix known."""
         job.num_blocks, job.reserved_blocks = job.reserved_blocks, 0
         job.cached_blocks, job.num_known_blocks, job.held_blocks = job.held_blocks, len(job.held_blocks), []
+        if self._has_gap(job):  # no prefix is found with one, nor what is behind it
+            job.num_known_blocks = _EVERY_BLOCK
+            job.prefix_blocks = job.prefix_blocks[: job.target // self._prefix_block_tokens]
         self.make_known(job, job.target)
         # if the next token needs a block, it is taken with its step
         self._kv.give(self.num_held(job, job.target + 1) - self.num_held(job, job.target))
 
     def leave(self, job: Job) -> None:
-        """Returns the blocks of a job that decoded here: those of all tokens but the newest, which others may find."""
-        self.make_known(job, job.join_length - 1)
-        self._kv.give(self.num_held(job, job.join_length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size)
+        """Returns the blocks of a job that decoded here: those of all tokens but the newest, which others may find.
+
+        Under a policy also those that left its window, as far as there is room for them.
+        """
+        left: list[int] = []
+        if job.policy is None:
+            self.make_known(job, job.join_length - 1)
+        elif not job.policy.chooses:
+            left = job.prefix_blocks[job.num_known_blocks : (job.join_length - 1) // self._prefix_block_tokens]
+        self._kv.give(self.num_own(job))
         self._let_go(job)
+        if self._kv.is_cache:
+            self._kv.adopt(left)
 
     def move_out(self, job: Job) -> None:
         """Returns the blocks of a job that goes on later with what it has computed."""
@@ -156,11 +185,30 @@ class JobBlocks:
         shared = (self._kv.num_users(one) != uses[one] for one in job.cached_blocks)
         return sum(shared) * self._kv.prefix_block_size
 
-    def num_needed(self, job: Job, num_known: int, num_blocks: int, uses: Mapping[int, int]) -> int:
-        """Of `num_blocks`, those besides cached ones of the first `num_known` tokens that stay in use anyway."""
+    def num_to_admit(self, job: Job, uses: Mapping[int, int]) -> int:
+        """Blocks that `admit` takes, besides cached ones that stay in use anyway."""
+        return self._num_besides(job, self._num_reusable(job), self.num_for_prompt(job), uses)
+
+    def num_to_reserve(self, job: Job, uses: Mapping[int, int]) -> int:
+        """Blocks that `reserve` takes, besides cached ones that stay in use anyway."""
+        return self._num_besides(job, self._num_reservable(job), self.num_held(job, job.target + 1), uses)
+
+    def _num_besides(self, job: Job, num_known: int, num_blocks: int, uses: Mapping[int, int]) -> int:
         used = self._kv.used(job.prefix_blocks, num_known // self._prefix_block_tokens)
         staying = sum(self._kv.num_users(one) != uses.get(one, 0) for one in used)
         return num_blocks - staying * self._kv.prefix_block_size
+
+    def _num_reusable(self, job: Job) -> int:
+        """Leading tokens whose KV may come from the prefix cache where the job is computed."""
+        return num_reusable(job.policy, job.prompt, job.target)
+
+    def _num_reservable(self, job: Job) -> int:
+        """The same where it only decodes."""
+        return 0 if self._has_gap(job) else job.target
+
+    def _has_gap(self, job: Job) -> bool:
+        """Whether the job's policy hands over less than all of its KV."""
+        return num_dropped(job.policy, job.prompt, job.target, self._block_tokens) > 0
 
     def _let_go(self, job: Job) -> None:
         self._kv.release(job.cached_blocks)

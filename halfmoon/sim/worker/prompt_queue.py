@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from halfmoon.kv.kv_policy import num_at_once
 from halfmoon.policy.preemption import Turns, in_turn
 from halfmoon.sim.worker.job import Job
 
@@ -103,7 +104,7 @@ class PromptQueue:
                     room -= min(sum(map(_ready, shorter)), budget // 2)
                     overtaking = {shorter_job.index for shorter_job in shorter}
                     queue = deque([*shorter, *(job for job in queue if job.index not in overtaking)])
-            num_tokens = min(ready, room)
+            num_tokens = num_at_once(job.policy, job.prompt, job.computed, min(ready, room))
             budget -= num_tokens
             chosen.append(_chunk(job, num_tokens, now_s))
         return chosen

@@ -226,8 +226,7 @@ class SimWorker:
             if job.state == "paused":
                 queue.append(Queued(job, self.paused.num_needed(job, uses)))
             else:
-                num_blocks = self.blocks.num_needed(job, job.target - 1, self.blocks.num_for_prompt(job), uses)
-                queue.append(Queued(job, num_blocks, job.uncomputed))
+                queue.append(Queued(job, self.blocks.num_to_admit(job, uses), job.uncomputed))
         turns = take_turns(
             queue,
             list(self.decodes.jobs.values()),
@@ -253,7 +252,7 @@ class SimWorker:
         """
         self.interrupt(now_s)  # returns the blocks of future decode steps
         uses = self.paused.uses()
-        num_blocks = self.blocks.num_needed(job, job.target, self.blocks.num_held(job, job.target + 1), uses)
+        num_blocks = self.blocks.num_to_reserve(job, uses)
         is_stepping = self.steps.wake_s is not None and self._does_decode
         growing = 0 if is_stepping else self.decodes.new_blocks(0, 1)
         lacking = num_blocks + growing - self.kv.available - self.paused.num_reclaimable(uses)

@@ -59,7 +59,7 @@ def test_what_is_fetched_is_encoded_where_that_is_quicker() -> None:
 def test_a_prefix_may_come_from_each_worker_that_has_it_whole() -> None:
     """Of five workers two have its four blocks, one has two of them."""
     spec = ClusterSpec((group("prefill", 5), group("decode")), replace(FAST, bytes_per_s=1e12))
-    workers = idle_workers(spec, spec.block_tokens, keeps_times=False)
+    workers = idle_workers(spec, None, keeps_times=False)
     rows = work((0.0, 257, 1), ids=[[1, 2, 3, 4]])
     router = PolicyRouter(spec, workers, rows.prefixes, 1, 0)
     for number, blocks in ((1, [1, 2, 3, 4]), (3, [1, 2, 3, 4]), (4, [1, 2])):

@@ -17,7 +17,7 @@ from tests.sim.small_clusters import group, pair, work
 def test_the_next_report_is_after_now(now_s: float) -> None:
     """1.0 // 0.1 is nine: ten tenths would be now again, and time would stand still."""
     spec = pair(report_s=0.1)
-    events, workers = EventQueue(), idle_workers(spec, spec.block_tokens, keeps_times=False)
+    events, workers = EventQueue(), idle_workers(spec, None, keeps_times=False)
     events.now_s = float(now_s)
     LoadReports(events, spec.report_s, PolicyRouter(spec, workers, None, 1, 0)).note(workers[0])
     assert now_s < events.pending[0][0] <= now_s + 0.1 + 1e-9

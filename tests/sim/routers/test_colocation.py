@@ -34,13 +34,13 @@ def test_workers_of_a_node_are_on_one_host_and_those_of_others_are_not() -> None
     """Two nodes of a prefill and a decode worker each, and a prefill worker that has its own."""
     shared = [group(role, first_node=node) for node in (0, 1) for role in ("prefill", "decode")]
     spec = ClusterSpec((*shared, group("prefill", first_node=2)), FAST, contention=SLOWED)
-    gateway = PolicyRouter(spec, idle_workers(spec, spec.block_tokens, keeps_times=False), None, 1, 0)
+    gateway = PolicyRouter(spec, idle_workers(spec, None, keeps_times=False), None, 1, 0)
     views = {one.worker_id: one for one in gateway.view.workers}
     assert views["prefill-0"].host == views["decode-1"].host != views["prefill-2"].host == views["decode-3"].host
     assert [views[f"prefill-{number}"].contention for number in (0, 2, 4)] == pytest.approx([0.5, 0.5, 0.0])
     assert views["decode-1"].step_contention == pytest.approx(3.0)
     apart = replace(spec, contention=Contention())
-    plain = PolicyRouter(apart, idle_workers(apart, apart.block_tokens, keeps_times=False), None, 1, 0).view.workers
+    plain = PolicyRouter(apart, idle_workers(apart, None, keeps_times=False), None, 1, 0).view.workers
     assert all(one.contention == one.step_contention == 0 for one in plain)
     assert len({one.host for one in plain}) == 5
 
