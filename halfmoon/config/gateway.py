@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from halfmoon.config.section import Section, Texts, off_is_a_word
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
-from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.policy.placement.ranking import PREDICTING_MODES, PlacementMode
 from halfmoon.policy.wait_limits import WaitLimits
 
 
@@ -210,3 +210,12 @@ class GatewayConfig(Section):
         "loopback host those two only (a web page may rebind its name to this machine), elsewhere any; * allows all",
     )
     allowed_origins: Texts = Field((), description="origins whose pages may use the API from a browser; * allows all")
+
+    @model_validator(mode="after")
+    def _shares_prompts_by_prediction(self) -> Self:
+        if self.max_prefill_degree > 1 and self.placement not in PREDICTING_MODES:
+            raise ValueError(
+                f"max_prefill_degree {self.max_prefill_degree} has no effect with placement {self.placement}, which "
+                f"predicts no first token: take placement {' or '.join(PREDICTING_MODES)}, or leave the degree out"
+            )
+        return self

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from halfmoon.errors import InvalidRequest
 from halfmoon.policy.models.segments import SEGMENT_PASSES, SegmentWorker, plan_segments
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure
 from halfmoon.sim.result import SimResult
@@ -63,6 +64,11 @@ def test_short_prompts_are_as_without_sharing() -> None:
     rows = work(*((0.1 * number, 60, 2) for number in range(30)))
     alone, shared = (simulate(cluster(3, degree), rows, policies="always") for degree in (1, 3))
     assert np.array_equal(alone.end_s, shared.end_s)
+
+
+def test_sharing_where_nothing_is_predicted_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="max_prefill_degree has no effect with placement random"):
+        cluster(3, 3, placement="random")
 
 
 def test_a_prompt_under_a_kv_policy_has_one_worker() -> None:

@@ -57,6 +57,10 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
         ("stores: {dram_codec: int7}", ["stores.dram_codec: no codec is called 'int7': there are raw, int8"]),
         ("classes: {gold: {reserved: 2}}", ["classes: a class's reserved must be between 0 and 1"]),
         ("classes: {gold: {ttft: 3}}", ["classes.gold.ttft: unknown field; did you mean ttft_s?"]),
+        (
+            "gateway:\n  placement: random\n  max_prefill_degree: 4",
+            ["halfmoon.yaml:1: gateway: max_prefill_degree 4 has no effect with placement random, which predicts no"],
+        ),
         ("cluster: {workers: [{role: both}]}\nworkers: {both: {}}", ["leave the roles of workers"]),
         ("model: [", ["halfmoon.yaml is not YAML"]),
         (

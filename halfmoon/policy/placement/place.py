@@ -14,7 +14,7 @@ from halfmoon.policy.placement.conditional import ConditionalDisaggregation, Con
 from halfmoon.policy.placement.device_rules import DeviceRule, allowed_rows
 from halfmoon.policy.placement.forecast import Forecast
 from halfmoon.policy.placement.prompt_sharing import share_prompt
-from halfmoon.policy.placement.ranking import PlacementMode, Ranking
+from halfmoon.policy.placement.ranking import PREDICTING_MODES, PlacementMode, Ranking
 from halfmoon.policy.values import Placement, PlacementRequest, TtftPrediction
 from halfmoon.policy.view.capabilities import Bools, RoleMasks
 from halfmoon.policy.view.cluster_view import ClusterView
@@ -52,7 +52,7 @@ class PlacementRules:
     @property
     def predicts_ttft(self) -> bool:
         """Whether the mode ranks workers by predicted TTFT."""
-        return self.mode in ("kvcache-centric", "cache-aware")
+        return self.mode in PREDICTING_MODES
 
     @property
     def may_share(self) -> bool:

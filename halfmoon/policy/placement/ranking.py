@@ -25,6 +25,9 @@ from halfmoon.policy.view.cluster_view import ClusterView
 
 PlacementMode = Literal["kvcache-centric", "cache-aware", "least-loaded", "random"]
 
+PREDICTING_MODES: tuple[PlacementMode, ...] = ("kvcache-centric", "cache-aware")
+"""Modes that rank workers by predicted TTFT."""
+
 _TIE = 1.01  # predictions within a hundredth are ties: equal workers have slightly different models
 _MOST = 0.5  # of the prompt: less than that is a shared beginning, not a conversation
 _LEARNING_ERROR = 1.15  # two equal workers of one host were measured at 0.23 and 0.26 s per prompt, 13 % apart

@@ -14,7 +14,7 @@ from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.eviction import PolicyName
 from halfmoon.policy.placement.conditional import DEFAULT_MODE, ConditionalMode
 from halfmoon.policy.placement.device_rules import DeviceRule
-from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.policy.placement.ranking import PREDICTING_MODES, PlacementMode
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
 from halfmoon.sim.cluster.kv_codecs import KV_CODECS, KvCodec, KvCodecName, auto_codec
@@ -231,6 +231,8 @@ class ClusterSpec:
         _check(self.request_s >= 0, "request_s", "must not be negative")
         _check(self.answer_s >= 0, "answer_s", "must not be negative")
         _check(self.max_prefill_degree >= 1, "max_prefill_degree", "must be at least 1")
+        may_share = self.max_prefill_degree == 1 or self.placement in PREDICTING_MODES
+        _check(may_share, "max_prefill_degree", f"has no effect with placement {self.placement}")
         roles = {group.role for group in self.groups if group.count}
         _check(
             "both" in roles or roles >= {"prefill", "decode"},

@@ -163,7 +163,6 @@ async def test_a_request_whose_serving_worker_is_lost_goes_on_alone(tmp_path: Pa
         ({"max_prefill_degree": 2}, {}, {"prompt": "short"}, "too_short"),
         ({"max_prefill_degree": 2}, {}, {"echo": True, "logprobs": 1}, "needs_one"),
         ({"max_prefill_degree": 2}, {}, {"extra_body": {"kv_policy": "sinks:8+16"}}, "needs_one"),
-        ({"max_prefill_degree": 2, "placement": "random"}, {}, {}, None),
     ],
 )
 async def test_others_are_computed_by_one(
