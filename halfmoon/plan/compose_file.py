@@ -33,6 +33,8 @@ def compose_text(planned: PlannedCluster) -> str:
         f"# Made by `halfmoon plan`: docker-compose -f {_BASE} -f THIS_FILE up --build, beside {_BASE}.\n"
         f"# Set HALFMOON_MODEL for the gateway, too: the plan is for {planned.model_name}.\n"
     )
+    if planned.cluster.kv_policy is not None:
+        header += f"# It counts on kv_policy {planned.cluster.kv_policy}: give that to the class of its requests.\n"
     text: str = yaml.safe_dump({"services": services}, sort_keys=False)
     return header + text
 

@@ -92,6 +92,7 @@ class PlannedLayout(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     workers: tuple[PlannedWorkers, ...] = Field(min_length=1)
+    kv_policy: str | None = None  # of the requests; `SystemConfig` gives it to classes
 
     def of_role(self, role: Role) -> list[PlannedWorkers]:
         """One entry for each worker of a role."""

@@ -164,8 +164,9 @@ def problem_from(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]
         request.max_prefill_degree,
     )
     if request.kv_policy is not None:
-        counts_on = f"the plan counts on kv_policy {request.kv_policy}: give it to the class of these requests"
-        notes = *notes, f"{counts_on} (classes.NAME.kv_policy), or to each of them"
+        counts_on = f"the plan counts on kv_policy {request.kv_policy}, which `halfmoon up --plan` gives to all classes"
+        elsewhere = "elsewhere give it to the class of these requests (classes.NAME.kv_policy), or to each of them"
+        notes = *notes, f"{counts_on} that name none; {elsewhere}"
     return problem, notes
 
 

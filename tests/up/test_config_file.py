@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from halfmoon.config.qos_classes import DEFAULT_TARGETS
 from halfmoon.engine.config import HostChoiceConfig, OffloadConfig
 from halfmoon.errors import InvalidRequest
 from halfmoon.up.config.options import up_options
@@ -61,6 +63,7 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
             "gateway:\n  placement: random\n  max_prefill_degree: 4",
             ["halfmoon.yaml:1: gateway: max_prefill_degree 4 has no effect with placement random, which predicts no"],
         ),
+        ("cluster: {kv_policy: sinks:4, workers: [{role: both}]}", ["classes: kv_policy is 'sinks:4': write sinks:S"]),
         ("cluster: {workers: [{role: both}]}\nworkers: {both: {}}", ["leave the roles of workers"]),
         ("model: [", ["halfmoon.yaml is not YAML"]),
         (
@@ -188,6 +191,20 @@ def test_a_plan_is_a_configuration_to_which_sections_may_be_added() -> None:
     assert (options.num_both, options.handover_codec, options.port) == (2, "int8", 5)
     worker = arguments_of(started(options)["both-1"])
     assert (worker["--max-running"], worker["--dtype"]) == ("9", "float32")
+
+
+def test_classes_keep_the_kv_that_a_plan_counts_on() -> None:
+    plan = "model: x\ncluster: {kv_policy: 'sinks:4+1024', workers: [{role: both, count: 2}]}\n"
+    config = parse_config(plan, "plan.yaml")
+    assert config.classes == {"default": DEFAULT_TARGETS.model_copy(update={"kv_policy": "sinks:4+1024"})}
+    (environment,) = [spec.environment for name, spec in started(options_of(plan)).items() if name == "gateway"]
+    assert json.loads(environment["HALFMOON_GATEWAY_CLASSES"])["default"]["kv_policy"] == "sinks:4+1024"
+    plan += "gateway: {slo: off}\nclasses: {a: {ttft_s: 1.0}, b: {kv_policy: null}, c: {kv_policy: 'snapkv:9+9'}}"
+    policies = {name: one.kv_policy for name, one in parse_config(plan, "plan.yaml").classes.items()}
+    assert policies == {"default": "sinks:4+1024", "a": "sinks:4+1024", "b": None, "c": "snapkv:9+9"}
+    assert parse_config(plan, "plan.yaml").classes["default"].ttft_s is None
+    with pytest.raises(InvalidRequest, match=r"kv_policy sinks:4\+1024: vLLM keeps all KV"):
+        options_of("engine: vllm\n" + plan)
 
 
 def test_the_example_and_the_file_of_compose_are_configurations() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from halfmoon.config.section import Section
 from halfmoon.errors import InvalidRequest
+from halfmoon.kv.kv_policy import WHOLE
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape
 from halfmoon.up.config.system_config import SystemConfig, WorkerGroup
@@ -80,6 +81,13 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
     )
     if config.cluster is not None:
         options = with_planned_workers(options, config.cluster)
+    policies = [written.kv_policy for written in config.classes.values() if written.kv_policy not in (None, WHOLE)]
+    if policies and engines(options) == {"vllm"}:
+        raise InvalidRequest(
+            f"kv_policy {policies[0]}: vLLM keeps all KV, and its workers would refuse the requests of that class: "
+            "leave it out of the class, or plan without --kv-policy",
+            param="kv_policy",
+        )
     if config.model.lora and (others := engines(options) - {"vllm"}):
         raise InvalidRequest(
             f"--lora: only vLLM computes adapters, and {', '.join(sorted(others))} computes in some worker: start all "

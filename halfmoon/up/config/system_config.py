@@ -10,7 +10,7 @@ from halfmoon.config.gateway import GatewayConfig, HandoverConfig
 from halfmoon.config.hosts import HostsConfig
 from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.planner import PlannerConfig
-from halfmoon.config.qos_classes import ClassConfig, ClassesConfig, check_classes
+from halfmoon.config.qos_classes import DEFAULT_TARGETS, ClassConfig, ClassesConfig, check_classes
 from halfmoon.config.quantization import QuantizationConfig
 from halfmoon.config.section import Section, Texts
 from halfmoon.config.security import ClusterSecretConfig, MutualTlsConfig, SecurityConfig
@@ -21,6 +21,7 @@ from halfmoon.config.tenants import DeclaredTenant, TenantsConfig, check_tenant_
 from halfmoon.config.worker import WorkerConfig
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.plan_file import PlannedLayout
+from halfmoon.policy.admission.qos_classes import DEFAULT_CLASS
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.up.supervision.log_files import DEFAULT_LOG_BYTES, DEFAULT_LOG_FILES
 
@@ -34,6 +35,12 @@ def _without_empty(written: Any) -> Any:
     return (
         {name: value for name, value in written.items() if value is not None} if isinstance(written, dict) else written
     )
+
+
+def _mapping(written: Any, name: str) -> dict[str, Any]:
+    """A section as it is written; empty if it is not there, or is no mapping, which is reported elsewhere."""
+    section = written.get(name) if isinstance(written, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def _model_by_path(written: Any) -> Any:
@@ -151,6 +158,20 @@ class SystemConfig(ClassesConfig, TenantsConfig, HandoverConfig, StateConfig):
     cluster: PlannedLayout | None = Field(None, description="workers of a plan, as `halfmoon plan` writes them")
     layout: str | None = Field(None, description="a plan's own description; has no effect")
     expected: dict[str, float] | None = Field(None, description="performance that a plan expects; has no effect")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keeps_what_its_plan_counts_on(cls, written: Any) -> Any:
+        """Gives the KV policy of a plan to all classes that say nothing of one, and to requests of no other class."""
+        cluster, classes = _mapping(written, "cluster"), _mapping(written, "classes")
+        policy = cluster.get("kv_policy")
+        if policy is None:
+            return written
+        has_targets = _mapping(written, "gateway").get("slo", "default") == "default"
+        others = DEFAULT_TARGETS.model_dump(mode="json", exclude_unset=True) if has_targets else {}
+        every = {DEFAULT_CLASS: others} | classes
+        kept = {name: {"kv_policy": policy} | one if isinstance(one, dict) else one for name, one in every.items()}
+        return written | {"classes": kept}
 
     @field_validator("classes")
     @classmethod

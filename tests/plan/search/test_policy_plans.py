@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.plan.compose_file import compose_text
+from halfmoon.plan.plan_file import parse_plan
 from halfmoon.plan.planning import make_plan
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.search.bounds import decode_bound_per_s, prefill_bound_per_s
@@ -36,12 +38,13 @@ def test_a_plan_under_a_policy_serves_more_and_says_what_it_counts_on(tmp_path: 
     best_whole, best_kept = whole.plan.best[0], kept.plan.best[0]
     assert best_kept.goodput_per_s > 1.05 * best_whole.goodput_per_s
     (note,) = [note for note in kept.notes if "kv_policy" in note]
-    assert "classes.NAME.kv_policy" in note
+    assert "`halfmoon up --plan` gives to all classes" in note
     cluster = yaml.safe_load(kept.file_text)["cluster"]
     assert cluster["kv_policy"] == POLICY
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(cluster))
     assert read_cluster(path).kv_policy == POLICY
+    assert "# It counts on kv_policy" in compose_text(parse_plan(kept.file_text, path))
     assert "kv_policy" not in yaml.safe_load(whole.file_text)["cluster"]
 
 
