@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.kv.kv_policy import num_chosen
 from halfmoon.plan.layout import Parallelism, WorkerKind
 from halfmoon.plan.node_pools import NodePool
 from halfmoon.plan.problem import PlanningProblem
@@ -15,7 +16,7 @@ from halfmoon.plan.search.bounds import RateBound, decode_bound_per_s, prefill_b
 from halfmoon.plan.search.prefill_degrees import degrees, shared_s
 from halfmoon.policy.offload.host_choice import Demand
 from halfmoon.policy.view.worker_view import Role
-from halfmoon.sim.cluster.cluster_spec import SloTargets
+from halfmoon.sim.cluster.cluster_spec import BLOCK_TOKENS, SloTargets
 from halfmoon.sim.latency_sources.host_workers import HostRoom, HostShare, chosen_weights, worker_model
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
@@ -107,8 +108,14 @@ def _weight_shares(problem: PlanningProblem, pool: NodePool, tensor: int) -> lis
 
 
 def _longest_request(problem: PlanningProblem) -> int:
-    """In tokens of prompt and output."""
-    return int((problem.workload.prompt_tokens + problem.workload.output_tokens).max())
+    """The room that a worker must have, in tokens of prompt and output, and of what a KV policy will choose.
+
+    Workers refuse a request whose whole KV would not fit even if its policy keeps a part: an answer that is preempted
+    is computed again from all of it.
+    """
+    prompts, policy = problem.workload.prompt_tokens, problem.kept_kv.policy
+    chosen = [num_chosen(policy, prompt, BLOCK_TOKENS) * BLOCK_TOKENS for prompt in prompts.tolist()]
+    return int((prompts + problem.workload.output_tokens + np.array(chosen)).max())
 
 
 def _parallelisms(problem: PlanningProblem, pool: NodePool) -> Iterator[Parallelism]:
@@ -180,9 +187,10 @@ def _fitting(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel]
     fitting = {one: model for one, model in models.items() if model.kv_tokens >= longest}
     if not fitting:
         most = max(models, key=lambda one: models[one].kv_tokens)
+        of_policy = " (all that it may need at once under its KV policy)" if problem.kept_kv.policy is not None else ""
         raise NoLayout(
-            f"memory: the longest request is {longest:,} tokens long, and no worker of {problem.fleet} holds more "
-            f"than {models[most].kv_tokens:,} tokens of KV beside the weights ({most}): "
+            f"memory: the longest request is {longest:,} tokens long{of_policy}, and no worker of {problem.fleet} "
+            f"holds more than {models[most].kv_tokens:,} tokens of KV beside the weights ({most}): "
             "give larger or more GPUs a node, or shorter requests",
             param="workload",
         )

@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 import yaml
 
+from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import InvalidRequest
+from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_policy import parse_kv_policy, policy_salt
 from halfmoon.plan.compose_file import compose_text
 from halfmoon.plan.plan_file import parse_plan
 from halfmoon.plan.planning import make_plan
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.search.bounds import decode_bound_per_s, prefill_bound_per_s
-from halfmoon.plan.search.feasible import feasible_models
+from halfmoon.plan.search.feasible import NoLayout, feasible_models, options
 from halfmoon.sim.cluster.spec_file import read_cluster
 from tests.plan.planning_problems import ONE, problem
 
@@ -46,6 +51,22 @@ def test_a_plan_under_a_policy_serves_more_and_says_what_it_counts_on(tmp_path: 
     assert read_cluster(path).kv_policy == POLICY
     assert "# It counts on kv_policy" in compose_text(parse_plan(kept.file_text, path))
     assert "kv_policy" not in yaml.safe_load(whole.file_text)["cluster"]
+
+
+@pytest.mark.parametrize(("policy", "chosen"), [(None, 0), ("sinks:64+1024", 0), ("snapkv:512+64", 512)])
+def test_workers_have_room_for_all_that_a_request_may_need(policy: str | None, chosen: int) -> None:
+    """As the engine asks for it: an answer that is preempted is computed again from prompt and tokens."""
+    asked = problem(workload="in=4000,out=200", kv_policy=policy, ttft_s=9.0)
+    model, room = feasible_models(asked)[ONE], 4200 + chosen
+    assert options(asked, {ONE: replace(model, kv_tokens=room)})
+    with pytest.raises(NoLayout, match=f"longest request is {room:,} tokens long"):
+        options(asked, {ONE: replace(model, kv_tokens=room - 1)})
+    limits = RequestLimits(10, 10_000, -(-(room - 1) // 64), KVLayout(1, 1, 8, "float32", 64))
+    salt = policy_salt(None if policy is None else parse_kv_policy(policy), b"")
+    request = EngineRequest("a", (1,) * 4000, SamplingParams(max_tokens=200), tenant_salt=salt)
+    limits.check(Sequence(request, 0))
+    with pytest.raises(InvalidRequest, match="blocks of KV memory"):
+        replace(limits, num_blocks=limits.num_blocks - 1).check(Sequence(request, 0))
 
 
 def test_a_policy_that_cannot_be_read_is_refused() -> None:
