@@ -16,7 +16,7 @@ from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.plan.plot import check_plot, write_plot
 from halfmoon.replay.bench_load import BenchLoad, DrawnTurns, LoadAmount, Pace, RequestLoad, SessionLoad, trace_load
-from halfmoon.replay.bench_report import failure_lines, markdown_table, plot_spec, ratio_lines
+from halfmoon.replay.bench_report import failure_lines, markdown_table, plot_spec, ratio_lines, search_line
 from halfmoon.replay.client import Gateway, discover_server
 from halfmoon.replay.outcome import ReplayTargets
 from halfmoon.replay.sweep import Sweep, SweepOptions, highest_kept
@@ -154,7 +154,9 @@ def bench(
             servers,
             bench_load,
             options,
-            lambda name, value, num: terminal.print(f"{name}: {value:.3g} {unit}, {num} requests …", markup=False),
+            lambda name, value, num: terminal.print(
+                f"{name}: {f'{value:.3g} {unit}' if value else 'one at a time'}, {num} requests …", markup=False
+            ),
         )
         try:
             if values:
@@ -217,7 +219,10 @@ def _report(sweep: Sweep, pace: Pace, output: OutputOptions) -> None:
     lines = [*ratio_lines(sweep.points, names[0], pace), *failure_lines(sweep.points, pace)]
     for name, point in best.items():
         whose = f" of {name}" if len(names) > 1 else ""
-        highest = "none" if point is None else f"{point.value:.3g} {unit}"
+        if point is None:
+            highest = search_line(sweep, name) if sweep.least else "none"
+        else:
+            highest = f"{point.value:.3g} {unit}"
         lines.append(f"highest {'rate' if pace == 'rate' else 'number'}{whose} with {share} in time: {highest}")
     late_s = max((point.summary.sent_late_p99_s for point in sweep.points), default=0.0)
     if late_s > 0.1 * sweep.options.targets.ttft_s:

@@ -21,6 +21,8 @@ from halfmoon.sim.workloads.workload import Workload
 
 _LEAST_REQUESTS = 20  # at each rate, so that a share of nine tenths means something
 _LEAST_ROUNDS = 4  # sessions one after the other, of each that runs at once
+NUM_ALONE = 5
+"""Requests that are sent one at a time to see whether a server ever meets the targets."""
 
 Pace = Literal["rate", "at once"]
 """Points of a sweep are arrivals per second (an open loop), or a number of sessions at once (a closed one)."""
@@ -45,6 +47,14 @@ class BenchLoad(Protocol):
 
     def num_requests(self, value: float) -> int:
         """How many requests a point has."""
+
+    def arrivals_s(self, rate: float) -> float:
+        """In how many seconds the requests or sessions of a rate begin."""
+        ...
+
+    def alone(self, targets: ReplayTargets) -> BenchLoad:
+        """A few such requests one at a time, at the point 1."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,16 @@ class RequestLoad:
         if isinstance(self.source, Workload):
             return len(self.source)
         return self.amount.num or max(math.ceil(value * self.amount.seconds), _LEAST_REQUESTS)
+
+    def arrivals_s(self, rate: float) -> float:
+        """See BenchLoad."""
+        return self.num_requests(rate) / rate
+
+    def alone(self, targets: ReplayTargets) -> BenchLoad:
+        """See BenchLoad."""
+        assert not isinstance(self.source, Workload), "a trace is not searched"
+        turns, amount = DrawnTurns(self.source, 1, 0.0), LoadAmount(self.amount.seconds, NUM_ALONE)
+        return SessionLoad(turns, amount, "at once", targets)
 
     def _workload(self, value: float, seed: int) -> Workload:
         if isinstance(self.source, Workload):
@@ -125,6 +145,16 @@ class SessionLoad:
         if isinstance(self.source, DrawnTurns):
             return self._num_drawn(self.source, value) * self.source.num_turns
         return sum(len(session.turns) for session in self.source)
+
+    def arrivals_s(self, rate: float) -> float:
+        """See BenchLoad."""
+        return (self._num_drawn(self.source, rate) if isinstance(self.source, DrawnTurns) else len(self.source)) / rate
+
+    def alone(self, targets: ReplayTargets) -> BenchLoad:
+        """See BenchLoad."""
+        assert isinstance(self.source, DrawnTurns), "a trace is not searched"
+        num = math.ceil(NUM_ALONE / self.source.num_turns)
+        return replace(self, amount=LoadAmount(self.amount.seconds, num), pace="at once", targets=targets)
 
     def _num_drawn(self, source: DrawnTurns, value: float) -> int:
         if self.amount.num:

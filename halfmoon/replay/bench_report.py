@@ -8,7 +8,7 @@ from typing import Any
 from halfmoon.plan.plot import panel, rule
 from halfmoon.replay.bench_load import Pace
 from halfmoon.replay.report import counted, percentiles
-from halfmoon.replay.sweep import Point
+from halfmoon.replay.sweep import Point, Sweep
 
 _UNIT: dict[Pace, str] = {"rate": "rate/s", "at once": "at once"}
 
@@ -73,6 +73,16 @@ def failure_lines(points: Sequence[Point], pace: Pace = "rate") -> list[str]:
         if reasons:
             lines.append(f"{point.server}, {_where(point, pace)}: {reasons}")
     return lines
+
+
+def search_line(sweep: Sweep, server: str) -> str:
+    """Why a search found no rate that the server keeps."""
+    if sweep.may_keep(server):
+        return f"none, down to {sweep.least:.3g} a second; lower ones take longer and were not tried: give --start"
+    alone = sweep.alone[server]
+    figures = f"TTFT p50 {alone.ttft_s.p50:.3g} s, TPOT p50 {1000 * alone.tbt_s.p50:.3g} ms"
+    sent = f"{alone.num_in_time} of {alone.num_requests} requests sent one at a time were in time ({figures})"
+    return f"none: {sent}, so lower rates were not tried"
 
 
 def _where(point: Point, pace: Pace) -> str:

@@ -19,8 +19,11 @@ from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import ReplayTargets, Summary, summarized
 
 _LOWEST = 1 / 64  # of the rate that a search starts at
+_LONGER = 6.0  # a search's points take at most so many times as long as its first one
+_ONE_AT_A_TIME = 0.0  # what `on_begin` is told of requests that are no point
 _REQUESTS_APART = 1 << 20  # between seeds: prompts of different seeds share nothing
 _SEEDS_APART = 10_007  # between rounds, whose lengths and arrivals differ
+_HALF = 0.5  # of a few requests: fewer in time show that no rate is kept
 _SETTLE_S = 1.0  # between two servers' turns: threads that wait for work spin for up to a fifth of a second
 
 
@@ -63,6 +66,10 @@ class Point:
 class Sweep:
     """Owns the points measured so far. Every prompt is new: a cache helps a session's turns only, and what a trace's
     requests share.
+
+    - on_begin: called with a server, its point and the number of requests; the point 0 is one request at a time.
+    - least: where a search ends downwards; 0: none was begun.
+    - alone: figures of servers that were asked for one request at a time, since they did not keep a search's start.
     """
 
     servers: Sequence[Gateway]
@@ -70,6 +77,8 @@ class Sweep:
     options: SweepOptions
     on_begin: Callable[[str, float, int], None] = lambda server, value, num_requests: None
     points: list[Point] = field(default_factory=list)
+    least: float = 0.0
+    alone: dict[str, Summary] = field(default_factory=dict)
     _num_sent: int = 0
     _num_turns: int = 0
 
@@ -81,24 +90,39 @@ class Sweep:
             first = self._num_turns % len(servers)
             self._num_turns += 1
             for server in [*servers[first:], *servers[:first]]:
-                sent[server.name].append(self._turn(server, value, number))
+                sent[server.name].append(self._turn(self.load, server, value, number))
         self.points += [self._point(server.name, value, sent[server.name]) for server in servers]
 
     def search(self, guess: float, tolerance: float, most: float = math.inf) -> None:
         """Measures points until each server's highest one that is kept is known within a factor of `tolerance`.
 
-        A point that is new is measured on all servers that have kept every lower one.
+        A point that is new is measured on all servers that have kept every lower one. Below the guess nothing is
+        measured on a server that misses the targets with one request at a time, and nothing that would take more than
+        six times as long as the guess.
         """
+        lowest = guess * _LOWEST
+        num_least = lowest * self.load.arrivals_s(lowest)
+        self.least = max(lowest, min(num_least / (_LONGER * self.load.arrivals_s(guess)), guess))
         for server in self.servers:
             highest_feasible(
-                lambda value, server=server: self._kept(server, value),  # type: ignore[misc]
+                lambda value, server=server: self._kept(server, value, guess),  # type: ignore[misc]
                 guess,
                 tolerance,
-                least=guess * _LOWEST,
+                least=self.least,
                 most=most,
             )
 
-    def _kept(self, server: Gateway, value: float) -> Point | None:
+    def may_keep(self, server: str) -> bool:
+        """Whether half of the requests that were sent one at a time met the targets, or none were sent so."""
+        return server not in self.alone or self.alone[server].attainment >= _HALF
+
+    def _kept(self, server: Gateway, value: float, guess: float) -> Point | None:
+        if value < guess and self._found(server.name, value) is None:
+            if server.name not in self.alone:
+                sent = self._turn(self.load.alone(self.options.targets), server, _ONE_AT_A_TIME, 0)
+                self.alone[server.name] = summarized(sent.outcomes, self.options.targets, sent.arrivals_s)
+            if not self.may_keep(server.name):
+                return None
         if self._found(server.name, value) is None:
             others = [one for one in self.servers if one is server or not self._failed_below(one.name, value)]
             self.measure(value, [one for one in others if self._found(one.name, value) is None])
@@ -111,14 +135,15 @@ class Sweep:
     def _failed_below(self, name: str, value: float) -> bool:
         return any(point.server == name and not point.is_kept and point.value <= value for point in self.points)
 
-    def _turn(self, server: Gateway, value: float, number: int) -> Sent:
-        num = self.load.num_requests(value)
+    def _turn(self, load: BenchLoad, server: Gateway, value: float, number: int) -> Sent:
+        point = value or 1.0
+        num = load.num_requests(point)
         self.on_begin(server.name, value, num)
         if self._num_sent:
             time.sleep(_SETTLE_S)
         first = self.options.seed * _REQUESTS_APART + self._num_sent
         self._num_sent += num
-        return asyncio.run(self.load.sent(server, value, self.options.seed + number * _SEEDS_APART, first))
+        return asyncio.run(load.sent(server, point, self.options.seed + number * _SEEDS_APART, first))
 
     def _point(self, name: str, value: float, sent: Sequence[Sent]) -> Point:
         outcomes = [outcome for turn in sent for outcome in turn.outcomes]

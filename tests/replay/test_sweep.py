@@ -16,8 +16,8 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from halfmoon.cli.app import app
-from halfmoon.replay.bench_load import LoadAmount, RequestLoad, Sent
-from halfmoon.replay.bench_report import markdown_table
+from halfmoon.replay.bench_load import LoadAmount, RequestLoad, Sent, SessionLoad
+from halfmoon.replay.bench_report import markdown_table, search_line
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import Outcome, ReplayTargets
 from halfmoon.replay.sweep import Sweep, SweepOptions, highest_kept
@@ -272,3 +272,41 @@ def test_a_search_ends_at_the_highest_rate_that_is_kept(monkeypatch: pytest.Monk
     assert len(set(measured)) == len(measured)
     rates = [float(line.split("|")[1]) for line in markdown_table(sweep.points).splitlines()[2:]]
     assert rates == sorted(rates)
+    assert not sweep.alone
+
+
+@pytest.mark.parametrize(("alone_s", "num_points"), [(100.0, 1), (1.0, 5)])
+def test_a_search_that_finds_no_rate_ends_soon(
+    monkeypatch: pytest.MonkeyPatch, alone_s: float, num_points: int
+) -> None:
+    """At once, where requests miss the targets one at a time; else before its points take very long."""
+    monkeypatch.setattr("halfmoon.replay.sweep._SETTLE_S", 0.0)
+    begun = list[tuple[float, int]]()
+
+    async def sent(self: RequestLoad | SessionLoad, server: Gateway, value: float, seed: int, first: int) -> Sent:
+        ttft_s = alone_s if isinstance(self, SessionLoad) else 100.0
+        outcomes = [Outcome("answered", ttft_s=ttft_s, tbt_s=0.0, num_tokens=1)] * self.num_requests(value)
+        return Sent(outcomes, 1.0, 1.0)
+
+    monkeypatch.setattr(RequestLoad, "sent", sent)
+    monkeypatch.setattr(SessionLoad, "sent", sent)
+    load, options = RequestLoad(named_lengths("in=4,out=3"), LoadAmount(20.0)), SweepOptions(ReplayTargets(10, 1), 0.9)
+    servers = [Gateway("http://x", "m", 100, False, name="x")]
+    sweep = Sweep(servers, load, options, lambda name, value, num: begun.append((value, num)))
+    sweep.search(1.0, 1.25)
+    assert highest_kept(sweep.points, "x") is None
+    assert [value for value, _ in begun] == [1.0, 0.0, *[point.value for point in sweep.points[1:]]]
+    assert begun[1] == (0.0, 5)
+    assert len(sweep.points) == num_points
+    assert sweep.least == pytest.approx(20 / 120)
+    assert sum(load.arrivals_s(point.value) for point in sweep.points) < 320
+    line = search_line(sweep, "x")
+    assert line.startswith("none: 0 of 5 requests sent one at a time" if num_points == 1 else "none, down to 0.167 a")
+
+
+def test_a_search_says_why_it_found_nothing(server: tuple[str, Server]) -> None:
+    url, state = server
+    state.refuses_from = 0
+    said = run(url, "--start", "100", "--seconds", "1", "--lengths", "in=4,out=3", "--turns", "2", "--think", "0")
+    assert "one at a time, 6 requests" in said
+    assert "in time: none: 0 of 3 requests sent one at a time were in time" in said
