@@ -63,7 +63,7 @@ def _best(
     if ttft is None or worker.layer_passes < 2 or worker.prefill_model.b <= 0 or not worker.step_tokens:
         return None, "unable"
     alone_s = best_s = chosen.ttft_s - chosen.overhead_s
-    if _GAIN * alone_s <= SEGMENT_OVERHEAD_S:  # no plan takes less
+    if CLEARLY_SOONER * alone_s <= SEGMENT_OVERHEAD_S:  # no plan takes less
         return None, "too_short"
     helpers = list(_idle_helpers(view, request, worker, rows, ttft))
     if not helpers:
