@@ -518,9 +518,14 @@ class Handover:
         """The request as one of the two engines knows it: a worker may be both ends."""
         one = self.request
         return EngineRequest(
-            one.request_id + end, one.prompt_token_ids, one.sampling, one.output_token_ids, prefill_only, held_tokens,
+            one.request_id + end,
+            one.prompt_token_ids,
+            one.sampling,
+            one.output_token_ids,
+            prefill_only=prefill_only,
+            held_tokens=held_tokens,
             tenant_salt=one.tenant_salt,
-        )  # fmt: skip
+        )
 
 
 def keys_of(salt: bytes, tokens: Sequence[int]) -> dict[bytes, tuple[bytes, tuple[int, ...]]]:
