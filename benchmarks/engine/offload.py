@@ -38,6 +38,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, OffloadConfig, OffloadOverlap, OffloadSchedule
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.sim.latency_sources.host_memory import HostMemory
 
 SCHEDULES: tuple[OffloadSchedule, ...] = ("latency", "throughput")
@@ -93,7 +94,7 @@ def started(
         if handed_over:
             engine.reserve(request)
             payload = bytes(tokens * layers * engine.layout.token_layer_bytes)
-            engine.kv_write(request.request_id, 0, layers, 0, tokens, payload)
+            engine.kv_write(request.request_id, KVSlice(0, layers, 0, tokens), payload)
             engine.start(request.request_id, 3)
         else:
             engine.add(request)

@@ -22,7 +22,7 @@ from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import StepResult
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
 
 T = TypeVar("T")
 
@@ -133,10 +133,7 @@ class AsyncEngine:
     async def kv_write(
         self,
         request_id: str,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        num_tokens: int,
+        part: KVSlice,
         payload: KVSource,
         codec: Codec = Codec.RAW,
         dtype: KVDtype | None = None,
@@ -146,26 +143,19 @@ class AsyncEngine:
         `payload` must not change until this returns. In device memory it must be raw and in the layout's dtype:
         otherwise raises Incompatible.
         """
-        write = partial(self.engine.kv_write, request_id, layer_start, layer_end, token_start, num_tokens)
-        shape = self.engine.layout.shape(layer_end - layer_start, num_tokens)
+        write = partial(self.engine.kv_write, request_id, part)
+        shape = self.engine.layout.shape(part.num_layers, part.num_tokens)
         await self._copy(partial(write_decoded, write, self.engine.layout, shape, payload, codec, dtype))
 
     async def kv_read(
-        self,
-        request_id: str,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        num_tokens: int,
-        out: KVPlace | None = None,
-        codec: Codec = Codec.RAW,
+        self, request_id: str, part: KVSlice, out: KVPlace | None = None, codec: Codec = Codec.RAW
     ) -> memoryview:
         """Calls `Engine.kv_read` during the steps and encodes in `codec`. `out`, if given, has the exact encoded size.
 
         After a cancelled wait, `out` may still be written to.
         """
-        read = partial(self.engine.kv_read, request_id, layer_start, layer_end, token_start, num_tokens)
-        shape = self.engine.layout.shape(layer_end - layer_start, num_tokens)
+        read = partial(self.engine.kv_read, request_id, part)
+        shape = self.engine.layout.shape(part.num_layers, part.num_tokens)
         return await self._copy(partial(read_encoded, read, self.engine.layout, shape, out, codec))
 
     @property

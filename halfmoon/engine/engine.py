@@ -35,6 +35,7 @@ from halfmoon.engine.step_result import StagedWork, StepResult
 from halfmoon.errors import ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key
+from halfmoon.kv.kv_layout import KVSlice
 
 logger = logging.getLogger(__name__)
 
@@ -84,32 +85,22 @@ class Engine(EngineCore):
         """See `EngineCore.reserve`; None: now."""
         return super().reserve(request, on_kv, time.monotonic() if now_s is None else now_s)
 
-    def kv_write(
-        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int, payload: KVSource
-    ) -> None:
+    def kv_write(self, request_id: str, part: KVSlice, payload: KVSource) -> None:
         """Writes canonical KV bytes `[layers, 2, kv_heads, num_tokens, head_dim]` of a reserved request.
 
         May run on any thread. Raises NotFound for a request that is not, or no longer, reserved, InvalidRequest for a
         wrong size or range, or tokens that `reserve` found here.
         """
-        self._kv.write(self.find(request_id), layer_start, layer_end, token_start, num_tokens, payload)
+        self._kv.write(self.find(request_id), part, payload)
 
-    def kv_read(
-        self,
-        request_id: str,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        num_tokens: int,
-        out: KVPlace | None = None,
-    ) -> memoryview:
+    def kv_read(self, request_id: str, part: KVSlice, out: KVPlace | None = None) -> memoryview:
         """Reads canonical KV bytes of a prefill-only request until its `release`, as far as they are written.
 
         Copies them to `out`, if given. May run on any thread, during a step that computes the rest. Raises NotWritten
         for KV not computed yet, or not recomputed after a preemption; NotFound for a request that is absent or not
         prefill-only; InvalidRequest for a wrong range.
         """
-        return self._kv.read(self.find(request_id), layer_start, layer_end, token_start, num_tokens, out)
+        return self._kv.read(self.find(request_id), part, out)
 
     @property
     def loads_by_layer(self) -> bool:

@@ -32,7 +32,7 @@ import xxhash
 from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec, Shape
 from halfmoon.kv.device_bytes import DeviceBytes, KVSource
-from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
+from halfmoon.kv.kv_layout import KVBytes, KVLayout, KVSlice, Shard
 
 VERSION = 4
 HEADER_BYTES = 64
@@ -82,6 +82,11 @@ class KVRange:
         """Index of this range in an array of the canonical order."""
         layers, heads = slice(self.layer_start, self.layer_end), slice(self.head_start, self.head_end)
         return layers, slice(None), heads, slice(self.token_start, self.token_start + self.num_tokens)
+
+    @property
+    def all_heads(self) -> KVSlice:
+        """The layers and tokens of this range."""
+        return KVSlice(self.layer_start, self.layer_end, self.token_start, self.num_tokens)
 
     def moved(self, num_tokens: int) -> KVRange:
         """This range, so many tokens further on."""

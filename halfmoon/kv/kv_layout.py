@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from halfmoon.errors import Incompatible
 
@@ -108,6 +108,30 @@ class KVLayout:
     def whole(self) -> Shard:
         """The shard of a worker that holds everything."""
         return Shard(0, self.num_layers, 0, self.num_kv_heads)
+
+
+class KVSlice(NamedTuple):
+    """The KV of successive tokens in successive layers, in all heads: what one call reads or writes."""
+
+    layer_start: int
+    layer_end: int
+    token_start: int  # from the beginning of a sequence, or of its blocks
+    num_tokens: int
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.layer_end - self.layer_start
+
+    @property
+    def layers(self) -> slice:
+        """The layers as an index."""
+        return slice(self.layer_start, self.layer_end)
+
+    @property
+    def token_end(self) -> int:
+        """The token behind the last one."""
+        return self.token_start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from halfmoon.engine.scheduling.prefix_cache import CacheChanges
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
 
 
 class ServingEngine(Protocol):
@@ -43,10 +43,7 @@ class ServingEngine(Protocol):
     async def kv_write(
         self,
         request_id: str,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        num_tokens: int,
+        part: KVSlice,
         payload: KVSource,
         codec: Codec = Codec.RAW,
         dtype: KVDtype | None = None,
@@ -54,14 +51,7 @@ class ServingEngine(Protocol):
         """Writes arriving KV of a reserved request."""
 
     async def kv_read(
-        self,
-        request_id: str,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        num_tokens: int,
-        out: KVPlace | None = None,
-        codec: Codec = Codec.RAW,
+        self, request_id: str, part: KVSlice, out: KVPlace | None = None, codec: Codec = Codec.RAW
     ) -> memoryview:
         """Reads KV of a prefill-only request."""
 

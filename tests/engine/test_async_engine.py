@@ -14,6 +14,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
+from halfmoon.kv.kv_layout import KVSlice
 
 MakeEngine = Callable[..., Engine]
 
@@ -75,8 +76,8 @@ async def test_a_hand_over(make_engine: MakeEngine) -> None:
         await target.reserve(request())
         token = await first.until(lambda output: output.request_id == "a")
         for layer in range(3):
-            payload = await source.kv_read("a", layer, layer + 1, 0, 20)
-            await target.kv_write("a", layer, layer + 1, 0, 20, payload)
+            payload = await source.kv_read("a", KVSlice(layer, layer + 1, 0, 20))
+            await target.kv_write("a", KVSlice(layer, layer + 1, 0, 20), payload)
         await source.release("a")
         await target.start("a", token.token_id)
         assert [token.token_id, *await rest.finished("a")] == alone(make_engine, request())
@@ -94,9 +95,9 @@ async def test_errors_reach_the_one_who_asked(make_engine: MakeEngine) -> None:
         with pytest.raises(NotFound):
             await engine.start("c", 5)
         with pytest.raises(InvalidRequest, match="bytes"):
-            await engine.kv_write("a", 0, 3, 0, 20, b"short")
+            await engine.kv_write("a", KVSlice(0, 3, 0, 20), b"short")
         with pytest.raises(NotFound):
-            await engine.kv_read("a", 0, 3, 0, 20)
+            await engine.kv_read("a", KVSlice(0, 3, 0, 20))
 
 
 async def test_after_cancel_there_are_no_outputs_and_no_blocks(make_engine: MakeEngine) -> None:
@@ -142,7 +143,7 @@ async def test_a_step_that_only_preempts_is_followed_by_another(make_engine: Mak
     async with AsyncEngine(inner, heard) as engine:
         await engine.reserve(request("moving", 20, max_tokens=4, arrival_s=9.0))
         await engine.reserve(request("grows", 15, max_tokens=20, arrival_s=5.0))
-        await engine.kv_write("grows", 0, 3, 0, 15, bytes(15 * inner.layout.token_bytes))
+        await engine.kv_write("grows", KVSlice(0, 3, 0, 15), bytes(15 * inner.layout.token_bytes))
         await engine.start("grows", 3)
         await engine.add(request("waits", 17, max_tokens=4, arrival_s=1.0))
         assert len(await heard.finished("waits")) == 4
@@ -180,6 +181,6 @@ async def test_leaving_cancels_everything(make_engine: MakeEngine) -> None:
         await engine.reserve(request("b"))
     stats = engine.engine.stats()
     assert (stats.num_running, stats.num_reserved, stats.num_free_blocks) == (0, 0, stats.num_blocks)
-    for call in (engine.add(request("c")), engine.cancel("a"), engine.kv_read("a", 0, 1, 0, 1)):
+    for call in (engine.add(request("c")), engine.cancel("a"), engine.kv_read("a", KVSlice(0, 1, 0, 1))):
         with pytest.raises(Unavailable, match="closed"):
             await call

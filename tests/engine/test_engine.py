@@ -18,6 +18,7 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.policy.models.chunk_length import ChunkRule
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from tests.engine.engine_runs import MakeEngine, finish, generate, request, requests, tokens
@@ -94,8 +95,8 @@ def test_a_request_goes_on_on_another_engine(
         target.reserve(moved)
         for layer in range(3):
             for start in range(0, num_tokens, 16):
-                part = (layer, layer + 1, start, min(16, num_tokens - start))
-                target.kv_write(one.request_id, *part, source.kv_read(one.request_id, *part))
+                part = KVSlice(layer, layer + 1, start, min(16, num_tokens - start))
+                target.kv_write(one.request_id, part, source.kv_read(one.request_id, part))
         source.release(one.request_id)
         target.start(one.request_id, first.token_id)
         rest = finish(target)
@@ -199,7 +200,7 @@ def test_kv_goes_in_while_others_run(make_engine: MakeEngine) -> None:
 
     def write() -> None:
         while not stop.is_set():
-            engine.kv_write("b", 0, 3, 0, 30, payload)
+            engine.kv_write("b", KVSlice(0, 3, 0, 30), payload)
 
     writer = threading.Thread(target=write)
     writer.start()

@@ -11,6 +11,7 @@ import pytest
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SampledToken, SamplingParams
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound
+from halfmoon.kv.kv_layout import KVSlice
 from tests.engine.engine_runs import MakeEngine, finish, generate, request, tokens
 
 
@@ -48,7 +49,7 @@ class TestEnds:
         (output,) = finish(engine)
         assert output.finish_reason == "length"
         assert engine.stats().num_held == 1
-        assert len(engine.kv_read("a", 0, 3, 0, 20)) == 20 * engine.layout.token_bytes
+        assert len(engine.kv_read("a", KVSlice(0, 3, 0, 20))) == 20 * engine.layout.token_bytes
         engine.release("a")
         assert engine.stats().num_free_blocks == engine.num_blocks
 
@@ -106,19 +107,19 @@ class TestRefusals:
         engine = make_engine()
         engine.reserve(request())
         with pytest.raises(InvalidRequest, match="bytes"):
-            engine.kv_write("a", 0, 3, 0, 20, b"1234")
+            engine.kv_write("a", KVSlice(0, 3, 0, 20), b"1234")
         with pytest.raises(InvalidRequest, match="layers"):
-            engine.kv_write("a", 0, 4, 0, 20, b"1234")
+            engine.kv_write("a", KVSlice(0, 4, 0, 20), b"1234")
         with pytest.raises(InvalidRequest, match="tokens"):
-            engine.kv_write("a", 0, 3, 20, 20, b"1234")
+            engine.kv_write("a", KVSlice(0, 3, 20, 20), b"1234")
 
     def test_kv_out_of_turn(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         engine.add(request())
         for call in (
-            lambda: engine.kv_write("a", 0, 3, 0, 20, b""),
-            lambda: engine.kv_read("a", 0, 3, 0, 20),
-            lambda: engine.kv_read("nobody", 0, 3, 0, 20),
+            lambda: engine.kv_write("a", KVSlice(0, 3, 0, 20), b""),
+            lambda: engine.kv_read("a", KVSlice(0, 3, 0, 20)),
+            lambda: engine.kv_read("nobody", KVSlice(0, 3, 0, 20)),
             lambda: engine.start("a", 5),
             lambda: engine.release("a"),
         ):
@@ -219,7 +220,7 @@ def test_a_copy_under_way_ends_before_its_blocks_are_freed(make_engine: MakeEngi
     def write() -> None:
         try:
             while True:
-                engine.kv_write("moving", 0, 3, 0, 36, payload)
+                engine.kv_write("moving", KVSlice(0, 3, 0, 36), payload)
         except NotFound as error:
             stopped.append(error)
 

@@ -16,6 +16,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
+from halfmoon.kv.kv_layout import KVSlice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -139,8 +140,8 @@ def test_kv_out_and_in_again_continues_the_request(engine: Engine) -> None:
     (first,) = run(engine)
     engine.reserve(replace(whole, request_id="target"))
     for layer in range(0, 32, 8):
-        part = (layer, layer + 8, 0, 777)
-        engine.kv_write("target", *part, engine.kv_read("source", *part))
+        part = KVSlice(layer, layer + 8, 0, 777)
+        engine.kv_write("target", part, engine.kv_read("source", part))
     engine.release("source")
     engine.start("target", first.token_id)
     assert [first.token_id, *(token for _, _, token in tokens(run(engine)))] == expected

@@ -16,6 +16,7 @@ from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.errors import NotFound
 from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.kv_layout import KVSlice
 
 MakeEngine = Callable[..., Engine]
 NUM_LAYERS = 3
@@ -58,8 +59,8 @@ class Copier:
         for layer in range(NUM_LAYERS):
             start, end = self.sent[layer], written.num_tokens_of(layer)
             if end > start:
-                part = (layer, layer + 1, start, end - start)
-                self.target.kv_write(self.name, *part, self.source.kv_read(self.name, *part))
+                part = KVSlice(layer, layer + 1, start, end - start)
+                self.target.kv_write(self.name, part, self.source.kv_read(self.name, part))
                 self.sent[layer] = end
 
 
@@ -99,18 +100,18 @@ def test_what_is_not_written_yet_cannot_be_read(make_engine: MakeEngine, monkeyp
         for layer in range(NUM_LAYERS):
             end = written.num_tokens_of(layer)
             if end:
-                engine.kv_read("a", layer, layer + 1, 0, end)
+                engine.kv_read("a", KVSlice(layer, layer + 1, 0, end))
             if end < 25:
                 with pytest.raises(NotWritten):
-                    engine.kv_read("a", layer, layer + 1, 0, end + 1)
+                    engine.kv_read("a", KVSlice(layer, layer + 1, 0, end + 1))
                 refused.append((layer, end))
 
     engine.add(request(length=25, prefill_only=True), try_beyond)
     with pytest.raises(NotWritten):
-        engine.kv_read("a", 0, 1, 0, 1)
+        engine.kv_read("a", KVSlice(0, 1, 0, 1))
     finish(engine)
     assert {(2, 0), (2, 10), (1, 20), (0, 10)} <= set(refused)
-    assert len(engine.kv_read("a", 0, 3, 0, 25)) == 25 * engine.layout.token_bytes
+    assert len(engine.kv_read("a", KVSlice(0, 3, 0, 25))) == 25 * engine.layout.token_bytes
 
 
 def test_a_cached_prefix_is_told_before_anything_is_computed(
@@ -175,7 +176,7 @@ def test_a_preempted_prompt_is_read_again_only_once_it_is_computed_again(
         num_preempted += result.num_preempted
         if result.num_preempted:
             with pytest.raises(NotWritten):
-                source.kv_read("moved", 0, 1, 0, 1)
+                source.kv_read("moved", KVSlice(0, 1, 0, 1))
             preempted_at = list(copier.sent)
         source.check_integrity()
     assert num_preempted
@@ -208,7 +209,7 @@ def test_a_copy_of_a_running_prompt_ends_before_its_blocks_are_given_back(
         return memoryview(before)
 
     monkeypatch.setattr(engine._kv._memory, "read", slow_read)
-    reader = threading.Thread(target=engine.kv_read, args=("moved", 0, 3, 0, 8))
+    reader = threading.Thread(target=engine.kv_read, args=("moved", KVSlice(0, 3, 0, 8)))
     reader.start()
     assert inside.wait(20)
     freed = threading.Event()
@@ -233,7 +234,7 @@ def test_a_copy_of_a_running_prompt_ends_before_its_blocks_are_given_back(
     ((before, after),) = copied
     assert before == after
     with pytest.raises(NotFound):
-        engine.kv_read("moved", 0, 3, 0, 8)
+        engine.kv_read("moved", KVSlice(0, 3, 0, 8))
     engine.cancel_all()
     engine.check_integrity()
     assert engine.stats().num_free_blocks == engine.num_blocks
@@ -261,7 +262,7 @@ def test_kv_is_gathered_into_the_memory_that_is_given(make_engine: MakeEngine) -
     engine.add(request(length=20, prefill_only=True))
     finish(engine)
     staging = bytearray(20 * engine.layout.token_bytes + 7)
-    got = engine.kv_read("a", 1, 3, 3, 14, memoryview(staging))
-    assert bytes(got) == bytes(engine.kv_read("a", 1, 3, 3, 14)) == bytes(staging[: got.nbytes])
+    got = engine.kv_read("a", KVSlice(1, 3, 3, 14), memoryview(staging))
+    assert bytes(got) == bytes(engine.kv_read("a", KVSlice(1, 3, 3, 14))) == bytes(staging[: got.nbytes])
     staging[0] ^= 1
     assert got[0] == staging[0]

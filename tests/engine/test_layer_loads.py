@@ -10,6 +10,7 @@ from halfmoon.engine.scheduling.layer_gate import LayerGate, LayerLate
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.errors import NotFound
 from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.kv_layout import KVSlice
 from tests.engine.engine_runs import MakeEngine, finish, request
 
 BLOCK = 4
@@ -31,7 +32,7 @@ class Arriving:
         self.num_layers = source.layout.num_layers
         whole = range(self.num_layers)
         self.cells = {
-            (block, layer): bytes(source.kv_read("a", layer, layer + 1, block * BLOCK, BLOCK))
+            (block, layer): bytes(source.kv_read("a", KVSlice(layer, layer + 1, block * BLOCK, BLOCK)))
             for block in BLOCKS
             for layer in whole
         }
@@ -91,7 +92,7 @@ def finish_one(engine: Engine) -> list[int]:
 
 
 def content(engine: Engine, num_tokens: int = LENGTH) -> np.ndarray:
-    return np.frombuffer(engine.kv_read("a", 0, engine.layout.num_layers, 0, num_tokens), np.float32)
+    return np.frombuffer(engine.kv_read("a", KVSlice(0, engine.layout.num_layers, 0, num_tokens)), np.float32)
 
 
 def compute(make_engine: MakeEngine, length: int) -> tuple[Engine, int]:
@@ -147,7 +148,7 @@ def test_a_source_that_dies_in_the_middle_costs_no_token(
     it.engine.add(request("b", LENGTH))
     assert it.engine.step().num_cached_tokens == {"b": fence * BLOCK}, "a half-loaded block is not held"
     with pytest.raises(NotFound):
-        it.engine.kv_read("a", 0, 1, fence * BLOCK, BLOCK)
+        it.engine.kv_read("a", KVSlice(0, 1, fence * BLOCK, BLOCK))
     it.engine.note_loaded("a", (), range(NUM_BLOCKS))
     finish(it.engine)
     np.testing.assert_allclose(content(it.engine), content(computed[0]), atol=1e-5)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.kv.kv_layout import KVSlice
 from tests.engine.engine_runs import MakeEngine, finish, generate, in_any_steps, request, requests, tokens
 
 FAMILIES = (
@@ -72,7 +73,7 @@ def test_a_prompt_that_is_handed_over_keeps_its_blocks(make_engine: MakeEngine) 
     source.add(request("a", 60, prefill_only=True))
     (first,) = finish(source)
     target.reserve(request("a", 60))
-    target.kv_write("a", 0, 3, 0, 60, source.kv_read("a", 0, 3, 0, 60))
+    target.kv_write("a", KVSlice(0, 3, 0, 60), source.kv_read("a", KVSlice(0, 3, 0, 60)))
     target.start("a", first.token_id)
     assert [first.token_id, *tokens(finish(target))] == expected
 

@@ -16,6 +16,7 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, TokenOutput
 from halfmoon.errors import InvalidRequest
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.kv.kv_policy import KVPolicy, kv_policy_of, policy_salt
 from tests.engine.engine_runs import finish, request
 
@@ -187,12 +188,12 @@ def copied(source: Engine, target: Engine, one: EngineRequest, outputs: list[Tok
     source.add(replace(one, prefill_only=True), heard.append)
     outputs += finish(source)
     assert heard[-1].num_tokens == num_tokens
-    where = (0, source.layout.num_layers, 0, num_tokens)
-    payload = source.kv_read(one.request_id, *where)
+    where = KVSlice(0, source.layout.num_layers, 0, num_tokens)
+    payload = source.kv_read(one.request_id, where)
     assert payload.nbytes == num_tokens * source.layout.token_layer_bytes * source.layout.num_layers
     with pytest.raises(InvalidRequest):
-        source.kv_read(one.request_id, 0, 1, 0, num_tokens + 1)
-    target.kv_write(one.request_id, *where, payload)
+        source.kv_read(one.request_id, KVSlice(0, 1, 0, num_tokens + 1))
+    target.kv_write(one.request_id, where, payload)
     target.start(one.request_id, outputs[-1].token_id)
     source.release(one.request_id)
 

@@ -14,6 +14,7 @@ from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.kv_layout import KVSlice
 from tests.engine.engine_runs import MakeEngine, prompt, request
 
 BLOCK = 8
@@ -60,7 +61,7 @@ class Together:
         """Copies a segment's layers from its owner."""
         source = self.engines[self.owner(segment)]
         for block in self.segments[segment]:
-            cells = source.kv_read(NAME, layers.start, layers.stop, block * BLOCK, BLOCK)
+            cells = source.kv_read(NAME, KVSlice(layers.start, layers.stop, block * BLOCK, BLOCK))
             self.engines[to].load_block(NAME, block, bytes(cells), layers)
 
     def compute(
@@ -111,7 +112,7 @@ def alone(make_engine: MakeEngine, **options: object) -> tuple[Engine, int]:
 
 
 def content(engine: Engine, num_tokens: int = LENGTH) -> bytes:
-    return bytes(engine.kv_read(NAME, 0, engine.layout.num_layers, 0, num_tokens))
+    return bytes(engine.kv_read(NAME, KVSlice(0, engine.layout.num_layers, 0, num_tokens)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

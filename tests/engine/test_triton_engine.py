@@ -15,6 +15,7 @@ from halfmoon.engine.device_path import choose_path
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.kv.kv_policy import KVPolicy, policy_salt
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
@@ -139,7 +140,8 @@ def test_a_request_moves_between_the_back_ends(make_engine: MakeEngine, make_tri
         (first,) = source.step().outputs
         target.reserve(whole)
         for layer in range(3):
-            target.kv_write("a", layer, layer + 1, 0, 21, source.kv_read("a", layer, layer + 1, 0, 21))
+            part = KVSlice(layer, layer + 1, 0, 21)
+            target.kv_write("a", part, source.kv_read("a", part))
         target.start("a", first.token_id)
         assert [first.token_id, *finish(target)] == expected
 

@@ -30,6 +30,7 @@ from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import BlockChain, StepResult
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity
 from halfmoon.kv.keys import adapter_salt
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.vllm_engine.frontend.engine_arguments import VllmOptions
 from halfmoon.vllm_engine.host import VllmHost
 from halfmoon.vllm_engine.requests.vllm_engine import VllmEngine
@@ -123,7 +124,7 @@ class Checks:
         (first,) = await self.tokens(name, 1)
         assert name in self.num_cached, "its step was not reported before its token"
         layers = engine.layout.num_layers
-        kv = bytearray(await engine.kv_read(name, 0, layers, 0, len(prompt)))
+        kv = bytearray(await engine.kv_read(name, KVSlice(0, layers, 0, len(prompt))))
         await engine.cancel(name)
         return first, torch.frombuffer(kv, dtype=torch.float32).view(engine.layout.shape(layers, len(prompt)))
 
@@ -157,7 +158,7 @@ class Checks:
         self.num_held += held
         if held < len(prompt):
             rest = kv[:, :, :, held:].contiguous().numpy().tobytes()
-            await engine.kv_write(name, 0, engine.layout.num_layers, held, len(prompt) - held, rest)
+            await engine.kv_write(name, KVSlice(0, engine.layout.num_layers, held, len(prompt) - held), rest)
         return name
 
 
@@ -255,7 +256,7 @@ async def restored(checks: Checks, engine: VllmEngine) -> None:
                 engine.note_loaded(name, [block])
         engine.note_loaded(name, (), range(num_blocks))
         assert await checks.tokens(name, 1) == [expected]
-        again = bytearray(await engine.kv_read(name, 0, engine.layout.num_layers, 0, 300))
+        again = bytearray(await engine.kv_read(name, KVSlice(0, engine.layout.num_layers, 0, 300)))
         assert torch.allclose(torch.frombuffer(again, dtype=torch.float32).view(kv.shape), kv, atol=1e-4)
         assert checks.num_cached[name] == 0
         await engine.cancel(name)
@@ -286,7 +287,7 @@ async def answers_are_kept(checks: Checks, engine: VllmEngine) -> None:
             await engine.load_block(again, block, content)
         engine.note_loaded(again, range(num_blocks))
         assert await checks.tokens(again, 1) == (await checks.expected(engine, tokens, 2))[:1]
-        kept = bytearray(await engine.kv_read(again, 0, engine.layout.num_layers, 0, len(tokens)))
+        kept = bytearray(await engine.kv_read(again, KVSlice(0, engine.layout.num_layers, 0, len(tokens))))
         await engine.cancel(again)
         _, computed = await checks.prefilled(engine, tokens, 2)
         assert torch.allclose(torch.frombuffer(kept, dtype=torch.float32).view(computed.shape), computed, atol=1e-3)

@@ -18,7 +18,7 @@ from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.keys import adapter_salt, block_keys, root_key
-from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout, KVSlice
 from halfmoon.vllm_engine.host import UNSUPPORTED
 from halfmoon.vllm_engine.messages import Ended, Finished, Keep, KVOrder, Saved, Stepped
 from halfmoon.vllm_engine.requests.vllm_engine import VllmEngine
@@ -110,15 +110,15 @@ async def test_a_prompt_is_read_while_it_is_written_and_freed_when_both_ends_are
     worker.memory.write(0, slice(0, 2), prompt.order.blocks, 0, values[0])
     worker.engine.handle(Saved("a", 0, 20, 1))
     with pytest.raises(NotWritten):
-        await worker.engine.kv_read("a", 0, 2, 0, 20)
-    assert bytes(await worker.engine.kv_read("a", 0, 1, 3, 10)) == values[0:1, :, :, 3:13].numpy().tobytes()
+        await worker.engine.kv_read("a", KVSlice(0, 2, 0, 20))
+    assert bytes(await worker.engine.kv_read("a", KVSlice(0, 1, 3, 10))) == values[0:1, :, :, 3:13].numpy().tobytes()
     save(worker, prompt.order, values)
     assert reports == [Written(0, 20, 1), Written(20, 20, 3)]
     worker.vllm.draw("a", 50)
     (output,) = await worker.until_outputs(1)
     assert (output.token_id, output.position, output.finish_reason) == (50, 0, None)
     worker.engine.handle(Ended("a", prompt.order.use))
-    assert bytes(await worker.engine.kv_read("a", 0, 3, 0, 20)) == values.numpy().tobytes()
+    assert bytes(await worker.engine.kv_read("a", KVSlice(0, 3, 0, 20))) == values.numpy().tobytes()
     assert worker.engine.stats_now().num_held == 1
     assert worker.engine.num_free_staging_blocks == 3
     assert await worker.engine.cancel("a")
@@ -133,7 +133,7 @@ async def test_a_cancelled_prompt_keeps_its_blocks_until_vllm_has_left_them(work
     assert worker.vllm.aborted == ["a"]
     assert worker.engine.num_free_staging_blocks == 3
     with pytest.raises(NotFound):
-        await worker.engine.kv_read("a", 0, 1, 0, 1)
+        await worker.engine.kv_read("a", KVSlice(0, 1, 0, 1))
     worker.engine.handle(Ended("a", order.use))
     assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
     assert not worker.memory.has_stamps(order.blocks, order.use)
@@ -183,7 +183,7 @@ async def test_received_kv_is_loaded_and_decoding_goes_on(worker: Worker) -> Non
     values = written_values(1)
     assert await worker.engine.reserve(EngineRequest("d", PROMPT, GREEDY)) == 0
     for layer in range(3):
-        await worker.engine.kv_write("d", layer, layer + 1, 0, 20, values[layer].numpy().tobytes(), Codec.RAW)
+        await worker.engine.kv_write("d", KVSlice(layer, layer + 1, 0, 20), values[layer].numpy().tobytes(), Codec.RAW)
     await worker.engine.start("d", 40)
     prompt = await worker.vllm.prompt("d")
     order = prompt.order
@@ -212,8 +212,8 @@ async def test_what_vllm_has_cached_is_not_sent_and_reported(worker: Worker) -> 
     assert worker.steps[0].stored_keys == tuple(keys)
     assert await worker.engine.reserve(EngineRequest("d", PROMPT, GREEDY, tenant_salt=b"t")) == 16
     with pytest.raises(InvalidRequest):
-        await worker.engine.kv_write("d", 0, 1, 8, 1, bytes(64))
-    await worker.engine.kv_write("d", 0, 3, 16, 4, bytes(3 * 4 * 64))
+        await worker.engine.kv_write("d", KVSlice(0, 1, 8, 1), bytes(64))
+    await worker.engine.kv_write("d", KVSlice(0, 3, 16, 4), bytes(3 * 4 * 64))
     await worker.engine.start("d", 40)
     order = (await worker.vllm.prompt("d")).order
     assert (order.load_from, order.load_tokens) == (16, 20)
@@ -247,7 +247,7 @@ async def test_a_reservation_without_room_is_refused_and_one_given_up_is_free(wo
     assert await worker.engine.cancel("f")
     assert gone == [None]
     with pytest.raises(NotFound):
-        await worker.engine.kv_write("f", 0, 1, 0, 1, bytes(64))
+        await worker.engine.kv_write("f", KVSlice(0, 1, 0, 1), bytes(64))
 
 
 async def test_what_vllm_has_no_blocks_for_is_refused(worker: Worker) -> None:
@@ -361,7 +361,8 @@ async def test_a_known_prefix_is_loaded_before_vllm_computes_the_rest(worker: Wo
     assert (sent.load_from, sent.load_tokens, sent.save_tokens) == (0, 16, 20)
     assert progress == [(0, 0), (0, 0), (16, 16)]
     assert reports[-1] == Written(0, 0, 0, ((0, 16),))
-    assert bytes(await worker.engine.kv_read("a", 0, 3, 2, 9)) == values[:, :, :, 2:11].contiguous().numpy().tobytes()
+    got = await worker.engine.kv_read("a", KVSlice(0, 3, 2, 9))
+    assert bytes(got) == values[:, :, :, 2:11].contiguous().numpy().tobytes()
     worker.engine.handle(Stepped(1.0, 1.5, {"a": (16, 4)}, 0, 0, num_free_blocks=5))
     worker.vllm.draw("a", 50)
     assert (await worker.until_outputs(1))[0].finish_reason == "error"  # its KV was not saved

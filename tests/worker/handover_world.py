@@ -28,7 +28,7 @@ from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame
 from halfmoon.kv.frame_plan import FramePlan, Written
 from halfmoon.kv.keys import block_keys, root_key
-from halfmoon.kv.kv_layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout, KVSlice
 from halfmoon.kv.negotiation import Acceptance, encode_open
 from halfmoon.kv.receiver import Commit, Reserve, TransferReceiver, Write
 from halfmoon.kv.sender import TransferSending
@@ -89,24 +89,14 @@ class Memory:
         """[layers, K and V, heads, tokens, head_dim]."""
         return self.cells[self._at(blocks, start, num_tokens)].transpose(1, 2, 3, 0, 4)
 
-    def read(
-        self,
-        blocks: Sequence[int],
-        layer_start: int,
-        layer_end: int,
-        start: int,
-        num_tokens: int,
-        out: object = None,
-    ) -> memoryview:
-        values = self.values(blocks, start, num_tokens)[layer_start:layer_end]
+    def read(self, blocks: Sequence[int], part: KVSlice, out: object = None) -> memoryview:
+        values = self.values(blocks, part.token_start, part.num_tokens)[part.layers]
         return memoryview(np.ascontiguousarray(values).tobytes())
 
-    def write(
-        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: Any
-    ) -> None:
-        values = np.frombuffer(payload, np.float16).reshape(LAYOUT.shape(layer_end - layer_start, num_tokens))
-        where = self._at(blocks, start, num_tokens)
-        self.cells[(*where, slice(layer_start, layer_end))] = values.transpose(3, 0, 1, 2, 4)
+    def write(self, blocks: Sequence[int], part: KVSlice, payload: Any) -> None:
+        values = np.frombuffer(payload, np.float16).reshape(LAYOUT.shape(part.num_layers, part.num_tokens))
+        where = self._at(blocks, part.token_start, part.num_tokens)
+        self.cells[(*where, part.layers)] = values.transpose(3, 0, 1, 2, 4)
 
     def _at(self, blocks: Sequence[int], start: int, num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         tokens = np.arange(start, start + num_tokens)
@@ -188,8 +178,8 @@ class Node:
                 item.sequence.num_computed + item.num_tokens,
             )
             values = self.truth.values(sequence.request.tenant_salt, sequence.token_ids[:end])[:, :, :, start:]
-            part = np.ascontiguousarray(values[self._layer : self._layer + 1])
-            self.memory.write(sequence.blocks, self._layer, self._layer + 1, start, item.num_tokens, part)
+            part = KVSlice(self._layer, self._layer + 1, start, item.num_tokens)
+            self.memory.write(sequence.blocks, part, np.ascontiguousarray(values[part.layers]))
         self._layer += 1
         if step.watch is not None:
             step.watch.notify(self._layer)
@@ -379,9 +369,8 @@ class Handover:
         if not self._has_news or (part := plan.next(self._written)) is None:
             return
         codec = self.rng.choice(self.codecs)
-        where = part.layer_start, part.layer_end, part.token_start, part.num_tokens
         try:
-            raw = self.prefill.access.read(self.prefill.core.find(self.request.request_id + ".p"), *where)
+            raw = self.prefill.access.read(self.prefill.core.find(self.request.request_id + ".p"), part.all_heads)
         except NotWritten:
             self._has_news = False
             return
@@ -465,9 +454,8 @@ class Handover:
     def _write(self, part: KVRange, payload: KVBytes, codec: Codec) -> None:
         shape = part.shape(LAYOUT)
         values = decode(codec, payload, shape, LAYOUT.dtype)
-        where = part.layer_start, part.layer_end, part.token_start, part.num_tokens
         name = self.request.request_id + ".d"
-        self.decode.access.write(self.decode.core.find(name), *where, values.data)
+        self.decode.access.write(self.decode.core.find(name), part.all_heads, values.data)
         if not codec.is_exact:
             self.decode.tolerance[name] = _LOSSY
 

@@ -23,6 +23,7 @@ from halfmoon.errors import (
 )
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.keys import adapter_salt
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.kv.kv_policy import KVPolicy, policy_salt
 from halfmoon.pb import decode_pb2, prefill_pb2, types_pb2
 from halfmoon.rpc.transfer import transfer_to
@@ -380,5 +381,5 @@ async def test_the_engine_takes_no_kv_for_blocks_that_others_share(start_worker:
     again = request_from(generation(tiny, prompt, 4, "again"), prefill_only=False, arrival_s=0.0)
     assert await decode.async_engine.reserve(again) == 40
     with pytest.raises(InvalidRequest, match="shared with others"):
-        await decode.async_engine.kv_write("again", 0, 2, 32, 8, bytes(8 * decode.engine.layout.token_bytes))
+        await decode.async_engine.kv_write("again", KVSlice(0, 2, 32, 8), bytes(8 * decode.engine.layout.token_bytes))
     await decode.async_engine.cancel("again")

@@ -97,7 +97,7 @@ async def test_a_step_begins_behind_the_first_layers_of_what_others_compute(
     read, arrive = workers[0].async_engine.kv_read, workers[1].async_engine.arrive_by_layer
 
     async def late(*where: Any) -> memoryview:
-        if where[1] == 1:
+        if where[1].layer_start == 1:
             await begun.wait()
         return await read(*where)
 

@@ -15,6 +15,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.kv_memory.kv_watch import KVWatch
 from halfmoon.engine.step_result import StepResult
 from halfmoon.kv import frame_plan
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.pb import prefill_pb2
 from tests.worker.conftest import RunningWorker
 from tests.worker.test_handover import generation, listening, prefilled, reference, tokens_of, until
@@ -50,14 +51,14 @@ async def handed_over(
         return first, [first.first_token.token.token_id, *await tokens_of(steps, name)]
 
 
-def record_writes(worker: RunningWorker, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """(layer_start, layer_end, token_start, num_tokens) of each frame, once it is in place."""
-    written: list[tuple[int, ...]] = []
+def record_writes(worker: RunningWorker, monkeypatch: pytest.MonkeyPatch) -> list[KVSlice]:
+    """The part in each frame, once it is in place."""
+    written: list[KVSlice] = []
     write = worker.engine.kv_write
 
-    def recorded(request_id: str, *where: Any) -> None:
-        write(request_id, *where)
-        written.append(where[:4])
+    def recorded(request_id: str, part: KVSlice, *payload: Any) -> None:
+        write(request_id, part, *payload)
+        written.append(part)
 
     monkeypatch.setattr(worker.engine, "kv_write", recorded)
     return written

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.kv_layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout, KVSlice
 
 
 class CanonicalKV:
@@ -19,8 +19,9 @@ class CanonicalKV:
         # Integers of the elements' size: numpy has no bfloat16, and copying does not need it.
         self.integer: np.dtype[np.signedinteger] = np.dtype(f"i{layout.item_bytes}")
 
-    def check(self, layer_start: int, layer_end: int, start: int, num_tokens: int, num_blocks: int) -> None:
+    def check(self, part: KVSlice, num_blocks: int) -> None:
         """Raises InvalidRequest for layers outside the layout or tokens outside the sequence's blocks."""
+        layer_start, layer_end, start, num_tokens = part
         if not 0 <= layer_start < layer_end <= self._layout.num_layers:
             raise InvalidRequest(f"layers {layer_start}..{layer_end} are outside 0..{self._layout.num_layers}")
         if start < 0 or num_tokens < 1 or start + num_tokens > num_blocks * self._layout.block_tokens:

@@ -15,7 +15,7 @@ from halfmoon.engine.config import Kernels
 from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
 from halfmoon.errors import Incompatible
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
 
 if TYPE_CHECKING:
     from halfmoon.engine.kv_memory.kv_transfer import KVTransfer
@@ -89,57 +89,47 @@ class KVArena:
         """Tokens of a block."""
         return self._layout.block_tokens
 
-    def write(
-        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
-    ) -> None:
+    def write(self, blocks: Sequence[int], part: KVSlice, payload: KVSource) -> None:
         """Scatters canonical bytes. Raises InvalidRequest when the payload's size does not match the ranges."""
-        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        self._canonical.check(part, len(blocks))
         if isinstance(payload, DeviceBytes):
             transfer, cells = self._on_device(payload)
-            transfer.scatter(cells, blocks, layer_start, layer_end, start, num_tokens)
+            transfer.scatter(cells, blocks, *part)
             return
-        values = self._canonical.view(payload, layer_end - layer_start, num_tokens)
+        values = self._canonical.view(payload, part.num_layers, part.num_tokens)
         if self._transfer is not None:
-            self._transfer.write(values, blocks, layer_start, start)
+            self._transfer.write(values, blocks, part.layer_start, part.token_start)
             return
         done = 0
-        for first, last in slot_runs(blocks, self._layout.block_tokens, start, start + num_tokens):
+        for first, last in slot_runs(blocks, self._layout.block_tokens, part.token_start, part.token_end):
             piece = values[:, :, :, done : done + last - first]
-            view = self.tensor[layer_start:layer_end, :, :, first:last].view(self._integers)
+            view = self.tensor[part.layers, :, :, first:last].view(self._integers)
             if view.device.type == "cpu":
                 np.copyto(view.numpy(), piece)
             else:
                 view.copy_(torch.from_numpy(piece.copy()))
             done += last - first
 
-    def read(
-        self,
-        blocks: Sequence[int],
-        layer_start: int,
-        layer_end: int,
-        start: int,
-        num_tokens: int,
-        out: KVPlace | None = None,
-    ) -> memoryview:
+    def read(self, blocks: Sequence[int], part: KVSlice, out: KVPlace | None = None) -> memoryview:
         """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, copied into `out`, if given.
 
         On a CPU that is one copy. From a CUDA device it goes through pinned memory, which torch reuses; with `out` on
         the device nothing is copied to the host, and the returned view is empty.
         """
-        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        self._canonical.check(part, len(blocks))
         if isinstance(out, DeviceBytes):
             transfer, cells = self._on_device(out)
-            transfer.gather(blocks, layer_start, layer_end, start, num_tokens, cells)
+            transfer.gather(blocks, *part, cells)
             return memoryview(b"")
         if self._transfer is not None:
-            gathered = self._transfer.read(blocks, layer_start, layer_end, start, num_tokens)
+            gathered = self._transfer.read(blocks, *part)
             if out is not None:
-                self._canonical.room(layer_end - layer_start, num_tokens, out)[...] = gathered
+                self._canonical.room(part.num_layers, part.num_tokens, out)[...] = gathered
             return gathered.reshape(-1).data.cast("B")
-        values = self._canonical.room(layer_end - layer_start, num_tokens, out)
+        values = self._canonical.room(part.num_layers, part.num_tokens, out)
         done = 0
-        for first, last in slot_runs(blocks, self._layout.block_tokens, start, start + num_tokens):
-            view = self.tensor[layer_start:layer_end, :, :, first:last].view(self._integers)
+        for first, last in slot_runs(blocks, self._layout.block_tokens, part.token_start, part.token_end):
+            view = self.tensor[part.layers, :, :, first:last].view(self._integers)
             values[:, :, :, done : done + last - first] = view.cpu().numpy()
             done += last - first
         return values.reshape(-1).data.cast("B")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from halfmoon.engine.kv_memory.kv_access import KVMemory
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVLayout, Shard
+from halfmoon.kv.kv_layout import KVLayout, KVSlice, Shard
 from halfmoon.kv.staged_shards import RankShard, StagedShards, Ticket, WorkerRanks, rows_of
 
 
@@ -24,28 +24,17 @@ class KVByTicket:
         """Number of blocks."""
         return self._memory.num_blocks
 
-    def read(
-        self,
-        blocks: Sequence[int],
-        layer_start: int,
-        layer_end: int,
-        start: int,
-        num_tokens: int,
-        out: KVPlace | None = None,
-    ) -> memoryview:
+    def read(self, blocks: Sequence[int], part: KVSlice, out: KVPlace | None = None) -> memoryview:
         """See `KVArena.read`. For a ticket, the bytes are kept until another worker's ranks fetch them."""
-        where = (blocks, layer_start, layer_end, start, num_tokens)
         if not isinstance(out, DeviceBytes) or not isinstance(out.cells, Ticket):
-            return self._memory.read(*where, out)
-        place = Shard(layer_start, layer_end, 0, self._num_kv_heads)
-        rows = rows_of(place, num_tokens, self._memory.read(*where))
+            return self._memory.read(blocks, part, out)
+        place = Shard(part.layer_start, part.layer_end, 0, self._num_kv_heads)
+        rows = rows_of(place, part.num_tokens, self._memory.read(blocks, part))
         self.ranks.staged.put(out.cells, 0, place, rows, time.monotonic())
         return memoryview(b"")
 
-    def write(
-        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
-    ) -> None:
+    def write(self, blocks: Sequence[int], part: KVSlice, payload: KVSource) -> None:
         """See `KVArena.write`. For a ticket, writes what is kept under it; raises Unavailable if that is gone."""
         if isinstance(payload, DeviceBytes) and isinstance(payload.cells, Ticket):
             payload = self.ranks.staged.take(payload.cells, 0)
-        self._memory.write(blocks, layer_start, layer_end, start, num_tokens, payload)
+        self._memory.write(blocks, part, payload)

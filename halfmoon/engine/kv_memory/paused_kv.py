@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from halfmoon.engine.kv_memory.kv_access import KVMemory
 from halfmoon.engine.scheduling.sequence import Sequence
-from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout, KVSlice
 
 
 class _Copy(NamedTuple):
@@ -34,14 +34,14 @@ class HostCopies:
         num_blocks = -(-num_tokens // self._layout.block_tokens)
         if self.num_bytes + num_blocks * self._layout.block_bytes > self._max_bytes:
             return False
-        payload = self._memory.read(sequence.kept_blocks, 0, self._layout.num_layers, 0, num_tokens)
+        payload = self._memory.read(sequence.kept_blocks, KVSlice(0, self._layout.num_layers, 0, num_tokens))
         self._copies[sequence.request_id] = _Copy(num_tokens, payload)
         return True
 
     def load(self, sequence: Sequence) -> None:
         """See `PausedKV.load`."""
         num_tokens, payload = self._copies.pop(sequence.request_id)
-        self._memory.write(sequence.kept_blocks, 0, self._layout.num_layers, 0, num_tokens, payload)
+        self._memory.write(sequence.kept_blocks, KVSlice(0, self._layout.num_layers, 0, num_tokens), payload)
 
     def forget(self, sequence: Sequence) -> None:
         """See `PausedKV.forget`."""

@@ -20,7 +20,7 @@ from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.errors import Incompatible
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout, KVSlice
 
 # (layer, its inputs [num_tokens, hidden_size]) -> K and V, each [num_tokens, num_kv_heads, head_dim]
 KeysValues = Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -114,57 +114,46 @@ class TieredKV:
             for plane, half in enumerate((block, int(self.pool.seconds([block])[0]))):
                 self.host[:, :, self._slots(half)] = kv[:, plane]
 
-    def write(
-        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
-    ) -> None:
+    def write(self, blocks: Sequence[int], part: KVSlice, payload: KVSource) -> None:
         """See `KVArena.write`; the blocks are new, so none of them holds inputs."""
-        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        self._canonical.check(part, len(blocks))
         if isinstance(payload, DeviceBytes):
             raise Incompatible("KV in device memory cannot be put into host memory")
-        values = self._canonical.view(payload, layer_end - layer_start, num_tokens)
+        values = self._canonical.view(payload, part.num_layers, part.num_tokens)
         with self._lock:
-            for run in self.runs(blocks, start, num_tokens):
-                part = values[:, :, :, run.start : run.start + run.num_tokens]
+            for run in self.runs(blocks, part.token_start, part.num_tokens):
+                piece = values[:, :, :, run.start : run.start + run.num_tokens]
                 if run.content == "device":
-                    cells = np.ascontiguousarray(part).data.cast("B")
-                    self.device.write(*self._on_device(run, layer_start, layer_end), cells)
+                    cells = np.ascontiguousarray(piece).data.cast("B")
+                    self.device.write(*self._on_device(run, part), cells)
                     continue
                 assert run.content == "kv", "K and V come for a block that holds inputs"
                 for plane, slot in enumerate((run.first, run.second)):
-                    self._host_cells[layer_start:layer_end, :, slot : slot + run.num_tokens] = part[:, plane]
+                    self._host_cells[part.layers, :, slot : slot + run.num_tokens] = piece[:, plane]
 
-    def read(
-        self,
-        blocks: Sequence[int],
-        layer_start: int,
-        layer_end: int,
-        start: int,
-        num_tokens: int,
-        out: KVPlace | None = None,
-    ) -> memoryview:
+    def read(self, blocks: Sequence[int], part: KVSlice, out: KVPlace | None = None) -> memoryview:
         """See `KVArena.read`; K and V of blocks kept as inputs are computed."""
-        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        self._canonical.check(part, len(blocks))
         if isinstance(out, DeviceBytes):
             raise Incompatible("KV in host memory cannot be gathered into the device's")
-        num_layers = layer_end - layer_start
-        values = self._canonical.room(num_layers, num_tokens, out)
+        values = self._canonical.room(part.num_layers, part.num_tokens, out)
         with self._lock:
-            for run in self.runs(blocks, start, num_tokens):
-                part = values[:, :, :, run.start : run.start + run.num_tokens]
+            for run in self.runs(blocks, part.token_start, part.num_tokens):
+                piece = values[:, :, :, run.start : run.start + run.num_tokens]
                 if run.content == "device":
-                    cells = self.device.read(*self._on_device(run, layer_start, layer_end))
-                    part[...] = self._canonical.view(cells, num_layers, run.num_tokens)
+                    cells = self.device.read(*self._on_device(run, part))
+                    piece[...] = self._canonical.view(cells, part.num_layers, run.num_tokens)
                 elif run.content == "inputs":
-                    self._compute(run, layer_start, layer_end, part)
+                    self._compute(run, part, piece)
                 else:
                     for plane, slot in enumerate((run.first, run.second)):
-                        part[:, plane] = self._host_cells[layer_start:layer_end, :, slot : slot + run.num_tokens]
+                        piece[:, plane] = self._host_cells[part.layers, :, slot : slot + run.num_tokens]
         return values.reshape(-1).data.cast("B")
 
     @torch.inference_mode()
-    def _compute(self, run: Run, layer_start: int, layer_end: int, out: NDArray[np.signedinteger]) -> None:
+    def _compute(self, run: Run, part: KVSlice, out: NDArray[np.signedinteger]) -> None:
         assert self.keys_values is not None
-        for n, layer in enumerate(range(layer_start, layer_end)):
+        for n, layer in enumerate(range(part.layer_start, part.layer_end)):
             x = as_rows(self.host[layer, :, run.first : run.first + run.num_tokens].to(self.device.tensor.device))
             k, v = self.keys_values(layer, x)  # each [num_tokens, kv_heads, head_dim]
             out[n] = torch.stack((k, v)).transpose(1, 2).contiguous().cpu().view(self._integers).numpy()
@@ -173,11 +162,11 @@ class TieredKV:
         start = (half - self.device.num_blocks) * self.block_tokens
         return slice(start, start + self.block_tokens)
 
-    def _on_device(self, run: Run, layer_start: int, layer_end: int) -> tuple[range, int, int, int, int]:
+    def _on_device(self, run: Run, part: KVSlice) -> tuple[range, KVSlice]:
         """The run as arguments of the arena's `read` and `write`."""
         size = self.block_tokens
         blocks = range(run.first // size, -(-(run.first + run.num_tokens) // size))
-        return blocks, layer_start, layer_end, run.first % size, run.num_tokens
+        return blocks, KVSlice(part.layer_start, part.layer_end, run.first % size, run.num_tokens)
 
 
 def as_rows(halves: Tensor) -> Tensor:

@@ -122,21 +122,21 @@ def _copied(
     request: CopyKV, payload: bytes | None, rank: StepRank, number: int, staged: StagedShards
 ) -> bytes | memoryview:
     """Does one copy; returns its answer."""
-    where = (request.blocks, request.layer_start, request.layer_end, request.start, request.num_tokens)
+    blocks, part = request.blocks, request.part
     match request:
         case StageKV(ticket=ticket, place=place):
-            rows = rows_of(place, request.num_tokens, rank.memory.read(*where))
+            rows = rows_of(place, part.num_tokens, rank.memory.read(blocks, part))
             staged.put(ticket, number, place, rows, time.monotonic())
         case WriteStagedKV(ticket=ticket):
             try:
-                rank.memory.write(*where, staged.take(ticket, number))
+                rank.memory.write(blocks, part, staged.take(ticket, number))
             except HalfmoonError as error:  # of the other worker's ranks: nothing is wrong with this one
                 return error.message.encode()
         case WriteKV():
             assert payload is not None
-            rank.memory.write(*where, payload)
+            rank.memory.write(blocks, part, payload)
         case _:
-            payload_here: memoryview = rank.memory.read(*where)
+            payload_here: memoryview = rank.memory.read(blocks, part)
             return payload_here
     return b""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from halfmoon.engine.checkpoint.checkpoint import Quantization
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
-from halfmoon.kv.kv_layout import Shard
+from halfmoon.kv.kv_layout import KVSlice, Shard
 from halfmoon.kv.staged_shards import Ticket
 
 
@@ -62,17 +62,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CopyKV:
-    """Tokens `start`..`start + num_tokens` of a sequence in the follower's own layers, counted from its first layer.
+    """KV of a sequence; `part` is in the follower's own layers, counted from its first one.
 
     It runs once `after_steps` steps are computed: those steps may still use the blocks' previous content.
     """
 
     after_steps: int
     blocks: Sequence[int]
-    layer_start: int
-    layer_end: int
-    start: int
-    num_tokens: int
+    part: KVSlice
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from halfmoon.engine.scheduling.spread_pool import Blocks, SpreadPool
 from halfmoon.engine.step_result import StagedWork
 from halfmoon.errors import Incompatible, ServiceFailed
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVLayout, Shard
+from halfmoon.kv.kv_layout import KVLayout, KVSlice, Shard
 from halfmoon.kv.staged_shards import RankShard, StagedShards, Ticket, WorkerRanks
 
 
@@ -126,31 +126,21 @@ class ParallelRunner:
         self._num_steps += 1
         return [] if logits is None else self._rank.runner.sample(scheduled, logits)
 
-    def read(
-        self,
-        blocks: Sequence[int],
-        layer_start: int,
-        layer_end: int,
-        start: int,
-        num_tokens: int,
-        out: KVPlace | None = None,
-    ) -> memoryview:
+    def read(self, blocks: Sequence[int], part: KVSlice, out: KVPlace | None = None) -> memoryview:
         """See `KVArena.read`. Into the ranks' own memory for a ticket; raises Incompatible for that of one device."""
         if isinstance(out, DeviceBytes):
             kv, ticket = self._by_ticket(out)
-            kv.stage(blocks, layer_start, layer_end, start, num_tokens, ticket)
+            kv.stage(blocks, part, ticket)
             return memoryview(b"")
-        return self._kv.read(blocks, layer_start, layer_end, start, num_tokens, out)
+        return self._kv.read(blocks, part, out)
 
-    def write(
-        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
-    ) -> None:
+    def write(self, blocks: Sequence[int], part: KVSlice, payload: KVSource) -> None:
         """See `KVArena.write`. From the ranks' own memory for a ticket; raises Incompatible for that of one device."""
         if isinstance(payload, DeviceBytes):
             kv, ticket = self._by_ticket(payload)
-            kv.write_staged(blocks, layer_start, layer_end, start, num_tokens, ticket)
+            kv.write_staged(blocks, part, ticket)
             return
-        self._kv.write(blocks, layer_start, layer_end, start, num_tokens, payload)
+        self._kv.write(blocks, part, payload)
 
     def check(self) -> None:
         """Raises ServiceFailed, with the reason, when a follower is gone."""
@@ -199,11 +189,10 @@ class ParallelRunner:
         done: dict[int, bytes | memoryview] = {}
         if 0 in requests:
             request, payload = requests[0]
-            where = (request.blocks, request.layer_start, request.layer_end, request.start, request.num_tokens)
             if isinstance(request, WriteKV):
-                self._rank.memory.write(*where, payload)
+                self._rank.memory.write(request.blocks, request.part, payload)
             else:
-                done[0] = self._rank.memory.read(*where)
+                done[0] = self._rank.memory.read(request.blocks, request.part)
         done |= self._followers.ask({rank: request for rank, request in requests.items() if rank > 0})
         return done
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
 from halfmoon.engine.parallel.messages import CopyKV, ReadKV, StageKV, WriteKV, WriteStagedKV
 from halfmoon.errors import Incompatible, Unavailable
-from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
+from halfmoon.kv.kv_layout import KVBytes, KVLayout, KVSlice, Shard
 from halfmoon.kv.staged_shards import Ticket, WorkerRanks, rows_of
 
 # Runs each rank's request, a write with its payload, and returns each rank's bytes.
@@ -33,73 +33,59 @@ class ShardedKV:
         self._canonical = CanonicalKV(layout)
         self._row_bytes = layout.row_bytes
 
-    def read(
-        self,
-        blocks: Sequence[int],
-        layer_start: int,
-        layer_end: int,
-        start: int,
-        num_tokens: int,
-        out: memoryview | None = None,
-    ) -> memoryview:
+    def read(self, blocks: Sequence[int], part: KVSlice, out: memoryview | None = None) -> memoryview:
         """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, in `out` if given."""
-        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
-        values = self._canonical.room(layer_end - layer_start, num_tokens, out)
-        places = self._places(layer_start, layer_end, self._readable)
+        self._canonical.check(part, len(blocks))
+        values = self._canonical.room(part.num_layers, part.num_tokens, out)
+        places = self._places(part, self._readable)
         requests = {
-            rank: (ReadKV(self._num_steps(), blocks, *self._own_layers(rank, place), start, num_tokens), b"")
+            rank: (ReadKV(self._num_steps(), blocks, self._own(rank, place, part)), b"")
             for rank, place in places.items()
         }
         for rank, payload in self._copy_all(requests).items():
-            part = _view(values, places[rank], layer_start)
-            part[...] = np.frombuffer(payload, dtype=self._canonical.integer).reshape(part.shape)
+            view = _view(values, places[rank], part.layer_start)
+            view[...] = np.frombuffer(payload, dtype=self._canonical.integer).reshape(view.shape)
         return values.reshape(-1).data.cast("B")
 
-    def write(
-        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
-    ) -> None:
+    def write(self, blocks: Sequence[int], part: KVSlice, payload: KVBytes) -> None:
         """Scatters canonical bytes to every rank that holds some of them. Raises InvalidRequest for a wrong size."""
-        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
-        values = self._canonical.view(payload, layer_end - layer_start, num_tokens)
-        places = self._places(layer_start, layer_end, [True] * len(self._shards))
+        self._canonical.check(part, len(blocks))
+        values = self._canonical.view(payload, part.num_layers, part.num_tokens)
+        places = self._places(part, [True] * len(self._shards))
         requests: dict[int, tuple[CopyKV, bytes | memoryview]] = {
             rank: (
-                WriteKV(self._num_steps(), blocks, *self._own_layers(rank, place), start, num_tokens),
-                _view(values, place, layer_start).tobytes(),
+                WriteKV(self._num_steps(), blocks, self._own(rank, place, part)),
+                _view(values, place, part.layer_start).tobytes(),
             )
             for rank, place in places.items()
         }
         self._copy_all(requests)
 
-    def stage(
-        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, ticket: Ticket
-    ) -> None:
+    def stage(self, blocks: Sequence[int], part: KVSlice, ticket: Ticket) -> None:
         """`read` where each host keeps the bytes of its own ranks, for the ranks of another worker."""
-        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
-        places = self._places(layer_start, layer_end, self._readable)
+        self._canonical.check(part, len(blocks))
+        places = self._places(part, self._readable)
         requests: dict[int, tuple[CopyKV, bytes | memoryview]] = {}
         for rank, place in places.items():
-            where = (self._num_steps(), blocks, *self._own_layers(rank, place), start, num_tokens)
+            where = (self._num_steps(), blocks, self._own(rank, place, part))
             requests[rank] = (ReadKV(*where) if self._is_here(rank) else StageKV(*where, ticket, place), b"")
         for rank, payload in self._copy_all(requests).items():
             if self._is_here(rank):
-                rows = rows_of(places[rank], num_tokens, payload)
+                rows = rows_of(places[rank], part.num_tokens, payload)
                 self._ranks.staged.put(ticket, rank, places[rank], rows, time.monotonic())
 
-    def write_staged(
-        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, ticket: Ticket
-    ) -> None:
+    def write_staged(self, blocks: Sequence[int], part: KVSlice, ticket: Ticket) -> None:
         """`write` of what the ranks' hosts keep.
 
         Raises Unavailable where they do not any more, Incompatible if it is not as long as the place.
         """
-        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        self._canonical.check(part, len(blocks))
         requests: dict[int, tuple[CopyKV, bytes | memoryview]] = {}
-        for rank, place in self._places(layer_start, layer_end, [True] * len(self._shards)).items():
-            where = (self._num_steps(), blocks, *self._own_layers(rank, place), start, num_tokens)
+        for rank, place in self._places(part, [True] * len(self._shards)).items():
+            where = (self._num_steps(), blocks, self._own(rank, place, part))
             if self._is_here(rank):
                 payload = self._ranks.staged.take(ticket, rank)
-                if payload.nbytes != self._num_bytes(place, num_tokens):  # the rank itself would fail, and end all
+                if payload.nbytes != self._num_bytes(place, part.num_tokens):  # the rank itself would fail, and end all
                     raise Incompatible(f"the ranks of the other worker sent {payload.nbytes} bytes for {place}")
                 requests[rank] = WriteKV(*where), payload
             else:
@@ -115,18 +101,19 @@ class ShardedKV:
     def _is_here(self, rank: int) -> bool:
         return self._ranks.shards[rank].address is None
 
-    def _places(self, layer_start: int, layer_end: int, wanted: Sequence[bool]) -> dict[int, Shard]:
+    def _places(self, part: KVSlice, wanted: Sequence[bool]) -> dict[int, Shard]:
         """Each wanted rank's share of these layers, in the whole model's numbering."""
         places = {}
         for rank, shard in enumerate(self._shards):
-            first, last = max(layer_start, shard.layer_start), min(layer_end, shard.layer_end)
+            first, last = max(part.layer_start, shard.layer_start), min(part.layer_end, shard.layer_end)
             if wanted[rank] and first < last:
                 places[rank] = Shard(first, last, shard.head_start, shard.head_end)
         return places
 
-    def _own_layers(self, rank: int, place: Shard) -> tuple[int, int]:
+    def _own(self, rank: int, place: Shard, part: KVSlice) -> KVSlice:
+        """The part of a rank's place, in its own layers."""
         first = self._shards[rank].layer_start
-        return place.layer_start - first, place.layer_end - first
+        return KVSlice(place.layer_start - first, place.layer_end - first, part.token_start, part.num_tokens)
 
 
 def _view(values: NDArray[np.signedinteger], place: Shard, layer_start: int) -> NDArray[np.signedinteger]:

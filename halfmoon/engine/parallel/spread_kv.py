@@ -15,7 +15,7 @@ from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
 from halfmoon.engine.parallel.messages import CopyKV, ReadKV, WriteKV
 from halfmoon.engine.parallel.sharded_kv import CopyAll
 from halfmoon.engine.scheduling.spread_pool import own_id, rank_of
-from halfmoon.kv.kv_layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout, KVSlice
 
 
 class Piece(NamedTuple):
@@ -30,6 +30,10 @@ class Piece(NamedTuple):
         """Number of tokens."""
         return sum(end - start for start, end in self.places)
 
+    def part(self, whole: KVSlice) -> KVSlice:
+        """What is copied here of `whole`."""
+        return KVSlice(whole.layer_start, whole.layer_end, self.start, self.num_tokens)
+
 
 class SpreadKV:
     """`KVArena.read` and `write` over sequence ranks."""
@@ -41,52 +45,38 @@ class SpreadKV:
         self._num_steps = num_steps
         self._canonical = CanonicalKV(layout)
 
-    def read(
-        self,
-        blocks: Sequence[int],
-        layer_start: int,
-        layer_end: int,
-        start: int,
-        num_tokens: int,
-        out: memoryview | None = None,
-    ) -> memoryview:
+    def read(self, blocks: Sequence[int], part: KVSlice, out: memoryview | None = None) -> memoryview:
         """See `ShardedKV.read`."""
-        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
-        values = self._canonical.room(layer_end - layer_start, num_tokens, out)
-        pieces = self._pieces(blocks, start, num_tokens)
+        self._canonical.check(part, len(blocks))
+        values = self._canonical.room(part.num_layers, part.num_tokens, out)
+        pieces = self._pieces(blocks, part)
         requests: dict[int, tuple[CopyKV, bytes]] = {
-            rank: (
-                ReadKV(self._num_steps(), piece.blocks, layer_start, layer_end, piece.start, piece.num_tokens),
-                b"",
-            )
-            for rank, piece in pieces.items()
+            rank: (ReadKV(self._num_steps(), piece.blocks, piece.part(part)), b"") for rank, piece in pieces.items()
         }
         for rank, payload in self._copy_all(requests).items():
-            part = self._canonical.view(payload, layer_end - layer_start, pieces[rank].num_tokens)
+            own = self._canonical.view(payload, part.num_layers, pieces[rank].num_tokens)
             done = 0
             for first, last in pieces[rank].places:
-                values[:, :, :, first:last] = part[:, :, :, done : done + last - first]
+                values[:, :, :, first:last] = own[:, :, :, done : done + last - first]
                 done += last - first
         return values.reshape(-1).data.cast("B")
 
-    def write(
-        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
-    ) -> None:
+    def write(self, blocks: Sequence[int], part: KVSlice, payload: KVBytes) -> None:
         """See `ShardedKV.write`."""
-        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
-        values = self._canonical.view(payload, layer_end - layer_start, num_tokens)
+        self._canonical.check(part, len(blocks))
+        values = self._canonical.view(payload, part.num_layers, part.num_tokens)
         requests: dict[int, tuple[CopyKV, bytes]] = {
             rank: (
-                WriteKV(self._num_steps(), piece.blocks, layer_start, layer_end, piece.start, piece.num_tokens),
+                WriteKV(self._num_steps(), piece.blocks, piece.part(part)),
                 _gathered(values, piece).tobytes(),
             )
-            for rank, piece in self._pieces(blocks, start, num_tokens).items()
+            for rank, piece in self._pieces(blocks, part).items()
         }
         self._copy_all(requests)
 
-    def _pieces(self, blocks: Sequence[int], start: int, num_tokens: int) -> dict[int, Piece]:
-        """Each rank's piece of tokens `start`..`start + num_tokens` of a sequence; ranks without any are left out."""
-        size, end = self._block_tokens, start + num_tokens
+    def _pieces(self, blocks: Sequence[int], part: KVSlice) -> dict[int, Piece]:
+        """Each rank's piece of the tokens of a sequence; ranks without any are left out."""
+        size, start, end = self._block_tokens, part.token_start, part.token_end
         pieces: dict[int, Piece] = {}
         for index in range(start // size, -(-end // size)):
             first, last = max(start, index * size), min(end, (index + 1) * size)

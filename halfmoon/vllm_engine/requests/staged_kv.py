@@ -16,7 +16,7 @@ from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.errors import Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVDtype
+from halfmoon.kv.kv_layout import KVDtype, KVSlice
 from halfmoon.vllm_engine.requests.present_requests import PresentRequests
 from halfmoon.vllm_engine.requests.shared_blocks import SharedBlocks
 from halfmoon.vllm_engine.staging import StagingMemory
@@ -45,34 +45,24 @@ class StagedKV:
     async def kv_write(
         self,
         request_id: str,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        num_tokens: int,
+        part: KVSlice,
         payload: KVSource,
         codec: Codec = Codec.RAW,
         dtype: KVDtype | None = None,
     ) -> None:
         """See `AsyncEngine.kv_write`."""
         sequence = self._requests.find(request_id).sequence
-        write = partial(self._kv.write, sequence, layer_start, layer_end, token_start, num_tokens)
-        shape = self.layout.shape(layer_end - layer_start, num_tokens)
+        write = partial(self._kv.write, sequence, part)
+        shape = self.layout.shape(part.num_layers, part.num_tokens)
         await self._copy(partial(write_decoded, write, self.layout, shape, payload, codec, dtype))
 
     async def kv_read(
-        self,
-        request_id: str,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        num_tokens: int,
-        out: KVPlace | None = None,
-        codec: Codec = Codec.RAW,
+        self, request_id: str, part: KVSlice, out: KVPlace | None = None, codec: Codec = Codec.RAW
     ) -> memoryview:
         """See `AsyncEngine.kv_read`."""
         sequence = self._requests.find(request_id).sequence
-        read = partial(self._kv.read, sequence, layer_start, layer_end, token_start, num_tokens)
-        shape = self.layout.shape(layer_end - layer_start, num_tokens)
+        read = partial(self._kv.read, sequence, part)
+        shape = self.layout.shape(part.num_layers, part.num_tokens)
         return await self._copy(partial(read_encoded, read, self.layout, shape, out, codec))
 
     async def load_block(self, request_id: str, block: int, payload: KVSource) -> None:

@@ -117,9 +117,8 @@ class LayerwiseSender:
         return await self._read(part, buffer.place, codec) is not None
 
     async def _read(self, part: KVRange, out: KVPlace | None, codec: Codec) -> memoryview | None:
-        where = (part.layer_start, part.layer_end, part.token_start, part.num_tokens)
         try:
-            return await self._engine.kv_read(self._request_id, *where, out, codec)
+            return await self._engine.kv_read(self._request_id, part.all_heads, out, codec)
         except NotWritten:
             return None
         except NotFound:

@@ -21,6 +21,7 @@ from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.pb import kvstore_pb2
 from halfmoon.policy.view.fetch_costs import most_of_reader
 from halfmoon.rpc.store.block_streams import (
@@ -53,9 +54,7 @@ class CachedKV(Protocol):
     async def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """Reads a held block, or some successive layers of it."""
 
-    async def kv_read(
-        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int
-    ) -> memoryview:
+    async def kv_read(self, request_id: str, part: KVSlice) -> memoryview:
         """Reads KV of a prompt that is being computed."""
 
 
@@ -167,11 +166,10 @@ class CacheServicer:
     async def _computed(self, prompt: SharedPrompt, part: KVRange) -> NDArray[np.uint8]:
         """[layers, 2, heads, tokens, row bytes], once they are written. Raises NotFound if they never will be."""
         layout, end = self._state.layout, part.token_start + part.num_tokens
-        layers = part.layer_start, part.layer_end
         while True:
             await prompt.until_written(part.layer_end, part.token_start, end)
             try:
-                cells = await self._engine.kv_read(prompt.request_id, *layers, part.token_start, part.num_tokens)
+                cells = await self._engine.kv_read(prompt.request_id, part.all_heads)
             except NotWritten:  # a preemption took it back
                 await prompt.until_changed()
                 continue

@@ -163,22 +163,12 @@ class _Reception:
                 return await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, body))
             case Write(part, payload, codec, dtype):
                 self._is_rounded |= dtype in QUANTISED and dtype != self._state.layout.dtype
-                await self._engine.kv_write(
-                    self._generation.request_id,
-                    part.layer_start,
-                    part.layer_end,
-                    part.token_start,
-                    part.num_tokens,
-                    payload,
-                    codec,
-                    dtype,
-                )
+                await self._engine.kv_write(self._generation.request_id, part.all_heads, payload, codec, dtype)
                 self.num_bytes += memoryview(payload).nbytes
             case WriteFromDevice(part, source, dtype):
                 if isinstance(source.cells, AwaitedParts):
                     source = await source.cells.brought(part, source.num_bytes)
-                where = (part.layer_start, part.layer_end, part.token_start, part.num_tokens)
-                await self._engine.kv_write(self._generation.request_id, *where, source, dtype=dtype)
+                await self._engine.kv_write(self._generation.request_id, part.all_heads, source, dtype=dtype)
                 self.num_bytes += source.num_bytes
             case Commit(body):
                 await self._start(parse_body(decode_pb2.HandoverCommit, body))

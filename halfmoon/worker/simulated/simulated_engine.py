@@ -30,7 +30,7 @@ from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import HalfmoonError, NotFound
 from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes
 from halfmoon.kv.device_bytes import KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
 from halfmoon.policy.models.chunk_length import ChunkRule
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
@@ -136,10 +136,7 @@ class SimulatedEngine:
     async def kv_write(
         self,
         request_id: str,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        num_tokens: int,
+        part: KVSlice,
         payload: KVSource,
         codec: Codec = Codec.RAW,
         dtype: KVDtype | None = None,
@@ -148,24 +145,17 @@ class SimulatedEngine:
         self._core.find_in("reserved", request_id)
 
     async def kv_read(
-        self,
-        request_id: str,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        num_tokens: int,
-        out: KVPlace | None = None,
-        codec: Codec = Codec.RAW,
+        self, request_id: str, part: KVSlice, out: KVPlace | None = None, codec: Codec = Codec.RAW
     ) -> memoryview:
         """See `AsyncEngine.kv_read`; the bytes are meaningless."""
         if not self._requests.is_held(request_id):
             raise NotFound(f"request {request_id} is not held here")
         num_sent = self._requests.num_sent(request_id)
-        if token_start + num_tokens > num_sent:
-            raise NotWritten(f"KV of {num_sent} tokens is written so far, not {token_start + num_tokens}")
+        if part.token_end > num_sent:
+            raise NotWritten(f"KV of {num_sent} tokens is written so far, not {part.token_end}")
         if isinstance(out, memoryview):
             return out
-        shape = self.layout.shape(layer_end - layer_start, num_tokens)
+        shape = self.layout.shape(part.num_layers, part.num_tokens)
         num_bytes = encoded_bytes(Codec.RAW if codec in LOSSLESS else codec, shape, self.layout.dtype)
         return memoryview(bytes(num_bytes))
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfmoon.kv.kv_layout import KVSlice
+
 kernels = pytest.importorskip("halfmoon.engine.kernels.block_copy", reason="triton is missing (extra `gpu`)")
 
 BLOCK_TOKENS = 16
@@ -67,7 +69,7 @@ def test_agrees_with_the_arena(device: str, block_ids: Tensor) -> None:
     arena = KVArena(KVLayout(3, 2, 32, "float16", BLOCK_TOKENS), 9, device)
     arena.tensor.copy_(random_arena(torch.float16, device))
     buffer = kernels.gather_blocks(arena.tensor, block_ids, BLOCK_TOKENS, 0, 2, 5, 40)
-    assert buffer.cpu().numpy().tobytes() == bytes(arena.read(block_ids.tolist(), 0, 2, 5, 40))
+    assert buffer.cpu().numpy().tobytes() == bytes(arena.read(block_ids.tolist(), KVSlice(0, 2, 5, 40)))
 
 
 def test_what_does_not_fit_is_refused(device: str, block_ids: Tensor) -> None:

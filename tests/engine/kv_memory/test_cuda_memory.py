@@ -18,7 +18,7 @@ import torch
 
 from halfmoon.engine.kv_memory.cuda_memory import CudaMemory
 from halfmoon.errors import Incompatible, Unavailable
-from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout, KVSlice
 
 ROOT = Path(__file__).parents[3]
 LAYOUT = KVLayout(3, 2, 16, "bfloat16", 8)
@@ -123,10 +123,10 @@ def test_kv_gathered_in_one_process_is_scattered_in_another() -> None:
         arena = KVArena(LAYOUT, 10, "cuda", "triton")
         arena.tensor.zero_()
         torch.cuda.synchronize()
-        arena.write(blocks, 0, 3, 0, 40, region.part(2 << 20, 40 * LAYOUT.token_bytes))
+        arena.write(blocks, KVSlice(0, 3, 0, 40), region.part(2 << 20, 40 * LAYOUT.token_bytes))
         sent = KVArena(LAYOUT, 10, "cpu")
         sent.tensor.copy_(torch.randn(sent.tensor.shape, generator=torch.Generator().manual_seed(1)))
-        assert bytes(arena.read(blocks, 0, 3, 0, 40)) == bytes(sent.read(blocks, 0, 3, 0, 40))
+        assert bytes(arena.read(blocks, KVSlice(0, 3, 0, 40))) == bytes(sent.read(blocks, KVSlice(0, 3, 0, 40)))
         del region
         child.stdin.close()
     assert child.returncode == 0

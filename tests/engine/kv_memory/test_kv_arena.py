@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.engine.kv_memory.kv_arena import KVArena, slot_runs
-from halfmoon.kv.kv_layout import KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
 
 NUM_BLOCKS = 12
 BLOCK_TOKENS = 4
@@ -49,8 +49,9 @@ def test_bytes_come_out_as_they_went_in(
     shape = layout.memory_shape(layer_end - layer_start, num_tokens)
     values = torch.empty(shape).uniform_(-99, 99).to(arena.tensor.dtype)
     payload = values.view(torch.uint8).numpy().tobytes()
-    arena.write(blocks, layer_start, layer_end, start, num_tokens, payload)
-    assert bytes(arena.read(blocks, layer_start, layer_end, start, num_tokens)) == payload
+    part = KVSlice(layer_start, layer_end, start, num_tokens)
+    arena.write(blocks, part, payload)
+    assert bytes(arena.read(blocks, part)) == payload
     slots = [slot for run in slot_runs(blocks, BLOCK_TOKENS, start, start + num_tokens) for slot in range(*run)]
     assert torch.equal(arena.tensor[layer_start:layer_end, :, :, slots], values)
     arena.tensor[layer_start:layer_end, :, :, slots] = 0
@@ -65,7 +66,7 @@ def test_two_threads_write_two_sequences() -> None:
     def write(fill: int) -> None:
         payload = bytes([fill]) * (12 * layout.token_bytes)
         for _ in range(50):
-            arena.write(sequences[fill], 0, 3, 0, 12, payload)
+            arena.write(sequences[fill], KVSlice(0, 3, 0, 12), payload)
 
     threads = [threading.Thread(target=write, args=(fill,)) for fill in sequences]
     for thread in threads:
@@ -73,7 +74,7 @@ def test_two_threads_write_two_sequences() -> None:
     for thread in threads:
         thread.join()
     for fill, blocks in sequences.items():
-        assert set(arena.read(blocks, 0, 3, 0, 12)) == {fill}
+        assert set(arena.read(blocks, KVSlice(0, 3, 0, 12))) == {fill}
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")

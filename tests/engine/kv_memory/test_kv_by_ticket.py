@@ -8,13 +8,13 @@ from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.kv_memory.kv_by_ticket import KVByTicket
 from halfmoon.errors import Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.device_bytes import DeviceBytes
-from halfmoon.kv.kv_layout import KVLayout, Shard
+from halfmoon.kv.kv_layout import KVLayout, KVSlice, Shard
 from halfmoon.kv.staged_shards import Ticket, rows_of
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, dtype="bfloat16", block_tokens=4)
 TICKET = Ticket(b"a link's", 3, 7)
 BLOCKS, TOKENS = (4, 1), 6
-WHERE = (BLOCKS, 0, LAYOUT.num_layers, 1, TOKENS)
+WHERE = (BLOCKS, KVSlice(0, LAYOUT.num_layers, 1, TOKENS))
 PAYLOAD = bytes(n % 251 for n in range(TOKENS * LAYOUT.token_bytes))
 AWAY = DeviceBytes(len(PAYLOAD), TICKET)
 

@@ -8,7 +8,7 @@ import torch
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv.device_bytes import DeviceBytes
-from halfmoon.kv.kv_layout import KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
@@ -31,14 +31,14 @@ def arenas(dtype: KVDtype, head_dim: int) -> tuple[KVArena, KVArena]:
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [("float32", 16), ("bfloat16", 16), ("float16", 5), ("int8", 16), ("fp8", 16)]
 )
-@pytest.mark.parametrize("part", [(0, 3, 0, 40), (1, 2, 9, 20), (2, 3, 16, 1)], ids=str)
-def test_the_same_bytes(dtype: KVDtype, head_dim: int, part: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("part", [KVSlice(0, 3, 0, 40), KVSlice(1, 2, 9, 20), KVSlice(2, 3, 16, 1)], ids=str)
+def test_the_same_bytes(dtype: KVDtype, head_dim: int, part: KVSlice) -> None:
     by_kernels, by_views = arenas(dtype, head_dim)
-    expected = bytes(by_views.read(BLOCKS, *part))
-    assert bytes(by_kernels.read(BLOCKS, *part)) == expected
+    expected = bytes(by_views.read(BLOCKS, part))
+    assert bytes(by_kernels.read(BLOCKS, part)) == expected
     payload = bytes(range(256)) * (len(expected) // 256 + 1)
     for arena in (by_kernels, by_views):
-        arena.write(BLOCKS, *part, payload[: len(expected)])
+        arena.write(BLOCKS, part, payload[: len(expected)])
     assert torch.equal(
         by_kernels.tensor.cpu().contiguous().view(torch.uint8), by_views.tensor.contiguous().view(torch.uint8)
     )
@@ -46,46 +46,44 @@ def test_the_same_bytes(dtype: KVDtype, head_dim: int, part: tuple[int, int, int
 
 def test_the_memory_that_is_given_is_filled() -> None:
     for arena in arenas("float32", 16):
-        expected = bytes(arena.read(BLOCKS, 1, 3, 5, 20))
+        expected = bytes(arena.read(BLOCKS, KVSlice(1, 3, 5, 20)))
         out = bytearray(len(expected) + 3)
-        assert bytes(arena.read(BLOCKS, 1, 3, 5, 20, memoryview(out))) == expected
+        assert bytes(arena.read(BLOCKS, KVSlice(1, 3, 5, 20), memoryview(out))) == expected
         assert out == expected + bytes(3)
 
 
 def test_what_was_read_stays_while_the_arena_changes() -> None:
     arena, _ = arenas("float32", 16)
-    first = arena.read(BLOCKS, 0, 1, 0, 8)
+    first = arena.read(BLOCKS, KVSlice(0, 1, 0, 8))
     before = bytes(first)
-    arena.write(BLOCKS, 0, 1, 0, 8, bytes(len(before)))
-    assert bytes(first) == before != bytes(arena.read(BLOCKS, 0, 1, 0, 8))
+    arena.write(BLOCKS, KVSlice(0, 1, 0, 8), bytes(len(before)))
+    assert bytes(first) == before != bytes(arena.read(BLOCKS, KVSlice(0, 1, 0, 8)))
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 16), ("bfloat16", 16), ("float16", 5)])
-@pytest.mark.parametrize("part", [(0, 3, 0, 40), (1, 2, 9, 20), (2, 3, 16, 1)], ids=str)
-def test_the_same_bytes_by_way_of_a_slot_in_device_memory(
-    dtype: KVDtype, head_dim: int, part: tuple[int, int, int, int]
-) -> None:
+@pytest.mark.parametrize("part", [KVSlice(0, 3, 0, 40), KVSlice(1, 2, 9, 20), KVSlice(2, 3, 16, 1)], ids=str)
+def test_the_same_bytes_by_way_of_a_slot_in_device_memory(dtype: KVDtype, head_dim: int, part: KVSlice) -> None:
     sender, by_views = arenas(dtype, head_dim)
     receiver, _ = arenas(dtype, head_dim)
     receiver.tensor.zero_()
-    expected = bytes(by_views.read(BLOCKS, *part))
+    expected = bytes(by_views.read(BLOCKS, part))
     ring = torch.zeros(2 * 65536, dtype=torch.uint8, device=DEVICE)
     slot = DeviceBytes(len(expected), ring[65536 : 65536 + len(expected)])
-    assert sender.read(BLOCKS, *part, slot).nbytes == 0
+    assert sender.read(BLOCKS, part, slot).nbytes == 0
     assert bytes(ring[65536:].cpu().numpy()) == expected + bytes(65536 - len(expected))
     assert not ring[:65536].any()
-    receiver.write(list(reversed(BLOCKS)), *part, slot)
-    assert bytes(receiver.read(list(reversed(BLOCKS)), *part)) == expected
+    receiver.write(list(reversed(BLOCKS)), part, slot)
+    assert bytes(receiver.read(list(reversed(BLOCKS)), part)) == expected
 
 
 def test_device_memory_of_another_size_is_refused() -> None:
     arena, by_views = arenas("float32", 16)
-    size = len(arena.read(BLOCKS, 0, 1, 0, 8))
+    size = len(arena.read(BLOCKS, KVSlice(0, 1, 0, 8)))
     for num_bytes in (size - 4, size + 4):
         place = DeviceBytes(num_bytes, torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE))
         with pytest.raises(InvalidRequest, match="device memory"):
-            arena.read(BLOCKS, 0, 1, 0, 8, place)
+            arena.read(BLOCKS, KVSlice(0, 1, 0, 8), place)
         with pytest.raises(InvalidRequest, match="device memory"):
-            arena.write(BLOCKS, 0, 1, 0, 8, place)
+            arena.write(BLOCKS, KVSlice(0, 1, 0, 8), place)
     with pytest.raises(Incompatible, match="triton"):
-        by_views.write(BLOCKS, 0, 1, 0, 8, DeviceBytes(size, torch.zeros(size, dtype=torch.uint8)))
+        by_views.write(BLOCKS, KVSlice(0, 1, 0, 8), DeviceBytes(size, torch.zeros(size, dtype=torch.uint8)))

@@ -15,7 +15,7 @@ from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.kv_memory.paused_kv import HostCopies
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduling.sequence import Sequence
-from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout, KVSlice
 from tests.engine.engine_runs import prompt, tokens
 
 LAYOUT = KVLayout(3, 2, 8, "float32", 4)
@@ -32,7 +32,7 @@ def test_copies_take_no_more_than_their_room_and_come_back_bit_by_bit() -> None:
     arena.tensor.uniform_(-9, 9)
     copies = HostCopies(arena, LAYOUT, 3 * LAYOUT.block_bytes)
     one, other, late = sequence("a", [5, 2], 7), sequence("b", [3], 4), sequence("c", [1], 2)
-    before = bytes(arena.read([5, 2], 0, 3, 0, 7))
+    before = bytes(arena.read([5, 2], KVSlice(0, 3, 0, 7)))
     assert copies.save(one)
     assert copies.save(other)
     assert 2 * LAYOUT.block_bytes < copies.num_bytes <= 3 * LAYOUT.block_bytes
@@ -42,7 +42,7 @@ def test_copies_take_no_more_than_their_room_and_come_back_bit_by_bit() -> None:
     arena.tensor.zero_()
     one.blocks = [7, 0]
     copies.load(one)
-    assert bytes(arena.read([7, 0], 0, 3, 0, 7)) == before
+    assert bytes(arena.read([7, 0], KVSlice(0, 3, 0, 7))) == before
     assert torch.count_nonzero(arena.tensor) == 3 * 2 * 2 * 7 * 8
     copies.forget(late)
     assert copies.num_bytes == 0

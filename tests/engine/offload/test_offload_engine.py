@@ -14,6 +14,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.request import EngineRequest, TokenOutput
 from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.policy.offload.recompute import Kind, OffloadCosts, Recompute
 from tests.engine.engine_runs import MakeEngine, finish, generate, request, tokens
 
@@ -137,9 +138,9 @@ def handed_over(prefill: Engine, decode: Engine, one: EngineRequest) -> int:
     prefill.add(replace(one, prefill_only=True))
     first = finish(prefill)[0].token_id
     num_layers, num_tokens = prefill.layout.num_layers, len(one.prompt_token_ids)
-    payload = prefill.kv_read(one.request_id, 0, num_layers, 0, num_tokens)
+    payload = prefill.kv_read(one.request_id, KVSlice(0, num_layers, 0, num_tokens))
     decode.reserve(one)
-    decode.kv_write(one.request_id, 0, num_layers, 0, num_tokens, payload)
+    decode.kv_write(one.request_id, KVSlice(0, num_layers, 0, num_tokens), payload)
     decode.start(one.request_id, first)
     prefill.release(one.request_id)
     return first

@@ -15,6 +15,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import NoCapacity
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.policy.offload.recompute import OffloadCosts, Recompute
 from tests.engine.engine_runs import MakeEngine, finish, generate, request, tokens
 
@@ -54,8 +55,8 @@ def receive(engine: Engine, one: EngineRequest, roomy: Engine) -> list[int]:
     [output] = finish(roomy)
     num_layers, num_tokens = engine.layout.num_layers, len(one.prompt_token_ids)
     if held < num_tokens:
-        payload = roomy.kv_read(output.request_id, 0, num_layers, held, num_tokens - held)
-        engine.kv_write(one.request_id, 0, num_layers, held, num_tokens - held, payload)
+        payload = roomy.kv_read(output.request_id, KVSlice(0, num_layers, held, num_tokens - held))
+        engine.kv_write(one.request_id, KVSlice(0, num_layers, held, num_tokens - held), payload)
     engine.start(one.request_id, output.token_id)
     roomy.release(output.request_id)
     return [output.token_id]

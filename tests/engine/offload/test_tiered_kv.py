@@ -13,7 +13,7 @@ from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv.device_bytes import DeviceBytes
-from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout, KVSlice
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=3, dtype="float32", block_tokens=4)
 NUM_DEVICE, NUM_HOST = 3, 6
@@ -35,7 +35,7 @@ def values(seed: int, num_tokens: int) -> np.ndarray:
 
 
 def read(memory: TieredKV, blocks: list[int], start: int, num_tokens: int) -> np.ndarray:
-    found = memory.read(blocks, 0, LAYOUT.num_layers, start, num_tokens)
+    found = memory.read(blocks, KVSlice(0, LAYOUT.num_layers, start, num_tokens))
     return np.frombuffer(found, np.float32).reshape(LAYOUT.shape(LAYOUT.num_layers, num_tokens))
 
 
@@ -47,7 +47,7 @@ def test_what_was_written_is_read(order: list[int], data: st.DataObject) -> None
     first = data.draw(st.integers(1, written.shape[3] - 1))
     for start, end in ((0, first), (first, written.shape[3])):
         part = np.ascontiguousarray(written[:, :, :, start:end])
-        memory.write(order, 0, LAYOUT.num_layers, start, end - start, part.data.cast("B"))
+        memory.write(order, KVSlice(0, LAYOUT.num_layers, start, end - start), part.data.cast("B"))
     start = data.draw(st.integers(0, written.shape[3] - 1))
     num_tokens = data.draw(st.integers(1, written.shape[3] - start))
     np.testing.assert_array_equal(read(memory, order, start, num_tokens), written[:, :, :, start : start + num_tokens])
@@ -61,7 +61,7 @@ def test_kv_is_replaced_by_inputs_and_back(blocks: list[int], data: st.DataObjec
     memory = make()
     order = memory.pool.allocate(NUM_DEVICE + NUM_HOST)
     expected = values(1, 4 * len(order))
-    memory.write(order, 0, LAYOUT.num_layers, 0, expected.shape[3], expected.data.cast("B"))
+    memory.write(order, KVSlice(0, LAYOUT.num_layers, 0, expected.shape[3]), expected.data.cast("B"))
     for block in blocks:
         inputs = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(block))
         memory.replace_by_inputs(block, inputs)
@@ -96,9 +96,9 @@ def test_two_blocks_of_inputs_make_room_for_one_more() -> None:
 def test_bad_requests_are_refused() -> None:
     memory = make()
     with pytest.raises(InvalidRequest, match="outside the sequence"):
-        memory.read([0], 0, 1, 0, 5)
+        memory.read([0], KVSlice(0, 1, 0, 5))
     with pytest.raises(Incompatible, match="device memory"):
-        memory.write([0], 0, 1, 0, 4, DeviceBytes(1, torch.zeros(1, dtype=torch.uint8)))
+        memory.write([0], KVSlice(0, 1, 0, 4), DeviceBytes(1, torch.zeros(1, dtype=torch.uint8)))
     huge = KVLayout(num_layers=64, num_kv_heads=1024, head_dim=1024, dtype="float32", block_tokens=1024)
     with pytest.raises(Incompatible, match="no memory for the KV"):
         TieredKV(memory.device, 1 << 20, huge)

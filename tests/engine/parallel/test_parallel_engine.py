@@ -32,7 +32,7 @@ from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SamplingParam
 from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed
 from halfmoon.kv.codec import Codec, decode
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.kv_layout import KVDtype
+from halfmoon.kv.kv_layout import KVDtype, KVSlice
 
 T = TypeVar("T")
 StartEngine = Callable[..., Engine]
@@ -164,10 +164,10 @@ def hand_over(source: Engine, target: Engine, one: EngineRequest, token_step: in
     length = len(one.prompt_token_ids)
     for layers in ((0, 2), (2, 3)):
         for start in range(0, length, token_step):
-            part = (*layers, start, min(token_step, length - start))
-            target.kv_write(one.request_id, *part, source.kv_read(one.request_id, *part))
-    whole = (0, source.layout.num_layers, 0, length)
-    source_kv = torch.frombuffer(bytearray(source.kv_read(one.request_id, *whole)), dtype=torch.float32)
+            part = KVSlice(*layers, start, min(token_step, length - start))
+            target.kv_write(one.request_id, part, source.kv_read(one.request_id, part))
+    whole = KVSlice(0, source.layout.num_layers, 0, length)
+    source_kv = torch.frombuffer(bytearray(source.kv_read(one.request_id, whole)), dtype=torch.float32)
     source.release(one.request_id)
     target.start(one.request_id, first)
     tokens = [first, *finish(target)[one.request_id]]
@@ -197,14 +197,14 @@ def test_ranks_round_kv_as_one_process_does(start_engine: StartEngine, kv_dtype:
     numbers = []
     for engine in (one, many):
         generate(engine, wanted)
-        rows = engine.kv_read("a", 0, layout.num_layers, 0, 20)
+        rows = engine.kv_read("a", KVSlice(0, layout.num_layers, 0, 20))
         assert rows.nbytes == 20 * layout.token_bytes
         bits = decode(Codec.RAW, rows, layout.shape(layout.num_layers, 20), kv_dtype, "float32")
         numbers.append(torch.from_numpy(bits.view("f4")))
     torch.testing.assert_close(*numbers, atol=float(numbers[0].abs().max()) * step, rtol=0)
     many.reserve(request("b", 20))
-    part = (0, layout.num_layers, 0, 20)
-    many.kv_write("b", *part, one.kv_read("a", *part))
+    part = KVSlice(0, layout.num_layers, 0, 20)
+    many.kv_write("b", part, one.kv_read("a", part))
     many.start("b", 5)
     assert len(finish(many)["b"]) == 9
 
@@ -214,20 +214,20 @@ def test_kv_bytes_are_canonical_and_checked(shared_engine: StartEngine) -> None:
     wanted = request("a", 20, prefill_only=True)
     for engine in (one, many):
         generate(engine, wanted)
-    part = (1, 3, 3, 14)
+    part = KVSlice(1, 3, 3, 14)
     expected, got = (
-        torch.frombuffer(bytearray(engine.kv_read("a", *part)), dtype=torch.float32) for engine in (one, many)
+        torch.frombuffer(bytearray(engine.kv_read("a", part)), dtype=torch.float32) for engine in (one, many)
     )
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert expected.std() > 0.1
     for engine in (one, many):
         with pytest.raises(InvalidRequest):
-            engine.kv_read("a", 0, 4, 0, 1)
+            engine.kv_read("a", KVSlice(0, 4, 0, 1))
         engine.reserve(request("b", 20))
         with pytest.raises(InvalidRequest):
-            engine.kv_write("b", 0, 1, 0, 1, bytes(7))
+            engine.kv_write("b", KVSlice(0, 1, 0, 1), bytes(7))
         with pytest.raises(InvalidRequest):
-            engine.kv_write("b", 0, 1, 30, 1, bytes(256))
+            engine.kv_write("b", KVSlice(0, 1, 30, 1), bytes(256))
         engine.cancel_all()
 
 
@@ -239,7 +239,7 @@ def test_successive_chunks_occupy_successive_stages(start_engine: StartEngine, s
 
     def chunk_is_done(stage: int, chunk: int) -> None:
         """Blocks until the follower has computed that many steps."""
-        in_time(lambda: followers(engine).ask({stage: (ReadKV(chunk + 1, [0], 0, 1, 0, 1), b"")}))
+        in_time(lambda: followers(engine).ask({stage: (ReadKV(chunk + 1, [0], KVSlice(0, 1, 0, 1)), b"")}))
         events.append((stage, chunk))
 
     def step() -> None:
@@ -273,14 +273,14 @@ def test_blocks_of_a_cancelled_prompt_are_written_after_its_last_chunk(
     wanted = request("moved", 30)
     expected = generate(one, wanted)["moved"]
     (first,) = generate(one, request("moved", 30, prefill_only=True))["moved"]
-    payload = one.kv_read("moved", 0, 3, 0, 30)
+    payload = one.kv_read("moved", KVSlice(0, 3, 0, 30))
     one.release("moved")
     engine.add(request("cancelled", 33))
     with stopped(pid(engine, 1)):
         assert in_time(engine.step).num_prefill_tokens == 16
         assert engine.cancel("cancelled")
         engine.reserve(wanted)
-        writer = threading.Thread(target=engine.kv_write, args=("moved", 0, 3, 0, 30, payload))
+        writer = threading.Thread(target=engine.kv_write, args=("moved", KVSlice(0, 3, 0, 30), payload))
         writer.start()
     writer.join()
     engine.start("moved", first)
@@ -345,7 +345,7 @@ def test_a_killed_follower_ends_the_engine_in_mid_step(start_engine: StartEngine
     for one in gone:
         wait_until_gone(one)
     with pytest.raises(ServiceFailed, match="killed by signal 9"):
-        engine.kv_read("held", 0, 3, 0, 20)
+        engine.kv_read("held", KVSlice(0, 3, 0, 20))
     with pytest.raises(ServiceFailed, match="killed by signal 9"):
         engine.check_ranks()
     engine.cancel_all()
@@ -424,8 +424,8 @@ def stream(source: Engine, target: Engine, one: EngineRequest) -> list[int]:
         for layer, start in enumerate(sent if written is not None else []):
             assert written is not None
             if (end := written.num_tokens_of(layer)) > start:
-                part = (layer, layer + 1, start, end - start)
-                target.kv_write(one.request_id, *part, source.kv_read(one.request_id, *part))
+                part = KVSlice(layer, layer + 1, start, end - start)
+                target.kv_write(one.request_id, part, source.kv_read(one.request_id, part))
                 sent[layer] = end
 
     target.reserve(one)

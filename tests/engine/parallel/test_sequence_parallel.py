@@ -19,6 +19,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
 from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed
 from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.kv_layout import KVSlice
 from tests.engine.parallel.test_parallel_engine import finish, generate, hand_over, pid, request, requests
 
 StartEngine = Callable[..., Engine]
@@ -90,27 +91,27 @@ def test_kv_is_read_while_later_layers_and_chunks_are_computed(
     wanted = request("read", 100, prefill_only=True)
     generate(one, wanted)
     news: list[Written] = []
-    parts: list[tuple[tuple[int, int, int, int], bytes]] = []
+    parts: list[tuple[KVSlice, bytes]] = []
 
     def on_kv(written: Written | None) -> None:
         assert written is not None
         news.append(written)
         if written.num_layers:
             start, layer = written.num_tokens, written.num_layers - 1
-            part = (layer, layer + 1, start, written.chunk_end - start)
-            parts.append((part, bytes(ring.kv_read("read", *part))))
+            part = KVSlice(layer, layer + 1, start, written.chunk_end - start)
+            parts.append((part, bytes(ring.kv_read("read", part))))
 
     ring.add(wanted, on_kv)
     finish(ring)
     assert parts, "no layer was reported before its step ended"
     for part, got in parts:
-        expected = torch.frombuffer(bytearray(one.kv_read("read", *part)), dtype=torch.float32)
+        expected = torch.frombuffer(bytearray(one.kv_read("read", part)), dtype=torch.float32)
         torch.testing.assert_close(
             torch.frombuffer(bytearray(got), dtype=torch.float32), expected, atol=1e-4, rtol=1e-4
         )
     assert news[-1].num_tokens == 100
     with pytest.raises(InvalidRequest):
-        ring.kv_read("read", 0, 3, 90, 20)
+        ring.kv_read("read", KVSlice(0, 3, 90, 20))
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])

@@ -14,6 +14,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduling.restore_order import Restore, RestoreOrder
 from halfmoon.errors import NotFound
+from halfmoon.kv.kv_layout import KVSlice
 
 MakeEngine = Callable[..., Engine]
 
@@ -45,7 +46,7 @@ class Loading:
         (self.first,) = steps(source)
         self.num_blocks = 44 // self.block_tokens
         self.cells = [
-            source.kv_read("a", 0, source.layout.num_layers, block * self.block_tokens, self.block_tokens)
+            source.kv_read("a", KVSlice(0, source.layout.num_layers, block * self.block_tokens, self.block_tokens))
             for block in range(self.num_blocks)
         ]
         self.heard: list[tuple[int, int]] = []

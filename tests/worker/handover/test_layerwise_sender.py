@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.rpc.transfer import transfer_to
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.handover.layerwise_sender import LayerwiseSender
@@ -25,12 +26,12 @@ class PreemptedEngine:
         self.was_asked = asyncio.Event()
         self.is_computed = False
 
-    async def kv_read(self, request_id: str, *arguments: Any) -> memoryview:
+    async def kv_read(self, request_id: str, part: KVSlice, out: memoryview, codec: Codec) -> memoryview:
         self.was_asked.set()
         if not self.is_computed:
             raise NotWritten("preempted")
-        np.frombuffer(arguments[4], np.uint8)[:] = 7
-        return memoryview(arguments[4])
+        np.frombuffer(out, np.uint8)[:] = 7
+        return out
 
 
 @pytest.mark.parametrize("transports", [(), ("shm",)], ids=["grpc", "shm"])

@@ -17,6 +17,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.errors import Forbidden, HalfmoonError, Incompatible, NoCapacity, NotFound, Unauthenticated
 from halfmoon.kv.codec import Codec, encode
 from halfmoon.kv.frame import Frame, FrameKind, encode_frame
+from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.kv.negotiation import encode_open
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.credentials.access import CallAccess
@@ -208,9 +209,7 @@ async def test_blocks_are_given_back_as_the_stream_is_closed_and_not_when_it_is_
         async def read_block(self, block: int, layers: range | None = None) -> memoryview:
             return memoryview(bytes(layout.block_bytes))
 
-        async def kv_read(
-            self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int
-        ) -> memoryview:
+        async def kv_read(self, request_id: str, part: KVSlice) -> memoryview:
             raise AssertionError("cached blocks are not read as a prompt's")
 
     async def opening() -> AsyncIterator[bytes]:

@@ -16,7 +16,7 @@ from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.keys import block_keys, root_key
-from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout, KVSlice
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile, coefficients
@@ -138,13 +138,13 @@ async def test_a_prefilled_request_is_held_and_its_kv_is_told_until_it_is_cancel
     heard: list[Written | None] = []
     await simulated.engine.add(request("r", 300, 5, prefill_only=True), heard.append)
     with pytest.raises(NotWritten):
-        await simulated.engine.kv_read("r", 0, 1, 0, 1)
+        await simulated.engine.kv_read("r", KVSlice(0, 1, 0, 1))
     await simulated.until_idle()
     async with asyncio.timeout(10):
         while len(heard) < 2:  # noqa: ASYNC110 - timers of the link, which nobody else hears of
             await asyncio.sleep(0)
     assert heard == [Written(256), Written(300)]
-    assert len(await simulated.engine.kv_read("r", 0, 1, 0, 300)) == 300 * 4
+    assert len(await simulated.engine.kv_read("r", KVSlice(0, 1, 0, 300))) == 300 * 4
     assert simulated.engine.stats_now().num_held == 1
     assert await simulated.engine.cancel("r")
     assert not await simulated.engine.cancel("r")
@@ -212,7 +212,7 @@ async def test_what_has_no_room_is_refused() -> None:
     with pytest.raises(NotFound):
         await simulated.engine.start("s", 0)
     with pytest.raises(NotFound):
-        await simulated.engine.kv_write("s", 0, 1, 0, 1, b"")
+        await simulated.engine.kv_write("s", KVSlice(0, 1, 0, 1), b"")
     assert await simulated.engine.cancel("r")
 
 
