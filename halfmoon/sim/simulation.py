@@ -34,6 +34,7 @@ from halfmoon.sim.worker.worker import SimWorker
 from halfmoon.sim.workloads.workload import Workload
 
 _PROGRESS_EVERY = 1_000
+_IDS = 1 << 62  # of blocks; a trace may have hashes of 63 bits
 
 Progress = Callable[[int, int], None]
 """Callback `(ended, total)` with numbers of requests."""
@@ -189,7 +190,7 @@ class _Run:
         num, num_parts = len(self._policies), prefixes.block_tokens // size
         if num * num_parts > 1:
             own = self._policies.index(job.policy)
-            ids = [(block * num_parts + part) * num + own for block in ids for part in range(num_parts)]
+            ids = [((block * num_parts + part) * num + own) % _IDS for block in ids for part in range(num_parts)]
         return ids[: job.prompt // size] if job.policy is not None and job.policy.chooses else ids
 
     def _begin(self, job: Job, placement: Placement) -> bool:

@@ -263,6 +263,18 @@ def test_a_decode_worker_holds_as_much_of_a_second_prompt_as_the_engines(policy:
     assert result.handover_bytes == pytest.approx(num_bytes)
 
 
+def test_blocks_of_a_trace_may_be_larger_than_the_workers_and_have_any_ids() -> None:
+    """A prompt of 1,024 tokens again under the same policy, and one that differs behind its first 512."""
+    ids = np.array([7, 1 << 62, 7, 1 << 62, 7, 5])
+    workload = named_workload("in=1024,out=2", 0.01, 3, "poisson", 1.0, 0)
+    workload = replace(workload, prefixes=Prefixes(512, ids, np.array([0, 2, 4, 6])))
+    cached = []
+    for kv_policy in (None, "sinks:4+128", "snapkv:64+64"):
+        spec = ClusterSpec((replace(one_worker(1 << 20), prefix_cache=True),), kv_policy=kv_policy)
+        cached.append(simulate(spec, workload).cached_tokens.tolist())
+    assert cached == [[0, 512, 512], [0, 960, 512], [0, 960, 512]]
+
+
 def test_qos_classes_have_policies_of_their_own() -> None:
     spec = ClusterSpec((one_worker(1 << 20),), classes=(QosClass("a"), QosClass("b", kv_policy="sinks:4+64")))
     assert [qos.kv_policy for qos in spec.qos_classes] == [None, "sinks:4+64"]
