@@ -109,7 +109,6 @@ class EngineRequest:
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     prefill_only: bool = False
-    keeps_partial: bool = False  # prefill-only, read by nobody: its last, partial block is kept for who goes on from it
     held_tokens: int = 0  # leading tokens whose KV the reader of a prefill-only request has already
     priority: int = 0  # smaller runs first
     class_priority: int = 0  # its class's part of `priority`
@@ -118,6 +117,7 @@ class EngineRequest:
     arrival_s: float = 0.0
     tenant_salt: bytes = b""  # requests with the same salt share prefixes
     owner: KVOwner = SHARED  # who is charged for its KV in the store
+    keeps_partial: bool = False  # prefill-only, read by nobody: its last, partial block is kept for who goes on from it
 
 
 @dataclass(frozen=True, slots=True)

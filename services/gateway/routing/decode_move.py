@@ -124,8 +124,9 @@ class DecodeMove:
                 if self._only is not None and (self._target is None or self._target.decode.worker_id != self._only):
                     return "stays"
                 target = self._target
-                if target and await self._is_there(target, most_tail) and await self._has_caught_up(target):
-                    return "moved"
+                is_there = target is not None and await self._is_there(target, most_tail)
+            if target is not None and is_there and await self._has_caught_up(target):
+                return "moved"
             if self._num_failed >= _NUM_TRIES:
                 return "not_loaded"
             if self._target is None:
