@@ -74,7 +74,7 @@ class DecodeMove:
         self._block_tokens = source.member.identity.layout.block_tokens
         self._target = target
         self._only = None if target is None else target.decode.worker_id
-        self._num_copied = 0  # leading blocks that the target has
+        self._num_copied = 0  # leading blocks that the target has, or would rather compute
         self._num_there = 0  # leading tokens whose KV it has
         self._num_failed = 0
         self._block_ended = asyncio.Event()
@@ -161,19 +161,19 @@ class DecodeMove:
         """Has the target load what it lacks, and returns whether a tail of at most `most_tail` tokens is left then."""
         num_blocks = whole_blocks(self._num_tokens, self._block_tokens)
         if num_blocks > self._num_copied:
+            num_held = num_blocks
             try:
                 await self._copy(target, num_blocks)
-                self._num_copied = num_blocks
             except NotFound:  # it has them already, or would rather compute them
-                self._num_copied = max(self._num_copied, self._routing.held_blocks(target.decode.holder))
-                if num_blocks - self._num_copied > _NEAR_BLOCKS:
+                num_held = min(self._routing.held_blocks(target.decode.holder), num_blocks)
+                if num_blocks - max(self._num_copied, num_held) > _NEAR_BLOCKS:
                     self._num_failed += 1
                     return False
-                self._num_copied = num_blocks
             except HalfmoonError as error:
                 self._note_failed(target, error)
                 return False
-            self._num_there = num_blocks * self._block_tokens
+            self._num_copied = num_blocks
+            self._num_there = max(self._num_there, num_held * self._block_tokens)
         has_all = whole_blocks(self._num_tokens, self._block_tokens) == self._num_copied
         return has_all and self._tail <= most_tail
 

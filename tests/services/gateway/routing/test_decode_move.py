@@ -344,7 +344,27 @@ def test_whatever_comes_meanwhile_the_worker_has_what_it_is_said_to_have(
         await task
         assert len(put) == (move.outcomes == ["moved"])
         for one in put:
-            assert one.num_there <= move.there + 64 * (one.num_there % 64 == 0)
+            assert one.num_there <= move.there
             assert one.num_there <= move.routing.num_tokens
 
     asyncio.run(go())
+
+
+async def test_a_block_that_the_worker_would_rather_compute_is_computed_ahead() -> None:
+    put: list[Any] = []
+
+    class Near(CatchingUp):
+        async def _copy(self, target: Any, num_blocks: int | None) -> None:
+            await super()._copy(target, num_blocks)
+            if num_blocks is not None:
+                raise NotFound("nothing to load")
+
+    move = Near(192 + 2, put.append, [0])
+    move.routing.held_blocks = lambda holder: 2
+    task = asyncio.create_task(move.run())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await move.tokens(1)
+    await move.tokens(1)
+    await task
+    assert (move.copied, move.computed, put[0].num_there) == ([3, None], [195], 195)
