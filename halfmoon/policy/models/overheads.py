@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -15,9 +16,19 @@ _FIRST_GAPS = 4  # decode steps slowed down by the hand-over of KV
 
 
 def handover_s(gaps_s: Sequence[float]) -> float | None:
-    """How much longer the first gaps between a request's tokens took than later ones; None if there are too few."""
-    first, others = gaps_s[:_FIRST_GAPS], gaps_s[_FIRST_GAPS:]
+    """How much longer the first gaps between a request's tokens took than later ones; None if there are too few.
+
+    Tokens that came together, with gaps of 0 behind the first one's, share its gap.
+    """
+    first, others = gaps_s[:_FIRST_GAPS], _shared(gaps_s[_FIRST_GAPS:])
     return float(sum(first) - len(first) * median(others)) if len(others) >= _FIRST_GAPS else None
+
+
+def _shared(gaps_s: Sequence[float]) -> list[float]:
+    """The gaps of whole groups of tokens that came together, evenly among each group's tokens."""
+    starts = [*(at for at, gap_s in enumerate(gaps_s) if gap_s > 0.0), len(gaps_s)]
+    groups = [(gaps_s[start], end - start) for start, end in pairwise(starts)]
+    return [gap_s / num for gap_s, num in groups for _ in range(num)]
 
 
 class Overhead:
