@@ -64,14 +64,15 @@ class ObservedTraffic:
 
 def _worker(member: Member) -> ObservedWorker:
     load = member.load
+    num_decoding = load.num_running - load.num_prefilling
     return ObservedWorker(
         member.worker_id,
         member.role,
         member.role_epoch,
         member.role_since_s,
         member.prompts.num_waiting,
-        load.num_running - load.num_prefilling + load.num_reserved,
-        load.context_tokens,
+        num_decoding + load.num_reserved,
+        load.context_tokens * num_decoding / max(load.num_running, 1),  # it is of all that run
         can_change=member.identity.can_change_role,
     )
 

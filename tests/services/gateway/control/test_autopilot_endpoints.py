@@ -42,12 +42,17 @@ async def test_a_prompt_that_is_computed_does_not_count_as_an_answer(tmp_path: P
     """It is counted where its place is reserved, on the decode worker."""
     async with running_fleet(tmp_path) as fleet:
         prefill, decode = await fleet.pair()
-        prefill.loads.put_nowait(WorkerLoad(sequence=3, num_running=3, num_prefilling=2, free_blocks=40))
-        decode.loads.put_nowait(WorkerLoad(sequence=3, num_running=4, num_reserved=2, free_blocks=40))
+        prefill.loads.put_nowait(
+            WorkerLoad(sequence=3, num_running=3, num_prefilling=2, context_tokens=9000, free_blocks=40)
+        )
+        decode.loads.put_nowait(
+            WorkerLoad(sequence=3, num_running=4, num_reserved=2, context_tokens=800, free_blocks=40)
+        )
         members = [fleet.cluster.worker(name).member for name in ("p0", "d0")]
         await fleet.until_told(lambda: all(member.load.sequence == 3 for member in members))
         workers = (await observe(fleet))["observation"]["workers"]
-    assert {worker["worker_id"]: worker["num_running"] for worker in workers} == {"p0": 1, "d0": 6}
+    seen = {worker["worker_id"]: (worker["num_running"], worker["context_tokens"]) for worker in workers}
+    assert seen == {"p0": (1, 3000), "d0": (6, 800)}
 
 
 async def test_targets_are_those_of_the_classes_with_requests(tmp_path: Path) -> None:
