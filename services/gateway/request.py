@@ -106,7 +106,7 @@ class GatewayRequest:
         if self.generation.reasoning_tags is None:
             return 0
         begin, end = self.generation.reasoning_tags
-        outputs = [output.progress.output_token_ids for output in self.outputs]
+        outputs = [output.progress.output_token_ids[: output.text.num_tokens] for output in self.outputs]
         thoughts = [output for output in outputs if begin is None or begin in output[:1]]
         return sum(output.index(end) + 1 if end in output else len(output) for output in thoughts)
 

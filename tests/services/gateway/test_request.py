@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 from halfmoon.pb.types_pb2 import NOT_FINISHED, SamplingParams, Token
 from halfmoon.policy.admission.qos_classes import QosClass
@@ -14,10 +15,12 @@ from tests.services.gateway.fakes import served_model
 GOLD = QosClass("gold", ttft_s=1.0)
 
 
-def a_request(prompts: tuple[tuple[int, ...], ...] = ((1, 2, 3),), best_of: int = 1) -> GatewayRequest:
+def a_request(
+    prompts: tuple[tuple[int, ...], ...] = ((1, 2, 3),), best_of: int = 1, **options: Any
+) -> GatewayRequest:
     request = GatewayRequest("r", "completions", datetime.now(UTC), arrived_s=10.0, qos=GOLD, tenant_salt=b"salt")
     sampling = SamplingParams(max_tokens=8, seed=7)
-    generation = GenerationRequest(prompts, sampling, best_of=best_of, num_choices=best_of)
+    generation = GenerationRequest(prompts, sampling, best_of=best_of, num_choices=best_of, **options)
     request.begin_outputs(generation, served_model())
     return request
 
@@ -52,6 +55,15 @@ def test_guessed_tokens_are_counted_where_there_are_any() -> None:
     second.note_drafts([Token(num_drafts=1)])
     details = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}
     assert request.usage().as_dict()["completion_tokens_details"] == details
+
+
+def test_tokens_that_came_with_the_end_of_a_stop_string_are_no_reasoning() -> None:
+    request = a_request(reasoning_tags=(None, 1), stops=("b",))
+    (output,) = request.outputs
+    token_ids = [ord("a"), ord("b"), ord("c")]
+    output.progress.note_tokens(token_ids, 11.0)
+    output.text.push([Token(token_id=token_id, finish_reason=NOT_FINISHED) for token_id in token_ids])
+    assert (request.usage().num_reasoning_tokens, request.usage().completion_tokens) == (2, 2)
 
 
 def test_times_are_those_of_all_outputs() -> None:
