@@ -23,7 +23,7 @@ _LONGER = 6.0  # a search's points take at most so many times as long as its fir
 _ONE_AT_A_TIME = 0.0  # what `on_begin` is told of requests that are no point
 _REQUESTS_APART = 1 << 20  # between seeds: prompts of different seeds share nothing
 _SEEDS_APART = 10_007  # between rounds, whose lengths and arrivals differ
-_HALF = 0.5  # of a few requests: fewer in time show that no rate is kept
+_HALF = 0.5  # of the share that is wanted: fewer of a few requests in time show that no rate is kept
 _SETTLE_S = 1.0  # between two servers' turns: threads that wait for work spin for up to a fifth of a second
 
 
@@ -113,8 +113,8 @@ class Sweep:
             )
 
     def may_keep(self, server: str) -> bool:
-        """Whether half of the requests that were sent one at a time met the targets, or none were sent so."""
-        return server not in self.alone or self.alone[server].attainment >= _HALF
+        """Whether half of the share that is wanted was in time of requests sent one at a time, or none were sent so."""
+        return server not in self.alone or self.alone[server].attainment >= _HALF * self.options.attainment
 
     def _kept(self, server: Gateway, value: float, guess: float) -> Point | None:
         if value < guess and self._found(server.name, value) is None:

@@ -19,7 +19,7 @@ from halfmoon.cli.app import app
 from halfmoon.replay.bench_load import LoadAmount, RequestLoad, Sent, SessionLoad
 from halfmoon.replay.bench_report import markdown_table, search_line
 from halfmoon.replay.client import Gateway
-from halfmoon.replay.outcome import Outcome, ReplayTargets
+from halfmoon.replay.outcome import Outcome, ReplayTargets, summarized
 from halfmoon.replay.sweep import Sweep, SweepOptions, highest_kept
 from halfmoon.sim.workloads.lengths import named_lengths
 
@@ -302,6 +302,15 @@ def test_a_search_that_finds_no_rate_ends_soon(
     assert sum(load.arrivals_s(point.value) for point in sweep.points) < 320
     line = search_line(sweep, "x")
     assert line.startswith("none: 0 of 5 requests sent one at a time" if num_points == 1 else "none, down to 0.167 a")
+
+
+@pytest.mark.parametrize(("attainment", "may_keep"), [(0.9, False), (0.5, True)])
+def test_requests_one_at_a_time_are_judged_by_the_share_that_is_wanted(attainment: float, may_keep: bool) -> None:
+    load, targets = RequestLoad(named_lengths("in=4,out=3"), LoadAmount(20.0)), ReplayTargets(10, 1)
+    sweep = Sweep((), load, SweepOptions(targets, attainment))
+    outcomes = [Outcome("answered", ttft_s=ttft_s, tbt_s=0.0, num_tokens=1) for ttft_s in (1.0, 1.0, 99.0, 99.0, 99.0)]
+    sweep.alone["x"] = summarized(outcomes, targets, 1.0)
+    assert sweep.may_keep("x") == may_keep
 
 
 def test_a_search_says_why_it_found_nothing(server: tuple[str, Server]) -> None:
