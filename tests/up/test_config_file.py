@@ -64,6 +64,10 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
             ["halfmoon.yaml:1: gateway: max_prefill_degree 4 has no effect with placement random, which predicts no"],
         ),
         ("cluster: {kv_policy: sinks:4, workers: [{role: both}]}", ["classes: kv_policy is 'sinks:4': write sinks:S"]),
+        (
+            "classes: [gold]\ncluster: {kv_policy: 'sinks:4+64', workers: [{role: both}]}",
+            ["halfmoon.yaml:1: classes: must be a mapping"],
+        ),
         ("cluster: {workers: [{role: both}]}\nworkers: {both: {}}", ["leave the roles of workers"]),
         ("model: [", ["halfmoon.yaml is not YAML"]),
         (

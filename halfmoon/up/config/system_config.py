@@ -165,7 +165,7 @@ class SystemConfig(ClassesConfig, TenantsConfig, HandoverConfig, StateConfig):
         """Gives the KV policy of a plan to all classes that say nothing of one, and to requests of no other class."""
         cluster, classes = _mapping(written, "cluster"), _mapping(written, "classes")
         policy = cluster.get("kv_policy")
-        if policy is None:
+        if policy is None or not isinstance(written.get("classes") or {}, dict):
             return written
         has_targets = _mapping(written, "gateway").get("slo", "default") == "default"
         others = DEFAULT_TARGETS.model_dump(mode="json", exclude_unset=True) if has_targets else {}
