@@ -97,6 +97,12 @@ class Progress:
         return sum(self.gaps_s) / len(self.gaps_s) if self.gaps_s else None
 
     @property
+    def mean_arrival_gap_s(self) -> float | None:
+        """Mean gap between messages with tokens of this output: tokens that came together share one."""
+        gaps_s = [gap_s for gap_s in self.gaps_s if gap_s > 0.0]
+        return sum(gaps_s) / len(gaps_s) if gaps_s else None
+
+    @property
     def handover_s(self) -> float | None:
         """What the hand-over added to the first gap; None with too few tokens to tell."""
         return handover_s(self.gaps_s)

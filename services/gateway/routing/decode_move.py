@@ -142,7 +142,7 @@ class DecodeMove:
         """Waits for a token, which comes within a usual gap where the answer is not held up."""
         self._token_came.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LATE_GAPS * (self._routing.output.progress.mean_tbt_s or 0.0)):
+            async with asyncio.timeout(_LATE_GAPS * (self._routing.output.progress.mean_arrival_gap_s or 0.0)):
                 await self._token_came.wait()
 
     @property

@@ -212,9 +212,11 @@ def routing_of(gaps_s: list[float]) -> Any:
     )
 
 
-async def test_it_changes_over_just_behind_a_token() -> None:
+@pytest.mark.parametrize("num_together", [1, 1_000_000])
+async def test_it_changes_over_just_behind_a_token(num_together: int) -> None:
+    """However many come together."""
     put: list[Any] = []
-    move = Prepared(routing_of([3600.0]), put.append)
+    move = Prepared(routing_of([20.0, *[0.0] * (num_together - 1)]), put.append)
     task = asyncio.create_task(move.run())
     for _ in range(5):
         await asyncio.sleep(0)
