@@ -15,9 +15,7 @@ from tests.services.gateway.fakes import served_model
 GOLD = QosClass("gold", ttft_s=1.0)
 
 
-def a_request(
-    prompts: tuple[tuple[int, ...], ...] = ((1, 2, 3),), best_of: int = 1, **options: Any
-) -> GatewayRequest:
+def a_request(prompts: tuple[tuple[int, ...], ...] = ((1, 2, 3),), best_of: int = 1, **options: Any) -> GatewayRequest:
     request = GatewayRequest("r", "completions", datetime.now(UTC), arrived_s=10.0, qos=GOLD, tenant_salt=b"salt")
     sampling = SamplingParams(max_tokens=8, seed=7)
     generation = GenerationRequest(prompts, sampling, best_of=best_of, num_choices=best_of, **options)
