@@ -51,7 +51,9 @@ class WorkerConfig(Section):
     )
     block_tokens: int = Field(64, ge=1, description="tokens in a KV block; must be the same on all workers")
     kv_memory: ByteSize | None = Field(
-        None, description="memory for KV blocks, such as 2GiB; default: a share of free memory"
+        None,
+        description="memory for KV blocks, such as 2GiB, on a CPU in huge pages, so that the first requests use a "
+        "large part of it; default: a share of free memory",
     )
     paused_memory: ByteSize | None = Field(
         None,
