@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from halfmoon.errors import Incompatible, InvalidRequest
-from halfmoon.kv.kv_policy import num_chosen
 from halfmoon.plan.layout import Parallelism, WorkerKind
 from halfmoon.plan.node_pools import NodePool
 from halfmoon.plan.problem import PlanningProblem
@@ -16,7 +15,7 @@ from halfmoon.plan.search.bounds import RateBound, decode_bound_per_s, prefill_b
 from halfmoon.plan.search.prefill_degrees import degrees, shared_s
 from halfmoon.policy.offload.host_choice import Demand
 from halfmoon.policy.view.worker_view import Role
-from halfmoon.sim.cluster.cluster_spec import BLOCK_TOKENS, SloTargets
+from halfmoon.sim.cluster.cluster_spec import SloTargets
 from halfmoon.sim.latency_sources.host_workers import HostRoom, HostShare, chosen_weights, worker_model
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
@@ -113,9 +112,8 @@ def _longest_request(problem: PlanningProblem) -> int:
     Workers refuse a request whose whole KV would not fit even if its policy keeps a part: an answer that is preempted
     is computed again from all of it.
     """
-    prompts, policy = problem.workload.prompt_tokens, problem.kept_kv.policy
-    chosen = [num_chosen(policy, prompt, BLOCK_TOKENS) * BLOCK_TOKENS for prompt in prompts.tolist()]
-    return int((prompts + problem.workload.output_tokens + np.array(chosen)).max())
+    prompts = problem.workload.prompt_tokens
+    return int((prompts + problem.workload.output_tokens + problem.kept_kv.chosen(prompts)).max())
 
 
 def _parallelisms(problem: PlanningProblem, pool: NodePool) -> Iterator[Parallelism]:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.kv.kv_policy import KVPolicy, parse_kv_policy
-from halfmoon.sim.workloads.workload import Floats
+from halfmoon.kv.kv_policy import KVPolicy, num_chosen, parse_kv_policy
+from halfmoon.sim.workloads.workload import Floats, Ints
 
 _FAR = 1 << 40  # a position behind any window
 
@@ -75,6 +75,11 @@ class KeptKV(NamedTuple):
         if self.policy is None or self.policy.chooses:
             return num_tokens**2 / 2
         return np.array([num_pairs(self.policy, 0, int(one), self.block_tokens) for one in num_tokens])
+
+    def chosen(self, prompt_tokens: Ints) -> Ints:
+        """Tokens of the blocks for what each prompt will choose, which it needs besides its own."""
+        blocks = [num_chosen(self.policy, int(one), self.block_tokens) for one in prompt_tokens]
+        return np.array(blocks, dtype=np.int64) * self.block_tokens
 
 
 ALL_KV = KeptKV(None, 1)
