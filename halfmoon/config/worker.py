@@ -132,6 +132,12 @@ class WorkerConfig(Section):
         description="CPU threads of each rank of the engine; default: `OMP_NUM_THREADS`, which `halfmoon up` sets to a "
         "share of the cores",
     )
+    shares_cores: bool = Field(
+        False,
+        description="workers that hand over to this one compute on the same cores: while several prompts are on their "
+        "way, decode steps leave them time, as far as TBT targets allow; `halfmoon up` sets it where threads exceed "
+        "cores. Our own engine, on a CPU",
+    )
     tensor_parallel: int = Field(1, ge=1, description="devices that share every layer of the model")
     pipeline_parallel: int = Field(1, ge=1, description="stages that the layers are divided into")
     sequence_parallel: int = Field(

@@ -72,6 +72,7 @@ class EngineConfig:
     chunk_tokens: int | None = None  # prefill tokens in a step that also decodes; None: 128 on a CPU, else 512
     max_running: int = 64
     num_threads: int | None = None  # None: torch's own choice
+    shares_cores: bool = False  # on a CPU, with workers that hand over to this one: `policy/models/gathering.py`
     load_threads: int | None = None  # while loading; 1 leaves no thread behind, so that the process may fork
     max_context_tokens: int | None = None  # None: the model's
     weights: Literal["checkpoint", "dummy"] = "checkpoint"

@@ -74,6 +74,7 @@ class Engine(EngineCore):
                 config.prefill_chunk_tokens,
                 config.max_running,
                 config.speculation == "ngram",
+                config.shares_cores,
                 None if config.offload is not None else checkpoint.model_config.longest_window,
             ),
             partial(root_key, checkpoint.fingerprint, layout) if config.prefix_cache else None,

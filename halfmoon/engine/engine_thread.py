@@ -1,7 +1,8 @@
 """The engine's thread: the one place where a thread meets the event loop.
 
 Between steps it runs commands from the loop; it steps while there is work and sleeps otherwise. Results go back in
-order, so a request's first output never overtakes the answer to its `add`.
+order, so a request's first output never overtakes the answer to its `add`. Where the engine asks for a pause between
+steps, commands end it as soon as it is not due any more.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +59,7 @@ class EngineThread:
         self._on_death = on_death
         self._commands: queue.SimpleQueue[_Command | _CheckRanks | None] = queue.SimpleQueue()  # None: stop
         self._closed = True
+        self._stepped_s = 0.0  # end of the last step
         self._gate = threading.Lock()  # orders the last command against closing
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -118,10 +121,12 @@ class EngineThread:
     def _serve(self) -> None:
         idle = True
         while True:
+            pause_s = 0.0 if idle else self._engine.pause_s() - (time.perf_counter() - self._stepped_s)
             try:
-                command = self._commands.get(block=idle)
+                command = self._commands.get(block=idle or pause_s > 0, timeout=None if idle else max(pause_s, 0.0))
             except queue.Empty:
                 idle = self._step()
+                self._stepped_s = time.perf_counter()
                 continue
             if command is None:
                 return

@@ -141,6 +141,7 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
         host_choice=host_choice_config(settings),
         cuda_graphs=settings.cuda_graphs,
         num_threads=settings.num_threads,
+        shares_cores=settings.shares_cores and _device(settings.device) == "cpu",
         load_threads=load_threads,
         tensor_parallel=settings.tensor_parallel,
         pipeline_parallel=settings.pipeline_parallel,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -92,4 +93,29 @@ async def test_a_death_is_told_even_if_nothing_can_be_freed(make_engine: MakeEng
     with pytest.raises(Unavailable, match="freed twice"):
         await late
     assert str(await died) == "block 3 is freed twice"
+    await thread.stop()
+
+
+async def test_steps_wait_for_answers_on_their_way_and_commands_do_not(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "halfmoon.engine.engine_core.gathering_pause_s",
+        lambda step_s, batch, num_coming, targets_s: 3600.0 if num_coming >= 2 else 0.0,
+    )
+    engine, results = make_engine(shares_cores=True), asyncio.Queue[StepResult]()
+    thread = EngineThread(engine, results.put_nowait, None)
+    for name in ("b", "c"):
+        engine.reserve(request(name))
+    engine.add(replace(request(), sampling=SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)))
+    thread.start()
+    await thread.call(engine.stats)
+    first = await results.get()
+    assert [output.request_id for output in first.outputs] == ["a"], "a prompt is computed without a pause"
+    for _ in range(20):
+        await thread.call(engine.stats)
+    assert results.empty()
+    await thread.call(partial(engine.cancel, "b"))
+    while not (result := await results.get()).outputs[0].finish_reason:
+        assert result.num_decode_seqs == 1
     await thread.stop()

@@ -36,6 +36,8 @@ class ChainQueue:
         self._clock = clock
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         self._has_some = asyncio.Event()
+        self._offered_s = clock()
+        self.is_ending = False  # somebody waits until nothing is left
         self._num_taken = 0  # taken but not yet done
         self._idle = asyncio.Event()
         self._idle.set()
@@ -43,6 +45,7 @@ class ChainQueue:
     def offer(self, chains: Iterable[BlockChain]) -> None:
         """Queues chains that are in the prefix cache now."""
         for chain in chains:
+            self._offered_s = self._clock()
             before = self._waiting.get(chain.request_id)
             if before is None and len(self._waiting) >= self._max_waiting:
                 self._on_drop()
@@ -60,6 +63,11 @@ class ChainQueue:
     def waited_s(self) -> float:
         """How long the chain has waited that comes next; 0 without one."""
         return self._clock() - next(iter(self._waiting.values())).since_s if self._waiting else 0.0
+
+    @property
+    def quiet_s(self) -> float:
+        """How long no chain was offered."""
+        return self._clock() - self._offered_s
 
     def num_blocks(self, is_of: Callable[[str], bool]) -> int:
         """Blocks of the waiting chains of requests for which `is_of` holds."""
@@ -84,5 +92,6 @@ class ChainQueue:
             self._idle.set()
 
     async def settled(self) -> None:
-        """Returns when no chain waits or is being processed."""
+        """Returns when no chain waits or is being processed. From now on none has to wait for anything."""
+        self.is_ending = True
         await self._idle.wait()

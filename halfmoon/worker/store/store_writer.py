@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.serving_engine import PoolingEngine
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.source_links import SourceLinks
-from halfmoon.worker.store.write_delay import LOOK_S, may_wait
+from halfmoon.worker.store.write_delay import LOOK_S, is_computing, may_wait
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class StoreWriter:
         self._prefill_model = prefill_model
         self._is_running = is_running
         self._longest_wait_s = longest_wait_s
+        self._computed_s = 0.0  # when the engine was last seen to compute
 
     async def run(self) -> None:
         """Runs as long as the worker."""
@@ -77,8 +79,13 @@ class StoreWriter:
                 self._chains.done()
 
     def _may_wait(self) -> bool:
-        return self._longest_wait_s > 0 and may_wait(
-            self._engine.stats_now(),
+        if self._longest_wait_s <= 0 or self._chains.is_ending:
+            return False
+        stats, now_s = self._engine.stats_now(), time.monotonic()
+        self._computed_s = now_s if is_computing(stats) else self._computed_s
+        return may_wait(
+            stats,
+            min(now_s - self._computed_s, self._chains.quiet_s),
             self._chains.waited_s,
             self._longest_wait_s,
             self._chains.num_blocks(lambda request_id: not self._is_running(request_id)),

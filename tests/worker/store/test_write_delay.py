@@ -15,7 +15,7 @@ from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.source_links import SourceLinks
 from halfmoon.worker.store.store_writer import StoreWriter
-from halfmoon.worker.store.write_delay import may_wait
+from halfmoon.worker.store.write_delay import IDLE_S, is_computing, may_wait
 from tests.worker.test_handover import until
 
 COUNTS = st.integers(0, 3)
@@ -25,18 +25,22 @@ def stats_of(num_running: int = 0, num_waiting: int = 0, num_paused: int = 0, nu
     return EngineStats(100, num_free, 0, num_running, num_waiting, 0, 0, 0, num_paused)
 
 
-@given(COUNTS, COUNTS, COUNTS, st.integers(0, 100), st.floats(0, 20), st.integers(0, 60), st.booleans())
+@given(st.integers(0, 100), st.floats(0, 4), st.floats(0, 20), st.integers(0, 60), st.booleans())
 def test_it_waits_only_for_a_busy_engine_for_a_while_and_while_nothing_can_be_evicted(
-    num_running: int, num_waiting: int, num_paused: int, free: int, waited_s: float, loose: int, is_half_full: bool
+    free: int, idle_s: float, waited_s: float, loose: int, is_half_full: bool
 ) -> None:
-    stats = stats_of(num_running, num_waiting, num_paused, free)
-    if may_wait(stats, waited_s, 10.0, loose, is_half_full=is_half_full):
-        assert num_running + num_waiting + num_paused > 0
+    if may_wait(stats_of(num_free=free), idle_s, waited_s, 10.0, loose, is_half_full=is_half_full):
+        assert idle_s < IDLE_S
         assert waited_s < 10.0
         assert free - loose >= loose, "as many others are evicted before"
         assert not is_half_full
     elif waited_s < 10.0 and 2 * loose <= free and not is_half_full:
-        assert num_running == num_waiting == num_paused == 0
+        assert idle_s >= IDLE_S
+
+
+@given(COUNTS, COUNTS, COUNTS)
+def test_an_engine_with_any_request_computes(num_running: int, num_waiting: int, num_paused: int) -> None:
+    assert is_computing(stats_of(num_running, num_waiting, num_paused)) == bool(num_running + num_waiting + num_paused)
 
 
 class Busy:
@@ -71,6 +75,18 @@ async def test_nothing_is_written_before_the_engine_is_idle() -> None:
         engine.stats = stats_of()
         await queue.settled()
         assert num_put(metrics) == 4, "the newest chain of each"
+
+
+async def test_an_engine_that_has_just_computed_is_not_idle_yet() -> None:
+    now_s = [0.0]
+    engine, queue, metrics = Busy(), ChainQueue(clock=lambda: now_s[0]), WorkerMetrics()
+    engine.stats = stats_of()
+    queue.offer([BlockChain("a", (b"1",))])
+    async with running(writer(engine, queue, metrics).run()):
+        await until(lambda: engine.num_looks >= 3)
+        assert num_put(metrics) == 0, "a chain was offered a moment ago"
+        now_s[0] = IDLE_S
+        await until(lambda: num_put(metrics) == 1)
 
 
 async def test_a_busy_engine_is_not_waited_for_for_ever() -> None:
