@@ -48,7 +48,7 @@ LATENCY = coefficients(
 LIMITS = BatchLimits(max_batch_tokens=4096, chunk_tokens=512, max_running=64)
 NETWORK = Network(bytes_per_s=25e9, latency_s=1e-3)
 LEADS_S = (-10.0, -5.0, 0.0, 5.0)  # of the oracle's changes, before or after a phase begins
-PLANNER = {"autopilot_dwell_s": 10.0, "autopilot_person_s": 0.0, "autopilot_changes_per_hour": 9999}
+PLANNER = {"autopilot_dwell_s": 10.0, "autopilot_person_s": 0.0}
 RULES = AutopilotConfig.model_validate(PLANNER).scaling_rules()  # as a planner with these settings has them
 
 

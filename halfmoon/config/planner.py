@@ -25,7 +25,12 @@ class AutopilotConfig(Section):
     autopilot_person_s: float = Field(
         900.0, ge=0, description="the autopilot leaves a worker alone for as long after a person has changed its role"
     )
-    autopilot_changes_per_hour: int = Field(60, ge=0, description="changes of the autopilot in an hour, at most")
+    autopilot_changes_per_hour: int = Field(
+        60,
+        ge=0,
+        description="changes of the autopilot for each worker: as many at once at most, which come back evenly within "
+        "an hour",
+    )
 
     autopilot_min_workers: int = Field(1, ge=0, description="the autopilot stops no worker if no more are there")
     autopilot_max_workers: int = Field(

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from halfmoon.policy.admission.token_bucket import TokenBucket
 from halfmoon.policy.scaling.observation import Observation, ObservedWorker, Split, Traffic
 from halfmoon.policy.scaling.pressure import Capacity, Demand, Pressure, demand_of
 from halfmoon.policy.scaling.rules import ScalingRules
@@ -70,7 +71,8 @@ class Autopilot:
         self._pinned: dict[str, float] = {}  # until when
         self._order: _Order | None = None
         self._starting: tuple[int, float] | None = None  # workers before one more was ordered, when to give it up
-        self._changes: deque[float] = deque()
+        self._budget = TokenBucket(rules.changes_per_hour, 0.0, _HOUR_S)  # of one worker
+        self._cost = 0.0  # of the last change
         self._last: tuple[Role, Role, float] | None = None  # change: before, after, when
         self._last_but_one: tuple[Role, Role, float] | None = None
         self._loads: deque[tuple[float, int]] = deque()
@@ -103,8 +105,7 @@ class Autopilot:
     def undo(self) -> None:
         """Takes back the last decision: it was not carried out."""
         self._order, self._last, self._starting = None, self._last_but_one, None
-        if self._changes:
-            self._changes.pop()
+        self._budget.take(-self._cost, 0.0)  # the bucket's time stays that of the decision
 
     # what was seen
 
@@ -134,8 +135,6 @@ class Autopilot:
         self._loads.append((now_s, sum(worker.num_running for worker in seen.workers)))
         while self._loads[0][0] < now_s - _TREND_S:
             self._loads.popleft()
-        while self._changes and self._changes[0] < now_s - _HOUR_S:
-            self._changes.popleft()
 
     def _sequences(self, now_s: float) -> float:
         """Sequences that will decode in `lead_s`, by the trend of the last seconds."""
@@ -168,12 +167,12 @@ class Autopilot:
                 return replace(hold, reason="the last change is not taken back yet")
         if self._last is not None and now_s < self._last[2] + rules.between_s:
             return replace(hold, reason="the last change was a moment ago")
-        if len(self._changes) >= rules.changes_per_hour:
-            return replace(hold, reason=f"{rules.changes_per_hour} changes in an hour are spent")
+        if not self._may_spend(split, now_s):
+            return replace(hold, reason=f"{rules.changes_per_hour} changes an hour for each worker are spent")
         worker = self._chosen(seen, before, now_s)
         if worker is None:
             return replace(hold, reason=f"every {before} worker was changed a moment ago, or by a person")
-        self._changes.append(now_s)
+        self._spend(split, now_s)
         self._last = (before, after, now_s)
         self._order = _Order(worker.worker_id, after, now_s)
         return replace(
@@ -198,6 +197,14 @@ class Autopilot:
         ]
         return min(free, key=lambda worker: worker.context_tokens + worker.waiting_tokens, default=None)
 
+    def _may_spend(self, split: Split, now_s: float) -> bool:
+        return self._budget.level(now_s) >= 1 / split.total
+
+    def _spend(self, split: Split, now_s: float) -> None:
+        """Takes one change from what all workers have together."""
+        self._cost = 1 / split.total
+        self._budget.take(self._cost, now_s)
+
     # numbers of workers
 
     def _more(self, hold: Decision, seen: Observation, capacity: Capacity, now_s: float) -> Decision:
@@ -216,10 +223,10 @@ class Autopilot:
         if not rules.max_workers or hold.split.total >= rules.max_workers:
             reason = f"{hold.split.total} workers cannot meet the targets"
             return replace(hold, action="cannot_be_met", reason=reason, num_needed=needed)
-        if len(self._changes) >= rules.changes_per_hour:
+        if not self._may_spend(hold.split, now_s):
             return hold
         self._short_since_s, self._starting = now_s, (hold.split.total, now_s + rules.start_s)
-        self._changes.append(now_s)
+        self._spend(hold.split, now_s)
         role = min(rules.roles, key=lambda role: capacity.pressure(hold.split.plus(role), hold.demand).most)
         predicted = capacity.pressure(hold.split.plus(role), hold.demand)
         return replace(
@@ -242,10 +249,10 @@ class Autopilot:
         worker = self._chosen(seen, role, now_s)
         if now_s < self._idle_since_s + rules.idle_s or worker is None:
             return replace(hold, reason="fewer workers would do, if that lasts")
-        if len(self._changes) >= rules.changes_per_hour:
+        if not self._may_spend(split, now_s):
             return hold
         self._idle_since_s = None
-        self._changes.append(now_s)
+        self._spend(split, now_s)
         self._order = _Order(worker.worker_id, role, now_s)
         return replace(
             hold, action="remove_worker", reason="fewer workers will do", target=less, predicted=predicted,

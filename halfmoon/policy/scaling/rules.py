@@ -20,7 +20,7 @@ class ScalingRules:
     dwell_s: float = 30.0  # a worker keeps its role for as long
     person_s: float = 900.0  # what a person changed is left alone for as long
     confirm_s: float = 15.0  # a change that has no effect by then is given up
-    changes_per_hour: int = 240
+    changes_per_hour: int = 60  # for each worker: as many at once, which come back evenly
     roles: tuple[Role, ...] = ("prefill", "decode")  # between which workers change; others stay as they are
     min_workers: int = 0
     max_workers: int = 0  # 0: as many as there are; workers are neither started nor stopped

@@ -71,7 +71,7 @@ class RateLimits:
         for kind in _KINDS:
             bucket = self._bucket(tenant, kind, now_s)
             if bucket is not None:
-                response.headers[f"x-ratelimit-limit-{kind}"] = f"{bucket.per_minute:.0f}"
+                response.headers[f"x-ratelimit-limit-{kind}"] = f"{bucket.per_period:.0f}"
                 response.headers[f"x-ratelimit-remaining-{kind}"] = f"{max(0, math.floor(bucket.level(now_s)))}"
                 response.headers[f"x-ratelimit-reset-{kind}"] = _duration(bucket.full_in_s(now_s))
 
@@ -79,7 +79,7 @@ class RateLimits:
         bucket = self._bucket(tenant, kind, now_s)
         wait_s = bucket.wait_s(cost, now_s) if bucket is not None else 0.0
         if bucket is not None and wait_s:
-            raise RateLimited(tenant, kind, bucket.per_minute, wait_s)
+            raise RateLimited(tenant, kind, bucket.per_period, wait_s)
 
     def _bucket(self, tenant: Tenant, kind: LimitKind, now_s: float) -> TokenBucket | None:
         """The bucket of a limit, with the rate that is in force now; None without a limit."""
@@ -91,7 +91,7 @@ class RateLimits:
         bucket = self._buckets.get((tenant.name, kind))
         if bucket is None:
             bucket = self._buckets[tenant.name, kind] = TokenBucket(rate, now_s)
-        elif bucket.per_minute != rate:
+        elif bucket.per_period != rate:
             bucket.change_rate(rate, now_s)
         return bucket
 

@@ -53,6 +53,12 @@ def test_a_debt_is_paid_first() -> None:
     assert bucket.wait_s(1_000.0, 40.0) == 50  # as much as a full bucket: more is never there
 
 
+def test_another_period() -> None:
+    bucket = TokenBucket(60.0, 0.0, period_s=3600.0)
+    bucket.take(60.0, 0.0)
+    assert (bucket.level(600.0), bucket.wait_s(1.0, 0.0), bucket.full_in_s(600.0)) == (10, 60, 3000)
+
+
 def test_a_changed_rate_keeps_the_share() -> None:
     bucket = TokenBucket(60.0, 0.0)
     bucket.take(30.0, 0.0)

@@ -147,16 +147,26 @@ def test_a_change_before_it_began_is_a_persons_for_as_long_as_it_is_recent() -> 
     assert autopilot.decide(changed, 100.0 + RULES.person_s).changes
 
 
-def test_the_budget_is_kept() -> None:
-    autopilot, observation = Autopilot(replace(RULES, changes_per_hour=2)), seen(Split(2, 14), 6.0, 3)
+@pytest.mark.parametrize("changes_per_hour", [0, 1])
+def test_a_spent_budget_comes_back_evenly(changes_per_hour: int) -> None:
+    """One of 16 workers once an hour: 16 changes at once, and then one every 225 s."""
+    rules = replace(RULES, changes_per_hour=changes_per_hour)
+    autopilot, observation = Autopilot(rules), seen(Split(8, 8), 0.0, 0)
     times = []
-    for now_s in range(0, 40, 2):
+    for now_s in range(0, 3600, 5):
+        work_per_s, running = ((9.0, 2), (0.5, 45))[now_s // 20 % 2]  # traffic that turns round every 20 s
+        workers = tuple(
+            replace(each, num_running=running, context_tokens=500.0 * running) if each.role == "decode" else each
+            for each in observation.workers
+        )
+        traffic = observation.traffic._replace(num_requests=round(10 * work_per_s), work_s=10 * work_per_s)
+        observation = replace(observation, workers=workers, traffic=traffic._replace(num_in_ttft=50, num_in_tpot=50))
         decision = autopilot.decide(observation, float(now_s))
         if decision.changes:
             times.append(now_s)
             observation = applied(observation, decision, float(now_s))
-    assert len(times) == 2
-    assert "spent" in decision.reason
+    assert [time_s // 225 for time_s in times] == changes_per_hour * [*16 * [0], *range(1, 16)]
+    assert "spent" in Autopilot(replace(RULES, changes_per_hour=0)).decide(seen(Split(2, 14), 6.0, 3), 0.0).reason
 
 
 def test_it_says_that_the_targets_cannot_be_met_and_what_would() -> None:
@@ -187,9 +197,9 @@ def test_it_starts_workers_up_to_its_bound_and_stops_idle_ones() -> None:
 
 def test_a_decision_can_be_taken_back() -> None:
     autopilot, observation = Autopilot(replace(RULES, changes_per_hour=1)), seen(Split(4, 12), 6.0, 5)
-    assert autopilot.decide(observation, 0.0).changes
-    autopilot.undo()
-    assert autopilot.decide(observation, 5.0).changes
+    for _ in range(20):  # 16 changes an hour
+        assert autopilot.decide(observation, 0.0).changes
+        autopilot.undo()
 
 
 def test_a_start_that_is_taken_back_leaves_the_last_change_of_a_role_in_force() -> None:
