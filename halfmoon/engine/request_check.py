@@ -9,7 +9,7 @@ from halfmoon.engine.request import SamplingParams
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.kv.kv_policy import num_chosen
+from halfmoon.kv.kv_policy import most_blocks
 
 _SAMPLING_RANGES = {  # both ends included; no range contains NaN
     "temperature": (0.0, 10_000.0),
@@ -69,9 +69,7 @@ class RequestLimits:
                 f"prompt ({num_prompt}) and max_tokens ({max_tokens}) exceed the context of {self.max_tokens} tokens",
                 param="max_tokens",
             )
-        num_blocks = self.layout.num_blocks(sequence.max_tokens_ever)
-        # what is chosen lies beside all others when an answer is computed again
-        num_blocks += num_chosen(sequence.policy, num_prompt, self.layout.block_tokens)
+        num_blocks = most_blocks(sequence.policy, num_prompt, sequence.max_tokens_ever, self.layout.block_tokens)
         if num_blocks > self.num_blocks:
             raise InvalidRequest(
                 f"the request can need {num_blocks} blocks of KV memory, this worker has {self.num_blocks}",

@@ -71,6 +71,14 @@ def num_chosen(policy: KVPolicy | None, num_prompt: int, block_tokens: int) -> i
     return unseen.start if unseen else 0
 
 
+def most_blocks(policy: KVPolicy | None, num_prompt: int, num_tokens: int, block_tokens: int) -> int:
+    """Blocks that a worker must have to take a request which can become `num_tokens` long.
+
+    An answer that is computed again begins with all of its KV, and what is chosen lies beside that.
+    """
+    return -(-num_tokens // block_tokens) + num_chosen(policy, num_prompt, block_tokens)
+
+
 def parse_kv_policy(text: str) -> KVPolicy | None:
     """Reads `sinks:4+1024` or `snapkv:512+64`; None for `whole`. Raises InvalidRequest."""
     if text == WHOLE:

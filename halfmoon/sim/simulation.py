@@ -194,13 +194,17 @@ class _Run:
         return ids[: job.prompt // size] if job.policy is not None and job.policy.chooses else ids
 
     def _begin(self, job: Job, placement: Placement) -> bool:
-        """Puts a job on its workers; False if the decode worker has no room."""
+        """Puts a job on its workers, or ends one that they can never hold; False if the decode worker has no room."""
         self._inside[job.index] = job
         if self._control is not None and job.retries is None:
             self._control.placed(job, placement.work_s)
         prefill, decode = self._by_name[placement.prefill.worker_id], self._by_name[placement.decode.worker_id]
         job.prefill, job.decode = prefill.number, decode.number
         job.at = job.prefill
+        longest = job.prompt + job.output - 1  # the last token is never run
+        if not (prefill.blocks.can_ever_hold(job, job.target) and decode.blocks.can_ever_hold(job, longest)):
+            self.end(job, "refused")
+            return True
         if self._needs_room(job, placement):
             keeps = placement.is_colocated
             has_room = decode.may_keep(job, self._events.now_s) if keeps else decode.reserve(job, self._events.now_s)

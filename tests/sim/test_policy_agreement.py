@@ -10,17 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.errors import InvalidRequest
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.kv_policy import KVPolicy, num_at_once, parse_kv_policy, policy_salt
 from halfmoon.pb.types_pb2 import Generation
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
+from halfmoon.sim.result import OUTCOMES
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.worker.decode_batch import DecodeBatch
 from halfmoon.sim.worker.job import Job
@@ -273,6 +277,26 @@ def test_blocks_of_a_trace_may_be_larger_than_the_workers_and_have_any_ids() -> 
         spec = ClusterSpec((replace(one_worker(1 << 20), prefix_cache=True),), kv_policy=kv_policy)
         cached.append(simulate(spec, workload).cached_tokens.tolist())
     assert cached == [[0, 512, 512], [0, 960, 512], [0, 960, 512]]
+
+
+@given(policies, st.integers(1, 200), st.integers(1, 60), st.integers(1, 40), st.booleans())
+def test_a_request_is_refused_where_the_engine_refuses_it(
+    policy: str, prompt: int, output: int, num_blocks: int, is_pair: bool
+) -> None:
+    """What a policy chooses needs room of its own."""
+    size, salt = 8, policy_salt(parse_kv_policy(policy), b"")
+    request = EngineRequest("r", (1,) * prompt, SamplingParams(max_tokens=output, ignore_eos=True), tenant_salt=salt)
+    limits = RequestLimits(10, 10_000, num_blocks, KVLayout(1, 1, 1, "float16", size))
+    try:
+        limits.check(Sequence(request, 0))
+        fits = prompt + output <= num_blocks * size  # the gateway counts the last token, too
+    except InvalidRequest:
+        fits = False
+    one = one_worker(num_blocks * size)
+    groups = (replace(one, role="prefill"), replace(one, role="decode")) if is_pair else (one,)
+    workload = named_workload(f"in={prompt},out={output}", 1.0, 2, "poisson", 1.0, 0)
+    result = simulate(ClusterSpec(groups, block_tokens=size, kv_policy=policy), workload)
+    assert [OUTCOMES[code] for code in result.outcome] == 2 * ["completed" if fits else "refused"]
 
 
 def test_qos_classes_have_policies_of_their_own() -> None:

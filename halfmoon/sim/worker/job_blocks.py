@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from halfmoon.kv.kv_policy import num_chosen, num_reusable
+from halfmoon.kv.kv_policy import most_blocks, num_chosen, num_reusable
 from halfmoon.sim.worker.job import Job
 from halfmoon.sim.worker.kept_kv import num_dropped, num_unseen
 from halfmoon.sim.worker.kv_memory import KvMemory
@@ -41,6 +41,10 @@ class JobBlocks:
     def num_for_prompt(self, job: Job) -> int:
         """Blocks to compute the job's tokens, with those for what its policy will choose."""
         return self.num_for(job.target) + num_chosen(job.policy, job.prompt, self._block_tokens)
+
+    def can_ever_hold(self, job: Job, num_tokens: int) -> bool:
+        """Whether a job that may become `num_tokens` long fits while nobody else is here: the engine's rule."""
+        return most_blocks(job.policy, job.prompt, num_tokens, self._block_tokens) <= self._kv.num_blocks
 
     def admit(self, job: Job) -> bool:
         """Takes blocks for all the job's tokens except its cached prefix; False if too few are free."""
