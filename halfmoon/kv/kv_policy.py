@@ -13,8 +13,10 @@ the root of all block keys: no block of such a request is ever found by another 
 
 from __future__ import annotations
 
+import math
 import re
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 from halfmoon.errors import InvalidRequest
@@ -27,6 +29,7 @@ PATTERN = rf"(?:sinks|snapkv):\d{{1,7}}\+\d{{1,7}}|{WHOLE}"
 _SALT = struct.Struct("<cII")
 _SINKS, _CHOICE = b"\xfd", b"\xfc"  # begin no text in UTF-8, and no salt of a tenant
 _MOST_TOKENS = 1 << 20
+_FAR = 1 << 40  # a position behind any window
 
 
 class KVPolicy(NamedTuple):
@@ -47,6 +50,26 @@ class KVPolicy(NamedTuple):
 
     def __str__(self) -> str:
         return f"{'snapkv' if self.chooses else 'sinks'}:{self.num_early}+{self.num_window}"
+
+
+class Bound(NamedTuple):
+    """A sequence of more than `most_tokens` sees `mean_seen` tokens, in the mean over a block, and grows no more."""
+
+    most_tokens: int
+    mean_seen: int
+
+
+@lru_cache(maxsize=256)
+def bound_of(policy: KVPolicy, block_tokens: int) -> Bound:
+    """Where a policy's sequences stop growing."""
+    unseen = policy.unseen(_FAR * block_tokens, block_tokens)
+    num_seen = _FAR - len(unseen)  # blocks before that of the token itself
+    return Bound((num_seen + 1) * block_tokens, num_seen * block_tokens + (block_tokens + 1) // 2)
+
+
+def most_seen(policy: KVPolicy | None, block_tokens: int) -> float:
+    """Tokens that decode steps of a long request see, in the mean over a block; inf: all of them."""
+    return math.inf if policy is None else bound_of(policy, block_tokens).mean_seen
 
 
 def num_reusable(policy: KVPolicy | None, num_prompt: int, num_tokens: int) -> int:

@@ -135,9 +135,14 @@ class PlacementRequest:
     class_priority: int | None = None  # None: nobody is paused for it
     max_pause_s: float = 0.0  # how long it may be paused at a time
     may_share: bool = True  # several workers may compute its prompt: nothing is made of the tokens within it
+    most_seen: float = math.inf  # its decode steps see no more tokens; less than inf under a KV policy
     cached_blocks: NDArray[np.int64] = field(
         default_factory=lambda: NOTHING_CACHED, compare=False, repr=False
     )  # `BlockIndex.match`
+
+    def context_tokens(self, num_output: float = 0.0) -> float:
+        """Tokens that a decode step sees of it, behind so many of its answer."""
+        return min(self.num_prompt_tokens + num_output, self.most_seen)
 
     @property
     def num_gaps(self) -> float:

@@ -18,18 +18,18 @@ from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.kv.kv_policy import KVPolicy, num_at_once, parse_kv_policy, policy_salt
+from halfmoon.kv.kv_policy import KVPolicy, bound_of, num_at_once, parse_kv_policy, policy_salt
 from halfmoon.pb.types_pb2 import Generation
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, SloTargets, WorkerGroup
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.result import OUTCOMES
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.worker.decode_batch import DecodeBatch
 from halfmoon.sim.worker.job import Job
 from halfmoon.sim.worker.job_blocks import JobBlocks
-from halfmoon.sim.worker.kept_kv import bound_of, num_pairs
+from halfmoon.sim.worker.kept_kv import num_pairs
 from halfmoon.sim.worker.kv_memory import KvMemory
 from halfmoon.sim.workloads.named_workload import named_workload
 from halfmoon.sim.workloads.workload import Prefixes
@@ -297,6 +297,15 @@ def test_a_request_is_refused_where_the_engine_refuses_it(
     workload = named_workload(f"in={prompt},out={output}", 1.0, 2, "poisson", 1.0, 0)
     result = simulate(ClusterSpec(groups, block_tokens=size, kv_policy=policy), workload)
     assert [OUTCOMES[code] for code in result.outcome] == 2 * ["completed" if fits else "refused"]
+
+
+@pytest.mark.parametrize(("kv_policy", "outcome"), [(None, "refused"), ("sinks:64+128", "completed")])
+def test_admission_counts_what_is_kept(kv_policy: str | None, outcome: str) -> None:
+    """A step behind 4,000 tokens takes 6 ms, one that sees 224 of them 2 ms."""
+    workload = named_workload("in=4000,out=20", 0.5, 3, "poisson", 1.0, 0)
+    targets = SloTargets(tpot_s=0.004)
+    spec = ClusterSpec((one_worker(1 << 20),), kv_policy=kv_policy, admission="predicted", targets=targets)
+    assert {OUTCOMES[code] for code in simulate(spec, workload).outcome} == {outcome}
 
 
 def test_qos_classes_have_policies_of_their_own() -> None:

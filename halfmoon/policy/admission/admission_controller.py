@@ -93,7 +93,7 @@ class AdmissionController:
         steps = degraded_requests(request, qos)
         while True:
             latency = admitted.latency(self._admission_tbt_s(view, request, admitted, now_s))
-            enforced = self._enforced_targets(qos, targets, admitted, request.num_prompt_tokens)
+            enforced = self._enforced_targets(qos, targets, admitted, request)
             missed = missed_target(latency, enforced)
             if missed is None and self._has_share(view, request, admitted, now_s):
                 return admitted
@@ -125,7 +125,8 @@ class AdmissionController:
         handover_s = self._forecast.handover_s(placement, num_output)
         if handover_s:
             placement = replace(placement, tbt_s=placement.tbt_s + handover_s)
-        return Admitted(placement, qos, max_tokens, request.kv_factor < 1, num_output, request.priority, mean_tbt_s)
+        is_lower, priority, seen = request.kv_factor < 1, request.priority, request.most_seen
+        return Admitted(placement, qos, max_tokens, is_lower, num_output, priority, mean_tbt_s, seen)
 
     def _of_class(self, request: PlacementRequest, qos: QosClass) -> PlacementRequest:
         """The request with what its class says of it."""
@@ -268,12 +269,13 @@ class AdmissionController:
             self._feedback.add(inside.qos, ttft_s, admission_tbt_s, inside.unloaded, inside.entered_s, now_s)
 
     def _enforced_targets(
-        self, qos: QosClass, targets: AdmissionTargets, admitted: Admitted, num_prompt_tokens: int
+        self, qos: QosClass, targets: AdmissionTargets, admitted: Admitted, request: PlacementRequest
     ) -> AdmissionTargets:
         if qos.early_rejection == "strict":
             return targets
         placement, num_output = admitted.placement, admitted.num_output
-        return overload_targets(targets, self._forecast.unloaded_latency(placement, num_prompt_tokens, num_output))
+        context_tokens = request.context_tokens(num_output / 2)
+        return overload_targets(targets, self._forecast.unloaded_latency(placement, context_tokens, num_output))
 
     def _admission_tbt_s(self, view: ClusterView, request: PlacementRequest, admitted: Admitted, now_s: float) -> float:
         return self._admission_tbt.of(view, request, admitted.placement, self.mode, now_s)

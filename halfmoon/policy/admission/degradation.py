@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ class Admitted:
     num_output: float  # predicted
     priority: int = 0  # smaller goes first
     mean_tbt_s: float = 0.0  # predicted, over the whole answer
+    most_seen: float = math.inf  # see `PlacementRequest`
 
     def latency(self, tbt_s: float) -> PredictedLatency:
         """The predictions it is judged by, with this TBT; an answer of one token has none.

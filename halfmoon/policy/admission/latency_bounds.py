@@ -31,6 +31,7 @@ class PromptLowerBound(NamedTuple):
 
     num_tokens: int = 1  # at least
     cached_blocks: NDArray[np.int64] = NOTHING_CACHED  # `BlockIndex.match`
+    most_seen: float = math.inf  # see `PlacementRequest`
 
     @property
     def is_any(self) -> bool:
@@ -61,7 +62,12 @@ def latency_lower_bound(
     """
     num_rows = view.num_rows
     request = PlacementRequest(
-        prompt.num_tokens, 1, priority=priority, class_priority=qos.priority, cached_blocks=prompt.cached_blocks
+        prompt.num_tokens,
+        1,
+        priority=priority,
+        class_priority=qos.priority,
+        most_seen=prompt.most_seen,
+        cached_blocks=prompt.cached_blocks,
     )
     ttft = forecast.ttft(view, request, now_s)
     computing = view.can_prefill[:num_rows] | view.can_do_both[:num_rows]
@@ -75,7 +81,7 @@ def latency_lower_bound(
     else:
         loads = forecast.loads_beside(view, request, now_s + ttft_s, now_s + targets.ttft_s, now_s)
     decodes = np.flatnonzero(view.can_decode[:num_rows] | view.can_do_both[:num_rows])
-    tbt_s = predict_tbt(view, loads, prompt.num_tokens)[decodes]
+    tbt_s = predict_tbt(view, loads, request.context_tokens())[decodes]
     lightest = int(np.argmin(tbt_s))
     latency = PredictedLatency(ttft_s, float(tbt_s[lightest]), ttft_s - unloaded_s, is_lower_bound=True, ranked_by=ttft)
     return latency, int(decodes[lightest])

@@ -119,8 +119,10 @@ class RequestsInside:
         tbt_s = max(admitted.mean_tbt_s, admitted.placement.tbt_s)
         target_s = math.inf if admitted.qos.tbt_s is None else admitted.qos.tbt_s
         level = admitted.qos.priority, admitted.qos.max_pause_s
-        work = RunningRequest(num_prompt_tokens, admitted.num_output, tbt_s, admitted.priority, target_s, *level)
-        unloaded = self._forecast.unloaded_latency(admitted.placement, num_prompt_tokens, admitted.num_output)
+        num_output, seen = admitted.num_output, admitted.most_seen
+        work = RunningRequest(num_prompt_tokens, num_output, tbt_s, admitted.priority, target_s, *level, seen)
+        context_tokens = min(num_prompt_tokens + num_output / 2, seen)
+        unloaded = self._forecast.unloaded_latency(admitted.placement, context_tokens, num_output)
         handover_s = admitted.placement.handover_s
         self._inside[request_id] = Inside(admitted.qos, work, num_tokens, unloaded, handover_s, now_s)
         return work

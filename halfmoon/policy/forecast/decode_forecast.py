@@ -34,8 +34,8 @@ class DecodeForecast:
         self._rows: NDArray[np.int64] = np.full(64, -1)  # by slot; -1 if free
         self._joins_s: Floats = np.full(64, np.inf)  # inf in a free slot
         self._leaves_s: Floats = np.full(64, np.inf)
-        self._prompts: Floats = np.zeros(64)  # tokens
-        self._outputs: Floats = np.zeros(64)  # tokens, predicted
+        self._contexts: Floats = np.zeros(64)  # tokens, in its first step
+        self._growths: Floats = np.zeros(64)  # tokens by which that grows until its last one
         self._mean_contexts: Floats = np.zeros(64)  # tokens, mean over its life
         self._tbt_targets_s: Floats = np.full(64, np.inf)
         self._class_priorities: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
@@ -56,13 +56,15 @@ class DecodeForecast:
         row: int,
         joins_s: float,
         leaves_s: float,
-        num_prompt: int,
-        num_output: float,
+        context_tokens: float,
+        growth_tokens: float,
         tbt_target_s: float = math.inf,
         class_priority: int = 0,
         max_pause_s: float = 0.0,
     ) -> None:
-        """Adds a request on `row` that decodes from `joins_s` to `leaves_s` and generates `num_output` tokens."""
+        """Adds a request on `row` that decodes from `joins_s` to `leaves_s`. Its first step sees `context_tokens` of
+        it, its last one `growth_tokens` more: all of its tokens, unless it is under a KV policy.
+        """
         self._seen = None
         if not self._free:
             self._double()
@@ -71,8 +73,8 @@ class DecodeForecast:
         self._rows[slot] = row
         self._of_row.setdefault(row, RowSlots()).add(slot)
         self._joins_s[slot], self._leaves_s[slot] = joins_s, max(leaves_s, joins_s)
-        self._prompts[slot], self._outputs[slot] = num_prompt, num_output
-        self._mean_contexts[slot] = num_prompt + 0.5 * num_output
+        self._contexts[slot], self._growths[slot] = context_tokens, growth_tokens
+        self._mean_contexts[slot] = context_tokens + 0.5 * growth_tokens
         self._tbt_targets_s[slot] = tbt_target_s
         self._class_priorities[slot], self._max_pauses_s[slot] = class_priority, max_pause_s
         self.num_pausable += max_pause_s > 0
@@ -85,7 +87,7 @@ class DecodeForecast:
             joins_s, leaves_s = float(self._joins_s[slot]), float(self._leaves_s[slot])
             self._joins_s[slot], self._leaves_s[slot] = now_s, now_s + leaves_s - joins_s
             joins = self._joins.setdefault(int(self._rows[slot]), UsualJoins())
-            num_tokens = float(self._prompts[slot] + self._outputs[slot])
+            num_tokens = float(self._contexts[slot] + self._growths[slot])
             joins.add(now_s, leaves_s - joins_s, num_tokens, int(self._class_priorities[slot]))
 
     def leave(self, request_id: str) -> None:
@@ -128,8 +130,8 @@ class DecodeForecast:
         np.maximum(share, 1e-9, out=share)
         np.divide(from_s - joins_s, share, out=share)
         np.minimum(share, 1.0, out=share)
-        share *= self._outputs[there]
-        share += self._prompts[there]
+        share *= self._growths[there]
+        share += self._contexts[there]
         batch = np.bincount(rows, minlength=num_rows).astype(np.float64)
         context = np.bincount(rows, weights=share, minlength=num_rows).astype(np.float64, copy=False)
         return DecodeLoads(batch[:num_rows], context[:num_rows])
@@ -140,7 +142,7 @@ class DecodeForecast:
         joins_s, ends_s = self._joins_s[there], self._ends_s(now_s)[there]
         is_there = (joins_s <= at_s) & (ends_s >= at_s)
         share = (at_s - joins_s) / np.maximum(ends_s - joins_s, 1e-9)
-        context = self._prompts[there] + self._outputs[there] * np.minimum(share, 1.0)
+        context = self._contexts[there] + self._growths[there] * np.minimum(share, 1.0)
         return DecodeLoad(int(np.count_nonzero(is_there)), float(np.add.reduce(context[is_there])))
 
     def neighbours(self, row: int, until_s: float, now_s: float) -> Neighbours:
@@ -271,8 +273,8 @@ class DecodeForecast:
         self._rows = np.concatenate([self._rows, np.full(num, -1)])
         self._joins_s = np.concatenate([self._joins_s, np.full(num, np.inf)])
         self._leaves_s = np.concatenate([self._leaves_s, np.full(num, np.inf)])
-        self._prompts = np.concatenate([self._prompts, np.zeros(num)])
-        self._outputs = np.concatenate([self._outputs, np.zeros(num)])
+        self._contexts = np.concatenate([self._contexts, np.zeros(num)])
+        self._growths = np.concatenate([self._growths, np.zeros(num)])
         self._mean_contexts = np.concatenate([self._mean_contexts, np.zeros(num)])
         self._tbt_targets_s = np.concatenate([self._tbt_targets_s, np.full(num, np.inf)])
         self._class_priorities = np.concatenate([self._class_priorities, np.zeros(num, dtype=np.int64)])

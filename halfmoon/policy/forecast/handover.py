@@ -79,7 +79,8 @@ def predict_handover(
         block_tokens = view.column("block_tokens")
         blocks = request.cached_blocks[np.minimum(view.holders[:num_rows], len(request.cached_blocks) - 1)]
         held = np.minimum(blocks, np.floor(request.num_prompt_tokens / np.maximum(block_tokens, 1))) * block_tokens
-    num_bytes = (request.num_prompt_tokens - held) * prefill.prefill.kv_bytes_per_token * request.kv_factor
+    missing = np.maximum(request.context_tokens() - held, 0.0)
+    num_bytes = missing * prefill.prefill.kv_bytes_per_token * request.kv_factor
     row = view.row(prefill.prefill.worker_id)
     if row is None or not prefill.prefill.kv_bytes_per_token:
         return HandoverPrediction(np.zeros(num_rows), num_bytes, held)

@@ -47,14 +47,15 @@ class PrefillQueueModels:
         priority: int,
         now_s: float,
         tbt_target_s: float = math.inf,
+        most_seen: float = math.inf,
     ) -> None:
-        """Adds a request to the queue of its prefill worker."""
+        """Adds a request to the queue of its prefill worker. Its decode steps see at most `most_seen` tokens."""
         worker, row = placement.prefill, view.row(placement.prefill.worker_id)
         decode_row = view.row(placement.decode.worker_id)
         if row is None or decode_row is None or not _has_steps(worker):
             return
         queue_model = self._advanced(row, view, worker, now_s)
-        seconds, context_tokens = num_output * placement.tbt_s, num_prompt_tokens + num_output / 2
+        seconds, context_tokens = num_output * placement.tbt_s, min(num_prompt_tokens + num_output / 2, most_seen)
         decoding = Decoding(decode_row, seconds, context_tokens, tbt_target_s)
         self._rows[request_id] = (row, worker)
         work = _work(placement, num_prompt_tokens, priority, now_s)

@@ -41,6 +41,13 @@ class RunningRequest:
     tbt_target_s: float = math.inf  # of its class
     class_priority: int = 0
     max_pause_s: float = 0.0
+    most_seen: float = math.inf  # see `PlacementRequest`
+
+    @property
+    def context(self) -> tuple[float, float]:
+        """Tokens that its first decode step sees of it, and how many more its last one."""
+        growth = min(self.num_output, max(self.most_seen - self.num_prompt_tokens, 0.0))
+        return min(self.num_prompt_tokens, self.most_seen), growth
 
 
 class RequestForecast:
@@ -113,7 +120,7 @@ class RequestForecast:
         if request.max_pause_s > 0 and request.class_priority is not None:
             row = _decode_row(view, placement)
             before = self.decodes.before(row, request.class_priority, now_s)
-            wait_s = room_s(before, _rooms(view).of(row), request.num_prompt_tokens + 1, now_s) - placement.queue_s
+            wait_s = room_s(before, _rooms(view).of(row), request.context_tokens(1), now_s) - placement.queue_s
             if wait_s > 0:
                 placement = replace(placement, ttft_s=placement.ttft_s + wait_s, queue_s=placement.queue_s + wait_s)
             tbt_s = self._with_pauses(view, request, placement, tbt_s, request.num_gaps, now_s)
@@ -145,12 +152,11 @@ class RequestForecast:
         self, view: ClusterView, request: PlacementRequest, placement: Placement, num_output: float, now_s: float
     ) -> float:
         """The mean TBT over the whole answer, while others leave and join; `Placement.tbt_s` is for its beginning."""
-        num_prompt_tokens = request.num_prompt_tokens
         begins_s = now_s + placement.ttft_s
         ends_s = begins_s + num_output * placement.tbt_s
         load = self.decodes.mean_load(_decode_row(view, placement), begins_s, ends_s, now_s)
-        own_tokens = num_prompt_tokens + num_output / 2
-        step_s = placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + own_tokens)
+        context_tokens = load.context_tokens + request.context_tokens(num_output / 2)
+        step_s = placement.decode.step_model.seconds(load.batch + 1, context_tokens)
         num_gaps = max(num_output - 1, 1)
         tbt_s = self._queue_models.tbt_s(view, placement, step_s, num_gaps, now_s)
         tbt_s = self._with_pauses(view, request, placement, tbt_s, num_gaps, now_s)
@@ -170,12 +176,12 @@ class RequestForecast:
             return tbt_s
         row = _decode_row(view, placement)
         before, room = self.decodes.before(row, request.class_priority, now_s), _rooms(view).of(row)
-        num_tokens, begins_s = request.num_prompt_tokens + num_gaps / 2, now_s + placement.ttft_s
+        num_tokens, begins_s = request.context_tokens(num_gaps / 2), now_s + placement.ttft_s
         return tbt_s + paused_s(before, room, num_tokens, begins_s, num_gaps * tbt_s, request.max_pause_s) / num_gaps
 
-    def unloaded_latency(self, placement: Placement, num_prompt_tokens: int, num_output: float) -> UnloadedLatency:
-        """The latency of the request on these workers if they were idle."""
-        step_s = placement.decode.step_model.seconds(1, num_prompt_tokens + num_output / 2)
+    def unloaded_latency(self, placement: Placement, context_tokens: float, num_output: float) -> UnloadedLatency:
+        """The latency of a request on these workers if they were idle; its steps see `context_tokens` in the mean."""
+        step_s = placement.decode.step_model.seconds(1, context_tokens)
         return UnloadedLatency(placement.work_s + placement.overhead_s, step_s + self.handover_s(placement, num_output))
 
     def loads_beside(
@@ -189,7 +195,7 @@ class RequestForecast:
         if class_priority is None or not self.decodes.num_pausable:
             return loads
         giving_way = self.decodes.giving_way(class_priority, from_s, until_s, now_s, num_rows)
-        return beside(loads, giving_way, _rooms(view), request.num_prompt_tokens)
+        return beside(loads, giving_way, _rooms(view), request.context_tokens())
 
     def tbt_at(
         self, view: ClusterView, request: PlacementRequest, placement: Placement, at_s: float, now_s: float
@@ -197,14 +203,14 @@ class RequestForecast:
         """The TBT on the decode worker of the placement if the answer began at `at_s`."""
         row = _decode_row(view, placement)
         load = self.load_beside(view, request, row, self.decodes.load(row, at_s, now_s), at_s, now_s)
-        return self._tbt_s(view, placement, request.num_prompt_tokens, load, now_s)
+        return self._tbt_s(view, placement, request.context_tokens(), load, now_s)
 
     def tbt_at_mean_load(
         self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
     ) -> float:
         """The TBT on the decode worker of the placement if the present decode load were spread evenly."""
         load = self.mean_load(view, request, now_s).of(0)
-        return self._tbt_s(view, placement, request.num_prompt_tokens, load, now_s)
+        return self._tbt_s(view, placement, request.context_tokens(), load, now_s)
 
     def mean_load(self, view: ClusterView, request: PlacementRequest, now_s: float) -> DecodeLoads:
         """The present decode load spread evenly over the workers that decode, for every row."""
@@ -213,9 +219,9 @@ class RequestForecast:
         return DecodeLoads(batch.sum() * share, context.sum() * share)
 
     def _tbt_s(
-        self, view: ClusterView, placement: Placement, num_prompt_tokens: int, load: DecodeLoad, now_s: float
+        self, view: ClusterView, placement: Placement, context_tokens: float, load: DecodeLoad, now_s: float
     ) -> float:
-        step_s = placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + num_prompt_tokens)
+        step_s = placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + context_tokens)
         return self._queue_models.tbt_s(view, placement, step_s, _MANY_GAPS, now_s)
 
     # The life of a request.
@@ -226,9 +232,8 @@ class RequestForecast:
         """Counts an admitted request whose turn has not come: its decode from now on, its prompt not at all."""
         leaves_s = now_s + placement.ttft_s + running.num_output * running.tbt_s
         row = _decode_row(view, placement)
-        num_prompt, num_output = running.num_prompt_tokens, running.num_output
         level = running.class_priority, running.max_pause_s
-        self.decodes.join(request_id, row, now_s, leaves_s, num_prompt, num_output, running.tbt_target_s, *level)
+        self.decodes.join(request_id, row, now_s, leaves_s, *running.context, running.tbt_target_s, *level)
 
     def move(
         self, request_id: str, view: ClusterView, running: RunningRequest, placement: Placement, now_s: float
@@ -243,7 +248,8 @@ class RequestForecast:
             assert prefill_row is not None
             step_s = share.prefill.prefill_model.seconds(share.prefill.step_tokens) or math.inf
             self._prefills.join(name, prefill_row, placement.work_s, step_s, priority, now_s)
-            self._queue_models.join(name, view, share, num_prompt, num_output, priority, now_s, target_s)
+            lengths = num_prompt, num_output
+            self._queue_models.join(name, view, share, *lengths, priority, now_s, target_s, running.most_seen)
         if len(shares) > 1:
             self._num_shares[request_id] = len(shares)
         joins_s = now_s + placement.ttft_s
@@ -251,7 +257,7 @@ class RequestForecast:
         self.decodes.leave(request_id)  # reserved or placed before
         leaves_s = joins_s + num_output * running.tbt_s
         level = running.class_priority, running.max_pause_s
-        self.decodes.join(request_id, row, joins_s, leaves_s, num_prompt, num_output, target_s, *level)
+        self.decodes.join(request_id, row, joins_s, leaves_s, *running.context, target_s, *level)
         self.decodes.pause_for(request_id, _rooms(view).of(row))
 
     def begin_decode(self, request_id: str, now_s: float) -> None:

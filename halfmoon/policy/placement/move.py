@@ -23,7 +23,8 @@ def move_target(
     that the present worker has.
     """
     present = view.capabilities.present
-    num_tokens, rows = request.num_prompt_tokens, (present.decode | present.both) & same_kv
+    num_tokens, context_tokens = request.num_prompt_tokens, request.context_tokens()
+    rows = (present.decode | present.both) & same_kv
     rows[view.rows_of(request.exclude)] = False
     free_tokens = view.column("free_blocks") * view.column("block_tokens")
     rows &= view.column("capacity_tokens") >= num_tokens + request.max_tokens
@@ -32,9 +33,9 @@ def move_target(
     rows &= np.isfinite(view.column("fetch_s_per_token"))
     if not rows.any():
         return None
-    row = least(predict_tbt(view, loads, num_tokens), rows, rng)
+    row = least(predict_tbt(view, loads, context_tokens), rows, rng)
     worker = view.worker(row)
-    step_s = worker.step_model.seconds(float(loads.batch[row]) + 1, float(loads.context_tokens[row]) + num_tokens)
+    step_s = worker.step_model.seconds(float(loads.batch[row]) + 1, float(loads.context_tokens[row]) + context_tokens)
     return Placement(worker, worker, ttft_s=step_s, tbt_s=step_s, decode_reason="computes_prompt")
 
 

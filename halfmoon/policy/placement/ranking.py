@@ -101,7 +101,7 @@ class Ranking:
         chosen (`most_held`).
         """
         reason: DecodeReason = "only" if np.count_nonzero(rows) == 1 else "least_cost"
-        tbt_s = predict_tbt(self.view, loads, self.num_tokens)
+        tbt_s = predict_tbt(self.view, loads, self.request.context_tokens())
         cost = self._decode_cost(tbt_s, loads)
         rows = self._with_room(rows)
         if cost is tbt_s:
@@ -129,7 +129,7 @@ class Ranking:
         The TBT of a row of `both` is its own, that of a row of `prefill` is that of the best decode worker. TBT breaks
         ties of TTFT.
         """
-        known, tbt_s = self.view.capabilities, predict_tbt(self.view, loads, self.num_tokens)
+        known, tbt_s = self.view.capabilities, predict_tbt(self.view, loads, self.request.context_tokens())
         cost, weight, rows = self._prefill_cost(ttft), self._decode_cost(tbt_s, loads), prefill | both
         if cost is ttft.seconds:
             cost = cost if known.is_one_speed else with_speed_ties(cost, self._uncached_prefill_s(), both)
@@ -165,18 +165,21 @@ class Ranking:
 
     def _with_step_time_ties(self, tbt_s: Floats, rows: Bools) -> Floats:
         idle = np.zeros(self.view.num_rows)
-        return with_speed_ties(tbt_s, predict_tbt(self.view, DecodeLoads(idle, idle), self.num_tokens), rows)
+        alone_s = predict_tbt(self.view, DecodeLoads(idle, idle), self.request.context_tokens())
+        return with_speed_ties(tbt_s, alone_s, rows)
 
     def _with_room(self, rows: Bools) -> Bools:
-        """Rows with free memory for the prompt and a token; all rows if none has it, since one may by then."""
+        """Rows with free memory for the prompt, as far as it is kept, and a token; all rows if none has it, since one
+        may by then.
+        """
         free_tokens = self.view.column("free_blocks") * self.view.column("block_tokens")
-        return _preferring(rows, free_tokens >= self.num_tokens + 1)
+        return _preferring(rows, free_tokens >= self.request.context_tokens() + 1)
 
 
-def predict_tbt(view: ClusterView, loads: DecodeLoads, num_prompt_tokens: int) -> Floats:
-    """Seconds of a decode step [num_rows] with one more request of `num_prompt_tokens`."""
+def predict_tbt(view: ClusterView, loads: DecodeLoads, context_tokens: float) -> Floats:
+    """Seconds of a decode step [num_rows] with one more request, of which it sees `context_tokens`."""
     d, e, f = view.step_coefficients[: view.num_rows].T
-    seconds: Floats = d + e * (loads.batch + 1) + f * (loads.context_tokens + num_prompt_tokens)
+    seconds: Floats = d + e * (loads.batch + 1) + f * (loads.context_tokens + context_tokens)
     return seconds
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.kv.kv_policy import num_reusable
+from halfmoon.kv.kv_policy import most_seen, num_reusable
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.degradation import LIKELY, Admitted
 from halfmoon.policy.admission.qos_classes import ClassTable
@@ -144,6 +144,7 @@ class PolicyRouter:
                 exclude,
                 priority=job.priority,
                 may_share=job.policy is None,
+                most_seen=self._most_seen(job),
                 cached_blocks=cached_blocks,
             )
             admitted = self._admission.decide(self.view, request, qos, now_s, tenant)
@@ -157,6 +158,7 @@ class PolicyRouter:
                 exclude,
                 priority=job.priority,
                 may_share=job.policy is None,
+                most_seen=self._most_seen(job),
                 cached_blocks=cached_blocks,
                 is_failover=job.retries is not None and job.retries.has_lost,
             )
@@ -188,7 +190,7 @@ class PolicyRouter:
         num_output = self._admission.lengths.predict(qos.name, job.prompt, max_output, LIKELY)
         placement = Placement(prefill.view, decode.view, work_s, tbt_s, work_s=work_s)
         self._admitted.add(job.index)
-        admitted = Admitted(placement, qos, max_output, False, num_output)
+        admitted = Admitted(placement, qos, max_output, False, num_output, most_seen=self._most_seen(job))
         self._admission.inside.enter(str(job.index), self.view, admitted, job.prompt, now_s)
         self._colocation.placed(job, placement, now_s)
 
@@ -242,7 +244,8 @@ class PolicyRouter:
         self, job: Job, worker: SimWorker, num_tokens: int, num_left: int, now_s: float
     ) -> Placement | None:
         """Where a running answer would go on instead of at `worker`."""
-        request = PlacementRequest(num_tokens, num_left, (worker.name,), priority=job.priority)
+        seen = self._most_seen(job)
+        request = PlacementRequest(num_tokens, num_left, (worker.name,), priority=job.priority, most_seen=seen)
         same_kv = np.ones(self.view.num_rows, dtype=np.bool_)
         return self._admission.move_target(self.view, request, same_kv, now_s)
 
@@ -298,6 +301,9 @@ class PolicyRouter:
             gaps_s = in_order(job.first_s, job.later_s).tolist() if job.later_s else ()
             overhead_s = self._spec.request_s + self._spec.answer_s
             self._admission.note_overheads(overhead_s, handover_s(gaps_s), str(job.index))
+
+    def _most_seen(self, job: Job) -> float:
+        return most_seen(job.policy, self._spec.block_tokens)
 
     def _cached_blocks(self, job: Job) -> NDArray[np.int64]:
         if not job.prefix_blocks:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 import math
 
+from halfmoon.kv.kv_policy import Bound, bound_of
 from halfmoon.sim.latency_sources.host_memory import Cycle
 from halfmoon.sim.token_times import StepEnds
 from halfmoon.sim.worker.job import Job
-from halfmoon.sim.worker.kept_kv import Bound, bound_of
 
 
 class DecodeBatch:

@@ -6,35 +6,17 @@ block: the one that it begins is paid for by the one that leaves its window.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.kv.kv_policy import KVPolicy, num_chosen, parse_kv_policy
+from halfmoon.kv.kv_policy import KVPolicy, bound_of, most_seen, num_chosen, parse_kv_policy
 from halfmoon.sim.workloads.workload import Floats, Ints
-
-_FAR = 1 << 40  # a position behind any window
 
 
 def policy_of(text: str | None) -> KVPolicy | None:
     """The policy of a class's setting; None: all KV is kept. Raises InvalidRequest."""
     return None if text is None else parse_kv_policy(text)
-
-
-class Bound(NamedTuple):
-    """A sequence of more than `most_tokens` sees `mean_seen` tokens, in the mean over a block, and grows no more."""
-
-    most_tokens: int
-    mean_seen: int
-
-
-@lru_cache(maxsize=256)
-def bound_of(policy: KVPolicy, block_tokens: int) -> Bound:
-    """Where a policy's sequences stop growing."""
-    unseen = policy.unseen(_FAR * block_tokens, block_tokens)
-    num_seen = _FAR - len(unseen)  # blocks before that of the token itself
-    return Bound((num_seen + 1) * block_tokens, num_seen * block_tokens + (block_tokens + 1) // 2)
 
 
 def num_unseen(policy: KVPolicy | None, num_tokens: int, block_tokens: int) -> int:
@@ -66,9 +48,7 @@ class KeptKV(NamedTuple):
 
     def seen(self, num_tokens: Floats) -> Floats:
         """Tokens that decode steps of sequences of so many tokens attend to, at least, in the mean over a block."""
-        if self.policy is None:
-            return num_tokens
-        return np.minimum(num_tokens, bound_of(self.policy, self.block_tokens).mean_seen)
+        return np.minimum(num_tokens, most_seen(self.policy, self.block_tokens))
 
     def pairs(self, num_tokens: Floats) -> Floats:
         """Attention pairs of whole prompts."""

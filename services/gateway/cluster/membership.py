@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from halfmoon.errors import AlreadyHere
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_policy import kv_policy_of, most_seen
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.pb.prefill_pb2 import KVSource
@@ -80,6 +81,11 @@ class Membership:
     def kv_layouts(self) -> tuple[KVLayout, ...]:
         """The members' KV layouts, which differ in dtype at most. A prompt's blocks have other keys in each."""
         return tuple(self._layouts)
+
+    def most_seen(self, tenant_salt: bytes) -> float:
+        """`PlacementRequest.most_seen` of requests with this salt."""
+        layout = next(iter(self._layouts), None)
+        return math.inf if layout is None else most_seen(kv_policy_of(tenant_salt), layout.block_tokens)
 
     def layout_of(self, worker_id: str) -> KVLayout | None:
         """The KV layout of a member; None for a worker that is not one."""

@@ -67,13 +67,13 @@ class EarlyRejection:
             qos=qos,
             now_s=now_s,
         )
-        prompt = PromptLowerBound(prefix.least_tokens())
+        prompt = PromptLowerBound(prefix.least_tokens(), most_seen=membership.most_seen(request.tenant_salt))
         refusal = refusal_of(prompt)
         cached_blocks = None if refusal is None else held_blocks(prefix, membership, request.tenant_salt)
         if cached_blocks is None:
             return
         if cached_blocks.any():
-            prompt = PromptLowerBound(prefix.least_tokens(), cached_blocks)
+            prompt = prompt._replace(cached_blocks=cached_blocks)
             refusal = refusal_of(prompt)
         if refusal is not None:
             with self._recording(request, prompt, now_s):

@@ -220,6 +220,7 @@ class RequestRouting:
             is_failover=self._has_lost or num_output > 0,
             qos_class=self.output.qos.name,
             may_share=self._may_share,
+            most_seen=self._membership.most_seen(self.output.tenant_salt),
             cached_blocks=self._cached_blocks(),
         )
 

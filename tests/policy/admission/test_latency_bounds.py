@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -138,6 +139,7 @@ def test_who_would_be_admitted_is_never_refused_unread(
     st.integers(-1, 1),
     st.lists(st.integers(0, 300), min_size=5, max_size=5),
     st.lists(st.integers(0, 4), min_size=5, max_size=5),
+    st.sampled_from([math.inf, 50.0, 1_000.0]),
 )
 def test_who_would_be_admitted_is_never_refused_by_the_beginning_of_a_prompt(
     scene: Scene,
@@ -147,21 +149,37 @@ def test_who_would_be_admitted_is_never_refused_by_the_beginning_of_a_prompt(
     priority: int,
     held: Sequence[int],
     stores: Sequence[int],
+    most_seen: float,
 ) -> None:
     cached_blocks = np.array([min(one, (num_known - 1) // WORKER.block_tokens) for one in held] + [0])
     view = scene.view()
     for worker, store in zip(view.workers, stores, strict=False):
         view.put(replace(worker, store_holder=store - 1))
-    early = unread_refusal(scene, view, priority, PromptLowerBound(num_known, cached_blocks), has_gaps=max_tokens > 1)
+    prompt = PromptLowerBound(num_known, cached_blocks, most_seen)
+    early = unread_refusal(scene, view, priority, prompt, has_gaps=max_tokens > 1)
     if early is None:
         return
-    request = PlacementRequest(num_known + num_unread, max_tokens, priority=priority, cached_blocks=cached_blocks)
+    request = PlacementRequest(
+        num_known + num_unread, max_tokens, priority=priority, most_seen=most_seen, cached_blocks=cached_blocks
+    )
     gate = scene.gate(view)
     with pytest.raises(HalfmoonError) as caught:
         gate.decide(view, request, scene.qos, NOW_S)
     if isinstance(caught.value, Refused) and caught.value.reason == early.reason == "ttft":
         assert early.ttft_s <= caught.value.ttft_s * 1.000001
         assert early.is_by_others or not caught.value.is_by_others
+
+
+def test_a_long_prompt_of_which_little_is_kept_is_not_refused_for_its_length() -> None:
+    """A step behind 4,000 tokens takes 6 ms, one that sees 50 of them 2 ms."""
+    qos, view = QosClass("x", tbt_s=0.004), ClusterView((P, D))
+    gate = Scene("predicted", "kvcache-centric", (), (), (), qos).gate(view)
+    refusals = [
+        gate.early_refusal(view, PromptLowerBound(4_000, most_seen=seen), 0, has_gaps=True, qos=qos, now_s=NOW_S)
+        for seen in (math.inf, 50.0)
+    ]
+    assert refusals[0] is not None
+    assert (refusals[0].reason, refusals[1]) == ("tbt", None)
 
 
 def unread_refusal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +20,11 @@ P = WorkerView("p", "prefill", "p:1", 9_000, 10, 900, 900, kv_bytes_per_token=1_
 
 
 def predicted(
-    held_blocks: Sequence[int], ahead: float = 0.0, ttft_s: float = 0.0, queue_s: float = 0.0
+    held_blocks: Sequence[int],
+    ahead: float = 0.0,
+    ttft_s: float = 0.0,
+    queue_s: float = 0.0,
+    most_seen: float = math.inf,
 ) -> HandoverPrediction:
     """Of 105 tokens to three decode workers, on links of 1, 10 and 10 (unmeasured) MB/s."""
     view = ClusterView(
@@ -27,7 +32,7 @@ def predicted(
     )
     view.links.report(0, [Link("d0:1", 1e6, 0.5), Link("d1:1", 10e6)])
     cached = np.array([99, *held_blocks, 0], dtype=np.int64)
-    request = PlacementRequest(105, 10, cached_blocks=cached)
+    request = PlacementRequest(105, 10, most_seen=most_seen, cached_blocks=cached)
     return predict_handover(view, request, Placement(P, P, ttft_s, queue_s=queue_s), np.full(4, ahead))
 
 
@@ -41,6 +46,11 @@ def test_only_whole_blocks_that_are_missing_are_sent() -> None:
 def test_what_leaves_while_the_prompt_is_computed_costs_nothing() -> None:
     assert predicted((0, 0, 0), ttft_s=0.1).exposed_s[1:3].tolist() == pytest.approx([0.505, 0.0])
     assert predicted((0, 0, 0), ttft_s=0.1, queue_s=0.1).exposed_s[1:3].tolist() == pytest.approx([0.605, 0.0105])
+
+
+def test_what_a_kv_policy_does_not_keep_is_not_sent() -> None:
+    handover = predicted((0, 3, 99), most_seen=45)
+    assert handover.num_bytes[1:].tolist() == [45e3, 15e3, 0]
 
 
 def test_it_waits_behind_what_is_on_its_way() -> None:

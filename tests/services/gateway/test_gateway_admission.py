@@ -216,6 +216,19 @@ async def test_a_kv_policy_is_in_the_salt(tmp_path: Path) -> None:
     assert salts == [b"", policy_salt(KVPolicy(4, 100), b""), policy_salt(KVPolicy(4, 100), b"x")]
 
 
+async def test_predictions_count_what_is_kept(tmp_path: Path) -> None:
+    """A step takes 1 ms a token that it sees: all 55, or a block of 8 and in the mean 4 tokens of the next one."""
+    async with running_fleet(tmp_path) as fleet:
+        profile = LatencyProfile(prefill=[0.0, 1e-3, 0.0], step=[0.0, 0.0, 1e-3])
+        await fleet.add("w", "both", profile=profile)
+        fleet.gateway.routing.admission.classes = ClassTable((replace(STRICT, tbt_s=0.03),))
+        status, _, body = await complete(fleet, "strict")
+        assert (status, body["error"]["reason"]) == (429, "tbt")
+        assert (await complete(fleet, "strict", kv_policy="sinks:0+8"))[0] == 200
+        (kept,) = fleet.gateway.routing.telemetry.decisions.newest(1, 0.0)
+    assert kept["predicted"]["tbt_s"] == pytest.approx(0.012)
+
+
 async def test_a_class_has_a_kv_policy_for_requests_that_name_none(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         worker = await fleet.add("w", "both")
