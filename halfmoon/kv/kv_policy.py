@@ -94,6 +94,11 @@ def num_chosen(policy: KVPolicy | None, num_prompt: int, block_tokens: int) -> i
     return unseen.start if unseen else 0
 
 
+def most_chosen(policy: KVPolicy | None, block_tokens: int) -> int:
+    """The most that `num_chosen` is for any prompt."""
+    return num_chosen(policy, _FAR, block_tokens)
+
+
 def most_blocks(policy: KVPolicy | None, num_prompt: int, num_tokens: int, block_tokens: int) -> int:
     """Blocks that a worker must have to take a request which can become `num_tokens` long.
 

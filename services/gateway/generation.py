@@ -188,7 +188,7 @@ class Generation:
         return self._membership.context_tokens(self._model.context_tokens)
 
     async def _tokenize(self, request: GatewayRequest, body: AnyBody, num_bytes: int) -> GenerationRequest:
-        context_tokens = self._context_tokens()
+        context_tokens = self._membership.context_tokens(self._model.context_tokens, request.tenant_salt)
 
         def tokenize(model: ServedModel) -> GenerationRequest:
             return generation_request_of(body, model, context_tokens, request.tenant_salt)

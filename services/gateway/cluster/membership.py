@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from halfmoon.errors import AlreadyHere
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.kv.kv_policy import kv_policy_of, most_seen
+from halfmoon.kv.kv_policy import kv_policy_of, most_chosen, most_seen
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.pb.prefill_pb2 import KVSource
@@ -299,10 +299,19 @@ class Membership:
             return True
         return any(not worker.is_ready for worker in self._view.workers)
 
-    def context_tokens(self, model_context_tokens: int) -> int:
-        """Longest prompt + output that the model and every member can hold. Without members, the last value holds."""
+    def context_tokens(self, model_context_tokens: int, tenant_salt: bytes = b"") -> int:
+        """Longest prompt + output that the model and every member can hold, beside what a policy in the salt chooses.
+
+        Without members, the last value holds.
+        """
         capacity_tokens = self._capacity_tokens() if self._members else self._last_capacity_tokens
-        return model_context_tokens if capacity_tokens is None else min(model_context_tokens, capacity_tokens)
+        context_tokens = model_context_tokens if capacity_tokens is None else min(model_context_tokens, capacity_tokens)
+        policy = kv_policy_of(tenant_salt)
+        if policy is None or not policy.chooses:
+            return context_tokens
+        sizes = ((member.identity.total_blocks, member.identity.layout.block_tokens) for member in self.members())
+        left = ((num_blocks - most_chosen(policy, size)) * size for num_blocks, size in sizes)
+        return max(min([context_tokens, *left]), 1)
 
     def _forget_layout(self, member: Member) -> None:
         layout = layout_from(member.identity.layout)

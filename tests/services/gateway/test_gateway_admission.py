@@ -216,8 +216,18 @@ async def test_a_kv_policy_is_in_the_salt(tmp_path: Path) -> None:
     assert salts == [b"", policy_salt(KVPolicy(4, 100), b""), policy_salt(KVPolicy(4, 100), b"x")]
 
 
+async def test_an_answer_ends_where_what_is_chosen_leaves_no_room(tmp_path: Path) -> None:
+    """80 tokens of KV memory for a prompt of 56 tokens, an answer, and 16 tokens that are chosen."""
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("w", "both", total_blocks=10)
+        for more in ({}, {"kv_policy": "snapkv:16+8"}):
+            assert (await complete(fleet, max_tokens=40, **more))[0] == 200
+        limits = [call.generation.sampling.max_tokens for call in worker.calls.prefills]
+    assert limits == [24, 8]
+
+
 async def test_predictions_count_what_is_kept(tmp_path: Path) -> None:
-    """A step takes 1 ms a token that it sees: all 55, or a block of 8 and in the mean 4 tokens of the next one."""
+    """A step takes 1 ms a token that it sees: all 56, or a block of 8 and in the mean 4 tokens of the next one."""
     async with running_fleet(tmp_path) as fleet:
         profile = LatencyProfile(prefill=[0.0, 1e-3, 0.0], step=[0.0, 0.0, 1e-3])
         await fleet.add("w", "both", profile=profile)

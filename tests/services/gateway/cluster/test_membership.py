@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from halfmoon.errors import AlreadyHere, Incompatible, InvalidRequest
+from halfmoon.kv.kv_policy import KVPolicy, policy_salt
 from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import (
     BOTH,
@@ -294,6 +295,18 @@ def test_the_smallest_context_counts() -> None:
     assert membership.context_tokens(100) == 64
     membership.leave(membership.members()[0], 2.0)
     assert membership.context_tokens(100) == 64  # it may come back
+
+
+def test_what_a_policy_chooses_needs_room_beside_a_request() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    sinks, chooses, all_of_it = (
+        policy_salt(policy, b"") for policy in (KVPolicy(16, 8), KVPolicy(10, 8, True), KVPolicy(99, 8, True))
+    )
+    membership.join(identity(), 0.0)
+    assert membership.context_tokens(100, chooses) == 64  # its memory holds more
+    membership.join(identity("small", total_blocks=5), 0.0)
+    found = [membership.context_tokens(100, salt) for salt in (b"", sinks, chooses, all_of_it)]
+    assert found == [40, 40, 24, 1]
 
 
 def test_whether_a_worker_may_be_ready_soon() -> None:
