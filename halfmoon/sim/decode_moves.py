@@ -49,8 +49,8 @@ class DecodeMoves:
 
     def leave(self, worker: SimWorker) -> None:
         """Begins copies of the answers of a worker that they are to leave. Short rests stay."""
-        for job in list(worker.decodes.jobs.values()):
-            length = worker.decodes.length(job)
+        for job in list(worker.queues.decodes.jobs.values()):
+            length = worker.queues.decodes.length(job)
             num_left = job.output - (length - job.prompt)
             if job.index in self._copies or num_left <= worker.block_tokens or not self.may_copy(worker):
                 continue
@@ -67,7 +67,7 @@ class DecodeMoves:
     def begin(self, job: Job, worker: SimWorker, placement: Placement) -> None:
         """Begins to copy an answer's KV to the placement's decode worker."""
         target = self._by_name[placement.decode.worker_id]
-        ready_s = self._transfers.copied_s(worker, target, worker.decodes.length(job))
+        ready_s = self._transfers.copied_s(worker, target, worker.queues.decodes.length(job))
         self._copies[job.index] = _Copy(job, worker, target, ready_s, placement.tbt_s)
         self._events.at(ready_s, self._steps.wake, worker)
 
@@ -76,7 +76,7 @@ class DecodeMoves:
         for index, copy in list(self._copies.items()):
             if copy.source is not worker:
                 continue
-            if worker.decodes.jobs.get(copy.job.rank) is not copy.job:  # it has ended, or is computed again
+            if worker.queues.decodes.jobs.get(copy.job.rank) is not copy.job:  # it has ended, or is computed again
                 del self._copies[index]
             elif self._events.now_s >= copy.ready_s:
                 del self._copies[index]
@@ -84,14 +84,14 @@ class DecodeMoves:
 
     def _change_over(self, copy: _Copy) -> None:
         job, worker, target, now_s = copy.job, copy.source, copy.target, self._events.now_s
-        kept, job.target = job.target, worker.decodes.length(job) - 1
+        kept, job.target = job.target, worker.queues.decodes.length(job) - 1
         if target.group.role == "prefill" or not target.is_alive or not target.reserve(job, now_s):
             job.target = kept
             self._events.at(now_s + _LOOK_S, self._steps.wake, worker)
             return
         self.num_moved += 1
-        worker.decodes.drop(job)
-        worker.blocks.leave(job)
+        worker.queues.decodes.drop(job)
+        worker.queues.blocks.leave(job)
         self._router.moved(job, worker, target, now_s)
         job.decode = job.at = target.number
         job.state = "placed"
@@ -101,7 +101,7 @@ class DecodeMoves:
     def _on_arrived(self, job: Job, target: SimWorker, attempt: int) -> None:
         if job.attempt == attempt:
             job.state = "arrived"
-            target.arrived.append(job)
+            target.queues.arrived.append(job)
             self._steps.wake(target)
 
 
@@ -124,7 +124,7 @@ class HotSpotControl:
             str(job.index): (job, worker)
             for worker in self._workers
             if worker.is_alive and worker.group.role != "prefill"
-            for job in worker.decodes.jobs.values()
+            for job in worker.queues.decodes.jobs.values()
         }
         for move in self._router.hot_moves(self._policy, running.values(), now_s):
             job, worker = running[move.name]

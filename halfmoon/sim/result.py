@@ -151,7 +151,7 @@ def end_so_far(inside: Iterable[Job], workers: Sequence[SimWorker], now_s: float
         worker.steps.abort(now_s)
     for job in inside:
         if job.state == "decoding" and job.decode is not None:
-            workers[job.decode].decodes.drop(job)
+            workers[job.decode].queues.decodes.drop(job)
         if job.first_s >= 0:
             job.outcome, job.end_s = "completed", now_s
         if job.later_s:
@@ -200,7 +200,7 @@ def _figures(workers: Sequence[SimWorker]) -> WorkerFigures:
         tuple(worker.name for worker in workers),
         np.array([worker.busy_s for worker in workers]),
         np.array([worker.num_steps for worker in workers]),
-        np.array([worker.num_preempted for worker in workers]),
-        np.array([worker.paused.num_begun for worker in workers]),
+        np.array([worker.queues.num_preempted for worker in workers]),
+        np.array([worker.queues.paused.num_begun for worker in workers]),
         np.array([worker.kv.peak_blocks / worker.kv.num_blocks for worker in workers]),
     )

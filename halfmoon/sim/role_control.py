@@ -73,7 +73,7 @@ class RoleControl:
 
     def after_step(self, worker: SimWorker) -> None:
         """Lets answers leave a worker that is to prefill, between two of its steps."""
-        if worker.group.role == "prefill" and worker.decodes.size:
+        if worker.group.role == "prefill" and worker.queues.decodes.size:
             self._moves.leave(worker)
 
     def _on_tick(self) -> None:
@@ -102,8 +102,8 @@ class RoleControl:
                 worker.group.role,
                 len(changed := self._changed_s[worker.name]),
                 changed[-1] if changed else -1e9,
-                worker.waiting_tokens(),
-                worker.decodes.size + worker.num_reserved,
+                worker.queues.waiting_tokens(),
+                worker.queues.decodes.size + worker.queues.num_reserved,
                 worker.progress(now_s)[0],
             )
             for worker in self._workers.values()

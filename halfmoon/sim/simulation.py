@@ -201,8 +201,8 @@ class _Run:
         prefill, decode = self._by_name[placement.prefill.worker_id], self._by_name[placement.decode.worker_id]
         job.prefill, job.decode = prefill.number, decode.number
         job.at = job.prefill
-        longest = job.prompt + job.output - 1  # the last token is never run
-        if not (prefill.blocks.can_ever_hold(job, job.target) and decode.blocks.can_ever_hold(job, longest)):
+        lengths = (prefill, job.target), (decode, job.prompt + job.output - 1)  # the last token is never run
+        if not all(worker.queues.blocks.can_ever_hold(job, length) for worker, length in lengths):
             self.end(job, "refused")
             return True
         if self._needs_room(job, placement):
@@ -223,7 +223,7 @@ class _Run:
             self._fetch(job, prefill, placement)
         if placement.segments is not None:
             self._shared.begin(job, placement, placement.segments)
-        prefill.prompts.add(job)
+        prefill.queues.prompts.add(job)
         self._steps.wake(prefill)
         return True
 
@@ -273,17 +273,17 @@ class _Run:
             if self._stores is not None:
                 self._stores.write(job, worker, job.target)
         if not job.num_left:
-            worker.blocks.release(job)
+            worker.queues.blocks.release(job)
             self.end(job, "completed")
         elif worker.number == job.decode:
-            worker.decode(job)
+            worker.queues.decode(job)
         else:
             assert job.decode is not None
             receiver = self._workers[job.decode]
             if job.reserved_blocks:
                 self._transfers.hand_over(job, worker, receiver)
             else:
-                receiver.backlog.append(job)
+                receiver.queues.backlog.append(job)
                 self.pull(receiver)
 
     def after_step(self, worker: SimWorker) -> None:
@@ -294,10 +294,10 @@ class _Run:
 
     def pull(self, worker: SimWorker) -> None:
         """Hands over jobs that wait for room on this worker, in order of arrival; in turn where some may be paused."""
-        if worker.allows_pauses:
-            worker.backlog = deque(in_turn(worker.backlog, self._events.now_s))
-        while worker.backlog and worker.reserve(worker.backlog[0], self._events.now_s):
-            job = worker.backlog.popleft()
+        if worker.queues.allows_pauses:
+            worker.queues.backlog = deque(in_turn(worker.queues.backlog, self._events.now_s))
+        while worker.queues.backlog and worker.reserve(worker.queues.backlog[0], self._events.now_s):
+            job = worker.queues.backlog.popleft()
             assert job.prefill is not None
             self._transfers.hand_over(job, self._workers[job.prefill], worker)
         self._steps.schedule(worker)
@@ -344,7 +344,7 @@ class _Run:
         for number in freed:  # others may have waited for what these jobs held there
             self._steps.wake(self._workers[number])
         for other in self._workers:
-            if other.backlog:
+            if other.queues.backlog:
                 self.pull(other)
         if failure.back_s is not None:
             self._events.at(failure.back_s, self._on_return, worker)
@@ -355,12 +355,12 @@ class _Run:
         assert job.decode is not None
         at, decode = self._workers[job.at], self._workers[job.decode]
         if at.is_alive:  # its decode worker died
-            at.withdraw(job)
+            at.queues.withdraw(job)
         elif decode.is_alive:
             if job.reserved_blocks:
-                decode.unreserve(job)
-            elif job in decode.backlog:
-                decode.backlog.remove(job)
+                decode.queues.unreserve(job)
+            elif job in decode.queues.backlog:
+                decode.queues.backlog.remove(job)
         self._forget(job)
         job.num_failovers += 1
         self._attempts.lost(job, "lost" if decode.is_alive else "decode lost")

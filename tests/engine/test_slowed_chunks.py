@@ -77,9 +77,9 @@ def test_the_simulator_takes_chunks_as_long(times: float) -> None:
     for number in range(2):
         answer = Job(number, 0.0, 16, 10_000, [])
         answer.tbt_target_s = TARGET_S
-        worker.admit(answer, 0.0)
-        worker.decode(answer)
-    worker.prompts.add(Job(2, 0.0, 2000, 1, []))
+        worker.queues.admit(answer, 0.0)
+        worker.queues.decode(answer)
+    worker.queues.prompts.add(Job(2, 0.0, 2000, 1, []))
     worker.set_pace(times, 0.0)
     worker.start(0.0)
     assert worker.steps.wake_s is not None

@@ -54,13 +54,13 @@ def test_a_full_decode_worker_refuses_a_prompt() -> None:
     worker = SimWorker(0, group("decode", kv_tokens=64 * 5, limits=BatchLimits(max_running=3)), 0, 64, 1)
     jobs = [Job(number, 0.0, 100, 9, []) for number in range(4)]
     assert worker.may_keep(jobs[0], 0.0)
-    worker.prompts.add(jobs[0])
+    worker.queues.prompts.add(jobs[0])
     assert worker.may_keep(jobs[1], 0.0)  # two blocks each
-    worker.prompts.add(jobs[1])
+    worker.queues.prompts.add(jobs[1])
     assert not worker.may_keep(jobs[2], 0.0)  # the fifth block is not enough, though both others wait
     short = Job(9, 0.0, 20, 9, [])
     assert worker.may_keep(short, 0.0)
-    worker.prompts.add(short)
+    worker.queues.prompts.add(short)
     assert not worker.may_keep(Job(10, 0.0, 1, 2, []), 0.0)  # three places
 
 
@@ -109,7 +109,7 @@ def test_a_prompt_that_goes_on_refuses_no_hand_over() -> None:
     going_on = Job(0, 0.0, 100, 9, [])
     going_on.generated = 3
     going_on.place()
-    worker.prompts.add(going_on)
+    worker.queues.prompts.add(going_on)
     assert worker.reserve(Job(1, 0.0, 100, 9, []), 0.0)
     going_on.generated = 4
     assert not worker.reserve(Job(2, 0.0, 100, 9, []), 0.0)

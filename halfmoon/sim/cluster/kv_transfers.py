@@ -187,7 +187,7 @@ class KvTransfers:
     def hand_over(self, job: Job, sender: SimWorker, receiver: SimWorker) -> None:
         """Sends the KV of a computed prompt that its decode worker lacks, which has reserved room for it."""
         now_s = self._events.now_s
-        num_missing = receiver.blocks.num_missing(job)
+        num_missing = receiver.queues.blocks.num_missing(job)
         if not num_missing:
             self._events.at(now_s + self._network.latency_s, self._on_handed_over, job, sender, receiver, job.attempt)
             return
@@ -215,8 +215,8 @@ class KvTransfers:
     def _on_handed_over(self, job: Job, sender: SimWorker, receiver: SimWorker, attempt: int) -> None:
         if job.attempt != attempt:
             return
-        sender.blocks.release(job)
-        receiver.arrived.append(job)
+        sender.queues.blocks.release(job)
+        receiver.queues.arrived.append(job)
         job.at = receiver.number
         job.state = "arrived"
         self._steps.wake(sender)

@@ -39,7 +39,7 @@ class SharedPrompts:
             part.rounds = rounds[number]
             parts.append((worker, part))
             self._start_after(number * plan.round_s / self._num_passes, part, worker)
-            worker.prompts.add(part)
+            worker.queues.prompts.add(part)
             self._wake(worker)
         job.rounds = rounds[-1]
         behind_s = (plan.degree - 1) * plan.round_s / self._num_passes
@@ -47,7 +47,7 @@ class SharedPrompts:
 
     def computed(self, part: Job, worker: SimWorker) -> None:
         """Frees a part whose worker has computed it: by then the others have nearly all of it."""
-        worker.blocks.release(part)
+        worker.queues.blocks.release(part)
         parts = self._parts.get(part.index, [])
         if (worker, part) in parts:
             parts.remove((worker, part))
@@ -56,7 +56,7 @@ class SharedPrompts:
         """Lets the helpers go: the prompt is computed, or its worker was lost."""
         for worker, part in self._parts.pop(job.index, ()):
             part.attempt += 1
-            worker.withdraw(part)
+            worker.queues.withdraw(part)
             self._wake(worker)
 
     def lost(self, worker: SimWorker) -> None:

@@ -87,7 +87,7 @@ class WorkerSteps:
             self._requests.end(job, "completed")
         self._reports.note(worker)
         has_room = finished.ended or finished.prompts  # a preempted job may end with its prompt
-        if worker.backlog and (has_room or worker.allows_pauses):
+        if worker.queues.backlog and (has_room or worker.queues.allows_pauses):
             self._requests.pull(worker)
         if worker.steps.wake_s is None:
             self._requests.after_step(worker)
@@ -95,6 +95,6 @@ class WorkerSteps:
             self._start(worker)
 
     def _on_passed(self, worker: SimWorker, chunks: list[PromptChunk]) -> None:
-        for job in worker.computed(chunks):
+        for job in worker.queues.computed(chunks):
             self._requests.prefilled(job, worker)
         self.wake(worker)

@@ -144,7 +144,7 @@ class Attempts:
 
     def _room_in_ms(self, worker: SimWorker) -> int:
         """Milliseconds until there is room, as the worker's engine estimates it from the longest possible answers."""
-        decodes, steps, now_s = worker.decodes, worker.steps, self._events.now_s
+        decodes, steps, now_s = worker.queues.decodes, worker.steps, self._events.now_s
         num_done = steps.num_begun(now_s) - 1 if steps.num_planned else 0  # of the current run
         step_s = worker.group.latency.policy_step.seconds(decodes.size, worker.progress(now_s)[0])
         given = (decodes.length(job) + num_done - job.prompt for job in decodes.jobs.values())

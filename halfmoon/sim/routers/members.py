@@ -85,8 +85,8 @@ class Members:
     def report(self, worker: SimWorker, now_s: float) -> None:
         """Takes a load report, with the changes in the worker's prefix cache."""
         member = self._members[worker.name]
-        member.prompts.report(worker.waiting_tokens(), now_s)
-        member.reported_requests = worker.num_requests
+        member.prompts.report(worker.queues.waiting_tokens(), now_s)
+        member.reported_requests = worker.queues.num_requests
         member.context, blocks = worker.progress(now_s)
         member.free_blocks = blocks // worker.kv.prefix_block_size
         member.decoding.clear()

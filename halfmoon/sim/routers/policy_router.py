@@ -253,7 +253,7 @@ class PolicyRouter:
         """The running answers that are to leave busy workers now."""
         answers = []
         for job, worker in running:
-            row, length = self.view.row(worker.name), worker.decodes.length(job)
+            row, length = self.view.row(worker.name), worker.queues.decodes.length(job)
             most_left = max(self._longest - (length - job.prompt), 0)
             if row is not None:
                 name, num_generated = str(job.index), length - job.prompt
