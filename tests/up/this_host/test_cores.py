@@ -81,8 +81,11 @@ def test_what_each_got_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sharing_of(options: UpOptions) -> dict[str, str | None]:
     specs = other_specs(options, PreparedModel("/models/m", "m"), "x:1", ["x:3"], "x:4")
-    variables = {"prefill": "HALFMOON_PREFILL_SHARES_CORES", "decode": "HALFMOON_DECODE_SHARES_CORES"}
-    return {spec.name: spec.environment.get(variables[str(spec.role)]) for spec in specs if "--role" in spec.arguments}
+    return {
+        spec.name: spec.environment.get(f"HALFMOON_{spec.name.split('-')[0].upper()}_SHARES_CORES")
+        for spec in specs
+        if "--role" in spec.arguments
+    }
 
 
 def test_workers_know_whether_their_threads_exceed_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
