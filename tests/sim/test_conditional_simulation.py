@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from halfmoon.policy.placement.conditional import ConditionalMode
+from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure, Network, SloTargets, WorkerGroup
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.result import SimResult
@@ -20,12 +21,13 @@ from tests.sim.small_clusters import FAST, MODEL, group, pair, work
 KEEPING: tuple[ConditionalMode, ...] = ("auto", "strict")
 
 
+@pytest.mark.parametrize("placement", ["kvcache-centric", "least-loaded", "random"])
 @pytest.mark.parametrize("mode", KEEPING)
-def test_a_short_prompt_does_not_wait_behind_a_long_one(mode: ConditionalMode) -> None:
+def test_a_short_prompt_does_not_wait_behind_a_long_one(mode: ConditionalMode, placement: PlacementMode) -> None:
     """1,000 tokens take a second on the prefill worker; 100 more take 0.1 s on the idle decode worker."""
     load = work((0.0, 1000, 2), (0.05, 100, 2))
-    assert simulate(pair(), load).ttft_s[1] > 0.1
-    found = simulate(pair(conditional=mode), load)
+    assert simulate(pair(placement=placement), load).ttft_s[1] > 0.1
+    found = simulate(pair(conditional=mode, placement=placement), load)
     assert found.ttft_s == pytest.approx([1.0, 0.1])
     assert found.handover_bytes == 1000 * MODEL.kv_bytes_per_token
 

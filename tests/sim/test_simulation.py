@@ -159,7 +159,7 @@ def test_who_was_preempted_gets_what_was_reserved_for_those_whose_prefill_worker
         "kv_tokens": 64 * 18,
     }
     groups = group("prefill", 1, **parts), group("decode", 1, **parts)
-    spec = ClusterSpec(groups, FAST, "random", failures=(Failure(0, 2.0),))
+    spec = ClusterSpec(groups, FAST, "random", failures=(Failure(0, 2.0),), conditional="off")
     found = simulate(spec, work((0.0, 33, 33), (0.0, 256, 2), (0.0, 704, 2)))
     assert found.outcome.tolist() == [0, 2, 2]
     assert found.end_s[0] < 3.0

@@ -36,11 +36,13 @@ class PlacementRules:
     - cache-aware: the same without fetching from other workers. A restore from a store always counts.
     - least-loaded: fewest waiting prompt tokens; fewest requests.
     - random: any worker that fits.
+
+    In the last two, the decode worker that they chose is the only one that may compute the prompt (`conditional`).
     """
 
     mode: PlacementMode = "kvcache-centric"
     balancing_threshold: float = 2.0  # best prefix / local prefix above which the best is fetched
-    conditional: ConditionalMode = "off"  # whether decode workers compute prompts; only in modes that predict TTFT
+    conditional: ConditionalMode = "off"  # whether decode workers compute prompts
     devices: tuple[DeviceRule, ...] = ()  # which prompts workers of a device compute
     max_prefill_degree: int = 1  # most prefill workers that compute one prompt; only in modes that predict TTFT
 
@@ -60,8 +62,8 @@ class PlacementRules:
         return self.max_prefill_degree > 1 and self.predicts_ttft
 
     def keeping_mode(self, *, is_failover: bool = False) -> KeepingMode:
-        """When decode workers compute the prompts of new requests, or of failovers; off where nothing is predicted."""
-        if self.conditional == "off" or not self.predicts_ttft:
+        """When decode workers compute the prompts of new requests, or of failovers."""
+        if self.conditional == "off":
             return "off"
         if is_failover:
             return "auto"
@@ -136,7 +138,8 @@ def place(
             prefill_reason=prefill_reason,
             decode_reason=decode_reason,
         )
-        choice = conditional.choose(rows.decode, ttft, loads, chosen, refined, rng)
+        may_compute = rows.decode if rules.predicts_ttft else rows.decode & (np.arange(view.num_rows) == decode)
+        choice = conditional.choose(may_compute, ttft, loads, chosen, refined, rng)
         if choice.kept is None or choice.row is None:
             chosen = replace(chosen, disaggregation=choice.reason)
         else:

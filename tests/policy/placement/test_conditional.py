@@ -169,9 +169,25 @@ def test_unknown_speed_keeps_nothing() -> None:
     assert placed(P, replace(D, chunk_tokens=0)).disaggregation == "unknown"
 
 
-def test_off_and_the_modes_without_predictions_keep_nothing() -> None:
+def test_off_keeps_nothing() -> None:
     assert placed(P, D, conditional="off").disaggregation == "off"
-    assert placed(P, D, mode="least-loaded").disaggregation == "off"
+
+
+@pytest.mark.parametrize("mode", ["least-loaded", "random"])
+def test_modes_without_predictions_apply_the_rule_to_the_decode_worker_they_chose(mode: PlacementMode) -> None:
+    others = [worker(f"d{number}", "decode") for number in range(3)]
+    slow = [replace(one, prefill_free_s=2 * BUSY_S) for one in others]
+    kept = [placed(P, D, *others, mode=mode, seed=seed) for seed in range(20)]
+    assert {placement.disaggregation for placement in kept} == {"kept_short"}
+    assert all(placement.prefill is placement.decode for placement in kept)
+    assert len({placement.decode.worker_id for placement in kept}) == 4
+    mixed = [placed(P, D, *slow, mode=mode, seed=seed) for seed in range(20)]
+    assert {(one.decode.worker_id == "d", one.disaggregation) for one in mixed} == {
+        (True, "kept_short"),
+        (False, "not_faster"),
+    }
+    assert placed(D, mode=mode, is_failover=True).disaggregation == "kept_alone"
+    assert placed(P, D, mode=mode, conditional="off").disaggregation == "off"
 
 
 @pytest.mark.parametrize("conditional", ["failover", "auto", "strict"])
