@@ -92,10 +92,15 @@ def _idle_helpers(
     idle = rows & room & (view.column("waiting_prefill_tokens") == 0) & (view.column("layer_passes") >= 2)
     for row in sorted(idle.nonzero()[0], key=lambda row: float(ttft.seconds[row])):
         other = view.worker(int(row))
-        is_alike = (other.kv_bytes_per_token, other.block_tokens) == (worker.kv_bytes_per_token, worker.block_tokens)
+        is_alike = _kind_of_kv(other) == _kind_of_kv(worker)
         is_known = other.prefill_model.b > 0 and other.step_tokens > 0
         if other.worker_id != worker.worker_id and is_alike and is_known:
             yield other
+
+
+def _kind_of_kv(worker: WorkerView) -> tuple[str, float, int]:
+    """What workers that load each other's KV by layer must have in common: they convert nothing."""
+    return worker.kv_dtype, worker.kv_bytes_per_token, worker.block_tokens
 
 
 def _beside(worker: WorkerView, order: Sequence[WorkerView], queue_s: float) -> SegmentWorker:

@@ -47,6 +47,7 @@ class WorkerView:
     tokens_per_step: float = 1.0  # of each sequence, in the mean: above 1 where guessed tokens are right
     holder: int = -1  # its number in the block index; -1 if its blocks are unknown
     kv_bytes_per_token: float = 0.0  # of KV that it computes and hands over; 0 if unknown
+    kv_dtype: str = ""  # of its KV in memory; empty if unknown
     fetch_s_per_token: float = math.inf  # for KV from a holder whose link was not measured; inf if it cannot fetch
     contention: float = 0.0  # slowdown of its prefills per busy worker of its host, as a share of the time alone
     step_contention: float = 0.0  # the same for its decode steps

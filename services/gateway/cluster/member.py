@@ -122,6 +122,7 @@ class Member:
             step_contention=models.step_contention,
             holder=self.holder,
             kv_bytes_per_token=self.kv_bytes_per_token,
+            kv_dtype=identity.layout.dtype,
             fetch_s_per_token=self._fetch_s_per_token,
             store_holder=self.store_holder,
             device=identity.device,

@@ -25,6 +25,7 @@ KNOWN: dict[str, Any] = {
     "layer_passes": 5,
     "num_layers": 32,
     "kv_bytes_per_token": 1e5,
+    "kv_dtype": "int8",
     "fetch_s_per_token": 1e-6,
     "context_tokens": 10**6,
     "total_blocks": 10**4,
@@ -67,6 +68,7 @@ def test_the_degree_is_bounded_by_the_setting_and_by_who_is_idle() -> None:
         ({"waiting_prefill_tokens": 1_000}, "none_idle"),
         ({"layer_passes": 0}, "none_idle"),
         ({"kv_bytes_per_token": 2e5}, "none_idle"),
+        ({"kv_dtype": "fp8"}, "none_idle"),  # of as many bytes
         ({"free_blocks": TOKENS // 16}, "none_idle"),
         ({"fetch_s_per_token": 1e-3}, "not_faster"),
         ({"prefill_model": MODEL.scaled(30)}, "not_faster"),

@@ -112,6 +112,7 @@ def test_workers_may_differ_in_dtype() -> None:
         membership.join(identity(dtype, layout=layout), 0.0)
     assert len(membership.members()) == 3
     assert [layout.dtype for layout in membership.kv_layouts] == ["float32", "float16", "bfloat16"]
+    assert [worker.kv_dtype for worker in membership.view().workers] == ["float32", "float16", "bfloat16"]
     membership.leave(membership.members()[0], 1.0)
     assert [layout.dtype for layout in membership.kv_layouts] == ["float16", "bfloat16"]
 
