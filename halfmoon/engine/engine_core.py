@@ -264,6 +264,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Returns current counts. Read from another thread than `step`'s, they may be inconsistent."""
         running, waiting = self._queues.running, self._queues.waiting
+        decoding = [sequence for sequence in running if sequence.is_decoding]
         return EngineStats(
             num_blocks=self.num_blocks,
             num_free_blocks=self._cache.num_available,
@@ -274,7 +275,8 @@ class EngineCore:
             num_reserved=self._queues.num_reserved,
             num_held=self._queues.num_held,
             num_waiting_tokens=sum(sequence.num_uncomputed for sequence in (*running, *waiting)),
-            num_prefilling=sum(not sequence.is_decoding for sequence in running),
+            num_prefilling=len(running) - len(decoding),
+            decode_context_tokens=sum(len(sequence.token_ids) for sequence in decoding),
         )
 
     def check_integrity(self) -> None:

@@ -470,7 +470,7 @@ class WorkerLoad(_message.Message):
     waiting_prefill_tokens: _builtins.int
     """prompt tokens accepted but not computed yet"""
     context_tokens: _builtins.int
-    """over the sequences of the last step"""
+    """over the sequences that decode"""
     num_preempted_total: _builtins.int
     """since start"""
     num_gateways: _builtins.int

@@ -66,7 +66,6 @@ class WorkerState:
         self._num_prefill_tokens = 0
         self._num_output_tokens = 0
         self._num_preempted = 0
-        self._context_tokens = 0  # of the last step
         self._steps: deque[tuple[float, StepResult]] = deque(maxlen=_MAX_TIMINGS)  # (ended_s, result)
 
     def check_can_serve(
@@ -164,7 +163,7 @@ class WorkerState:
             num_output_tokens_total=self._num_output_tokens,
             num_preempted_total=self._num_preempted,
             waiting_prefill_tokens=stats.num_waiting_tokens,
-            context_tokens=self._context_tokens if stats.num_running else 0,
+            context_tokens=stats.decode_context_tokens,
             steps=[_timing(step, reported_s - ended_s) for ended_s, step in steps],
             links=[
                 gateway_pb2.LinkSpeed(
@@ -181,7 +180,6 @@ class WorkerState:
 
     def _note_timing(self, result: StepResult) -> None:
         if not result.is_empty:
-            self._context_tokens = result.context_tokens
             self._steps.append((now_s(), result))
 
 

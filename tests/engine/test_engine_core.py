@@ -20,6 +20,8 @@ from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.kv_policy import OBSERVERS, KVPolicy, policy_salt
+from halfmoon.policy.models.chunk_length import ChunkRule
+from halfmoon.policy.models.latency import PrefillModel, StepModel
 
 BLOCK = 16
 POLICIES = (None, KVPolicy(16, 16), KVPolicy(32, 16, chooses=True))
@@ -77,6 +79,19 @@ def test_prompts_that_are_computed_count_apart_from_answers() -> None:
         end(core, core.begin_step())
         counts.append((core.stats().num_running, core.stats().num_prefilling))
     assert counts == [(2, 1), (2, 0), (1, 0)]
+
+
+def test_decodes_that_wait_for_a_step_of_others_count_with_their_tokens() -> None:
+    """What came from another worker runs a step before them."""
+    core = make()
+    core.follow_targets(ChunkRule(PrefillModel(0.005, 0.002, 0.0), StepModel(0.005, 0.002, 0.0)))
+    for number in range(6):
+        core.reserve(request(f"here {number}", 20, 9))
+        core.start(f"here {number}", 1)
+    core.add(request("moved", 8, 9, output_token_ids=(1, 1)))
+    assert core.stats().decode_context_tokens == 6 * 21
+    assert end(core, core.begin_step()).num_decode_seqs == 0
+    assert core.stats().decode_context_tokens == 6 * 21 + 11
 
 
 def test_the_end_of_a_prompt_runs_at_once_and_what_it_chooses_replaces_the_rest() -> None:

@@ -300,6 +300,7 @@ async def test_a_step_is_reported_with_its_tokens(worker: Worker) -> None:
     assert first.num_cached_tokens == {"a": 8}
     assert first.num_computed_tokens == {"a": 12}
     assert worker.engine.stats_now().num_free_blocks == 5
+    assert worker.engine.stats_now().decode_context_tokens == len(PROMPT) + 1
 
 
 async def test_a_step_that_was_planned_during_another_lasts_from_its_end(worker: Worker) -> None:

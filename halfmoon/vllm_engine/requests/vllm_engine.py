@@ -195,6 +195,7 @@ class VllmEngine(StagedKV):
             num_reserved=states.count("reserved"),
             num_held=states.count("held"),
             num_waiting_tokens=sum(sequence.num_uncomputed for sequence in sequences if sequence.state == "waiting"),
+            decode_context_tokens=sum(len(one.token_ids) for one in sequences if one.state == "running"),
         )
 
     @property

@@ -72,7 +72,7 @@ def _worker(member: Member) -> ObservedWorker:
         member.role_since_s,
         member.prompts.num_waiting,
         num_decoding + load.num_reserved,
-        load.context_tokens * num_decoding / max(load.num_running, 1),  # it is of all that run
+        load.context_tokens,
         can_change=member.identity.can_change_role,
     )
 

@@ -43,7 +43,7 @@ async def test_a_prompt_that_is_computed_does_not_count_as_an_answer(tmp_path: P
     async with running_fleet(tmp_path) as fleet:
         prefill, decode = await fleet.pair()
         prefill.loads.put_nowait(
-            WorkerLoad(sequence=3, num_running=3, num_prefilling=2, context_tokens=9000, free_blocks=40)
+            WorkerLoad(sequence=3, num_running=3, num_prefilling=2, context_tokens=3000, free_blocks=40)
         )
         decode.loads.put_nowait(
             WorkerLoad(sequence=3, num_running=4, num_reserved=2, context_tokens=800, free_blocks=40)
