@@ -53,14 +53,21 @@ class WorkerConfig(Section):
     kv_memory: ByteSize | None = Field(
         None,
         description="memory for KV blocks, such as 2GiB, on a CPU in huge pages, so that the first requests use a "
-        "large part of it; default: a share of free memory",
+        "large part of it; default on a CPU: an eighth of the free memory, or a quarter among more than two "
+        "host_workers, at most 2GiB",
+    )
+    host_workers: int = Field(
+        1,
+        ge=1,
+        description="workers that start on this host at once and divide what is free of its memory, or of its "
+        "container's; `halfmoon up` sets it to the number that it starts here",
     )
     paused_memory: ByteSize | None = Field(
         None,
         ge=0,
         description="host memory for KV of paused answers (max_pause_s) whose blocks others need; what does not fit is "
-        "computed again, as all is with 0; default: as much as the KV memory, at most a quarter of the free memory. "
-        "Our own engine",
+        "computed again, as all is with 0; default: as much as the KV memory, at most a quarter of the free memory, "
+        "or a half among more than two host_workers. Our own engine",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of a GPU's memory that this worker uses, unless kv_memory is given"

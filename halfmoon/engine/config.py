@@ -65,6 +65,7 @@ class EngineConfig:
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of KV in memory; auto: `dtype`
     block_tokens: int = 64
     kv_memory_bytes: int | None = None  # per rank; on a CPU, of all ranks of a host; None: `kv_memory/kv_budget.py`
+    host_workers: int = 1  # that start on this host at once and divide its free memory, where a size is None
     gpu_memory_utilization: float = 0.9  # the share of a GPU for weights, KV and steps, if kv_memory_bytes is None
     num_blocks: int | None = None  # overrides kv_memory_bytes
     paused_bytes: int | None = None  # host memory for KV of paused answers; None: `kv_memory/kv_budget.py`; 0: none

@@ -129,6 +129,7 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
         block_tokens=settings.block_tokens,
         kv_memory_bytes=None if settings.kv_memory is None else int(settings.kv_memory),
         paused_bytes=None if settings.paused_memory is None else int(settings.paused_memory),
+        host_workers=settings.host_workers,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_batch_tokens=settings.max_batch_tokens,
         chunk_tokens=settings.chunk_tokens,

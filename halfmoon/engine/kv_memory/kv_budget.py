@@ -16,6 +16,7 @@ from halfmoon.host_limits import free_memory_bytes
 _MAX_HOST_BYTES = 2 << 30
 _HOST_SHARE = 8  # divisor of the free memory; two workers and the weights must fit on a laptop
 _PAUSED_SHARE = 4  # divisor of the free host memory, for copies that pauses make
+_DIVIDING = 2  # workers of a host that take such a share each; more of them divide it
 _ABSORBED = "kv_b_proj.weight"  # of latent attention: no matrix product, so it stays on the device
 _STEP_BYTES = 1 << 30  # set aside on a GPU for activations, captured graphs and staging buffers
 
@@ -28,14 +29,13 @@ def kv_budget_bytes(
 ) -> int:
     """KV memory of each rank in bytes: the configured size, or a sensible one for its device.
 
-    On a CPU that is a share of the free memory, which all ranks share. On a GPU it is `gpu_memory_utilization` of the
-    smallest one (`device_bytes`, not run on a GPU yet) minus the weights and what a step needs. Raises Incompatible
-    when the weights leave no room.
+    On a CPU that is a share of the free memory, which all ranks share; more than two workers of a host divide a
+    quarter. On a GPU it is `gpu_memory_utilization` of the smallest one (`device_bytes`, not run on a GPU yet) minus
+    the weights and what a step needs. Raises Incompatible when the weights leave no room.
     """
     if config.device == "cpu":
-        return (
-            config.kv_memory_bytes or min(free_memory_bytes() // _HOST_SHARE, _MAX_HOST_BYTES)
-        ) // config.num_ranks_here
+        share_bytes = min(_share_bytes(config, _HOST_SHARE), _MAX_HOST_BYTES)
+        return (config.kv_memory_bytes or share_bytes) // config.num_ranks_here
     if config.kv_memory_bytes is not None:
         return config.kv_memory_bytes
     total = (device_bytes or _smallest_device_bytes)()
@@ -63,7 +63,12 @@ def paused_budget_bytes(config: EngineConfig, kv_bytes: int) -> int:
     """
     if config.paused_bytes is not None:
         return config.paused_bytes
-    return min(kv_bytes, free_memory_bytes() // _PAUSED_SHARE)
+    return min(kv_bytes, _share_bytes(config, _PAUSED_SHARE))
+
+
+def _share_bytes(config: EngineConfig, divisor: int) -> int:
+    """This worker's share of the free memory: those that start with it find as much free."""
+    return free_memory_bytes() * _DIVIDING // (divisor * max(config.host_workers, _DIVIDING))
 
 
 def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.up.hosts import Hosts
 from halfmoon.up.supervision.child import ServiceSpec
-from halfmoon.up.this_host.cores import shares_cores, thread_environment
+from halfmoon.up.this_host.cores import thread_environment
 from halfmoon.up.this_host.gpus import GPUShares, named_gpus, visible_gpus, whole_gpus
 from halfmoon.up.this_host.reserved_ports import LOOPBACK
 from halfmoon.up.up_options import PreparedModel, UpOptions, WorkerStart, option_values, variables, wanted_workers
@@ -76,17 +76,15 @@ def worker_spec(
     store = ("--kv-store", stores[index % len(stores)]) if stores else ()
     state = ("--state-dir", str(options.state_dir), *store)
     service = module.removeprefix("services.")
+    settings = _host_workers(service, options) | variables(service, options.settings)
     threads = options.settings.get(service, {}).get("num_threads")
     configured = chosen if threads is None else {"--num-threads": threads, **chosen}
-    environment = thread_environment(options, role, index, configured)
-    sharing = variables(service, {service: {"shares_cores": "true"}}) if shares_cores(options, environment) else {}
     return WorkerSpec(
         f"{role}-{index}",
         ("-m", module, "--role", role, *common, *served, *state, *_options(chosen)),
         {
-            **sharing,
-            **variables(service, options.settings),
-            **environment,
+            **settings,
+            **thread_environment(options, role, index, configured),
             "TOKENIZERS_PARALLELISM": "false",
             **visible,
             **_import_path(python),
@@ -98,6 +96,12 @@ def worker_spec(
         start=start,
         python=str(Path(python).absolute()) if python else sys.executable,
     )
+
+
+def _host_workers(service: str, options: UpOptions) -> dict[str, str]:
+    """Returns the setting by which workers divide this host's memory. Which of them share another host is unknown."""
+    here = len(wanted_workers(options)) if options.on == "this-host" else 1
+    return variables(service, {service: {"host_workers": str(here)}})
 
 
 def _options(chosen: Mapping[str, str]) -> Iterator[str]:

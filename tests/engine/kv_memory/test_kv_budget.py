@@ -30,6 +30,8 @@ def test_a_share_of_what_the_host_can_give(model: ModelConfig, monkeypatch: pyte
     monkeypatch.setattr("halfmoon.engine.kv_memory.kv_budget.free_memory_bytes", lambda: 8000 << 10)
     assert budget(model, EngineConfig()) == 1000 << 10
     assert budget(model, EngineConfig(tensor_parallel=2)) == 500 << 10  # ranks share the host
+    assert budget(model, EngineConfig(host_workers=2)) == 1000 << 10
+    assert budget(model, EngineConfig(host_workers=20)) == 100 << 10  # a quarter in all
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -54,6 +56,7 @@ def test_copies_of_paused_kv_take_a_part_of_what_the_host_can_give(monkeypatch: 
     monkeypatch.setattr("halfmoon.engine.kv_memory.kv_budget.free_memory_bytes", lambda: 8 * GIB)
     assert paused_budget_bytes(EngineConfig(), GIB) == GIB
     assert paused_budget_bytes(EngineConfig(device="cuda"), 70 * GIB) == 2 * GIB
+    assert paused_budget_bytes(EngineConfig(device="cuda", host_workers=8), 70 * GIB) == GIB // 2
     assert paused_budget_bytes(EngineConfig(paused_bytes=77), GIB) == 77
     assert paused_budget_bytes(EngineConfig(paused_bytes=0), GIB) == 0
 
