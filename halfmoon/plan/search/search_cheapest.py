@@ -20,6 +20,7 @@ from halfmoon.plan.search.combinations import Combination, Kinds, combinations, 
 from halfmoon.plan.search.equivalent_layouts import group_equivalent
 from halfmoon.plan.search.evaluation import Evaluation, estimated_evaluation, verified_evaluation
 from halfmoon.plan.search.feasible import Option
+from halfmoon.plan.search.objective import loss
 from halfmoon.plan.search.phases import least_workers
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
@@ -113,7 +114,7 @@ class CheapestSearch:
         self._estimated |= {one: result for one, result in zip(later, estimates, strict=True) if result is not None}
         alike = {
             equivalent: first
-            for first, equivalents in group_equivalent(self._estimated.items()).items()
+            for first, equivalents in group_equivalent(self._estimated.items(), of_one_codec=True).items()
             for equivalent in (first, *equivalents)
         }
         asked = [*at_once, *(layout for layout in later if alike.get(layout) == layout)]
@@ -163,11 +164,12 @@ class _Queue:
         self._seen: set[Layout] = set()
 
     def key(self, layout: Layout) -> tuple[float, ...]:
-        """Cost, then price. Whole clusters come before clusters divided into units, and prompts on one worker before
-        those over several.
+        """Cost, then price. Whole clusters come before clusters divided into units, prompts on one worker before those
+        over several, and exact KV before rounded.
         """
         cost, price = self._problem.cost(layout), layout.price_per_hour(self._problem.fleet)
-        return (cost, price, layout.num_units, sum(workers.num for workers in layout.sets), layout.prefill_degree)
+        num_workers = sum(workers.num for workers in layout.sets)
+        return (cost, price, layout.num_units, num_workers, layout.prefill_degree, loss(layout))
 
     def add(self, layouts: Iterable[Layout]) -> None:
         """Adds layouts that were not seen before."""

@@ -38,5 +38,10 @@ def test_other_figures_are_another_row() -> None:
         assert len(group_equivalent([(APART, VERDICT), (PAIRED, other)])) == 2
 
 
-def test_another_codec_is_another_row() -> None:
-    assert len(group_equivalent([(APART, VERDICT), (replace(APART, codec="int8"), VERDICT)])) == 2
+def test_a_lossier_codec_that_gains_nothing_is_no_row_of_its_own() -> None:
+    int8, int4 = replace(APART, codec="int8"), replace(PAIRED, codec="int4")
+    of_all = [(APART, VERDICT), (int8, VERDICT), (int4, VERDICT)]
+    assert group_equivalent(of_all) == {APART: (int8, int4)}
+    assert group_equivalent(of_all, of_one_codec=True) == {APART: (), int8: (), int4: ()}
+    assert len(group_equivalent([(APART, VERDICT), (int8, replace(VERDICT, rate_per_s=10.6))])) == 2
+    assert len(group_equivalent([(int8, VERDICT), (APART, VERDICT)])) == 2  # it was ranked first for its goodput
