@@ -20,7 +20,7 @@ from halfmoon.plan.search.equivalent_layouts import group_equivalent
 from halfmoon.plan.search.evaluation import estimated_per_s, held_goodput, verified_per_s
 from halfmoon.plan.search.feasible import NoLayout, Option, TargetsBroken, feasible_models, options
 from halfmoon.plan.search.nearest import nearest_rate, nearest_targets
-from halfmoon.plan.search.objective import Rated, rank
+from halfmoon.plan.search.objective import Rated, loss, rank
 from halfmoon.plan.search.search_cheapest import CheapestSearch
 from halfmoon.plan.search.search_goodput import GoodputSearch
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
@@ -56,13 +56,24 @@ def search(problem: PlanningProblem, pool: Executor, on_progress: Progress = lam
     result = (_cheapest if problem.objective in OF_A_RATE else _best_goodput)(
         problem, models, choices, pool, on_measured, on_progress
     )
-    ranked = _without_equivalents(sorted(result.rated, key=lambda one: rank(problem, one)))
+    ranked = _without_equivalents(_without_idle_codecs(sorted(result.rated, key=lambda one: rank(problem, one))))
     if not ranked:
         raise NoLayout(_explanation(problem, models, result.can_phases, pool), param="rate")
     best = first_of_each_kind(ranked, lambda one: one.layout)
     return Plan(
         tuple(ranked[:BEST]), best.get(False), best.get(True), models, result.num_simulated, result.num_ruled_out
     )
+
+
+def _without_idle_codecs(ranked: Sequence[Rated]) -> list[Rated]:
+    """Leaves out layouts that a less lossy codec ranks before: theirs has not gained what it has to."""
+    result: list[Rated] = []
+    for rated in ranked:
+        layout = rated.layout
+        twins = (one.layout for one in result if replace(one.layout, codec=layout.codec) == layout)
+        if all(loss(twin) >= loss(layout) for twin in twins):
+            result.append(rated)
+    return result
 
 
 def _without_equivalents(ranked: Sequence[Rated]) -> list[Rated]:

@@ -58,6 +58,13 @@ def test_a_goodput_is_searched_with_and_without_sharing() -> None:
     assert max(rated.layout.prefill_degree for rated in shared) > 1
 
 
+def test_a_lossier_codec_has_a_row_only_where_it_ranks_before() -> None:
+    best = with_degree(replace(LONG, rate_per_s=None, kv_codec="auto")).plan.best
+    assert [str(rated.layout) for rated in best] == ["5 prefill TP1 + 1 decode TP1, prefill degree 2"]
+    slow = replace(LONG, rate_per_s=0.1, kv_codec="auto", network_gbit_per_s=1.0)
+    assert [rated.layout.codec for rated in with_degree(slow).plan.best][:2] == ["int4", "int8"]
+
+
 def test_short_prompts_are_planned_as_if_nobody_had_asked() -> None:
     shared, alone = with_degree(DENSE), make_plan(DENSE, 1)
     assert shared.plan.best == alone.plan.best
