@@ -60,7 +60,8 @@ class WorkerConfig(Section):
         1,
         ge=1,
         description="workers that start on this host at once and divide what is free of its memory, or of its "
-        "container's; `halfmoon up` sets it to the number that it starts here",
+        "container's; where their threads exceed its cores, decode steps of our own engine leave time to prompts that "
+        "are on their way, as far as TBT targets allow; `halfmoon up` sets it to the number that it starts here",
     )
     paused_memory: ByteSize | None = Field(
         None,
@@ -138,12 +139,6 @@ class WorkerConfig(Section):
         ge=1,
         description="CPU threads of each rank of the engine; default: `OMP_NUM_THREADS`, which `halfmoon up` sets to a "
         "share of the cores",
-    )
-    shares_cores: bool = Field(
-        False,
-        description="workers that hand over to this one compute on the same cores: while several prompts are on their "
-        "way, decode steps leave them time, as far as TBT targets allow; `halfmoon up` sets it where threads exceed "
-        "cores. Our own engine, on a CPU",
     )
     tensor_parallel: int = Field(1, ge=1, description="devices that share every layer of the model")
     pipeline_parallel: int = Field(1, ge=1, description="stages that the layers are divided into")

@@ -22,7 +22,7 @@ def thread_environment(options: UpOptions, role: Role, index: int, chosen: Mappi
     Those of vLLM spin for a moment, and get cores of their own, since vLLM binds them, unless a CPU quota is smaller
     than this host: which cores are free is then unknown.
     """
-    num_workers = _num_workers(options)
+    num_workers = options.num_prefill + options.num_decode + options.num_both
     before = {"prefill": 0, "decode": options.num_prefill, "both": options.num_prefill + options.num_decode}
     place = before[role] + index
     is_here = options.on == "this-host"
@@ -46,16 +46,6 @@ def _thread_count(place: int, num_workers: int, chosen: Mapping[str, str]) -> di
         return {_NUM_THREADS: str(num_threads())}
     share = num_cores() * (place + 1) // num_workers - num_cores() * place // num_workers
     return {_NUM_THREADS: str(min(max(share, _LEAST_THREADS), num_cores()))}
-
-
-def shares_cores(options: UpOptions, environment: Mapping[str, str]) -> bool:
-    """Returns whether a worker of our own engine with this environment computes on cores that others need, too."""
-    threads = environment.get(_NUM_THREADS)
-    return threads is not None and int(threads) > math.ceil(num_cores() / _num_workers(options))
-
-
-def _num_workers(options: UpOptions) -> int:
-    return options.num_prefill + options.num_decode + options.num_both
 
 
 def threads_text(environments: Mapping[str, Mapping[str, str]]) -> str:

@@ -183,7 +183,13 @@ async def test_a_worker_whose_kv_is_of_another_dtype_is_not_asked(tmp_path: Path
         for number, dtype in enumerate(("int8", "fp8")):
             layout = KVLayout(dtype=dtype)
             layout.MergeFrom(KVLayout(num_layers=16, num_kv_heads=1, head_dim=8, block_tokens=8))
-            identity = {"profile": SLOW, "step_tokens": 64, "layer_passes": 2, "can_fetch": True, "layout": layout}
+            identity: dict[str, Any] = {
+                "profile": SLOW,
+                "step_tokens": 64,
+                "layer_passes": 2,
+                "can_fetch": True,
+                "layout": layout,
+            }
             await fleet.add(f"p{number}", "prefill", **identity)
         await fleet.add("d0", "decode", layout=LAYOUT)
         await asked(fleet)

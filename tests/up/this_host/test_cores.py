@@ -77,26 +77,3 @@ def test_what_each_got_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = {"gateway": {}, "prefill-0": {"OMP_NUM_THREADS": "2"}, "decode-0": {VLLM_CORES: "2,3"}}
     assert threads_text(workers) == "threads on 4 cores: prefill-0 2, decode-0 on 2,3"
     assert threads_text({"gateway": {}}) == ""
-
-
-def sharing_of(options: UpOptions) -> dict[str, str | None]:
-    specs = other_specs(options, PreparedModel("/models/m", "m"), "x:1", ["x:3"], "x:4")
-    return {
-        spec.name: spec.environment.get(f"HALFMOON_{spec.name.split('-')[0].upper()}_SHARES_CORES")
-        for spec in specs
-        if "--role" in spec.arguments
-    }
-
-
-def test_workers_know_whether_their_threads_exceed_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("halfmoon.up.this_host.cores.num_cores", lambda: 2)
-    pair = UpOptions(console=False)
-    assert sharing_of(pair) == {"prefill-0": "true", "decode-0": "true"}
-    chosen = UpOptions(console=False, settings={"decode": {"shares_cores": "false"}})
-    assert sharing_of(chosen) == {"prefill-0": "true", "decode-0": "false"}
-    one_each = UpOptions(console=False, worker_arguments=("--num-threads", "1"))
-    assert set(sharing_of(one_each).values()) == {None}
-    assert set(sharing_of(UpOptions(console=False, worker_arguments=("--engine", "vllm"))).values()) == {None}
-    monkeypatch.setattr("halfmoon.up.this_host.cores.num_cores", lambda: 7)
-    assert set(sharing_of(UpOptions(num_prefill=1, num_decode=2, console=False)).values()) == {None}
