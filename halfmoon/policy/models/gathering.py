@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-_MARGIN = 0.9  # share of a TBT target that a step and its pause may take
+_MARGIN = 0.5  # share of a TBT target that a step and its pause may take: beside a prompt the next step may be slower
 _MOST_TIMES = 4.0  # as long as a step: a fifth of the time remains for decodes
 _MOST_S = 0.15  # where nobody set a target
 
