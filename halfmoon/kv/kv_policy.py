@@ -3,6 +3,8 @@
 - `sinks:S+W`: attention sinks (Xiao et al., StreamingLLM, arXiv 2309.17453). All tokens, the prompt's too, see no more.
 - `snapkv:B+W`: the prompt is computed whole. At its end each layer and KV head keeps those tokens to which the prompt's
   last ones gave most attention (Li et al., SnapKV, arXiv 2404.14469); what follows sees these and the window.
+- `h2o:B+W`: the same by the attention of all tokens of the prompt, which run in one step and come from no cache (Zhang
+  et al., H2O, arXiv 2306.14048). Like SnapKV it chooses once: an answer does not change what is kept of its prompt.
 
 A policy is counted in whole blocks, rounded up: what is kept is seen, and what is not seen is freed. All tokens of a
 block therefore see the same blocks before it. Positions stay those of the text, also behind tokens that were freed.
@@ -22,14 +24,26 @@ from typing import NamedTuple
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.keys import ADAPTER_SALT_BYTES, adapter_of
 
-OBSERVERS = 32
-"""Latest tokens of a prompt whose attention says what is kept."""
-WHOLE = "whole"  # a request's policy that keeps all KV, whatever its class has
-PATTERN = rf"(?:sinks|snapkv):\d{{1,7}}\+\d{{1,7}}|{WHOLE}"
-_SALT = struct.Struct("<cII")
-_SINKS, _CHOICE = b"\xfd", b"\xfc"  # begin no text in UTF-8, and no salt of a tenant
 _MOST_TOKENS = 1 << 20
+WHOLE = "whole"  # a request's policy that keeps all KV, whatever its class has
+PATTERN = rf"(?:sinks|snapkv|h2o):\d{{1,7}}\+\d{{1,7}}|{WHOLE}"
+_SALT = struct.Struct("<cII")
+_SINKS = b"\xfd"  # begins no text in UTF-8, and no salt of a tenant
 _FAR = 1 << 40  # a position behind any window
+
+
+class Chooser(NamedTuple):
+    """Whose attention says which tokens of a prompt are kept."""
+
+    name: str
+    mark: bytes  # of its salts; like `_SINKS`
+    num_observers: int  # latest tokens of the prompt that choose, at most
+    num_neighbours: int  # a token's attention is the mean over as many, itself in the middle
+
+
+SNAPKV = Chooser("snapkv", b"\xfc", 32, 7)
+H2O = Chooser("h2o", b"\xfb", _MOST_TOKENS, 1)
+_CHOOSERS = (SNAPKV, H2O)
 
 
 class KVPolicy(NamedTuple):
@@ -37,7 +51,12 @@ class KVPolicy(NamedTuple):
 
     num_early: int  # the first ones, or those chosen
     num_window: int
-    chooses: bool = False
+    chooser: Chooser | None = None  # None: the first tokens are kept
+
+    @property
+    def chooses(self) -> bool:
+        """Whether prompts are computed whole, and what is kept is chosen at their end."""
+        return self.chooser is not None
 
     def unseen(self, position: int, block_tokens: int) -> range:
         """Blocks between the early ones and the window, which no token from `position` on sees.
@@ -49,7 +68,7 @@ class KVPolicy(NamedTuple):
         return range(early, max(early, first))
 
     def __str__(self) -> str:
-        return f"{'snapkv' if self.chooses else 'sinks'}:{self.num_early}+{self.num_window}"
+        return f"{'sinks' if self.chooser is None else self.chooser.name}:{self.num_early}+{self.num_window}"
 
 
 class Bound(NamedTuple):
@@ -74,15 +93,28 @@ def most_seen(policy: KVPolicy | None, block_tokens: int) -> float:
 
 def num_reusable(policy: KVPolicy | None, num_prompt: int, num_tokens: int) -> int:
     """Leading tokens of `num_tokens` whose KV may come from elsewhere; at least one is left to compute."""
-    return num_tokens - 1 if policy is None or not policy.chooses else max(num_prompt - OBSERVERS, 0)
+    if policy is None or policy.chooser is None:
+        return num_tokens - 1
+    return max(num_prompt - policy.chooser.num_observers, 0)
+
+
+def num_findable(policy: KVPolicy | None, num_prompt: int, num_computed: int) -> int:
+    """Leading computed tokens whose KV others may share.
+
+    Under a policy that chooses, the answer's do not see what they would see as a part of a prompt. Where all of a
+    prompt choose, nobody looks for any.
+    """
+    if policy is None or policy.chooser is None:
+        return num_computed
+    return min(num_computed, num_prompt) if policy.chooser.num_observers < _MOST_TOKENS else 0
 
 
 def num_at_once(policy: KVPolicy | None, num_prompt: int, num_computed: int, num_tokens: int) -> int:
     """How many of the next `num_tokens` run in one step. The tokens that choose run together, last of a prompt."""
-    if policy is None or not policy.chooses or not num_tokens or num_computed >= num_prompt:
+    if policy is None or policy.chooser is None or not num_tokens or num_computed >= num_prompt:
         return num_tokens
     num_left = num_prompt - num_computed
-    num_before = num_left - OBSERVERS
+    num_before = num_left - policy.chooser.num_observers
     return num_left if num_tokens >= num_left or num_before <= 0 else min(num_tokens, num_before)
 
 
@@ -108,18 +140,18 @@ def most_blocks(policy: KVPolicy | None, num_prompt: int, num_tokens: int, block
 
 
 def parse_kv_policy(text: str) -> KVPolicy | None:
-    """Reads `sinks:4+1024` or `snapkv:512+64`; None for `whole`. Raises InvalidRequest."""
+    """Reads `sinks:4+1024`, `snapkv:512+64` or `h2o:512+512`; None for `whole`. Raises InvalidRequest."""
     if text == WHOLE:
         return None
     if re.fullmatch(PATTERN, text) is None:
         raise InvalidRequest(
-            f"kv_policy is {text!r}: write sinks:S+W or snapkv:B+W, the numbers of first or of chosen tokens and of "
-            "latest ones that are kept, for example sinks:4+1024, or whole",
+            f"kv_policy is {text!r}: write sinks:S+W, snapkv:B+W or h2o:B+W, the numbers of first or of chosen tokens "
+            "and of latest ones that are kept, for example sinks:4+1024, or whole",
             param="kv_policy",
         )
     name, numbers = text.split(":")
     num_early, num_window = map(int, numbers.split("+"))
-    policy = KVPolicy(num_early, num_window, chooses=name == "snapkv")
+    policy = KVPolicy(num_early, num_window, next((one for one in _CHOOSERS if one.name == name), None))
     if not 1 <= policy.num_window <= _MOST_TOKENS or not policy.chooses <= policy.num_early <= _MOST_TOKENS:
         raise InvalidRequest(
             f"kv_policy is {text!r}: the window must have 1 to {_MOST_TOKENS} tokens, what is chosen as many, and the "
@@ -133,15 +165,17 @@ def policy_salt(policy: KVPolicy | None, tenant_salt: bytes) -> bytes:
     """The salt of KV that is computed under a policy; None: under none."""
     if policy is None:
         return tenant_salt
-    return _SALT.pack(_CHOICE if policy.chooses else _SINKS, policy.num_early, policy.num_window) + tenant_salt
+    mark = _SINKS if policy.chooser is None else policy.chooser.mark
+    return _SALT.pack(mark, policy.num_early, policy.num_window) + tenant_salt
 
 
 def kv_policy_of(salt: bytes) -> KVPolicy | None:
     """The policy that KV under this salt is computed with. Raises InvalidRequest for a salt that was cut."""
     own = salt[ADAPTER_SALT_BYTES:] if adapter_of(salt) else salt
-    if not own.startswith((_SINKS, _CHOICE)):
+    choosers = {one.mark: one for one in _CHOOSERS}
+    if not own.startswith((_SINKS, *choosers)):
         return None
     if len(own) < _SALT.size:
         raise InvalidRequest("the salt names a policy and is too short for it", param="kv_policy")
     mark, num_early, num_window = _SALT.unpack_from(own)
-    return parse_kv_policy(str(KVPolicy(num_early, num_window, chooses=mark == _CHOICE)))
+    return parse_kv_policy(str(KVPolicy(num_early, num_window, choosers.get(mark))))

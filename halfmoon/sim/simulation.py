@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from halfmoon.kv.kv_policy import num_findable
 from halfmoon.policy.models.segments import SEGMENT_PASSES
 from halfmoon.policy.preemption import in_turn
 from halfmoon.policy.values import Placement
@@ -181,7 +182,7 @@ class _Run:
     def _prefix_blocks(self, job: Job) -> list[int]:
         """Ids of the whole blocks of a request that caches can know: other ones under each policy.
 
-        Under a policy that chooses, those of the prompt alone.
+        Under a policy that chooses, those of the prompt alone, or none.
         """
         prefixes, size = self._workload.prefixes, self._prefix_block_tokens
         if prefixes is None:
@@ -191,7 +192,8 @@ class _Run:
         if num * num_parts > 1:
             own = self._policies.index(job.policy)
             ids = [((block * num_parts + part) * num + own) % _IDS for block in ids for part in range(num_parts)]
-        return ids[: job.prompt // size] if job.policy is not None and job.policy.chooses else ids
+        is_choosing = job.policy is not None and job.policy.chooses
+        return ids[: num_findable(job.policy, job.prompt, job.prompt) // size] if is_choosing else ids
 
     def _begin(self, job: Job, placement: Placement) -> bool:
         """Puts a job on its workers, or ends one that they can never hold; False if the decode worker has no room."""

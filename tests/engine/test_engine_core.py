@@ -19,12 +19,12 @@ from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.kv.kv_policy import OBSERVERS, KVPolicy, policy_salt
+from halfmoon.kv.kv_policy import SNAPKV, KVPolicy, policy_salt
 from halfmoon.policy.models.chunk_length import ChunkRule
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 
 BLOCK = 16
-POLICIES = (None, KVPolicy(16, 16), KVPolicy(32, 16, chooses=True))
+POLICIES = (None, KVPolicy(16, 16), KVPolicy(32, 16, SNAPKV))
 NUM_BLOCKS = 16
 
 
@@ -95,7 +95,7 @@ def test_decodes_that_wait_for_a_step_of_others_count_with_their_tokens() -> Non
 
 
 def test_the_end_of_a_prompt_runs_at_once_and_what_it_chooses_replaces_the_rest() -> None:
-    core, salt = make(num_blocks=14), policy_salt(KVPolicy(32, 16, chooses=True), b"")
+    core, salt = make(num_blocks=14), policy_salt(KVPolicy(32, 16, SNAPKV), b"")
     core.add(request("r", 150, 40, tenant_salt=salt))
     for name in ("a", "b"):  # decodes, beside which a step has 32 tokens of a prompt
         core.reserve(request(name, 14, 40))
@@ -106,14 +106,14 @@ def test_the_end_of_a_prompt_runs_at_once_and_what_it_chooses_replaces_the_rest(
         core.check_integrity()
         ends.append(core.find("r").num_computed)
         free.append(core.stats().num_free_blocks)
-    assert [at for at in ends if at <= 150] == [32, 64, 96, 150 - OBSERVERS, 150]
+    assert [at for at in ends if at <= 150] == [32, 64, 96, 150 - SNAPKV.num_observers, 150]
     assert free[0] == 14 - (10 + 2) - 2 * 1  # of the prompt and of what it will choose
     assert core.find("r").kept_blocks == core.find("r").blocks[:2] + core.find("r").blocks[9:]
     assert core.find("r").dropped == range(2, 9)
 
 
 def test_a_prompt_that_chooses_waits_until_there_is_room_for_its_choice() -> None:
-    salt = policy_salt(KVPolicy(32, 16, chooses=True), b"")
+    salt = policy_salt(KVPolicy(32, 16, SNAPKV), b"")
     for num_blocks, num_computed in ((12, 0), (13, 150)):
         core = make(num_blocks)
         core.reserve(request("other", 14, 2))
@@ -125,7 +125,7 @@ def test_a_prompt_that_chooses_waits_until_there_is_room_for_its_choice() -> Non
 
 
 def test_an_answer_whose_prompt_chooses_can_always_be_computed_again() -> None:
-    salt = policy_salt(KVPolicy(32, 16, chooses=True), b"")
+    salt = policy_salt(KVPolicy(32, 16, SNAPKV), b"")
     one = request("r", 160, 60, tenant_salt=salt, output_token_ids=(1,) * 50)
     with pytest.raises(InvalidRequest):
         make(15).add(one)
@@ -138,7 +138,7 @@ def test_an_answer_whose_prompt_chooses_can_always_be_computed_again() -> None:
 
 
 def test_nothing_behind_a_choice_is_found_by_others() -> None:
-    core, salt = make(), policy_salt(KVPolicy(32, 16, chooses=True), b"")
+    core, salt = make(), policy_salt(KVPolicy(32, 16, SNAPKV), b"")
     core.add(request("first", 100, 60, tenant_salt=salt))
     while core.has_work():
         end(core, core.begin_step())
@@ -148,7 +148,7 @@ def test_nothing_behind_a_choice_is_found_by_others() -> None:
 
 
 def test_an_answer_to_a_prompt_that_keeps_all_is_not_found_where_it_would_be_read_whole() -> None:
-    core, salt = make(), policy_salt(KVPolicy(32, 16, chooses=True), b"")
+    core, salt = make(), policy_salt(KVPolicy(32, 16, SNAPKV), b"")
     core.add(request("first", 40, 100, tenant_salt=salt))
     while core.has_work():
         end(core, core.begin_step())

@@ -17,14 +17,15 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, TokenOutput
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVSlice
-from halfmoon.kv.kv_policy import KVPolicy, kv_policy_of, policy_salt
+from halfmoon.kv.kv_policy import H2O, SNAPKV, KVPolicy, kv_policy_of, policy_salt
 from tests.engine.engine_runs import finish, request
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 BLOCK_TOKENS = 8
 POLICY = KVPolicy(5, 12)  # one block, and two before a token's own
-CHOSEN = KVPolicy(12, 10, chooses=True)  # two blocks, and two before a token's own
-OBSERVERS, NEIGHBOURS = 32, 7
+CHOSEN = KVPolicy(12, 10, SNAPKV)  # two blocks, and two before a token's own
+HEAVY = KVPolicy(12, 10, H2O)
+CHOICES = {"snapkv": (32, 7), "h2o": (10**6, 1)}  # how many tokens choose, and over how many neighbours
 
 MakeEngine = Callable[..., Engine]
 
@@ -51,7 +52,7 @@ def asked(name: str = "a", length: int = 61, max_tokens: int = 30, policy: KVPol
     return under(policy, request(name, length, max_tokens, num_top_logprobs=3))
 
 
-@pytest.fixture(params=[POLICY, CHOSEN], ids=str)
+@pytest.fixture(params=[POLICY, CHOSEN, HEAVY], ids=str)
 def policy(request: pytest.FixtureRequest) -> KVPolicy:
     found: KVPolicy = request.param
     return found
@@ -76,9 +77,10 @@ def chosen(attention: Tensor, num_prompt: int, policy: KVPolicy) -> Tensor:
     if num_candidates <= num_chosen * BLOCK_TOKENS:
         early = torch.arange(num_chosen * BLOCK_TOKENS)
     else:
-        given = attention[:, max(num_prompt - OBSERVERS, 0) : num_prompt, :num_candidates].sum((0, 1))
-        padded = torch.nn.functional.pad(given, (NEIGHBOURS // 2, NEIGHBOURS // 2))
-        early = padded.unfold(0, NEIGHBOURS, 1).mean(1).topk(num_chosen * BLOCK_TOKENS).indices
+        observers, neighbours = CHOICES[str(policy).split(":")[0]]
+        given = attention[:, max(num_prompt - observers, 0) : num_prompt, :num_candidates].sum((0, 1))
+        padded = torch.nn.functional.pad(given, (neighbours // 2, neighbours // 2))
+        early = padded.unfold(0, neighbours, 1).mean(1).topk(num_chosen * BLOCK_TOKENS).indices
     for row in range(num_prompt, len(sees)):
         first = max(row // BLOCK_TOKENS - num_window, 0) * BLOCK_TOKENS
         hidden = torch.arange(len(sees)) < first
@@ -271,15 +273,16 @@ def test_a_preempted_request_is_computed_again_under_its_policy(
         check(reference(tiny_checkpoint("llama")), one, outputs)
 
 
+@pytest.mark.parametrize(("policy", "num_cached"), [(CHOSEN, 24), (HEAVY, 0)], ids=str)  # blocks of 61 - 32 tokens
 def test_what_is_chosen_does_not_depend_on_what_was_cached(
-    engine_of: Any, tiny_checkpoint: Any, reference: Any
+    policy: KVPolicy, num_cached: int, engine_of: Any, tiny_checkpoint: Any, reference: Any
 ) -> None:
     engine = engine_of()
     for name in ("first", "second"):
-        one = asked(name, policy=CHOSEN)
+        one = asked(name, policy=policy)
         engine.add(one)
         outputs = list(engine.step().outputs)
-        assert engine.find(name).num_cached == (24 if name == "second" else 0)  # whole blocks of 61 - 32 tokens
+        assert engine.find(name).num_cached == (num_cached if name == "second" else 0)
         check(reference(tiny_checkpoint("llama")), one, outputs + finish(engine))
 
 

@@ -16,7 +16,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
 from halfmoon.kv.kv_layout import KVSlice
-from halfmoon.kv.kv_policy import KVPolicy, policy_salt
+from halfmoon.kv.kv_policy import SNAPKV, KVPolicy, policy_salt
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
@@ -102,7 +102,7 @@ def test_with_quantised_kv_the_tokens_are_those_of_native(
     assert generate(make_triton("qwen3", **make), *requests) == generate(make_engine("qwen3", **make), *requests)
 
 
-@pytest.mark.parametrize("policy", [KVPolicy(3, 9), KVPolicy(12, 5, chooses=True)], ids=str)
+@pytest.mark.parametrize("policy", [KVPolicy(3, 9), KVPolicy(12, 5, SNAPKV)], ids=str)
 def test_under_a_kv_policy_the_tokens_are_those_of_native(
     make_engine: MakeEngine, make_triton: MakeEngine, policy: KVPolicy
 ) -> None:

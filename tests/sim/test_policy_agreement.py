@@ -18,7 +18,7 @@ from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.kv.kv_policy import KVPolicy, bound_of, num_at_once, parse_kv_policy, policy_salt
+from halfmoon.kv.kv_policy import H2O, SNAPKV, KVPolicy, bound_of, num_at_once, parse_kv_policy, policy_salt
 from halfmoon.pb.types_pb2 import Generation
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.latency import PrefillModel, StepModel
@@ -47,8 +47,8 @@ from tests.sim.test_scheduler_agreement import (
 
 NUM_BLOCKS = 400
 policies = st.builds(
-    lambda early, window, chooses: str(KVPolicy(max(early, int(chooses)), window, chooses)),
-    *(st.integers(0, 40), st.integers(1, 40), st.booleans()),
+    lambda early, window, chooser: str(KVPolicy(max(early, int(chooser is not None)), window, chooser)),
+    *(st.integers(0, 40), st.integers(1, 40), st.sampled_from((None, SNAPKV, H2O))),
 )
 
 
@@ -80,7 +80,7 @@ def simulated_blocks(policy: str, prompt: int, output: int, chunk: int, block_to
     blocks, decodes = JobBlocks(kv, block_tokens), DecodeBatch(block_tokens)
     used = []
     for _ in range(2):
-        num_known = prompt if policy.startswith("snapkv") else prompt + output - 1
+        num_known = {"snapkv": prompt, "h2o": 0}.get(policy.split(":")[0], prompt + output - 1)
         job = Job(0, 0.0, prompt, output, list(range(num_known // block_tokens)))
         job.keep_by(policy)
         assert blocks.admit(job)
@@ -156,7 +156,7 @@ def prefixes_of(rows: Rows, prompts: list[tuple[int, ...]]) -> Prefixes:
     return Prefixes(BLOCK_TOKENS, *columns[0], Prefixes(BLOCK_TOKENS, *columns[1]))
 
 
-@given(chats(), st.tuples(*3 * [st.sampled_from([None, "sinks:4+8", "sinks:0+3", "snapkv:4+8", "snapkv:9+30"])]))
+@given(chats(), st.tuples(*3 * [st.sampled_from([None, "sinks:4+8", "sinks:0+3", "snapkv:9+30", "h2o:4+8"])]))
 def test_requests_find_what_the_engines_find_of_those_with_the_same_policy(
     chat: tuple[Rows, BatchLimits, list[tuple[int, ...]]], kv_policies: tuple[str | None, str | None, str | None]
 ) -> None:
@@ -171,15 +171,15 @@ def test_only_requests_of_one_policy_share_what_they_computed() -> None:
     prompt = tuple(range(2, 66))
     rows = [(1 + 100 * number, 64, 4, number % 2) for number in range(4)]
     found = []
-    for kv_policy in ("sinks:4+8", "snapkv:4+8"):
+    for kv_policy in ("sinks:4+8", "snapkv:4+8", "h2o:4+8"):
         classes = (CLASSES[0], replace(CLASSES[1], kv_policy=kv_policy))
         prefixes = prefixes_of(rows, 4 * [prompt])
         results = simulated_results(rows, BatchLimits(), 500, classes=classes, prefixes=prefixes)
         found.append([cached for *_, cached in results])
-    assert found == [[0, 0, 60, 60], [0, 0, 60, 32]]
+    assert found == [[0, 0, 60, 60], [0, 0, 60, 32], [0, 0, 60, 0]]
 
 
-@given(cases(), st.sampled_from(["sinks:0+4", "sinks:4+8", "sinks:3+13", "snapkv:4+8"]))
+@given(cases(), st.sampled_from(["sinks:0+4", "sinks:4+8", "sinks:3+13", "snapkv:4+8", "h2o:4+8"]))
 def test_steps_under_a_policy_are_those_of_the_engine(case: tuple[Rows, BatchLimits, int], policy: str) -> None:
     rows, limits, num_blocks = case
     limits = replace(limits, follows_targets=False)  # simulated sequences behind their bound attend to a mean

@@ -24,7 +24,7 @@ from halfmoon.errors import (
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.keys import adapter_salt
 from halfmoon.kv.kv_layout import KVSlice
-from halfmoon.kv.kv_policy import KVPolicy, policy_salt
+from halfmoon.kv.kv_policy import SNAPKV, KVPolicy, policy_salt
 from halfmoon.pb import decode_pb2, prefill_pb2, types_pb2
 from halfmoon.rpc.transfer import transfer_to
 from halfmoon.worker.servicers.wire import request_from
@@ -103,7 +103,7 @@ async def test_two_workers_give_the_reference_tokens(start_worker: Start, tiny: 
     await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)
 
 
-@pytest.mark.parametrize("policy", [KVPolicy(3, 12), KVPolicy(12, 10, chooses=True)], ids=str)
+@pytest.mark.parametrize("policy", [KVPolicy(3, 12), KVPolicy(12, 10, SNAPKV)], ids=str)
 @pytest.mark.parametrize("num_prompt", [20, 64, 101])
 async def test_under_a_policy_only_what_is_kept_is_sent(
     start_worker: Start, tiny: Checkpoint, num_prompt: int, policy: KVPolicy

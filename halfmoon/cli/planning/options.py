@@ -75,7 +75,9 @@ class WorkloadOptions:
     ] = None
     kv_policy: Annotated[
         str | None,
-        typer.Option(help="KV that is kept of these requests, such as sinks:4+1024 or snapkv:512+64. Default: all."),
+        typer.Option(
+            help="KV that is kept of these requests, such as sinks:4+1024, snapkv:512+64 or h2o:512+512. Default: all."
+        ),
     ] = None
 
 

@@ -13,7 +13,7 @@ from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams,
 from halfmoon.engine.scheduling.restore_order import Restore
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.kv_policy import kv_policy_of, num_at_once, num_reusable
+from halfmoon.kv.kv_policy import Chooser, kv_policy_of, num_at_once, num_findable, num_reusable
 from halfmoon.policy.preemption import Pauses
 
 SequenceState = Literal["waiting", "running", "paused", "reserved", "held", "removed"]
@@ -24,6 +24,7 @@ class KVChoice(NamedTuple):
 
     blocks: list[int]
     num_candidates: int  # leading tokens of the prompt that are chosen from
+    chooser: Chooser
 
 
 class Sequence:
@@ -114,12 +115,8 @@ class Sequence:
 
     @property
     def num_findable(self) -> int:
-        """Leading computed tokens whose K and V others may share.
-
-        Under a policy that chooses, the output's do not see what they would see as a part of a prompt.
-        """
-        is_choosing = self.policy is not None and self.policy.chooses
-        return min(self.num_computed, self.num_prompt) if is_choosing else self.num_computed
+        """Leading computed tokens whose K and V others may share."""
+        return num_findable(self.policy, self.num_prompt, self.num_computed)
 
     @property
     def is_read_whole(self) -> bool:

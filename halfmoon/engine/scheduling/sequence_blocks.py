@@ -82,9 +82,11 @@ class SequenceBlocks:
     def prepare_choice(self, sequence: Sequence) -> None:
         """Takes these blocks. There must be enough."""
         num_blocks = self.num_chosen(sequence)
-        if num_blocks and sequence.policy is not None:
+        if num_blocks and sequence.policy is not None and sequence.policy.chooser is not None:
             unseen = sequence.policy.unseen(sequence.num_prompt, self._block_tokens)
-            sequence.choice = KVChoice(self._cache.allocate(num_blocks), unseen.stop * self._block_tokens)
+            sequence.choice = KVChoice(
+                self._cache.allocate(num_blocks), unseen.stop * self._block_tokens, sequence.policy.chooser
+            )
 
     def refill(self, sequence: Sequence) -> None:
         """Gives a sequence that was moved out new blocks for what it has computed."""

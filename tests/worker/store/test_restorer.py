@@ -14,7 +14,7 @@ import pytest
 from halfmoon.catalog.block_identity import block_id
 from halfmoon.catalog.entry import Tier
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
-from halfmoon.kv.kv_policy import KVPolicy, policy_salt
+from halfmoon.kv.kv_policy import H2O, SNAPKV, KVPolicy, policy_salt
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
@@ -123,12 +123,14 @@ async def test_quantised_kv_comes_back_from_the_store_as_it_was(
 
 
 @pytest.mark.parametrize(
-    ("policy", "num_loaded"), [(KVPolicy(3, 12), 80), (KVPolicy(12, 10, chooses=True), 48)], ids=str
+    ("policy", "num_loaded"),
+    [(KVPolicy(3, 12), 80), (KVPolicy(12, 10, SNAPKV), 48), (KVPolicy(12, 10, H2O), 0)],
+    ids=str,
 )
 async def test_under_a_policy_the_store_gives_what_was_computed_under_it(
     start_worker: Start, tiny: Checkpoint, policy: KVPolicy, num_loaded: int
 ) -> None:
-    """Of a prompt that is chosen from, the last 32 tokens are computed: they choose."""
+    """Of a prompt that is chosen from, the last 32 tokens are computed, or all: they choose."""
     async with served() as (_, address):
         first, again = [await start_worker("prefill", store=address) for _ in range(2)]
         believe(again, SLOW)

@@ -56,7 +56,8 @@ class ComputedBody(Part):
         max_length=32,
         pattern=f"^({PATTERN})$",
         description="sinks:S+W: KV of the first S and the latest W tokens alone is kept; snapkv:B+W: of the B that the "
-        "prompt's end attends to; whole: all of it; default: what the class says, or whole",
+        "prompt's end attends to; h2o:B+W: that all of it attends to; whole: all of it; default: what the class says, "
+        "or whole",
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from halfmoon.errors import AlreadyHere, Incompatible, InvalidRequest
-from halfmoon.kv.kv_policy import KVPolicy, policy_salt
+from halfmoon.kv.kv_policy import SNAPKV, KVPolicy, policy_salt
 from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import (
     BOTH,
@@ -301,7 +301,7 @@ def test_the_smallest_context_counts() -> None:
 def test_what_a_policy_chooses_needs_room_beside_a_request() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     sinks, chooses, all_of_it = (
-        policy_salt(policy, b"") for policy in (KVPolicy(16, 8), KVPolicy(10, 8, True), KVPolicy(99, 8, True))
+        policy_salt(policy, b"") for policy in (KVPolicy(16, 8), KVPolicy(10, 8, SNAPKV), KVPolicy(99, 8, SNAPKV))
     )
     membership.join(identity(), 0.0)
     assert membership.context_tokens(100, chooses) == 64  # its memory holds more
