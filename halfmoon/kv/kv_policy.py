@@ -126,9 +126,10 @@ def num_chosen(policy: KVPolicy | None, num_prompt: int, block_tokens: int) -> i
     return unseen.start if unseen else 0
 
 
-def most_chosen(policy: KVPolicy | None, block_tokens: int) -> int:
-    """The most that `num_chosen` is for any prompt."""
-    return num_chosen(policy, _FAR, block_tokens)
+def most_tokens(policy: KVPolicy | None, num_blocks: int, block_tokens: int) -> int:
+    """The longest request that `num_blocks` hold, with what is chosen of it if any that it chooses of fits."""
+    left = (num_blocks - num_chosen(policy, _FAR, block_tokens)) * block_tokens
+    return left if num_chosen(policy, left - 1, block_tokens) else num_blocks * block_tokens
 
 
 def most_blocks(policy: KVPolicy | None, num_prompt: int, num_tokens: int, block_tokens: int) -> int:

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.keys import adapter_of, adapter_salt
-from halfmoon.kv.kv_policy import H2O, SNAPKV, KVPolicy, kv_policy_of, parse_kv_policy, policy_salt
+from halfmoon.kv.kv_policy import (
+    H2O,
+    SNAPKV,
+    KVPolicy,
+    kv_policy_of,
+    most_blocks,
+    most_tokens,
+    parse_kv_policy,
+    policy_salt,
+)
 
 POLICIES = st.just(KVPolicy(0, 9)) | st.builds(
     KVPolicy, st.integers(1, 300), st.integers(1, 2000), st.sampled_from((None, SNAPKV, H2O))
@@ -23,6 +32,17 @@ def test_sinks_and_window_are_seen_and_what_is_freed_stays_so(policy: KVPolicy, 
         assert policy.num_window <= position + 1 - unseen.stop * size <= policy.num_window + 2 * size
     later = policy.unseen(position + 1, size)
     assert (later.start, later.stop >= unseen.stop) == (unseen.start, True)
+
+
+@given(POLICIES, st.integers(1, 300), st.integers(1, 5000), st.sampled_from((8, 16, 64)))
+def test_no_prompt_that_fits_is_longer_than_a_request_may_be(
+    policy: KVPolicy, num_blocks: int, num_prompt: int, size: int
+) -> None:
+    most = most_tokens(policy, num_blocks, size)
+    if most_blocks(policy, num_prompt, num_prompt + 1, size) <= num_blocks:
+        assert num_prompt < most
+        assert most_blocks(policy, num_prompt, most, size) <= num_blocks, "an answer may go on to the end"
+    assert most_tokens(None, num_blocks, size) == num_blocks * size
 
 
 @given(POLICIES, st.sampled_from(("", "ab" * 16)), st.binary(max_size=40).filter(lambda salt: salt[:1] < b"\xfb"))

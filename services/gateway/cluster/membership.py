@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from halfmoon.errors import AlreadyHere
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.kv.kv_policy import kv_policy_of, most_chosen, most_seen
+from halfmoon.kv.kv_policy import kv_policy_of, most_seen, most_tokens
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.pb.prefill_pb2 import KVSource
@@ -310,8 +310,7 @@ class Membership:
         if policy is None or not policy.chooses:
             return context_tokens
         sizes = ((member.identity.total_blocks, member.identity.layout.block_tokens) for member in self.members())
-        left = ((num_blocks - most_chosen(policy, size)) * size for num_blocks, size in sizes)
-        return max(min([context_tokens, *left]), 1)
+        return min([context_tokens, *(most_tokens(policy, num_blocks, size) for num_blocks, size in sizes)])
 
     def _forget_layout(self, member: Member) -> None:
         layout = layout_from(member.identity.layout)

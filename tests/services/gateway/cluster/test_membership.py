@@ -305,9 +305,9 @@ def test_what_a_policy_chooses_needs_room_beside_a_request() -> None:
     )
     membership.join(identity(), 0.0)
     assert membership.context_tokens(100, chooses) == 64  # its memory holds more
-    membership.join(identity("small", total_blocks=5), 0.0)
-    found = [membership.context_tokens(100, salt) for salt in (b"", sinks, chooses, all_of_it)]
-    assert found == [40, 40, 24, 1]
+    membership.join(identity("small", total_blocks=7), 0.0)
+    lengths = [membership.context_tokens(100, salt) for salt in (b"", sinks, chooses, all_of_it)]
+    assert lengths == [56, 56, 40, 56], "nothing is chosen of a prompt that fits with 99 tokens chosen"
 
 
 def test_whether_a_worker_may_be_ready_soon() -> None:
