@@ -122,7 +122,7 @@ class EngineCore:
     def pause_s(self) -> float:
         """How long the next step may wait, from the end of the last one, for answers on their way; 0: not at all."""
         running = self._queues.running
-        if not self._shares_cores or self._queues.waiting or not all(one.is_decoding for one in running):
+        if not self._shares_cores or self._queues.waiting or not all(sequence.is_decoding for sequence in running):
             return 0.0
         targets_s = (sequence.request.tbt_target_s for sequence in running)
         return gathering_pause_s(self.last_step_s, len(running), self._queues.num_reserved, targets_s)
