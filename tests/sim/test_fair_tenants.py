@@ -65,3 +65,22 @@ def test_one_tenant_is_served_as_without_tenants() -> None:
     workload = arrivals({0: 1.0}, seconds=50.0)
     alone, plain = run(workload), run(replace(workload, tenants=None))
     assert np.array_equal(alone.end_s, plain.end_s)
+
+
+def test_a_request_that_no_worker_can_ever_hold_takes_no_room_from_others() -> None:
+    """What it would choose does not fit. As in the gateway, only a request that finds no room now tells of little."""
+    prompts, outputs, tenants = (
+        np.array(column) for column in zip(*4 * [(60, 400, 0)], (7_900, 40, 1), (30, 200, 1), (60, 400, 0), strict=True)
+    )
+    workload = Workload(np.arange(7.0) / 10, prompts, outputs, tenants=tenants)
+    groups = tuple(replace(one, kv_tokens=8_192) for one in pair().groups)
+    spec = replace(pair(), groups=groups, kv_policy="snapkv:512+64", block_tokens=64, admission="off")
+    assert simulate(spec, workload, policies="always").is_completed.tolist() == [
+        True,
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]

@@ -287,7 +287,7 @@ class PolicyRouter:
             return
         self._admitted.remove(job.index)
         ttft_s = tpot_s = None
-        if job.outcome == "refused":
+        if job.outcome == "refused" and job.num_refusals:  # by workers; what they can never hold says nothing of room
             self._admission.note_no_room(str(job.index), now_s)
         if job.outcome == "completed":
             self._note_overheads(job)
