@@ -197,12 +197,12 @@ def host_choice_config(settings: WorkerSettings) -> HostChoiceConfig | None:
 
 
 def shares_cores(settings: WorkerSettings) -> bool:
-    """Whether the threads of this host's workers exceed its cores, if all have as many as this one."""
+    """Whether this host's workers, or their threads if all have as many as this one, exceed its cores."""
     if settings.host_workers == 1 or _device(settings.device) != "cpu":
         return False
     num_ranks = settings.tensor_parallel * settings.pipeline_parallel * settings.sequence_parallel
     threads = num_threads() if settings.num_threads is None else settings.num_threads * num_ranks
-    return threads > math.ceil(num_cores() / settings.host_workers)
+    return settings.host_workers > num_cores() or threads > math.ceil(num_cores() / settings.host_workers)
 
 
 def _device(requested: str) -> str:

@@ -339,10 +339,10 @@ def test_a_worker_with_vllm_refuses_rounded_kv() -> None:
     [
         (2, "2", {"host_workers": 2}, True),
         (2, "1", {"host_workers": 2}, False),
+        (1, "1", {"host_workers": 2}, True),
         (2, "1", {"host_workers": 2, "num_threads": 1, "tensor_parallel": 2}, True),
         (7, "3", {"host_workers": 3}, False),  # the cores do not divide evenly
         (2, "4", {}, False),  # nobody else is here
-        (2, "2", {"host_workers": 2, "device": "cuda"}, False),
     ],
 )
 def test_a_worker_knows_whether_others_need_its_cores(

@@ -99,9 +99,13 @@ def worker_spec(
 
 
 def _host_workers(service: str, options: UpOptions) -> dict[str, str]:
-    """Returns the setting by which workers divide this host's memory. Which of them share another host is unknown."""
+    """Returns the setting by which workers divide this host, unless the environment has it.
+
+    Which of them share another host is unknown.
+    """
     here = len(wanted_workers(options)) if options.on == "this-host" else 1
-    return variables(service, {service: {"host_workers": str(here)}})
+    found = variables(service, {service: {"host_workers": str(here)}})
+    return {name: text for name, text in found.items() if name not in os.environ}
 
 
 def _options(chosen: Mapping[str, str]) -> Iterator[str]:
