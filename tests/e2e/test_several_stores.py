@@ -69,7 +69,10 @@ async def test_hot_blocks_are_copied_to_the_chosen_workers_store_and_go_when_the
         asked = 0
         while not await stores.total("num_cooled_total"):
             prompt = [1000 + 17 * asked + n for n in range(PROMPT_TOKENS)]
+            num_stored = await stores.total("num_stored_total")
             alone = await answer(system, session, prompt)  # one worker has it, and is busy with it in a moment
+            while await stores.total("num_stored_total") == num_stored:  # once that worker has been idle for a while
+                await asyncio.sleep(0.2)
             crowd = await asyncio.gather(*(answer(system, session, prompt) for _ in range(NUM_AT_ONCE)))
             assert {*crowd} == {alone}, "wherever it was computed"
             asked += 1
