@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from halfmoon import host_limits
 from halfmoon.errors import Incompatible
 from halfmoon.kv.kv_layout import FloatDtype, KVDtype
 from halfmoon.policy.offload.host_choice import Objective
@@ -65,7 +67,7 @@ class EngineConfig:
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of KV in memory; auto: `dtype`
     block_tokens: int = 64
     kv_memory_bytes: int | None = None  # per rank; on a CPU, of all ranks of a host; None: `kv_memory/kv_budget.py`
-    host_workers: int = 1  # that start on this host at once and divide its free memory, where a size is None
+    host_workers: int = 1  # that start on this host at once: they divide its free memory, where a size is None
     gpu_memory_utilization: float = 0.9  # the share of a GPU for weights, KV and steps, if kv_memory_bytes is None
     num_blocks: int | None = None  # overrides kv_memory_bytes
     paused_bytes: int | None = None  # host memory for KV of paused answers; None: `kv_memory/kv_budget.py`; 0: none
@@ -73,7 +75,6 @@ class EngineConfig:
     chunk_tokens: int | None = None  # prefill tokens in a step that also decodes; None: 128 on a CPU, else 512
     max_running: int = 64
     num_threads: int | None = None  # None: torch's own choice
-    shares_cores: bool = False  # on a CPU, with workers that hand over to this one: `policy/models/gathering.py`
     load_threads: int | None = None  # while loading; 1 leaves no thread behind, so that the process may fork
     max_context_tokens: int | None = None  # None: the model's
     weights: Literal["checkpoint", "dummy"] = "checkpoint"
@@ -196,6 +197,15 @@ class EngineConfig:
     def num_ranks_here(self) -> int:
         """Number of these processes on this host."""
         return self.num_ranks - (0 if self.joined is None else self.joined.count)
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether this host's workers, or their threads if all have as many as this one, exceed its cores."""
+        if self.host_workers == 1 or self.device != "cpu":
+            return False
+        threads = host_limits.num_threads() if self.num_threads is None else self.num_threads * self.num_ranks_here
+        cores = host_limits.num_cores()
+        return self.host_workers > cores or threads > math.ceil(cores / self.host_workers)
 
     @property
     def attention_backend(self) -> Literal["sdpa", "native", "triton", "flex"]:

@@ -36,6 +36,7 @@ from halfmoon.errors import ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key
 from halfmoon.kv.kv_layout import KVSlice
+from halfmoon.policy.models.gathering import gathering_pause_s
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Engine(EngineCore):
         self.checkpoint = checkpoint
         layout = kv_layout(checkpoint.model_config, config)
         self.config = config = with_chosen_host(checkpoint, config, layout)
+        self._shares_cores = config.shares_cores
         most_tokens = most_context_tokens(checkpoint, config)
         self._runner, memory, self._weights = assemble(checkpoint, config, layout, on_progress)
         reached = memory if isinstance(memory, ParallelRunner) else KVByTicket(memory, layout)
@@ -74,7 +76,6 @@ class Engine(EngineCore):
                 config.prefill_chunk_tokens,
                 config.max_running,
                 config.speculation == "ngram",
-                config.shares_cores,
                 None if config.offload is not None else checkpoint.model_config.longest_window,
             ),
             partial(root_key, checkpoint.fingerprint, layout) if config.prefix_cache else None,
@@ -119,6 +120,14 @@ class Engine(EngineCore):
     def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """Reads the canonical KV bytes of a held block, of all layers or of some successive ones. Any thread."""
         return self._kv.read_block(block, self.layout, layers)
+
+    def pause_s(self) -> float:
+        """How long the next step may wait, from the end of the last one, for answers on their way; 0: not at all."""
+        running = self._queues.running
+        if not self._shares_cores or self._queues.waiting or not all(sequence.is_decoding for sequence in running):
+            return 0.0
+        targets_s = (sequence.request.tbt_target_s for sequence in running)
+        return gathering_pause_s(self.last_step_s, len(running), self._queues.num_reserved, targets_s)
 
     def step(self) -> StepResult:
         """Runs one step. A failure inside it ends its requests with "error"; the engine goes on.

@@ -36,7 +36,6 @@ from halfmoon.engine.scheduling.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.policy.models.chunk_length import ChunkRule
-from halfmoon.policy.models.gathering import gathering_pause_s
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.policy.models.measured_step import MeasuredStep
 from halfmoon.policy.retries import retry_ms_when_full
@@ -76,7 +75,6 @@ class EngineCore:
         self.num_blocks = limits.num_blocks
         self.last_step_s = 0.0  # duration of the last non-empty step
         self._limits = limits
-        self._shares_cores = step_limits.shares_cores
         self._finish_reason = finish_reason
         self._cache = PrefixCache(pool, self.layout.block_tokens, root)
         self._scheduler = Scheduler(self._cache, self.layout.block_tokens, step_limits, paused_kv)
@@ -118,14 +116,6 @@ class EngineCore:
                 result.num_prefill_pairs,
             )
         )
-
-    def pause_s(self) -> float:
-        """How long the next step may wait, from the end of the last one, for answers on their way; 0: not at all."""
-        running = self._queues.running
-        if not self._shares_cores or self._queues.waiting or not all(sequence.is_decoding for sequence in running):
-            return 0.0
-        targets_s = (sequence.request.tbt_target_s for sequence in running)
-        return gathering_pause_s(self.last_step_s, len(running), self._queues.num_reserved, targets_s)
 
     def reserve(self, request: EngineRequest, on_kv: OnKV | None = None, now_s: float = 0.0) -> int:
         """Reserves blocks for a request whose KV comes from another worker, and pauses answers for it if need be.

@@ -43,7 +43,7 @@ class Chooser(NamedTuple):
 
 SNAPKV = Chooser("snapkv", b"\xfc", 32, 7)
 H2O = Chooser("h2o", b"\xfb", _MOST_TOKENS, 1)
-_CHOOSERS = (SNAPKV, H2O)
+_CHOOSERS = {chooser.mark: chooser for chooser in (SNAPKV, H2O)}
 
 
 class KVPolicy(NamedTuple):
@@ -152,7 +152,8 @@ def parse_kv_policy(text: str) -> KVPolicy | None:
         )
     name, numbers = text.split(":")
     num_early, num_window = map(int, numbers.split("+"))
-    policy = KVPolicy(num_early, num_window, next((one for one in _CHOOSERS if one.name == name), None))
+    chooser = next((chooser for chooser in _CHOOSERS.values() if chooser.name == name), None)
+    policy = KVPolicy(num_early, num_window, chooser)
     if not 1 <= policy.num_window <= _MOST_TOKENS or not policy.chooses <= policy.num_early <= _MOST_TOKENS:
         raise InvalidRequest(
             f"kv_policy is {text!r}: the window must have 1 to {_MOST_TOKENS} tokens, what is chosen as many, and the "
@@ -173,10 +174,9 @@ def policy_salt(policy: KVPolicy | None, tenant_salt: bytes) -> bytes:
 def kv_policy_of(salt: bytes) -> KVPolicy | None:
     """The policy that KV under this salt is computed with. Raises InvalidRequest for a salt that was cut."""
     own = salt[ADAPTER_SALT_BYTES:] if adapter_of(salt) else salt
-    choosers = {one.mark: one for one in _CHOOSERS}
-    if not own.startswith((_SINKS, *choosers)):
+    if not own.startswith((_SINKS, *_CHOOSERS)):
         return None
     if len(own) < _SALT.size:
         raise InvalidRequest("the salt names a policy and is too short for it", param="kv_policy")
     mark, num_early, num_window = _SALT.unpack_from(own)
-    return parse_kv_policy(str(KVPolicy(num_early, num_window, choosers.get(mark))))
+    return parse_kv_policy(str(KVPolicy(num_early, num_window, _CHOOSERS.get(mark))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -20,7 +19,6 @@ from halfmoon.engine.engine_facts import EngineFacts
 from halfmoon.engine.step_result import StepResult
 from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.errors import InvalidRequest
-from halfmoon.host_limits import num_cores, num_threads
 from halfmoon.policy.forecast.restore_plan import LAYER_PASSES
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
 from halfmoon.policy.offload.host_choice import Objective
@@ -144,7 +142,6 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
         host_choice=host_choice_config(settings),
         cuda_graphs=settings.cuda_graphs,
         num_threads=settings.num_threads,
-        shares_cores=shares_cores(settings),
         load_threads=load_threads,
         tensor_parallel=settings.tensor_parallel,
         pipeline_parallel=settings.pipeline_parallel,
@@ -194,15 +191,6 @@ def host_choice_config(settings: WorkerSettings) -> HostChoiceConfig | None:
     objective: Objective = "latency" if settings.offload_schedule == "latency" else "throughput"
     device_bytes = None if settings.device_memory is None else int(settings.device_memory)
     return HostChoiceConfig(weights, kv, objective, device_bytes)
-
-
-def shares_cores(settings: WorkerSettings) -> bool:
-    """Whether this host's workers, or their threads if all have as many as this one, exceed its cores."""
-    if settings.host_workers == 1 or _device(settings.device) != "cpu":
-        return False
-    num_ranks = settings.tensor_parallel * settings.pipeline_parallel * settings.sequence_parallel
-    threads = num_threads() if settings.num_threads is None else settings.num_threads * num_ranks
-    return settings.host_workers > num_cores() or threads > math.ceil(num_cores() / settings.host_workers)
 
 
 def _device(requested: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.engine_thread import EngineThread
 from halfmoon.engine.request import EngineRequest, SamplingParams
@@ -100,10 +101,11 @@ async def test_steps_wait_for_answers_on_their_way_and_commands_do_not(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "halfmoon.engine.engine_core.gathering_pause_s",
+        "halfmoon.engine.engine.gathering_pause_s",
         lambda step_s, batch, num_coming, targets_s: 3600.0 if num_coming >= 2 else 0.0,
     )
-    engine, results = make_engine(shares_cores=True), asyncio.Queue[StepResult]()
+    monkeypatch.setattr("halfmoon.host_limits.num_cores", lambda: 1)
+    engine, results = make_engine(host_workers=2), asyncio.Queue[StepResult]()
     thread = EngineThread(engine, results.put_nowait, None)
     for name in ("b", "c"):
         engine.reserve(request(name))
@@ -119,3 +121,23 @@ async def test_steps_wait_for_answers_on_their_way_and_commands_do_not(
     while not (result := await results.get()).outputs[0].finish_reason:
         assert result.num_decode_seqs == 1
     await thread.stop()
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "options", "expected"),
+    [
+        (2, "2", {"host_workers": 2}, True),
+        (2, "1", {"host_workers": 2}, False),
+        (1, "1", {"host_workers": 2}, True),
+        (2, "1", {"host_workers": 2, "num_threads": 1, "tensor_parallel": 2}, True),
+        (7, "3", {"host_workers": 3}, False),  # the cores do not divide evenly
+        (2, "4", {}, False),  # nobody else is here
+        (2, "2", {"host_workers": 2, "device": "cuda"}, False),
+    ],
+)
+def test_a_worker_knows_whether_others_need_its_cores(
+    cores: int, threads: str, options: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfmoon.host_limits.num_cores", lambda: cores)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert EngineConfig(**options).shares_cores is expected

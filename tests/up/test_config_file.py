@@ -18,7 +18,7 @@ from halfmoon.up.config.settings_table import settings_table
 from halfmoon.up.specs.service_specs import gateway_spec, other_specs
 from halfmoon.up.supervision.child import ServiceSpec
 from halfmoon.up.up_options import PreparedModel, UpOptions
-from halfmoon.worker.engine_host import host_choice_config, load_shared, loaded_host, offload_config, shares_cores
+from halfmoon.worker.engine_host import host_choice_config, load_shared, loaded_host, offload_config
 from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
@@ -332,22 +332,3 @@ def test_a_worker_with_vllm_refuses_our_weights_on_the_host() -> None:
 def test_a_worker_with_vllm_refuses_rounded_kv() -> None:
     with pytest.raises(InvalidRequest, match="--kv-dtype int8 is of our own engine"):
         loaded_host(DecodeSettings(gateway="x:1", engine="vllm", kv_dtype="int8"), None)
-
-
-@pytest.mark.parametrize(
-    ("cores", "threads", "options", "expected"),
-    [
-        (2, "2", {"host_workers": 2}, True),
-        (2, "1", {"host_workers": 2}, False),
-        (1, "1", {"host_workers": 2}, True),
-        (2, "1", {"host_workers": 2, "num_threads": 1, "tensor_parallel": 2}, True),
-        (7, "3", {"host_workers": 3}, False),  # the cores do not divide evenly
-        (2, "4", {}, False),  # nobody else is here
-    ],
-)
-def test_a_worker_knows_whether_others_need_its_cores(
-    cores: int, threads: str, options: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("halfmoon.worker.engine_host.num_cores", lambda: cores)
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    assert shares_cores(DecodeSettings(**{"gateway": "x:1", "device": "cpu", **options})) is expected

@@ -79,7 +79,8 @@ def observed_attention(q: Tensor, keys: Tensor, rule: AttentionRule) -> Tensor:
     """
     (num_kv_heads, num_tokens, _), first = keys.shape, keys.shape[1] - len(q)  # position of the first query
     grouped = q.view(len(q), num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)
-    positions, result = torch.arange(num_tokens, device=q.device), torch.zeros(num_kv_heads, num_tokens).to(q.device)
+    positions = torch.arange(num_tokens, device=q.device)
+    result = torch.zeros(num_kv_heads, num_tokens, device=q.device)
     for begin in range(0, len(q), _QUERIES_AT_ONCE):
         part = grouped[:, :, begin : begin + _QUERIES_AT_ONCE]
         end = first + begin + part.shape[2]  # no query of the part sees further

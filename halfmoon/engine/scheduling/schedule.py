@@ -16,7 +16,6 @@ class SchedulerLimits:
     chunk_tokens: int = 512
     max_running: int = 64
     speculates: bool = False  # decodes also run guessed tokens (`speculation.py`)
-    shares_cores: bool = False  # with workers that compute prompts for this one (`gathering_pause_s`)
     window_tokens: int | None = None  # no layer lets a token see further back, itself included; None: some does
 
 

@@ -44,13 +44,14 @@ class ChainQueue:
 
     def offer(self, chains: Iterable[BlockChain]) -> None:
         """Queues chains that are in the prefix cache now."""
+        now_s = self._clock()
         for chain in chains:
-            self._offered_s = self._clock()
+            self._offered_s = now_s
             before = self._waiting.get(chain.request_id)
             if before is None and len(self._waiting) >= self._max_waiting:
                 self._on_drop()
             elif chain.keys:
-                self._waiting[chain.request_id] = _Waiting(chain, self._clock() if before is None else before.since_s)
+                self._waiting[chain.request_id] = _Waiting(chain, now_s if before is None else before.since_s)
                 self._has_some.set()
                 self._idle.clear()
 

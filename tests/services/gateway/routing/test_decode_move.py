@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.errors import NotFound, Unavailable
+from halfmoon.errors import HalfmoonError, NotFound, Unavailable
 from halfmoon.pb.gateway_pb2 import LatencyProfile, WorkerLoad
 from halfmoon.pb.prefill_pb2 import KVSource, PrefillEvent, PrefillRequest
 from services.gateway.progress import Progress
@@ -39,6 +39,18 @@ async def leaving(fleet: Fleet, num_tokens: int = 12) -> tuple[FakeWorker, FakeW
 
 async def drain(fleet: Fleet, name: str = "d0") -> None:
     assert (await ask(fleet, "POST", f"/halfmoon/v1/workers/{name}/drain", json={}))[0] == 200
+
+
+def refusing_ahead(error: HalfmoonError) -> Callable[[FakeWorker, PrefillRequest], AsyncIterator[PrefillEvent]]:
+    """A worker's prefills, but for those of tokens that are computed ahead."""
+
+    async def prefill(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        if request.keeps_partial:
+            raise error
+        async for event in worker.usual_prefill(request):
+            yield event
+
+    return prefill
 
 
 async def test_its_blocks_go_ahead_and_it_follows(tmp_path: Path) -> None:
@@ -134,30 +146,18 @@ async def test_without_being_asked_nothing_moves_off_busy_workers(tmp_path: Path
 
 
 async def test_a_worker_that_keeps_whole_blocks_only_computes_the_rest_when_it_is_there(tmp_path: Path) -> None:
-    async def refuse(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
-        if request.keeps_partial:
-            raise NotFound("nothing to load")
-        async for event in worker.usual_prefill(request):
-            yield event
-
     async with running_fleet(tmp_path) as fleet:
         _, second, answer = await leaving(fleet)
-        second.on_prefill = refuse
+        second.on_prefill = refusing_ahead(NotFound("nothing to load"))
         await drain(fleet)
         assert await text_of(answer) == TEXT
     assert [call.keeps_partial for call in second.calls.prefills] == [False, True, False]
 
 
 async def test_an_answer_is_not_moved_to_a_worker_that_fails_to_compute_ahead(tmp_path: Path) -> None:
-    async def refuse(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
-        if request.keeps_partial:
-            raise Unavailable("gone")
-        async for event in worker.usual_prefill(request):
-            yield event
-
     async with running_fleet(tmp_path) as fleet:
         first, second, answer = await leaving(fleet)
-        second.on_prefill = refuse
+        second.on_prefill = refusing_ahead(Unavailable("gone"))
         await drain(fleet)
         await soon(second.calls.prefill_ended.wait())
         assert first.script.decode_gate is not None
