@@ -218,7 +218,7 @@ class EngineCore:
     def begin_step(self, now_s: float = 0.0) -> Step:
         """Schedules the next step and its blocks. It is empty if there is no work, or all work waits for blocks."""
         schedule = self._scheduler.schedule(now_s)
-        counts = step_counts(schedule, self._queues.pause_counts)
+        counts = step_counts(schedule, self._queues.pause_counts, self.layout.block_tokens)
         for sequence in self._queues.take_admitted():
             self._restores.tell(sequence)
         return Step(schedule, counts, self._kv_watch.begin(schedule.scheduled))
@@ -266,7 +266,9 @@ class EngineCore:
             num_held=self._queues.num_held,
             num_waiting_tokens=sum(sequence.num_uncomputed for sequence in (*running, *waiting)),
             num_prefilling=len(running) - len(decoding),
-            decode_context_tokens=sum(len(sequence.token_ids) for sequence in decoding),
+            decode_context_tokens=sum(
+                len(sequence.token_ids) - sequence.num_unseen(self.layout.block_tokens) for sequence in decoding
+            ),
         )
 
     def check_integrity(self) -> None:

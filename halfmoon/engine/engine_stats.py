@@ -19,4 +19,4 @@ class EngineStats:
     num_waiting_tokens: int  # not computed yet, over waiting and running requests
     num_paused: int = 0
     num_prefilling: int = 0  # running ones whose prompt is not computed yet
-    decode_context_tokens: int = 0  # of the other running ones, whether or not the last step had them
+    decode_context_tokens: int = 0  # that the other running ones see, whether or not the last step had them

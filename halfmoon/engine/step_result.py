@@ -36,14 +36,13 @@ class StagedWork:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did. `context_tokens` is the sum of the sequences' lengths after it."""
+    """What one step did."""
 
     outputs: tuple[TokenOutput, ...] = ()
     num_prefill_tokens: int = 0
     num_prefill_pairs: float = 0.0  # pairs of such a token and a token that it attends to
     num_decode_seqs: int = 0
-    context_tokens: int = 0
-    decode_context_tokens: int = 0  # of the decoding sequences
+    decode_context_tokens: int = 0  # that the decoding sequences see, their newest included
     num_drafts: int = 0  # guessed tokens that ran behind those of the decoding sequences
     num_right_drafts: int = 0  # of these, how many were what was drawn
     num_spread_tokens: int = 0  # tokens of a step for which sequence ranks exchanged keys or queries

@@ -91,6 +91,21 @@ def most_seen(policy: KVPolicy | None, block_tokens: int) -> float:
     return math.inf if policy is None else bound_of(policy, block_tokens).mean_seen
 
 
+def reads_whole(policy: KVPolicy | None, num_prompt: int, num_computed: int) -> bool:
+    """Whether what is computed next sees everything before it: no policy holds, or not before the prompt's end."""
+    return policy is None or (policy.chooses and num_computed < num_prompt)
+
+
+def num_pairs(policy: KVPolicy | None, num_before: int, num_new: int, block_tokens: int) -> float:
+    """Pairs of new tokens and those that they see, in the mean over a block; policy None: all tokens before them."""
+    num_growing, bounded = num_new, 0.0
+    if policy is not None:
+        most_tokens, mean_seen = bound_of(policy, block_tokens)
+        num_growing = min(max(most_tokens - num_before, 0), num_new)
+        bounded = (num_new - num_growing) * (mean_seen - 0.5)
+    return num_growing * (num_before + num_growing / 2) + bounded
+
+
 def num_reusable(policy: KVPolicy | None, num_prompt: int, num_tokens: int) -> int:
     """Leading tokens of `num_tokens` whose KV may come from elsewhere; at least one is left to compute."""
     if policy is None or policy.chooser is None:

@@ -216,10 +216,10 @@ def test_step_results_count(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(request("a", 20))
     result = engine.step()
-    assert (result.num_prefill_tokens, result.num_decode_seqs, result.context_tokens) == (20, 0, 20)
+    assert (result.num_prefill_tokens, result.num_decode_seqs, result.num_prefill_pairs) == (20, 0, 200)
     engine.add(request("b", 8))
     result = engine.step()
-    assert (result.num_prefill_tokens, result.num_decode_seqs, result.context_tokens) == (8, 1, 21 + 8)
+    assert (result.num_prefill_tokens, result.num_decode_seqs, result.decode_context_tokens) == (8, 1, 21)
     assert result.duration_s > 0
 
 

@@ -94,6 +94,27 @@ def test_decodes_that_wait_for_a_step_of_others_count_with_their_tokens() -> Non
     assert core.stats().decode_context_tokens == 6 * 21 + 11
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_count_the_tokens_that_a_policy_lets_theirs_see(policy: KVPolicy | None) -> None:
+    """Step models learn from them, and what a worker reports is their input."""
+
+    def num_seen(position: int) -> int:
+        return position + 1 - (0 if policy is None else len(policy.unseen(position, BLOCK)) * BLOCK)
+
+    core, pairs, contexts, reported = make(), 0.0, [], []
+    core.add(request("r", 150, 40, tenant_salt=policy_salt(policy, b"")))
+    while core.find("r").num_output < 30:
+        reported.append(core.stats().decode_context_tokens)
+        result = end(core, core.begin_step())
+        pairs += result.num_prefill_pairs
+        contexts.append(result.decode_context_tokens)
+    num_before = contexts.count(0)
+    assert contexts[num_before:] == reported[num_before:] == [num_seen(150 + at) for at in range(29)]
+    whole = policy is None or policy.chooses
+    expected = sum(position + 1 if whole else num_seen(position) for position in range(150)) - 75
+    assert pairs == pytest.approx(expected, rel=0.01)
+
+
 def test_the_end_of_a_prompt_runs_at_once_and_what_it_chooses_replaces_the_rest() -> None:
     core, salt = make(num_blocks=14), policy_salt(KVPolicy(32, 16, SNAPKV), b"")
     core.add(request("r", 150, 40, tenant_salt=salt))

@@ -18,7 +18,7 @@ from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.kv.kv_policy import H2O, SNAPKV, KVPolicy, bound_of, num_at_once, parse_kv_policy, policy_salt
+from halfmoon.kv.kv_policy import H2O, SNAPKV, KVPolicy, bound_of, num_at_once, num_pairs, parse_kv_policy, policy_salt
 from halfmoon.pb.types_pb2 import Generation
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.latency import PrefillModel, StepModel
@@ -29,7 +29,6 @@ from halfmoon.sim.simulation import simulate
 from halfmoon.sim.worker.decode_batch import DecodeBatch
 from halfmoon.sim.worker.job import Job
 from halfmoon.sim.worker.job_blocks import JobBlocks
-from halfmoon.sim.worker.kept_kv import num_pairs
 from halfmoon.sim.worker.kv_memory import KvMemory
 from halfmoon.sim.workloads.named_workload import named_workload
 from halfmoon.sim.workloads.workload import Prefixes

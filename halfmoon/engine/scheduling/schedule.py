@@ -37,6 +37,10 @@ class ScheduledSequence:
         """Position of the first token that runs."""
         return self.sequence.num_computed + self.num_arriving
 
+    def num_seen(self, block_tokens: int) -> int:
+        """Tokens that its last one attends to, itself included."""
+        return self.start + self.num_tokens - self.sequence.num_unseen(block_tokens)
+
     def arriving_blocks(self, block_tokens: int) -> range:
         """The blocks that arrive."""
         return range(self.sequence.num_computed // block_tokens, self.start // block_tokens)

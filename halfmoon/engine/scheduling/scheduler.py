@@ -76,8 +76,8 @@ class Scheduler:
         num_tokens = sum(item.num_tokens for item in prefills)
         if not prefills or not have_text or num_tokens > _MOST_AHEAD or not any(step):
             return False
-        rows, context_tokens = _rows(prefills)
-        decode_rows, decode_context_tokens = _rows(decodes)
+        rows, context_tokens = self._rows(prefills)
+        decode_rows, decode_context_tokens = self._rows(decodes)
         together_s = step.seconds(rows + decode_rows, context_tokens + decode_context_tokens)
         return step.seconds(rows, context_tokens) <= _AHEAD_SHARE * together_s
 
@@ -103,8 +103,7 @@ class Scheduler:
         """Most prompt tokens beside these decodes, where `first` is the first prompt."""
         requests = [one.sequence.request for one in decodes]
         targets_s = (math.inf if request.prefill_only else request.tbt_target_s for request in requests)
-        context_tokens = sum(one.sequence.num_seen(self._block_tokens) + len(one.drafts) for one in decodes)
-        beside = decodes_with_targets(sum(one.num_tokens for one in decodes), context_tokens, targets_s)
+        beside = decodes_with_targets(*self._rows(decodes), targets_s)
         limits = self._limits
         return self.chunk_rule.tokens(limits.chunk_tokens, limits.max_batch_tokens, beside, first.num_computed)
 
@@ -179,8 +178,7 @@ class Scheduler:
                 shorter.append(sequence)
         return sorted(shorter, key=lambda sequence: sequence.num_uncomputed)
 
-
-def _rows(items: Iterable[ScheduledSequence]) -> tuple[int, int]:
-    """Tokens that run, and the tokens that their sequences have, as a step model counts them."""
-    counts = [(item.num_tokens, len(item.sequence.token_ids) + len(item.drafts)) for item in items]
-    return sum(rows for rows, _ in counts), sum(context_tokens for _, context_tokens in counts)
+    def _rows(self, items: Iterable[ScheduledSequence]) -> tuple[int, int]:
+        """Tokens that run, and those that their sequences see, as a step model counts them (`step_counts`)."""
+        counts = [(item.num_tokens, item.num_seen(self._block_tokens)) for item in items]
+        return sum(rows for rows, _ in counts), sum(context_tokens for _, context_tokens in counts)

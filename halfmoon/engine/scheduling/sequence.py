@@ -13,7 +13,7 @@ from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams,
 from halfmoon.engine.scheduling.restore_order import Restore
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.kv_policy import Chooser, kv_policy_of, num_at_once, num_findable, num_reusable
+from halfmoon.kv.kv_policy import Chooser, kv_policy_of, num_at_once, num_findable, num_reusable, reads_whole
 from halfmoon.policy.preemption import Pauses
 
 SequenceState = Literal["waiting", "running", "paused", "reserved", "held", "removed"]
@@ -120,8 +120,8 @@ class Sequence:
 
     @property
     def is_read_whole(self) -> bool:
-        """Whether what runs next sees everything before it: no policy holds, or not before the prompt's end."""
-        return self.policy is None or (self.policy.chooses and self.num_computed < self.num_prompt)
+        """See `reads_whole`."""
+        return reads_whole(self.policy, self.num_prompt, self.num_computed)
 
     def num_at_once(self, num_tokens: int) -> int:
         """How many of the next `num_tokens` run in one step."""
@@ -132,9 +132,9 @@ class Sequence:
         """The blocks that are its own: those that were not given back, in order."""
         return self.blocks[: self.dropped.start] + self.blocks[self.dropped.stop :]
 
-    def num_seen(self, block_tokens: int) -> int:
-        """Tokens that its newest one attends to, itself included: all but those in blocks that were given back."""
-        return len(self.token_ids) - len(self.dropped) * block_tokens
+    def num_unseen(self, block_tokens: int) -> int:
+        """Tokens that its policy keeps what runs next from seeing. Of layers' own windows forecasts know nothing."""
+        return 0 if self.policy is None else len(self.dropped) * block_tokens
 
     @property
     def handover_blocks(self) -> list[int]:

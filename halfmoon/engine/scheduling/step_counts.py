@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from halfmoon.engine.scheduling.paused_sequences import PauseCounts
-from halfmoon.engine.scheduling.schedule import Schedule
+from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence
 from halfmoon.engine.step_result import StepResult
+from halfmoon.kv.kv_policy import num_pairs
 
 
-def step_counts(schedule: Schedule, pauses: PauseCounts) -> StepResult:
+def step_counts(schedule: Schedule, pauses: PauseCounts, block_tokens: int) -> StepResult:
     """The counts for a step's result, taken before its outcome is booked."""
     num_paused, num_moved_out, paused_s = pauses.take() if schedule.scheduled else (0, 0, 0.0)  # empty: not reported
+    decodes = schedule.scheduled[: schedule.num_decode_seqs]
     prefills = schedule.scheduled[schedule.num_decode_seqs :]
-    context_tokens = sum(item.start + item.num_tokens for item in schedule.scheduled)
-    prefill_context_tokens = sum(item.start + item.num_tokens for item in prefills)
     return StepResult(
         num_prefill_tokens=sum(item.num_tokens for item in prefills),
-        num_prefill_pairs=sum(item.num_tokens * (item.start + item.num_tokens / 2) for item in prefills),
+        num_prefill_pairs=sum(_num_pairs(item, block_tokens) for item in prefills),
         num_decode_seqs=schedule.num_decode_seqs,
-        context_tokens=context_tokens,
-        decode_context_tokens=context_tokens - prefill_context_tokens,
+        decode_context_tokens=sum(item.num_seen(block_tokens) for item in decodes),
         num_drafts=sum(len(item.drafts) for item in schedule.scheduled),
         num_preempted=schedule.num_preempted,
         num_paused=num_paused,
@@ -31,3 +30,8 @@ def step_counts(schedule: Schedule, pauses: PauseCounts) -> StepResult:
         },
         num_computed_tokens={item.sequence.request_id: item.num_tokens for item in prefills},
     )
+
+
+def _num_pairs(item: ScheduledSequence, block_tokens: int) -> float:
+    policy = None if item.sequence.is_read_whole else item.sequence.policy
+    return num_pairs(policy, item.start, item.num_tokens, block_tokens)

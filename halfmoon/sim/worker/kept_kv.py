@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.kv.kv_policy import KVPolicy, bound_of, most_seen, num_chosen, parse_kv_policy
+from halfmoon.kv.kv_policy import KVPolicy, most_seen, num_chosen, num_pairs, parse_kv_policy, reads_whole
 from halfmoon.sim.workloads.workload import Floats, Ints
 
 
@@ -26,18 +26,9 @@ def num_unseen(policy: KVPolicy | None, num_tokens: int, block_tokens: int) -> i
 
 def num_dropped(policy: KVPolicy | None, num_prompt: int, num_computed: int, block_tokens: int) -> int:
     """Blocks given back while a prompt is computed: none before the end of one that a policy chooses from."""
-    if policy is None or (policy.chooses and num_computed < num_prompt):
+    if policy is None or reads_whole(policy, num_prompt, num_computed):
         return 0
     return len(policy.unseen(num_computed, block_tokens))
-
-
-def num_pairs(policy: KVPolicy | None, cached: int, new_tokens: int, block_tokens: int) -> float:
-    """Pairs of a prompt's new tokens and those that they see: all before them, or sinks and window."""
-    if policy is None or policy.chooses:
-        return new_tokens * (cached + new_tokens / 2)
-    bound = bound_of(policy, block_tokens)
-    growing = min(max(bound.most_tokens - cached, 0), new_tokens)
-    return growing * (cached + growing / 2) + (new_tokens - growing) * (bound.mean_seen - 0.5)
 
 
 class KeptKV(NamedTuple):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+from halfmoon.kv.kv_policy import num_pairs, reads_whole
 from halfmoon.sim.cluster.contention import Work
 from halfmoon.sim.latency_sources.host_memory import Cycle
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.worker.decode_batch import DecodeBatch
 from halfmoon.sim.worker.job import Job
-from halfmoon.sim.worker.kept_kv import num_pairs
 from halfmoon.sim.worker.prompt_queue import PromptChunk
 
 
@@ -195,6 +195,7 @@ class RunningSteps:
         new, pairs, seen = 0, 0.0, 0
         for job, _, cached, num_tokens in chunks:
             new += num_tokens
-            pairs += num_pairs(job.policy, cached, num_tokens, self._block_tokens)
+            policy = None if reads_whole(job.policy, job.prompt, cached) else job.policy
+            pairs += num_pairs(policy, cached, num_tokens, self._block_tokens)
             seen += cached + num_tokens
         return new, pairs, seen

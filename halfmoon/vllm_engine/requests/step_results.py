@@ -64,12 +64,10 @@ class StepResults:
 
 def _result(step: Stepped, began_s: float, num_cached_tokens: Mapping[str, int]) -> StepResult:
     counts = {name: count for name, (_, count) in step.prefill_tokens.items()}
-    prefill_context = sum(before + count for before, count in step.prefill_tokens.values())
     return StepResult(
         num_prefill_tokens=sum(counts.values()),
         num_prefill_pairs=sum(count * (before + count / 2) for before, count in step.prefill_tokens.values()),
         num_decode_seqs=step.num_decode_seqs,
-        context_tokens=prefill_context + step.decode_context_tokens,
         decode_context_tokens=step.decode_context_tokens,
         num_preempted=step.num_preempted,
         duration_s=step.ended_s - began_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfmoon.engine.step_result import StepResult
-from halfmoon.policy.models.latency import PrefillModel, PrefillSample
+from halfmoon.policy.models.latency import PrefillModel, PrefillSample, prefill_sample
 from halfmoon.policy.models.refinement import WorkerLatency
 
 
@@ -28,5 +28,6 @@ class ComputeRate:
         """Learns from one step. Steps that also decode are skipped: they say little about prefill."""
         if result.num_prefill_tokens and not result.num_decode_seqs:
             seconds = result.duration_s - result.layer_wait_s
-            before = result.context_tokens - result.num_prefill_tokens
-            self._latency.observe_prefills([PrefillSample(result.num_prefill_tokens, before, seconds)])
+            self._latency.observe_prefills(
+                [prefill_sample(result.num_prefill_tokens, result.num_prefill_pairs, seconds)]
+            )
