@@ -192,8 +192,7 @@ class _Run:
         if num * num_parts > 1:
             own = self._policies.index(job.policy)
             ids = [((block * num_parts + part) * num + own) % _IDS for block in ids for part in range(num_parts)]
-        is_choosing = job.policy is not None and job.policy.chooses
-        return ids[: num_findable(job.policy, job.prompt, job.prompt) // size] if is_choosing else ids
+        return ids[: num_findable(job.policy, job.prompt, job.prompt + job.output) // size]
 
     def _begin(self, job: Job, placement: Placement) -> bool:
         """Puts a job on its workers, or ends one that they can never hold; False if the decode worker has no room."""
