@@ -77,7 +77,7 @@ def with_host_choice(checkpoint: Checkpoint, config: EngineConfig, layout: KVLay
     choice = choose_host_share(
         measured.rates,
         sizes,
-        Memory(device_bytes, host_limits.free_memory_bytes(), host_kv_bytes),
+        Memory(device_bytes, host_limits.free_memory_bytes() / config.host_workers, host_kv_bytes),
         Demand(most_tokens, config.max_running),
         wish.objective,
         None if wish.weights else [num_host_layers(model.num_layers, config.host_weights)],

@@ -12,7 +12,7 @@ import torch
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, HostChoiceConfig, OffloadConfig
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.kv_memory.kv_budget import device_weight_bytes
+from halfmoon.engine.kv_memory.kv_budget import device_weight_bytes, movable_bytes
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import Incompatible
 from tests.engine.engine_runs import MakeEngine, generate, request
@@ -107,6 +107,19 @@ def test_rounded_weights_count_as_they_are_packed(tiny_checkpoint: Callable[[str
     known = Engine(rounded, EngineConfig(dtype="float32", block_tokens=8, num_blocks=64, max_running=8))
     assert generate(engines[1], *some()) == generate(known, *some())
     engines[0].close()
+
+
+def test_workers_of_one_host_divide_its_free_memory(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all layers fit there once."""
+    plain, (_, least) = make_engine("opt"), deep(make_engine)
+    layout, layers = plain.layout, movable_bytes(plain.checkpoint.model_config, torch.float32)
+    monkeypatch.setattr("halfmoon.host_limits.free_memory_bytes", lambda: 3 * sum(layers) // 2)
+    room = least + (16 << 10) + layout.num_blocks(CONTEXT_TOKENS) * layout.block_bytes
+    engine = choosing(make_engine, "opt", room, offload=None)
+    assert engine.config.host_weights == 1.0
+    engine.close()
+    with pytest.raises(Incompatible, match="on the host"):
+        choosing(make_engine, "opt", room, offload=None, host_workers=2)
 
 
 def test_memory_that_holds_no_sequence_is_refused(make_engine: MakeEngine) -> None:
