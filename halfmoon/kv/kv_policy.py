@@ -86,9 +86,12 @@ def bound_of(policy: KVPolicy, block_tokens: int) -> Bound:
     return Bound((num_seen + 1) * block_tokens, num_seen * block_tokens + (block_tokens + 1) // 2)
 
 
-def most_seen(policy: KVPolicy | None, block_tokens: int) -> float:
-    """Tokens that decode steps of a long request see, in the mean over a block; inf: all of them."""
-    return math.inf if policy is None else bound_of(policy, block_tokens).mean_seen
+def most_seen(policy: KVPolicy | None, block_tokens: int) -> tuple[float, float]:
+    """Tokens that those of a long prompt and its decode steps see, in the mean over a block; inf: all before them."""
+    if policy is None:
+        return math.inf, math.inf
+    mean_seen = bound_of(policy, block_tokens).mean_seen
+    return math.inf if policy.chooses else mean_seen, mean_seen
 
 
 def reads_whole(policy: KVPolicy | None, num_prompt: int, num_computed: int) -> bool:

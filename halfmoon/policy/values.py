@@ -118,6 +118,16 @@ PromptSharing = Literal["shared", "not_faster", "too_short", "none_idle", "unabl
 """Why several prefill workers compute a prompt, or one does: see `placement/prompt_sharing.py`."""
 
 
+class MostSeen(NamedTuple):
+    """How many tokens those of a request attend to at most: fewer than inf under a KV policy."""
+
+    prompt: float = math.inf
+    answer: float = math.inf
+
+
+SEEN_WHOLE = MostSeen()
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
     """A prompt to place, which may grow by `max_tokens`. No worker in `exclude` may take any part of it."""
@@ -135,14 +145,14 @@ class PlacementRequest:
     class_priority: int | None = None  # None: nobody is paused for it
     max_pause_s: float = 0.0  # how long it may be paused at a time
     may_share: bool = True  # several workers may compute its prompt: nothing is made of the tokens within it
-    most_seen: float = math.inf  # its decode steps see no more tokens; less than inf under a KV policy
+    most_seen: MostSeen = SEEN_WHOLE
     cached_blocks: NDArray[np.int64] = field(
         default_factory=lambda: NOTHING_CACHED, compare=False, repr=False
     )  # `BlockIndex.match`
 
     def context_tokens(self, num_output: float = 0.0) -> float:
         """Tokens that a decode step sees of it, behind so many of its answer."""
-        return min(self.num_prompt_tokens + num_output, self.most_seen)
+        return min(self.num_prompt_tokens + num_output, self.most_seen.answer)
 
     @property
     def num_gaps(self) -> float:

@@ -18,9 +18,21 @@ from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.kv.kv_policy import H2O, SNAPKV, KVPolicy, bound_of, num_at_once, num_pairs, parse_kv_policy, policy_salt
+from halfmoon.kv.kv_policy import (
+    H2O,
+    SNAPKV,
+    KVPolicy,
+    bound_of,
+    most_seen,
+    num_at_once,
+    num_pairs,
+    parse_kv_policy,
+    policy_salt,
+    reads_whole,
+)
 from halfmoon.pb.types_pb2 import Generation
 from halfmoon.policy.admission.qos_classes import QosClass
+from halfmoon.policy.models import latency
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, SloTargets, WorkerGroup
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
@@ -204,8 +216,17 @@ def test_pairs_of_a_prompt_are_those_that_its_tokens_see(
     assert num_pairs(None, cached, new, block_tokens) == new * (cached + new / 2)
 
 
-def one_worker(kv_tokens: int) -> WorkerGroup:
-    prefill, step = PrefillModel(0.001, 1e-5, 0.0), StepModel(0.002, 1e-5, 1e-6)
+@given(policies, st.integers(0, 500), st.integers(1, 500), st.sampled_from([4, 8]))
+def test_forecasts_count_the_pairs_of_a_prompt_nearly_so(policy: str, known: int, new: int, block_tokens: int) -> None:
+    """What a token sees grows to the mean and stays there: not half a block further, and back."""
+    kept = parse_kv_policy(policy)
+    sees = None if reads_whole(kept, known + new, known) else kept
+    forecast = latency.num_pairs(known, new, most_seen(kept, block_tokens)[0])
+    assert forecast == pytest.approx(num_pairs(sees, known, new, block_tokens), abs=block_tokens**2 + new / 2)
+
+
+def one_worker(kv_tokens: int, pair_s: float = 0.0) -> WorkerGroup:
+    prefill, step = PrefillModel(0.001, 1e-5, pair_s), StepModel(0.002, 1e-5, 1e-6)
     model = LatencyModel((PrefillPiece(0, prefill),), (StepPiece(0, step),), kv_tokens, 1e5, "test")
     return WorkerGroup("both", 1, model, BatchLimits(), prefix_cache=False)
 
@@ -305,6 +326,19 @@ def test_admission_counts_what_is_kept(kv_policy: str | None, outcome: str) -> N
     targets = SloTargets(tpot_s=0.004)
     spec = ClusterSpec((one_worker(1 << 20),), kv_policy=kv_policy, admission="predicted", targets=targets)
     assert {OUTCOMES[code] for code in simulate(spec, workload).outcome} == {outcome}
+
+
+@pytest.mark.parametrize(
+    ("kv_policy", "outcome"), [(None, "refused"), ("sinks:64+128", "completed"), ("snapkv:64+128", "refused")]
+)
+def test_admission_counts_what_prompts_see(kv_policy: str | None, outcome: str) -> None:
+    """A prompt of 4,000 tokens takes 121 ms whole, and 50 ms where each token sees 224 at most."""
+    workload = named_workload("in=4000,out=20", 0.5, 3, "poisson", 1.0, 0)
+    targets = SloTargets(ttft_s=0.08)
+    groups = (one_worker(1 << 20, 1e-8),)
+    result = simulate(ClusterSpec(groups, kv_policy=kv_policy, admission="predicted", targets=targets), workload)
+    assert {OUTCOMES[code] for code in result.outcome} == {outcome}
+    assert outcome == "refused" or (result.ttft_s < 0.06).all()
 
 
 def test_qos_classes_have_policies_of_their_own() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from halfmoon.policy.admission.qos_classes import Degradation, QosClass
 from halfmoon.policy.admission.refusal import PredictedLatency
 from halfmoon.policy.placement.place import some_decode_only_fewer
-from halfmoon.policy.values import Placement, PlacementRequest
+from halfmoon.policy.values import SEEN_WHOLE, MostSeen, Placement, PlacementRequest
 from halfmoon.policy.view.cluster_view import ClusterView
 
 PRECISION_FACTOR = 0.5  # bytes of handed-over KV at the lower precision, relative to the usual one
@@ -27,7 +26,7 @@ class Admitted:
     num_output: float  # predicted
     priority: int = 0  # smaller goes first
     mean_tbt_s: float = 0.0  # predicted, over the whole answer
-    most_seen: float = math.inf  # see `PlacementRequest`
+    most_seen: MostSeen = SEEN_WHOLE
 
     def latency(self, tbt_s: float) -> PredictedLatency:
         """The predictions it is judged by, with this TBT; an answer of one token has none.

@@ -15,7 +15,15 @@ from halfmoon.policy.forecast.prefill_queue_model import PromptWork
 from halfmoon.policy.forecast.request_forecast import RequestForecast
 from halfmoon.policy.forecast.ttft import prefill_seconds
 from halfmoon.policy.placement.ranking import predict_tbt
-from halfmoon.policy.values import NOTHING_CACHED, AdmissionTargets, DecodeLoads, PlacementRequest, TtftPrediction
+from halfmoon.policy.values import (
+    NOTHING_CACHED,
+    SEEN_WHOLE,
+    AdmissionTargets,
+    DecodeLoads,
+    MostSeen,
+    PlacementRequest,
+    TtftPrediction,
+)
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
@@ -31,7 +39,7 @@ class PromptLowerBound(NamedTuple):
 
     num_tokens: int = 1  # at least
     cached_blocks: NDArray[np.int64] = NOTHING_CACHED  # `BlockIndex.match`
-    most_seen: float = math.inf  # see `PlacementRequest`
+    most_seen: MostSeen = SEEN_WHOLE
 
     @property
     def is_any(self) -> bool:
@@ -107,14 +115,15 @@ def _ttft_lower_bound(
     least_s, unloaded_s = math.inf, overhead_s + float((ttft.seconds - ttft.queue_s)[rows].min())
     if target_s is None:
         return unloaded_s, unloaded_s
-    prefill_s = prefill_seconds(view, cached_tokens, float(request.num_prompt_tokens))
+    prefill_s = prefill_seconds(view, cached_tokens, float(request.num_prompt_tokens), request.most_seen.prompt)
     floors_s = overhead_s + np.minimum(ttft.seconds, forecast.steps_left_s(view, now_s) + prefill_s)[rows]
     order = np.argsort(floors_s)
     for row, floor_s in zip(rows[order].tolist(), floors_s[order].tolist(), strict=True):
         if least_s <= target_s or (floor_s > target_s and least_s <= floor_s + _ROUNDING_S):
             break
         cached = int(cached_tokens[row])
-        work = PromptWork(request.num_prompt_tokens - cached, cached, request.priority, -math.inf)
+        num_new, most_seen = request.num_prompt_tokens - cached, request.most_seen.prompt
+        work = PromptWork(num_new, cached, request.priority, -math.inf, most_seen)
         refined_s = forecast.earliest_s(view, row, work, now_s)
         least_s = min(least_s, overhead_s + min(float(ttft.seconds[row]), refined_s))
     return (unloaded_s if least_s <= target_s else least_s), unloaded_s

@@ -121,7 +121,7 @@ class RequestsInside:
         level = admitted.qos.priority, admitted.qos.max_pause_s
         num_output, seen = admitted.num_output, admitted.most_seen
         work = RunningRequest(num_prompt_tokens, num_output, tbt_s, admitted.priority, target_s, *level, seen)
-        context_tokens = min(num_prompt_tokens + num_output / 2, seen)
+        context_tokens = min(num_prompt_tokens + num_output / 2, seen.answer)
         unloaded = self._forecast.unloaded_latency(admitted.placement, context_tokens, num_output)
         handover_s = admitted.placement.handover_s
         self._inside[request_id] = Inside(admitted.qos, work, num_tokens, unloaded, handover_s, now_s)

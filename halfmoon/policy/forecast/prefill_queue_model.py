@@ -13,7 +13,7 @@ from halfmoon.policy.forecast.pending_prompts import PendingPrompts
 from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, by_rank, form_step, sizes, work_s
 from halfmoon.policy.forecast.running_steps import RunningStep
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, NO_STEP_DECODES, ChunkRule, StepDecodes
-from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.models.latency import PrefillModel, StepModel, num_pairs
 
 _MAX_STEPS = 512  # of look-ahead; a prompt not computed by then keeps its coarser estimate
 _MAX_LOOKS = 4_000  # at prompts, over all steps: about a millisecond, which delays every other request
@@ -49,6 +49,7 @@ class PromptWork(NamedTuple):
     known_tokens: int  # cached or restored, before them
     priority: int
     ready_s: float  # when the restored part is there
+    most_seen: float = math.inf  # by each of its tokens
 
 
 class PredictedTimes(NamedTuple):
@@ -225,7 +226,7 @@ class PrefillQueueModel:
                 expected = self._arrivals.expected(work.new_tokens, now_s)
             for num_tokens in expected.within(time_s - began_s):
                 order += 1
-                queue.add(Prompt("", order, num_tokens, 0, work.priority, -math.inf, None))
+                queue.add(Prompt("", order, num_tokens, 0, work.priority, -math.inf, math.inf, None))
             num_looks += len(queue)
             if num_looks > _MAX_LOOKS:
                 break
@@ -242,15 +243,15 @@ class PrefillQueueModel:
         begins_s = now_s + max(step_s - (now_s - self._step_began_s), _OVERDUE * step_s) + ahead_s
         rank = (work.priority, work.new_tokens)
         num_tokens = work.new_tokens
-        num_pairs = num_tokens * (work.known_tokens + num_tokens / 2)
+        pairs = num_pairs(work.known_tokens, num_tokens, work.most_seen)
         for prompt in self._prompts.values():
             done = running.get(prompt.request_id, 0)
             new_tokens, known_tokens = prompt.new_tokens - done, prompt.known_tokens + done
             if (prompt.priority, new_tokens) <= rank and prompt.ready_s <= begins_s:
                 num_tokens += new_tokens
-                num_pairs += new_tokens * (known_tokens + new_tokens / 2)
+                pairs += num_pairs(known_tokens, new_tokens, prompt.most_seen)
         num_steps = math.ceil(num_tokens / max(speed.step_tokens, speed.chunk_tokens))
-        return begins_s + model.a * num_steps + model.b * num_tokens + model.c * num_pairs
+        return begins_s + model.a * num_steps + model.b * num_tokens + model.c * pairs
 
     def _note_started(self, request_id: str) -> None:
         self._num_cached -= self._cached.pop(request_id, 0)

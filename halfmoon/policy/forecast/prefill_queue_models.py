@@ -16,7 +16,7 @@ from halfmoon.policy.forecast.running_steps import RunningStepColumns
 from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes, chunk_s, chunk_target_s
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.models.tbt_model import tbt_among_prompts, tbt_with_interference
-from halfmoon.policy.values import Placement
+from halfmoon.policy.values import SEEN_WHOLE, MostSeen, Placement
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import WorkerView
@@ -47,18 +47,19 @@ class PrefillQueueModels:
         priority: int,
         now_s: float,
         tbt_target_s: float = math.inf,
-        most_seen: float = math.inf,
+        most_seen: MostSeen = SEEN_WHOLE,
     ) -> None:
-        """Adds a request to the queue of its prefill worker. Its decode steps see at most `most_seen` tokens."""
+        """Adds a request to the queue of its prefill worker."""
         worker, row = placement.prefill, view.row(placement.prefill.worker_id)
         decode_row = view.row(placement.decode.worker_id)
         if row is None or decode_row is None or not _has_steps(worker):
             return
         queue_model = self._advanced(row, view, worker, now_s)
-        seconds, context_tokens = num_output * placement.tbt_s, min(num_prompt_tokens + num_output / 2, most_seen)
+        seconds = num_output * placement.tbt_s
+        context_tokens = min(num_prompt_tokens + num_output / 2, most_seen.answer)
         decoding = Decoding(decode_row, seconds, context_tokens, tbt_target_s)
         self._rows[request_id] = (row, worker)
-        work = _work(placement, num_prompt_tokens, priority, now_s)
+        work = _work(placement, num_prompt_tokens, priority, now_s, most_seen.prompt)
         step_tokens = 0 if queue_model.is_computing else self._step_tokens(row, worker, now_s, work.known_tokens)
         queue_model.join(request_id, work, decoding, step_tokens, now_s)
         self._steps.note_changed(row)
@@ -82,9 +83,18 @@ class PrefillQueueModels:
             self._models[row].remove(request_id, self._step_tokens(row, worker, now_s), now_s)
 
     def refine(
-        self, view: ClusterView, placement: Placement, num_prompt_tokens: int, priority: int, now_s: float
+        self,
+        view: ClusterView,
+        placement: Placement,
+        num_prompt_tokens: int,
+        priority: int,
+        now_s: float,
+        most_seen: float = math.inf,
     ) -> Placement:
-        """The placement with queue and prefill predicted step by step; unchanged where steps are unknown."""
+        """The placement with queue and prefill predicted step by step; unchanged where steps are unknown.
+
+        The prompt's tokens see at most `most_seen`.
+        """
         worker, row = placement.prefill, view.row(placement.prefill.worker_id)
         if row is None or not _has_steps(worker):
             return placement
@@ -94,7 +104,7 @@ class PrefillQueueModels:
         if not len(queue_model) and worker.contention < _LEAST_CONTENTION and not decode_s:
             return placement
         times = queue_model.predict(
-            _work(placement, num_prompt_tokens, priority, now_s),
+            _work(placement, num_prompt_tokens, priority, now_s, most_seen),
             _speed(worker),
             self._colocated_workers(view, worker, queue_model, now_s),
             self._past_busy(view, worker, queue_model, now_s),
@@ -249,8 +259,8 @@ def _speed(worker: WorkerView) -> Speed:
     return Speed(worker.prefill_model, worker.step_tokens, contention, worker.chunk_tokens, worker.chunk_rule)
 
 
-def _work(placement: Placement, num_prompt_tokens: int, priority: int, now_s: float) -> PromptWork:
+def _work(placement: Placement, num_prompt_tokens: int, priority: int, now_s: float, most_seen: float) -> PromptWork:
     known_tokens = placement.cached_tokens + placement.fetched_tokens
     new_tokens = max(num_prompt_tokens - known_tokens, 1)
     ready_s = now_s + placement.ready_s if placement.fetched_tokens else -math.inf
-    return PromptWork(new_tokens, known_tokens, priority, ready_s)
+    return PromptWork(new_tokens, known_tokens, priority, ready_s, most_seen)

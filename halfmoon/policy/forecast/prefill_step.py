@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from halfmoon.policy.forecast.colocated_workers import Decoding
-from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.policy.models.latency import PrefillModel, num_pairs
 
 _rank = attrgetter("priority", "order")
 _length = attrgetter("new_tokens")
@@ -24,12 +24,14 @@ class Prompt:
     known_tokens: int  # cached, restored or computed, before them
     priority: int  # smaller goes first
     ready_s: float  # when the restored part is there
+    most_seen: float  # by each of its tokens
     decoding: Decoding | None
 
     def without(self, num_tokens: int) -> Prompt:
         """The prompt after `num_tokens` more have been computed."""
         left, known = self.new_tokens - num_tokens, self.known_tokens + num_tokens
-        return Prompt(self.request_id, self.order, left, known, self.priority, self.ready_s, self.decoding)
+        name, order, priority, ready_s = self.request_id, self.order, self.priority, self.ready_s
+        return Prompt(name, order, left, known, priority, ready_s, self.most_seen, self.decoding)
 
 
 class PredictedChunk(NamedTuple):
@@ -78,14 +80,14 @@ def _shared(first: Prompt, behind: Iterable[Prompt], budget: int, now_s: float) 
 
 def work_s(step: Sequence[PredictedChunk], model: PrefillModel) -> float:
     """Seconds of a step without interference."""
-    num_tokens, num_pairs = sizes(step)
-    return model.a + model.b * num_tokens + model.c * num_pairs if num_tokens else 0.0
+    num_tokens, pairs = sizes(step)
+    return model.a + model.b * num_tokens + model.c * pairs if num_tokens else 0.0
 
 
 def sizes(step: Sequence[PredictedChunk]) -> tuple[int, float]:
     """The tokens of a step, and its pairs of a token and one it attends to."""
-    num_tokens, num_pairs = 0, 0.0
+    num_tokens, pairs = 0, 0.0
     for prompt, num_new in step:
         num_tokens += num_new
-        num_pairs += num_new * (prompt.known_tokens + num_new / 2)
-    return num_tokens, num_pairs
+        pairs += num_pairs(prompt.known_tokens, num_new, prompt.most_seen)
+    return num_tokens, pairs

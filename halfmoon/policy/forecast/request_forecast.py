@@ -17,8 +17,10 @@ from halfmoon.policy.forecast.ttft import predict_ttft
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.models.overheads import Overhead
 from halfmoon.policy.values import (
+    SEEN_WHOLE,
     DecodeLoad,
     DecodeLoads,
+    MostSeen,
     Neighbours,
     Placement,
     PlacementRequest,
@@ -41,13 +43,13 @@ class RunningRequest:
     tbt_target_s: float = math.inf  # of its class
     class_priority: int = 0
     max_pause_s: float = 0.0
-    most_seen: float = math.inf  # see `PlacementRequest`
+    most_seen: MostSeen = SEEN_WHOLE
 
     @property
     def context(self) -> tuple[float, float]:
         """Tokens that its first decode step sees of it, and how many more its last one."""
-        growth = min(self.num_output, max(self.most_seen - self.num_prompt_tokens, 0.0))
-        return min(self.num_prompt_tokens, self.most_seen), growth
+        growth = min(self.num_output, max(self.most_seen.answer - self.num_prompt_tokens, 0.0))
+        return min(self.num_prompt_tokens, self.most_seen.answer), growth
 
 
 class RequestForecast:
@@ -83,8 +85,8 @@ class RequestForecast:
         self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
     ) -> Placement:
         """The placement with its prefill predicted from the steps of the worker, and with the overhead."""
-        num_tokens, priority = request.num_prompt_tokens, request.priority
-        refined = self._queue_models.refine(view, placement, num_tokens, priority, now_s)
+        num_tokens, priority, most_seen = request.num_prompt_tokens, request.priority, request.most_seen.prompt
+        refined = self._queue_models.refine(view, placement, num_tokens, priority, now_s, most_seen)
         overhead_s = self.overhead_s
         return replace(refined, ttft_s=refined.ttft_s + overhead_s, overhead_s=overhead_s) if overhead_s else refined
 

@@ -5,6 +5,7 @@ Mooncake, Algorithm 1. A transfer costs the latency of its link, what is on its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ class _Rows(NamedTuple):
     usual_s_per_token: Floats
     step_tokens: Floats
     layer_passes: Floats
+    most_seen: float  # by each token of the prompt
 
 
 class _Prefixes(NamedTuple):
@@ -75,7 +77,7 @@ def predict_ttft(
     reported_s = np.maximum(view.column("prefill_free_s") - now_s, 0.0)
     rows = _rows(view, request, slice(num_rows))
     local = rows.local
-    prefill_s = _compute_s(rows.coefficients, local, float(num_prompt_tokens))
+    prefill_s = _compute_s(rows.coefficients, local, float(num_prompt_tokens), rows.most_seen)
     queue_s = waits(reported_s, prefill_s) if waits else reported_s
     computed_s = queue_s + prefill_s
     prefixes = _prefixes(view, request, rows, balancing_threshold)
@@ -209,7 +211,7 @@ def _or_by_layer(
 ) -> _Restored:
     """`met`, or loading all by layer where that is sooner than `until_s`, at which the prefix would be there."""
     next_tokens = np.minimum(num_prompt_tokens - prefixes.reachable, rows.step_tokens)
-    step_s = _compute_s(rows.coefficients, prefixes.reachable, prefixes.reachable + next_tokens)
+    step_s = _compute_s(rows.coefficients, prefixes.reachable, prefixes.reachable + next_tokens, rows.most_seen)
     wait_s, num_blocks = prefixes.costs.wait_s, (prefixes.reachable - rows.local) / np.maximum(rows.block_tokens, 1)
     is_held = num_blocks <= prefixes.most_of_reader[:, None]
     begin_s = until_step_s(until_s, wait_s, load_s, step_s, rows.layer_passes, is_held)
@@ -221,21 +223,27 @@ def _or_by_layer(
     )
 
 
-def prefill_seconds(view: ClusterView, cached: Floats, num_tokens: float) -> Floats:
-    """Seconds to compute a prompt of `num_tokens` on every row, `cached` [num_rows] of which need no computing."""
-    return _compute_s(view.prefill_coefficients[: view.num_rows].T, cached, num_tokens)
+def prefill_seconds(view: ClusterView, cached: Floats, num_tokens: float, most_seen: float = math.inf) -> Floats:
+    """Seconds to compute a prompt of `num_tokens` on every row, `cached` [num_rows] of which need no computing.
+
+    Each token sees at most `most_seen`.
+    """
+    return _compute_s(view.prefill_coefficients[: view.num_rows].T, cached, num_tokens, most_seen)
 
 
 def _fetched_s(rows: _Rows, num_prompt_tokens: int, prefixes: _Prefixes, restored: _Restored) -> Floats:
     """TTFT [num_sources, num_rows] with each source; inf where the row does not load from it."""
-    rest_s = _compute_s(rows.coefficients, prefixes.reachable, float(num_prompt_tokens))
+    rest_s = _compute_s(rows.coefficients, prefixes.reachable, float(num_prompt_tokens), rows.most_seen)
     return np.where(prefixes.wanted, restored.seconds + rest_s, np.inf)
 
 
-def _compute_s(coefficients: Floats, cached: Floats, num_tokens: float | Floats) -> Floats:
+def _compute_s(coefficients: Floats, cached: Floats, num_tokens: float | Floats, most_seen: float) -> Floats:
     a, b, c = coefficients
     new = num_tokens - cached
     seconds: Floats = a + b * new + c * new * (cached + new / 2)
+    if most_seen < math.inf:  # as `num_pairs`
+        before, end = np.maximum(cached - most_seen, 0.0), np.maximum(num_tokens - most_seen, 0.0)
+        seconds -= c * (end**2 - before**2) / 2
     return seconds
 
 
@@ -252,6 +260,7 @@ def _rows(view: ClusterView, request: PlacementRequest, rows: slice) -> _Rows:
         view.column("fetch_s_per_token")[rows],
         view.column("step_tokens")[rows],
         view.column("layer_passes")[rows],
+        request.most_seen.prompt,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
@@ -26,15 +27,23 @@ class PrefillModel(NamedTuple):
     b: float = 0.0  # s/token
     c: float = 0.0  # s/token^2
 
-    def seconds(self, new_tokens: float, cached_tokens: float = 0.0) -> float:
-        """Predicts one prompt; 0 if no token is new."""
+    def seconds(self, new_tokens: float, cached_tokens: float = 0.0, most_seen: float = math.inf) -> float:
+        """Predicts one prompt, whose tokens see at most `most_seen`; 0 if no token is new."""
         if new_tokens <= 0:
             return 0.0
-        return self.a + self.b * new_tokens + self.c * new_tokens * (cached_tokens + new_tokens / 2)
+        return self.a + self.b * new_tokens + self.c * num_pairs(cached_tokens, new_tokens, most_seen)
 
     def scaled(self, times: float) -> PrefillModel:
         """The model of a worker that takes `times` as long."""
         return PrefillModel(times * self.a, times * self.b, times * self.c)
+
+
+def num_pairs(known_tokens: float, new_tokens: float, most_seen: float = math.inf) -> float:
+    """Pairs of a new token and one that it attends to: all before it, but at most `most_seen`."""
+    pairs = new_tokens * (known_tokens + new_tokens / 2)
+    if known_tokens + new_tokens <= most_seen:
+        return pairs
+    return pairs - ((known_tokens + new_tokens - most_seen) ** 2 - max(known_tokens - most_seen, 0.0) ** 2) / 2
 
 
 class StepModel(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +30,16 @@ class Candidate(NamedTuple):
 
 
 def ranked_candidates(
-    view: ClusterView, num_prompt_tokens: int, ttft: TtftPrediction, limit: int, placement: Placement | None = None
+    view: ClusterView,
+    num_prompt_tokens: int,
+    ttft: TtftPrediction,
+    limit: int,
+    placement: Placement | None = None,
+    most_seen: float = math.inf,
 ) -> list[Candidate]:
     """The `limit` workers with the least predicted TTFT, and in any case the chosen one, as predicted in its placement.
 
-    `ttft` is the prediction that the placement was ranked by.
+    `ttft` is the prediction that the placement was ranked by, `most_seen` what each token of the prompt sees at most.
     """
     num_rows = view.num_rows
     chosen = () if placement is None else (placement.prefill.worker_id,)
@@ -44,7 +50,7 @@ def ranked_candidates(
     best = np.argsort(seconds, kind="stable")[: min(limit, int(present.sum()))]
     rows = dict.fromkeys([*best.tolist(), *view.rows_of(chosen)])
     known = ttft.cached_tokens + ttft.fetched_tokens
-    compute_s = prefill_seconds(view, known, float(num_prompt_tokens))
+    compute_s = prefill_seconds(view, known, float(num_prompt_tokens), most_seen)
     columns = np.stack((ttft.seconds, ttft.queue_s, compute_s, ttft.cached_tokens, ttft.fetched_tokens))
     candidates = [
         Candidate(

@@ -161,7 +161,9 @@ class Ranking:
 
     def _uncached_prefill_s(self) -> Floats:
         """Seconds to compute the whole prompt on each row."""
-        return prefill_seconds(self.view, np.zeros(self.view.num_rows), float(self.num_tokens))
+        return prefill_seconds(
+            self.view, np.zeros(self.view.num_rows), float(self.num_tokens), self.request.most_seen.prompt
+        )
 
     def _with_step_time_ties(self, tbt_s: Floats, rows: Bools) -> Floats:
         idle = np.zeros(self.view.num_rows)

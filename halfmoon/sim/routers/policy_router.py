@@ -25,7 +25,7 @@ from halfmoon.policy.forecast.ttft import MAX_SOURCES, best_sources
 from halfmoon.policy.models.overheads import handover_s
 from halfmoon.policy.placement.hot_spots import HotMove, HotSpots
 from halfmoon.policy.placement.place import PlacementRules
-from halfmoon.policy.values import NOTHING_CACHED, Placement, PlacementRequest
+from halfmoon.policy.values import NOTHING_CACHED, MostSeen, Placement, PlacementRequest
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.key_table import Keys
@@ -184,7 +184,7 @@ class PolicyRouter:
         assert job.decode is not None
         prefill, decode = (self._members[self._workers[number].name] for number in (job.prefill, job.decode))
         max_output = max(min(self._longest, self._max_output(job.prompt)), job.output)
-        work_s = prefill.view.prefill_model.seconds(job.prompt)
+        work_s = prefill.view.prefill_model.seconds(job.prompt, most_seen=self._most_seen(job).prompt)
         tbt_s = decode.view.step_model.seconds(max(decode.reported_requests, 1), decode.context)
         qos = self._classes[job.qos_class]
         num_output = self._admission.lengths.predict(qos.name, job.prompt, max_output, LIKELY)
@@ -302,8 +302,8 @@ class PolicyRouter:
             overhead_s = self._spec.request_s + self._spec.answer_s
             self._admission.note_overheads(overhead_s, handover_s(gaps_s), str(job.index))
 
-    def _most_seen(self, job: Job) -> float:
-        return most_seen(job.policy, self._spec.block_tokens)
+    def _most_seen(self, job: Job) -> MostSeen:
+        return MostSeen(*most_seen(job.policy, self._spec.block_tokens))
 
     def _cached_blocks(self, job: Job) -> NDArray[np.int64]:
         if not job.prefix_blocks:

@@ -39,7 +39,7 @@ class KeptKV(NamedTuple):
 
     def seen(self, num_tokens: Floats) -> Floats:
         """Tokens that decode steps of sequences of so many tokens attend to, at least, in the mean over a block."""
-        return np.minimum(num_tokens, most_seen(self.policy, self.block_tokens))
+        return np.minimum(num_tokens, most_seen(self.policy, self.block_tokens)[1])
 
     def pairs(self, num_tokens: Floats) -> Floats:
         """Attention pairs of whole prompts."""

@@ -19,6 +19,7 @@ from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.pb.prefill_pb2 import KVSource
 from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel
 from halfmoon.policy.models.refinement import WorkerLatency
+from halfmoon.policy.values import SEEN_WHOLE, MostSeen
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex, unpack_keys
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.reported_prompts import ReportedPrompts
@@ -82,10 +83,10 @@ class Membership:
         """The members' KV layouts, which differ in dtype at most. A prompt's blocks have other keys in each."""
         return tuple(self._layouts)
 
-    def most_seen(self, tenant_salt: bytes) -> float:
-        """`PlacementRequest.most_seen` of requests with this salt."""
+    def most_seen(self, tenant_salt: bytes) -> MostSeen:
+        """What requests with this salt see."""
         layout = next(iter(self._layouts), None)
-        return math.inf if layout is None else most_seen(kv_policy_of(tenant_salt), layout.block_tokens)
+        return SEEN_WHOLE if layout is None else MostSeen(*most_seen(kv_policy_of(tenant_salt), layout.block_tokens))
 
     def layout_of(self, worker_id: str) -> KVLayout | None:
         """The KV layout of a member; None for a worker that is not one."""

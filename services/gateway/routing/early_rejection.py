@@ -95,7 +95,7 @@ class EarlyRejection:
                 waited_s=now_s - request.arrived_s,
                 qos_class=request.qos.name,
                 num_prompt_tokens=None,
-                candidates=self._context.candidates(prompt.num_tokens, refusal.ranked_by),
+                candidates=self._context.candidates(prompt.num_tokens, prompt.most_seen, refusal.ranked_by),
                 prefill_worker=None,
                 decode_worker=None,
                 ttft_s=refusal.ttft_s,

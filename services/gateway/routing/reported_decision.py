@@ -25,7 +25,7 @@ def report_decision(
         waited_s=now_s - output.progress.arrived_s,
         qos_class=output.qos.name,
         num_prompt_tokens=request.num_prompt_tokens,
-        candidates=context.candidates(request.num_prompt_tokens, outcome.ranked_by, placement),
+        candidates=context.candidates(request.num_prompt_tokens, request.most_seen, outcome.ranked_by, placement),
         prefill_worker=placement.prefill.worker_id if placement else None,
         decode_worker=placement.decode.worker_id if placement else None,
         ttft_s=outcome.ttft_s,

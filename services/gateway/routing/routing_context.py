@@ -11,7 +11,7 @@ import numpy as np
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.candidates import Candidate, ranked_candidates
-from halfmoon.policy.values import Placement, TtftPrediction
+from halfmoon.policy.values import MostSeen, Placement, TtftPrediction
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.rpc.telemetry.spans import current_span
 from services.gateway.cluster.membership import Membership
@@ -48,13 +48,17 @@ class RoutingContext:
         return rows
 
     def candidates(
-        self, num_prompt_tokens: int, ranked_by: TtftPrediction | None, placement: Placement | None = None
+        self,
+        num_prompt_tokens: int,
+        most_seen: MostSeen,
+        ranked_by: TtftPrediction | None,
+        placement: Placement | None = None,
     ) -> Sequence[Candidate]:
         """The prefill workers that a decision is shown with: the best ones, and the chosen one."""
         if ranked_by is None:
             return ()
         view = self.membership.view()
-        return ranked_candidates(view, num_prompt_tokens, ranked_by, _SHOWN_CANDIDATES, placement)
+        return ranked_candidates(view, num_prompt_tokens, ranked_by, _SHOWN_CANDIDATES, placement, most_seen.prompt)
 
 
 def trace_admission(arrived_s: float, now_s: float, refusal: Refused | None = None) -> None:

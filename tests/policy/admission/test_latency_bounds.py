@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from halfmoon.policy.admission.refusal import AdmissionMode, Refused
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.policy.values import PlacementRequest
+from halfmoon.policy.values import SEEN_WHOLE, MostSeen, PlacementRequest
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import Role, WorkerView
 
@@ -139,7 +138,7 @@ def test_who_would_be_admitted_is_never_refused_unread(
     st.integers(-1, 1),
     st.lists(st.integers(0, 300), min_size=5, max_size=5),
     st.lists(st.integers(0, 4), min_size=5, max_size=5),
-    st.sampled_from([math.inf, 50.0, 1_000.0]),
+    st.sampled_from([SEEN_WHOLE, MostSeen(answer=50.0), MostSeen(50.0, 50.0), MostSeen(1_000.0, 1_000.0)]),
 )
 def test_who_would_be_admitted_is_never_refused_by_the_beginning_of_a_prompt(
     scene: Scene,
@@ -149,7 +148,7 @@ def test_who_would_be_admitted_is_never_refused_by_the_beginning_of_a_prompt(
     priority: int,
     held: Sequence[int],
     stores: Sequence[int],
-    most_seen: float,
+    most_seen: MostSeen,
 ) -> None:
     cached_blocks = np.array([min(one, (num_known - 1) // WORKER.block_tokens) for one in held] + [0])
     view = scene.view()
@@ -176,7 +175,7 @@ def test_a_long_prompt_of_which_little_is_kept_is_not_refused_for_its_length() -
     gate = Scene("predicted", "kvcache-centric", (), (), (), qos).gate(view)
     refusals = [
         gate.early_refusal(view, PromptLowerBound(4_000, most_seen=seen), 0, has_gaps=True, qos=qos, now_s=NOW_S)
-        for seen in (math.inf, 50.0)
+        for seen in (SEEN_WHOLE, MostSeen(answer=50.0))
     ]
     assert refusals[0] is not None
     assert (refusals[0].reason, refusals[1]) == ("tbt", None)

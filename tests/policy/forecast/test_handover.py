@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.policy.forecast.handover import HandoverPrediction, HandoverQueue, predict_handover
-from halfmoon.policy.values import Placement, PlacementRequest
+from halfmoon.policy.values import MostSeen, Placement, PlacementRequest
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import WorkerView
 from tests.policy.view.test_link_speeds import Link
@@ -32,7 +32,7 @@ def predicted(
     )
     view.links.report(0, [Link("d0:1", 1e6, 0.5), Link("d1:1", 10e6)])
     cached = np.array([99, *held_blocks, 0], dtype=np.int64)
-    request = PlacementRequest(105, 10, most_seen=most_seen, cached_blocks=cached)
+    request = PlacementRequest(105, 10, most_seen=MostSeen(answer=most_seen), cached_blocks=cached)
     return predict_handover(view, request, Placement(P, P, ttft_s, queue_s=queue_s), np.full(4, ahead))
 
 

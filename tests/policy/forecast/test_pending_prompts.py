@@ -16,7 +16,7 @@ waiting = st.tuples(st.integers(1, 250), st.integers(-1, 1), st.sampled_from([-m
 
 
 def prompt(order: int, new_tokens: int, priority: int = 0, ready_s: float = -math.inf) -> Prompt:
-    return Prompt(str(order), order, new_tokens, 0, priority, ready_s, None)
+    return Prompt(str(order), order, new_tokens, 0, priority, ready_s, math.inf, None)
 
 
 def told(step: list[PredictedChunk]) -> list[tuple[int, int, int, int]]:

@@ -75,7 +75,12 @@ def test_what_comes_before_is_computed_first() -> None:
 
 
 waiting = st.builds(
-    PromptWork, st.integers(1, 400), st.integers(0, 2_000), st.integers(-1, 1), st.sampled_from([-math.inf, 1.0, 3.0])
+    PromptWork,
+    st.integers(1, 400),
+    st.integers(0, 2_000),
+    st.integers(-1, 1),
+    st.sampled_from([-math.inf, 1.0, 3.0]),
+    st.sampled_from([math.inf, 50.0, 1_000.0]),
 )
 
 

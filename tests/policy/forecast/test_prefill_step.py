@@ -14,7 +14,7 @@ STEP = 100
 
 
 def prompt(order: int, new_tokens: int, priority: int = 0, ready_s: float = -math.inf, known_tokens: int = 0) -> Prompt:
-    return Prompt(str(order), order, new_tokens, known_tokens, priority, ready_s, None)
+    return Prompt(str(order), order, new_tokens, known_tokens, priority, ready_s, math.inf, None)
 
 
 def sizes(*prompts: Prompt, now_s: float = 0.0) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from halfmoon.policy.forecast.request_forecast import RequestForecast, RunningRe
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.placement.place import PlacementRules, place
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.policy.values import Placement, PlacementRequest
+from halfmoon.policy.values import MostSeen, Placement, PlacementRequest
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import WorkerView
 
@@ -80,13 +80,13 @@ def test_an_answer_lasts_as_long_as_its_mean_gap_says() -> None:
 def test_steps_see_what_a_kv_policy_keeps(most_seen: float, first: float, mean: float, last: float) -> None:
     """A decode step takes 1 ms a token that it sees: of 100 tokens and an answer of 100."""
     view = ClusterView((P, replace(D, step_model=StepModel(0.0, 0.0, 1e-3))))
-    forecast, request = RequestForecast(2.0), PlacementRequest(100, 100, most_seen=most_seen)
+    forecast, request = RequestForecast(2.0), PlacementRequest(100, 100, most_seen=MostSeen(answer=most_seen))
     placed = placed_by(forecast, view, request, 0.0)
     assert placed.tbt_s == pytest.approx(1e-3 * first)
     assert forecast.mean_tbt_s(view, request, placed, 100.0, 0.0) == pytest.approx(1e-3 * mean)
     assert forecast.tbt_at(view, request, placed, 0.0, 0.0) == pytest.approx(1e-3 * first)
     assert forecast.tbt_at_mean_load(view, request, placed, 0.0) == pytest.approx(1e-3 * first)
-    forecast.move("r", view, RunningRequest(100, 100.0, 0.05, 0, most_seen=most_seen), placed, 0.0)
+    forecast.move("r", view, RunningRequest(100, 100.0, 0.05, 0, most_seen=request.most_seen), placed, 0.0)
     forecast.begin_decode("r", 2.0)
     contexts = [forecast.decodes.loads(at_s, 2.0, 2).context_tokens[1] for at_s in (2.0, 7.0)]
     assert contexts == pytest.approx([first, last])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.policy.forecast.ttft import best_sources, predict_ttft, prefill_seconds
-from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.policy.models.latency import PrefillModel, num_pairs
 from halfmoon.policy.values import PlacementRequest, TtftPrediction
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.fetch_costs import FetchLink
@@ -50,6 +50,18 @@ def test_fetching_never_makes_a_prompt_later(
     assert (ttft.seconds <= computed_s).all()
     assert (ttft.cached_tokens + ttft.fetched_tokens < 1_000).all()  # a token is left to compute
     assert (ttft.fetched_tokens >= 0).all()
+
+
+@given(workers, st.integers(0, 900), st.integers(1, 1_200))
+def test_every_row_counts_what_the_prompt_sees_as_a_model_does(
+    members: list[WorkerView], cached: int, most_seen: int
+) -> None:
+    view = view_of(members)
+    seconds = prefill_seconds(view, np.full(len(members), float(cached)), 1_000.0, most_seen)
+    expected = [one.prefill_model.seconds(1_000 - cached, cached, most_seen) for one in members]
+    assert seconds == pytest.approx(expected)
+    pairs = sum(min(position + 0.5, most_seen) for position in range(cached, 1_000))
+    assert num_pairs(cached, 1_000 - cached, most_seen) == pytest.approx(pairs)
 
 
 @given(workers, st.lists(st.integers(0, 200), min_size=8, max_size=8))
