@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class Model(Protocol):
     """The interface of a transformer to the runner."""
 
+    hidden_dtype: torch.dtype  # of the hidden states between its parts
+
     def parameters(self) -> Mapping[str, Tensor]:
         """Views of the weights under the names (and with the shapes) they have in a checkpoint."""
 
@@ -45,10 +47,10 @@ class Model(Protocol):
         """
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Logits [num_logits, vocab_size]; kv: [num_layers, 2, num_kv_heads, num_slots, head_dim].
+        """Logits [num_logits, vocab_size] float32; kv: [num_layers, 2, num_kv_heads, num_slots, head_dim].
 
-        A part that is not the model's first is given the hidden states [num_tokens, hidden_size] of the part before it;
-        one that is not the last returns hidden states.
+        A part that is not the model's first is given the hidden states [num_tokens, hidden_size] of the part before it,
+        which it may overwrite; one that is not the last returns hidden states.
         """
 
 

@@ -60,12 +60,18 @@ class LayerOps:
     rotation: Callable[[Rotary, Tensor], Rotation]
     # packed layers -> how to compute all of them at once, None if that is not possible
     join: Callable[[Sequence[LayerWeights], ModelConfig, Rotary], RunLayers | None] = lambda *of: None
+    # whether the residual and all that is added to it are float32, whatever the model's dtype
+    wide_residual: bool = False
+
+    def added(self, linear: Linear, x: Tensor) -> Tensor:
+        """The product that a layer adds to the residual, in its dtype; x: [num_tokens, in_features]."""
+        return linear.sums(x) if self.wide_residual else linear(x)
 
 
-def suited_ops(ops: LayerOps, config: ModelConfig) -> LayerOps:
+def suited_ops(ops: LayerOps, config: ModelConfig, dtype: torch.dtype) -> LayerOps:
     """`ops`, with torch's functions where kernels do not compute what `config` says: wide norms, partial rotation."""
     if config.norm_offset:
-        ops = replace(ops, rms_norm=_wide_rms_norm, add_rms_norm=_add_wide_rms_norm)
+        ops = replace(ops, rms_norm=_wide_rms_norm, add_rms_norm=partial(_add_wide_rms_norm, dtype))
     if config.rotary_size != config.head_dim:
         ops = replace(ops, rotation=_rotation)
     return ops
@@ -76,9 +82,11 @@ def _wide_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
-def _add_wide_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_wide_rms_norm(
+    dtype: torch.dtype, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     total = residual + x
-    return _wide_rms_norm(total, weight, eps), total
+    return _wide_rms_norm(total, weight, eps).to(dtype), total
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -40,10 +40,23 @@ class FusedRows(Protocol):
     """A `Multiply` that also computes what comes before it in a layer, with the same results."""
 
     def normed(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None) -> Tensor:
-        """Multiplies with the RMS norm of x + residual, both [num_tokens, in_features], which overwrites it."""
+        """Multiplies with the RMS norm of x + residual, which overwrites it; both [num_tokens, in_features] float32."""
 
     def gated(self, gate_up: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiplies with silu(gate) * up; gate_up: [num_tokens, 2 * in_features]."""
+        """Multiplies with silu(gate) * up, in float32; gate_up: [num_tokens, 2 * in_features]."""
+
+
+@runtime_checkable
+class KeepsSums(Protocol):
+    """A `Multiply` that can leave its sums as they are, in float32."""
+
+    def sums(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """As `Multiply`, not rounded to the dtype of x."""
+
+
+def sums(multiply: Multiply, x: Tensor, bias: Tensor | None) -> Tensor:
+    """What `multiply` gives, in float32; not rounded before, if it can."""
+    return multiply.sums(x, bias) if isinstance(multiply, KeepsSums) else multiply(x, bias).float()
 
 
 class Linear:
@@ -115,6 +128,12 @@ class Linear:
         if self._multiply is None:
             return functional.linear(x, self.weight, self.bias)
         return self._multiply(x, self.bias)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """The same in float32; where the kernels of CPUs multiply, sums are not rounded before."""
+        if self._multiply is None:
+            return functional.linear(x, self.weight, self.bias).float()
+        return sums(self._multiply, x, self.bias)
 
 
 FusedMatrix = tuple[Linear, dict[str, int]]  # with the rows of the checkpoint's matrices that it fuses

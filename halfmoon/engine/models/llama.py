@@ -30,7 +30,8 @@ class LlamaModel:
     ) -> None:
         self._part = part = part or whole_model(config)
         self._config = config = part.config
-        self._ops = ops = suited_ops(ops, config)
+        self._ops = ops = suited_ops(ops, config, dtype)
+        self.hidden_dtype = torch.float32 if ops.wide_residual else dtype
         num_embedded = config.vocab_size if part.is_first else 0
         self._embedding = Embedding(num_embedded, config.hidden_size, dtype, device)
         self._layers = [
@@ -118,6 +119,7 @@ class LlamaModel:
             hidden = self._embedding(batch.token_ids)  # [num_tokens, hidden_size]
             if self._embedding_scale != 1.0:
                 hidden = hidden * self._embedding_scale
+            hidden = hidden.to(self.hidden_dtype)
         hidden, delta = self._through_layers(hidden, batch, kv)
         if not self._part.is_last:
             return hidden + delta
@@ -125,7 +127,7 @@ class LlamaModel:
         normed = self._ops.add_rms_norm(delta[rows], hidden[rows], self._norm, self._config.norm_eps)[0]
         if batch.on_outputs is not None:
             batch.on_outputs(normed)
-        logits, softcap = self._head(normed), self._config.logit_softcap
+        logits, softcap = self._head.sums(normed), self._config.logit_softcap
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def _through_layers(self, hidden: Tensor, batch: ForwardBatch, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +137,7 @@ class LlamaModel:
         rotation = windowed = self._ops.rotation(self._rotary, batch.positions)
         if self._window_rotary is not self._rotary:
             windowed = self._ops.rotation(self._window_rotary, batch.positions)
-        delta = None
+        delta = torch.zeros_like(hidden) if self._ops.wide_residual else None
         for index, (layer, layer_kv) in enumerate(zip(self._layers, kv.unbind(0), strict=True)):
             own = rotation if self._config.window(index) is None else windowed
             hidden, delta = layer.forward(hidden, delta, own, layer_kv, batch.attention)

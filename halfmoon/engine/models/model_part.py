@@ -180,3 +180,7 @@ class SummedLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features of this rank] -> [num_tokens, out_features]."""
         return self._all_reduce(super().__call__(x))
+
+    def sums(self, x: Tensor) -> Tensor:
+        """See `Linear.sums`."""
+        return self._all_reduce(super().sums(x))

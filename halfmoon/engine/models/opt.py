@@ -27,6 +27,7 @@ class OPTModel:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, part: ModelPart | None = None) -> None:
         self._part = part = part or whole_model(config)
         self._config = config = part.config
+        self.hidden_dtype = dtype
         hidden, width = config.hidden_size, config.embed_proj_dim
         num_embedded = config.vocab_size if part.is_first else 0
         self._embedding = torch.empty(num_embedded, width, dtype=dtype, device=device)
@@ -110,7 +111,7 @@ class OPTModel:
         hidden = hidden if self._project_out is None else self._project_out(hidden)
         if batch.on_outputs is not None:
             batch.on_outputs(hidden)
-        return self._head(hidden)
+        return self._head.sums(hidden)
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         hidden = functional.embedding(batch.token_ids, self._embedding)  # [num_tokens, embed_proj_dim]

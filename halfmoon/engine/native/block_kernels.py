@@ -20,7 +20,7 @@ _FORMATS = tuple(BLOCK_SIZES)  # in the order of quantised.h
 _X_BLOCK_BYTES = 44  # quantised.h: x_block_t
 
 _PACK = (*[c_void_p] * 2, c_int, *[c_int64] * 2, c_int)
-_LINEAR = (*[c_void_p] * 5, c_int, *[c_int64] * 3, *[c_void_p] * 2, c_float, *[c_int] * 2)
+_LINEAR = (*[c_void_p] * 5, c_int, *[c_int64] * 3, c_int, *[c_void_p] * 2, c_float, *[c_int] * 2)
 _LOOKUP = (*[c_void_p] * 3, c_int, *[c_int64] * 2)
 
 
@@ -69,13 +69,17 @@ class PackedBlocks:
         """x: [num_tokens, in_features] -> [num_tokens, out_features] (`Multiply`)."""
         return self._run(x.contiguous(), bias)
 
+    def sums(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `KeepsSums`."""
+        return self._run(x.contiguous(), bias, dtype=torch.float32)
+
     def normed(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         """See `FusedRows.normed`."""
         return self._run(x, bias, weight.data_ptr(), residual.data_ptr(), eps)
 
     def gated(self, gate_up: Tensor, bias: Tensor | None) -> Tensor:
         """See `FusedRows.gated`."""
-        return self._run(gate_up, bias, is_gated=True)
+        return self._run(gate_up, bias, is_gated=True, dtype=torch.float32)
 
     def _run(
         self,
@@ -85,9 +89,10 @@ class PackedBlocks:
         residual: int = 0,
         eps: float = 0.0,
         is_gated: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         num_rows, (num_columns, num_inputs) = x.shape[0], self.shape
-        out = torch.empty(num_rows, num_columns, dtype=self._kernels.dtype)
+        out = torch.empty(num_rows, num_columns, dtype=dtype or self._kernels.dtype)
         self._kernels.linear(
             x.data_ptr(),
             self.address,
@@ -98,6 +103,7 @@ class PackedBlocks:
             num_rows,
             num_inputs,
             num_columns,
+            out.dtype == torch.float32,
             norm,
             residual,
             eps,

@@ -15,10 +15,10 @@ from halfmoon.engine.native.library import NativeLibrary
 
 
 def native_ops(library: NativeLibrary) -> LayerOps:
-    """Layer functions that rotate rows in place and overwrite the residual."""
+    """Layer functions that rotate rows in place and overwrite the residual, which is float32, as is what is added."""
 
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return library.rms_norm(x, weight, eps, residual), residual
+        return library.add_rms_norm(x, residual, weight, eps), residual
 
     def rotation(rotary: Rotary, positions: Tensor) -> Rotation:
         cos, sin = rotary.halves()
@@ -32,5 +32,10 @@ def native_ops(library: NativeLibrary) -> LayerOps:
         return NativeLayers(library, layers, config, rotary) if can_join(layers) else None
 
     return LayerOps(
-        rms_norm=library.rms_norm, add_rms_norm=add_rms_norm, silu_mul=library.silu_mul, rotation=rotation, join=join
+        rms_norm=library.rms_norm,
+        add_rms_norm=add_rms_norm,
+        silu_mul=library.silu_mul,
+        rotation=rotation,
+        join=join,
+        wide_residual=True,
     )

@@ -38,7 +38,7 @@ class _Layer(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("hidden", "delta", "normed", "heads", "attended", "gate_up", "gated")),
+        *((name, c_void_p) for name in ("residual", "delta", "normed", "heads", "attended", "gate_up", "gated")),
         *((name, c_void_p) for name in ("blocks", "cos", "sin", "positions", "slots")),
         *((name, c_void_p) for name in ("segments", "runs", "tasks", "partials", "done", "kv")),
         *((name, c_int64) for name in ("kv_layer_bytes", "kv_values_bytes", "kv_head_bytes", "kv_row_bytes")),
@@ -112,12 +112,13 @@ class NativeLayers:
         batch, config, library = cast(NativeBatch, listeners.inner), self._config, self._library
         num_tokens, inner = len(hidden), config.intermediate_size
         num_heads = config.num_heads + 2 * config.num_kv_heads
-        widths = (config.hidden_size, config.hidden_size, num_heads * config.head_dim, config.q_size, 2 * inner, inner)
-        rooms = [torch.empty(num_tokens, width, dtype=hidden.dtype) for width in widths]
-        delta, normed, heads, attended, gate_up, gated = rooms
+        widths = (config.hidden_size, num_heads * config.head_dim, config.q_size, 2 * inner, inner)
+        rooms = [torch.empty(num_tokens, width, dtype=library.dtype) for width in widths]
+        normed, heads, attended, gate_up, gated = rooms
         segments, runs, tasks = batch.plan
         partials, done = batch.partials
         hidden, item_bytes = hidden.contiguous(), kv.element_size()
+        delta = torch.zeros_like(hidden)
         step = _Step(
             *(room.data_ptr() for room in (hidden, delta, normed, heads, attended, gate_up, gated)),
             library.block_kernels.room(x_room_bytes(num_tokens, max(config.hidden_size, config.q_size, inner))),

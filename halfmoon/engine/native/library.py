@@ -22,10 +22,11 @@ from halfmoon.errors import Incompatible
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _TASK_FIELDS = 10  # int64 fields of attention_plan.h's task_t
 
-_NORM = (*[c_void_p] * 4, *[c_int64] * 3, c_float, c_int)
+_NORM = (*[c_void_p] * 3, *[c_int64] * 3, c_float, c_int)
+_ADD_NORM = (*[c_void_p] * 4, *[c_int64] * 2, c_float, c_int)
 _SILU = (*[c_void_p] * 2, *[c_int64] * 2, c_int)
 _ROTATE = (*[c_void_p] * 4, *[c_int64] * 5, c_int)
-_LINEAR = (*[c_void_p] * 4, *[c_int64] * 3, c_int)
+_LINEAR = (*[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 2)
 _PACK_LINEAR = (*[c_void_p] * 2, *[c_int64] * 2)
 _ATTEND = (*[c_void_p] * 12, *[c_int64] * 10, c_float, c_int, c_int)
 _PLAN = (c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_void_p, POINTER(c_int64))
@@ -43,6 +44,7 @@ class NativeLibrary:
         self.packing = f"{file.name} {suffix}"  # equal where packed weights have equal bytes
         self.num_threads = num_threads  # of each call, the caller included
         self._rms_norm = _function(library, f"rms_norm_{suffix}", _NORM)
+        self._add_rms_norm = _function(library, f"add_rms_norm_{suffix}", _ADD_NORM)
         self._silu_mul = _function(library, f"silu_mul_{suffix}", _SILU)
         self._rotate = _function(library, f"rotate_{suffix}", _ROTATE)
         self._attend = _function(library, f"attend_{suffix}", _ATTEND)
@@ -61,16 +63,12 @@ class NativeLibrary:
         """The threads that this process has for kernels, besides those that call them."""
         return int(self._num_team_threads())
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-        """The norm of x [..., size] over its last dimension, or of x + residual, which then overwrites `residual`.
-
-        x may be a strided view of rows; `residual` is contiguous.
-        """
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of x [..., size] over its last dimension; x may be a strided view of rows."""
         out = torch.empty(x.shape, dtype=x.dtype)
         rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
         self._rms_norm(
             rows.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
             weight.data_ptr(),
             out.data_ptr(),
             *rows.shape,
@@ -78,6 +76,13 @@ class NativeLibrary:
             eps,
             self.num_threads,
         )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of x + residual, which overwrites `residual`; both [num_tokens, size] float32, contiguous."""
+        out = torch.empty(x.shape, dtype=self.dtype)
+        pointers = (tensor.data_ptr() for tensor in (x, residual, weight, out))
+        self._add_rms_norm(*pointers, *x.shape, eps, self.num_threads)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -207,8 +212,15 @@ class PackedNumbers:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, out_features] (`Multiply`)."""
+        return self._run(x, bias, self._library.dtype)
+
+    def sums(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `KeepsSums`."""
+        return self._run(x, bias, torch.float32)
+
+    def _run(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         library, num_rows, num_columns = self._library, x.shape[0], self.shape[0]
-        x, out = x.contiguous(), torch.empty(num_rows, num_columns, dtype=library.dtype)
+        x, out = x.contiguous(), torch.empty(num_rows, num_columns, dtype=dtype)
         library.linear(
             x.data_ptr(),
             self.address,
@@ -217,6 +229,7 @@ class PackedNumbers:
             num_rows,
             self._depth,
             num_columns,
+            dtype == torch.float32,
             library.num_threads,
         )
         return out

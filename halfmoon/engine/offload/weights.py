@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfmoon.engine.models.blocks import Blocks
-from halfmoon.engine.models.linear import FusedRows, Multiply, PackWeight
+from halfmoon.engine.models.linear import FusedRows, Multiply, PackWeight, sums
 from halfmoon.engine.native.prepared_model import PackedWeight, Packing
 from halfmoon.engine.offload.link import Copy, Fetch, Link, Throttle, link_to
 from halfmoon.errors import Incompatible
@@ -165,6 +165,10 @@ class StreamedWeight:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `Multiply`."""
         return self.here(x, bias)
+
+    def sums(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `KeepsSums`."""
+        return sums(self.here, x, bias)
 
 
 class StreamedRows(StreamedWeight):

@@ -97,6 +97,7 @@ class Rank:
         throttle = Throttle(config.link_bytes_per_s)
         self.weights = weight_stream(host_layers, torch.device(self._device), throttle, path.packing)
         model = self._model(checkpoint, config, path, on_progress)
+        self._hidden_dtype = model.hidden_dtype
         if self.weights is not None:
             self.weights.begin()
         path.use_threads(torch.get_num_threads())
@@ -161,7 +162,7 @@ class Rank:
         num_tokens, num_logits = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         hidden = None
         if not self._part.is_first:
-            hidden = self.links.receive_hidden(self._empty(num_tokens, self._whole.hidden_size))
+            hidden = self.links.receive_hidden(self._empty(num_tokens, self._whole.hidden_size, self._hidden_dtype))
         out = self.runner.forward(batch, hidden, watch)
         if out.is_cuda:  # as in `ModelRunner.run`: KV is copied on other streams. Not run yet with several ranks
             torch.cuda.current_stream().synchronize()
@@ -191,14 +192,14 @@ class Rank:
 
     def empty_logits(self, num_rows: int) -> Tensor:
         """Room for logits of the whole vocabulary, [num_rows, vocab_size]."""
-        return self._empty(num_rows, self._whole.vocab_size)
+        return self._empty(num_rows, self._whole.vocab_size, torch.float32)
 
     def abort(self) -> None:
         """Makes a waiting `compute` fail because another rank is gone. Any thread."""
         self.links.abort()
 
-    def _empty(self, num_rows: int, width: int) -> Tensor:
-        return torch.empty(num_rows, width, dtype=self._dtype, device=self._device)
+    def _empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_rows, width, dtype=dtype, device=self._device)
 
 
 def config_here(config: EngineConfig, rank_here: int, num_ranks_here: int) -> EngineConfig:

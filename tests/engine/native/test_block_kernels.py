@@ -119,13 +119,22 @@ def test_other_processors_compute_the_same(without: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("num_rows", [1, 70])
 def test_what_comes_before_a_product_may_be_part_of_it(dtype: torch.dtype, num_rows: int) -> None:
     kernels, multiply = library(dtype), packed(blocks_of("Q4_1", 100, 768), dtype)
-    x, gate_up = random_x(num_rows, 768, dtype), random_x(num_rows, 1536, dtype)
-    weight, residual = random_x(2, 768, dtype)[1], random_x(num_rows + 1, 768, dtype)[1:]
+    x, gate_up = random_x(num_rows, 768, torch.float32), random_x(num_rows, 1536, dtype)
+    weight, residual = random_x(2, 768, dtype)[1], random_x(num_rows + 1, 768, torch.float32)[1:]
     totals = residual.clone(), residual.clone()
-    expected = multiply(kernels.rms_norm(x, weight, 1e-5, totals[0]), None)
+    expected = multiply(kernels.add_rms_norm(x, totals[0], weight, 1e-5), None)
     assert torch.equal(multiply.normed(x, totals[1], weight, 1e-5, None), expected)
     assert torch.equal(totals[1], totals[0])
-    assert torch.equal(multiply.gated(gate_up, None), multiply(kernels.silu_mul(gate_up), None))
+    assert torch.equal(multiply.gated(gate_up, None), multiply.sums(kernels.silu_mul(gate_up), None))
+
+
+@pytest.mark.parametrize("num_rows", [1, 70])
+def test_sums_are_what_is_rounded(dtype: torch.dtype, num_rows: int) -> None:
+    multiply, bias = packed(blocks_of("Q8_0", 83, 768), dtype), random_x(2, 83, dtype)[1]
+    x = random_x(num_rows, 768, dtype)
+    sums = multiply.sums(x, bias)
+    assert sums.dtype == torch.float32
+    assert torch.equal(sums.to(dtype), multiply(x, bias))
 
 
 @pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])

@@ -19,6 +19,7 @@ from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
 from halfmoon.engine.kv_memory.quantised_rows import CODES, round_rows
+from halfmoon.engine.models.linear import KeepsSums
 from halfmoon.engine.models.rotary import rotate
 from halfmoon.engine.native.attention import NativeBackend
 from halfmoon.engine.native.compiler import _compilers, compiled
@@ -220,14 +221,14 @@ def seen_slots(drawn: list[TokenSpan]) -> Tensor:
 @pytest.mark.parametrize("num_rows", [1, 70])
 def test_rms_norm_with_and_without_a_residual(library: NativeLibrary, num_rows: int, size: int) -> None:
     dtype = library.dtype
-    x, residual = (random(num_rows, size, dtype=dtype, seed=seed) for seed in (1, 2))
+    x, added, residual = (random(num_rows, size, dtype=of, seed=1) for of in (dtype, torch.float32, torch.float32))
     weight = random(size, dtype=dtype, seed=3)
-    total = x + residual
+    total = added + residual
     plain = library.rms_norm(x, weight, 1e-5)
-    got = library.rms_norm(x, weight, 1e-5, residual)
+    got = library.add_rms_norm(added, residual, weight, 1e-5)
     assert torch.equal(residual, total)
     for out, of in ((plain, x), (got, total)):
-        expected = functional.rms_norm(of, (size,), weight, 1e-5)
+        expected = functional.rms_norm(of.float(), (size,), weight.float(), 1e-5).to(dtype)
         torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -295,6 +296,11 @@ def test_a_packed_weight_multiplies(
         return
     expected = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(multiply(x, bias).float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    if not isinstance(multiply, KeepsSums):  # oneDNN's
+        return
+    whole = multiply.sums(x, bias)
+    torch.testing.assert_close(whole, expected, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
+    assert torch.equal(whole.to(dtype), multiply(x, bias))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 20), (1, 1, 272), (97, 1, 64)])

@@ -118,6 +118,13 @@ def test_the_tokens_are_those_of_one_process(
     assert engine.stats().num_free_blocks == engine.num_blocks
 
 
+@pytest.mark.parametrize("model", ["llama", "gemma3", "deepseek-v3", "opt"])
+def test_stages_round_no_more_than_one_process(model: str, start_engine: StartEngine) -> None:
+    expected = generate(start_engine(model=model, dtype="bfloat16"), *requests())
+    engine = start_engine(1, 2, model, max_batch_tokens=30, chunk_tokens=9, dtype="bfloat16")
+    assert generate(engine, *requests()) == expected
+
+
 @pytest.mark.parametrize(("tensor", "pipeline", "model"), [(2, 1, "llama"), (2, 1, "opt"), (1, 2, "qwen2-moe")])
 def test_ranks_keep_weights_on_the_host(tensor: int, pipeline: int, model: str, start_engine: StartEngine) -> None:
     expected = generate(start_engine(model=model), *requests())

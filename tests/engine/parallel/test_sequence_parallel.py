@@ -60,6 +60,12 @@ def test_logits_are_those_of_one_rank(model: str, start_engine: StartEngine, sta
         assert ring.stats().num_free_blocks == ring.num_blocks
 
 
+def test_logits_in_bfloat16_are_nearly_those_of_one_rank(start_engine: StartEngine, start_ring: StartEngine) -> None:
+    engine, ring = start_engine(dtype="bfloat16"), start_ring(3, max_batch_tokens=70, dtype="bfloat16")
+    expected, got = (log_probabilities(one, 150)[:149] for one in (engine, ring))  # of the prompt
+    torch.testing.assert_close(got, expected, atol=0.1, rtol=0.05)
+
+
 def test_prompts_short_and_long_are_computed_beside_each_other(
     start_engine: StartEngine, start_ring: StartEngine
 ) -> None:

@@ -38,16 +38,16 @@ class GatedMlp:
         return (self.gate_up, gate_up), (self.down, down)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size] -> the same shape."""
+        """x: [num_tokens, hidden_size] -> what is added to the residual, of the same shape."""
         return self.finish(self.gate_up(x))
 
     def finish(self, gate_up: Tensor) -> Tensor:
         """gate_up: [num_tokens, 2 * inner], what that matrix gave -> [num_tokens, hidden_size]."""
         if not self._is_silu:
-            return self.down(_gelu_mul(gate_up))
+            return self._ops.added(self.down, _gelu_mul(gate_up))
         if self.down.fused is not None:
             return self.down.fused.gated(gate_up, self.down.bias)
-        return self.down(self._ops.silu_mul(gate_up))
+        return self._ops.added(self.down, self._ops.silu_mul(gate_up))
 
 
 class DenseMlp(GatedMlp):

@@ -44,7 +44,7 @@ class GroupedAttention:
         num_qk = config.num_heads + config.num_kv_heads
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         q, k = rotation(self._norm_heads(qk) if self.tensors else qk, config.num_heads)
-        return self.output(attention.attend(q, k, v, layer_kv, self._rule))
+        return self._ops.added(self.output, attention.attend(q, k, v, layer_kv, self._rule))
 
     def _norm_heads(self, qk: Tensor) -> Tensor:
         q, k = torch.split(qk, [self._config.num_heads, self._config.num_kv_heads], dim=1)

@@ -76,4 +76,4 @@ class LatentAttention:
         wanted = torch.einsum("thn,hnl->thl", plain, self._keys)
         out = attention.attend(torch.cat((wanted, own), dim=2), k, v, layer_kv, self._rule)
         values = torch.einsum("thl,hvl->thv", out.view(len(first), num_heads, latent.size), self._values)
-        return self.output(values.flatten(1))
+        return self._ops.added(self.output, values.flatten(1))

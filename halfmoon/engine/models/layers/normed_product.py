@@ -17,7 +17,7 @@ def normed_product(
     """
     if x is None:
         return linear(ops.rms_norm(residual, weight, eps)), residual
-    if linear.fused is not None and weight.dtype == x.dtype:
+    if linear.fused is not None and weight.dtype == linear.weight.dtype:
         return linear.fused.normed(x, residual, weight, eps, linear.bias), residual
     normed, total = ops.add_rms_norm(x, residual, weight, eps)
     return linear(normed), total

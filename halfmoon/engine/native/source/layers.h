@@ -18,7 +18,7 @@ typedef struct {
 } layer_t;
 
 typedef struct {
-  void *hidden, *delta;             /* [num_tokens, hidden_size]; the last layer's delta is not yet added */
+  float *residual, *delta;          /* [num_tokens, hidden_size]; delta is what is added next, at first 0 */
   void *normed, *heads, *attended;  /* room: [num_tokens, hidden_size; q, k and v heads; q heads] */
   void *gate_up, *gated;            /* room: [num_tokens, 2 * inner; inner] */
   x_block_t *blocks;                /* room for the widest x in eight bits */
@@ -53,43 +53,48 @@ static void NAME(head_norm_task)(void *data, long task) {
   for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++)
     for (int64_t head = 0; head < a->num_heads + a->num_kv_heads; head++) {
       T *x = a->heads + row * a->stride + head * a->head_dim;
-      NAME(norm_row)(x, 0, head < a->num_heads ? a->q_norm : a->k_norm, x, a->head_dim, a->eps);
+      NAME(norm_row)(x, head < a->num_heads ? a->q_norm : a->k_norm, x, a->head_dim, a->eps);
     }
 }
 
-/* out = x W^T + b; with `norm`, of the norm of x + residual, and if `is_gated`, of silu(gate) * up; room: for either. */
-static void NAME(multiply)(const layers_step_t *s, const matrix_t *m, const T *x, T *out, const T *norm, T *residual,
-                           int is_gated, T *room) {
-  if (m->format >= 0) {
+static void NAME(multiply)(const layers_step_t *s, const matrix_t *m, const T *x, void *out, int is_wide) {
+  if (m->format >= 0)
     NAME(quantised_linear)(x, m->packed, m->bias, out, s->blocks, (int)m->format, s->num_tokens, m->num_inputs,
-                           m->num_columns, norm, residual, s->eps, is_gated, s->num_threads);
+                           m->num_columns, is_wide, 0, 0, 0, 0, s->num_threads);
+  else
+    NAME(linear)(x, m->packed, m->bias, out, s->num_tokens, m->num_inputs * (int64_t)sizeof(T) / 4, m->num_columns,
+                 is_wide, s->num_threads);
+}
+
+/* out = the product with the norm of delta + residual, which overwrites the residual. */
+static void NAME(multiply_normed)(const layers_step_t *s, const matrix_t *m, const T *norm, T *out) {
+  if (m->format >= 0) {
+    NAME(quantised_linear)(s->delta, m->packed, m->bias, out, s->blocks, (int)m->format, s->num_tokens, m->num_inputs,
+                           m->num_columns, 0, norm, s->residual, s->eps, 0, s->num_threads);
     return;
   }
-  if (norm) {
-    NAME(rms_norm)(x, residual, norm, room, s->num_tokens, m->num_inputs, m->num_inputs, s->eps, s->num_threads);
-    x = room;
+  NAME(add_rms_norm)(s->delta, s->residual, norm, s->normed, s->num_tokens, m->num_inputs, s->eps, s->num_threads);
+  NAME(multiply)(s, m, s->normed, out, 0);
+}
+
+/* delta = the product with silu(gate) * up. */
+static void NAME(multiply_gated)(const layers_step_t *s, const matrix_t *m) {
+  if (m->format >= 0) {
+    NAME(quantised_linear)(s->gate_up, m->packed, m->bias, s->delta, s->blocks, (int)m->format, s->num_tokens,
+                           m->num_inputs, m->num_columns, 1, 0, 0, 0, 1, s->num_threads);
+    return;
   }
-  if (is_gated) {
-    NAME(silu_mul)(x, room, s->num_tokens, m->num_inputs, s->num_threads);
-    x = room;
-  }
-  NAME(linear)(x, m->packed, m->bias, out, s->num_tokens, m->num_inputs * (int64_t)sizeof(T) / 4, m->num_columns,
-               s->num_threads);
+  NAME(silu_mul)(s->gate_up, s->gated, s->num_tokens, m->num_inputs, s->num_threads);
+  NAME(multiply)(s, m, s->gated, s->delta, 1);
 }
 
 void NAME(run_layers)(const layer_t *layers, const layers_step_t *s) {
-  T *hidden = s->hidden, *delta = s->delta, *heads = s->heads;
+  T *heads = s->heads;
   const int64_t stride = (s->num_heads + 2 * s->num_kv_heads) * s->head_dim;
   T *k = heads + s->num_heads * s->head_dim, *v = k + s->num_kv_heads * s->head_dim;
   for (int64_t i = 0; i < s->num_layers; i++) {
     const layer_t *layer = layers + i;
-    if (i == 0) {
-      NAME(rms_norm)(hidden, 0, layer->input_norm, s->normed, s->num_tokens, s->hidden_size, s->hidden_size, s->eps,
-                     s->num_threads);
-      NAME(multiply)(s, &layer->qkv, s->normed, heads, 0, 0, 0, 0);
-    } else {
-      NAME(multiply)(s, &layer->qkv, delta, heads, layer->input_norm, hidden, 0, s->normed);
-    }
+    NAME(multiply_normed)(s, &layer->qkv, layer->input_norm, heads);
     if (layer->q_norm) {
       NAME(head_norm_args) args = {heads, layer->q_norm, layer->k_norm, s->num_tokens, s->num_heads, s->num_kv_heads,
                                    s->head_dim, stride, s->eps};
@@ -104,8 +109,8 @@ void NAME(run_layers)(const layer_t *layers, const layers_step_t *s) {
                  s->kv_row_bytes, s->num_kv_heads, s->num_heads / s->num_kv_heads, s->head_dim, s->scale, s->codes,
                  s->num_threads);
     if (s->calls && s->calls[i] & 2 && s->between(i, 1)) return;
-    NAME(multiply)(s, &layer->output, s->attended, delta, 0, 0, 0, 0);
-    NAME(multiply)(s, &layer->gate_up, delta, s->gate_up, layer->mlp_norm, hidden, 0, s->normed);
-    NAME(multiply)(s, &layer->down, s->gate_up, delta, 0, 0, 1, s->gated);
+    NAME(multiply)(s, &layer->output, s->attended, s->delta, 1);
+    NAME(multiply_normed)(s, &layer->gate_up, layer->mlp_norm, s->gate_up);
+    NAME(multiply_gated)(s, &layer->down);
   }
 }

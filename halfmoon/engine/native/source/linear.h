@@ -2,11 +2,38 @@
  * after the other. A task is a panel and some rows; the panel stays near for all of them.
  */
 
+/* out [num_columns] = sums + bias, which may be 0; out is float32 if `is_wide`, else rounded to T. */
+INLINE void NAME(store_sums)(void *out, const float *sums, const T *bias, int64_t num_columns, int is_wide) {
+  T *rounded = out;
+  float *wide = out;
+  int64_t j = 0;
+  for (; j + LANES <= num_columns; j += LANES) {
+    const f32v sum = bias ? load_f32(sums + j) + LOAD(bias + j) : load_f32(sums + j);
+    if (is_wide)
+      store_f32(wide + j, sum);
+    else
+      STORE(rounded + j, sum);
+  }
+  for (; j < num_columns; j++) {
+    const float sum = bias ? sums[j] + TO_FLOAT(bias[j]) : sums[j];
+    if (is_wide)
+      wide[j] = sum;
+    else
+      rounded[j] = FROM_FLOAT(sum);
+  }
+}
+
+/* Where a row of `store_sums` begins. */
+INLINE void *NAME(sums_at)(void *out, int64_t index, int is_wide) {
+  return is_wide ? (void *)((float *)out + index) : (void *)((T *)out + index);
+}
+
 typedef struct {
   const T *x, *bias;
   const uint32_t *packed;
-  T *out;
+  void *out;
   int64_t num_rows, depth, num_columns, num_panels, rows_per_task, part; /* part: of the depth, multiplied at a time */
+  int is_wide;
 } NAME(linear_args);
 
 static void NAME(linear_task)(void *data, long task) {
@@ -19,14 +46,9 @@ static void NAME(linear_task)(void *data, long task) {
     LINEAR_PRODUCT(num_rows, PANEL, x + k, a->depth, panel + k * PANEL, PANEL, sums, PANEL,
                    a->depth - k < a->part ? a->depth - k : a->part, k > 0);
   const int64_t num_columns = a->num_columns - column < PANEL ? a->num_columns - column : PANEL;
-  for (int64_t i = 0; i < num_rows; i++) {
-    T *out = a->out + (row + i) * a->num_columns + column;
-    float *of = sums + i * PANEL;
-    int64_t j = 0;
-    for (; j + LANES <= num_columns; j += LANES)
-      STORE(out + j, a->bias ? load_f32(of + j) + LOAD(a->bias + column + j) : load_f32(of + j));
-    for (; j < num_columns; j++) out[j] = FROM_FLOAT(a->bias ? of[j] + TO_FLOAT(a->bias[column + j]) : of[j]);
-  }
+  for (int64_t i = 0; i < num_rows; i++)
+    NAME(store_sums)(NAME(sums_at)(a->out, (row + i) * a->num_columns + column, a->is_wide), sums + i * PANEL,
+                     a->bias ? a->bias + column : 0, num_columns, a->is_wide);
 }
 
 /* The width in which `pack_linear` stores columns. */
@@ -40,13 +62,13 @@ void NAME(pack_linear)(const uint32_t *weight, uint32_t *packed, int64_t num_col
         packed[column * depth + k * PANEL + j] = column + j < num_columns ? weight[(column + j) * depth + k] : 0;
 }
 
-/* out [num_rows, num_columns]; x: [num_rows, depth] items; bias: [num_columns] or 0. */
-void NAME(linear)(const T *x, const uint32_t *packed, const T *bias, T *out, int64_t num_rows, int64_t depth,
-                  int64_t num_columns, int num_threads) {
+/* out [num_rows, num_columns], float32 if `is_wide`; x: [num_rows, depth] items; bias: [num_columns] or 0. */
+void NAME(linear)(const T *x, const uint32_t *packed, const T *bias, void *out, int64_t num_rows, int64_t depth,
+                  int64_t num_columns, int is_wide, int num_threads) {
   const int64_t num_panels = (num_columns + PANEL - 1) / PANEL, num_parts = (depth + LINEAR_DEPTH - 1) / LINEAR_DEPTH;
   const int64_t part = ((depth + num_parts - 1) / num_parts + 15) / 16 * 16;
   int64_t rows = LINEAR_ROWS;
   while (num_panels * ((num_rows + rows - 1) / rows) < TASKS_PER_THREAD * num_threads && rows >= 2 * LEAST_ROWS) rows /= 2;
-  NAME(linear_args) args = {x, bias, packed, out, num_rows, depth, num_columns, num_panels, rows, part};
+  NAME(linear_args) args = {x, bias, packed, out, num_rows, depth, num_columns, num_panels, rows, part, is_wide};
   run_tasks(NAME(linear_task), &args, num_panels * ((num_rows + rows - 1) / rows), num_threads);
 }

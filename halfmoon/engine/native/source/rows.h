@@ -2,47 +2,69 @@
 
 typedef struct {
   const T *x, *weight;
-  T *residual, *out; /* residual: 0, or overwritten with x + residual */
+  const float *added; /* instead of x: [num_rows, size], to be added to the residual */
+  float *residual;
+  T *out;
   int64_t num_rows, size, x_stride;
   float eps;
 } NAME(norm_args);
 
-/* out [size] = norm(x + residual) * weight; residual, if there is one, is overwritten with the sum. */
-static void NAME(norm_row)(const T *x, T *residual, const T *weight, T *out, int64_t size, float eps) {
+static float NAME(norm_scale)(f32v squares, float tail, int64_t size, float eps) {
+  return 1.0f / sqrtf((sum_of(squares) + tail) / (float)size + eps);
+}
+
+/* out [size] = norm(x) * weight. */
+static void NAME(norm_row)(const T *x, const T *weight, T *out, int64_t size, float eps) {
   f32v squares = splat(0);
   float tail = 0;
   int64_t i = 0;
-  if (residual) {
-    for (; i + LANES <= size; i += LANES) {
-      STORE(residual + i, LOAD(x + i) + LOAD(residual + i));
-      f32v rounded = LOAD(residual + i);
-      squares += rounded * rounded;
-    }
-    for (; i < size; i++) {
-      residual[i] = FROM_FLOAT(TO_FLOAT(x[i]) + TO_FLOAT(residual[i]));
-      tail += TO_FLOAT(residual[i]) * TO_FLOAT(residual[i]);
-    }
-    x = residual;
-  } else {
-    for (; i + LANES <= size; i += LANES) squares += LOAD(x + i) * LOAD(x + i);
-    for (; i < size; i++) tail += TO_FLOAT(x[i]) * TO_FLOAT(x[i]);
-  }
-  const float scale = 1.0f / sqrtf((sum_of(squares) + tail) / (float)size + eps);
+  for (; i + LANES <= size; i += LANES) squares += LOAD(x + i) * LOAD(x + i);
+  for (; i < size; i++) tail += TO_FLOAT(x[i]) * TO_FLOAT(x[i]);
+  const float scale = NAME(norm_scale)(squares, tail, size, eps);
   for (i = 0; i + LANES <= size; i += LANES) STORE(out + i, LOAD(x + i) * scale * LOAD(weight + i));
   for (; i < size; i++) out[i] = FROM_FLOAT(TO_FLOAT(x[i]) * scale * TO_FLOAT(weight[i]));
+}
+
+/* out [size] = norm(x + residual) * weight; residual is overwritten with the sum. Neither is ever rounded to T. */
+static void NAME(add_norm_row)(const float *x, float *residual, const T *weight, T *out, int64_t size, float eps) {
+  f32v squares = splat(0);
+  float tail = 0;
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) {
+    const f32v sum = load_f32(x + i) + load_f32(residual + i);
+    store_f32(residual + i, sum);
+    squares += sum * sum;
+  }
+  for (; i < size; i++) {
+    residual[i] += x[i];
+    tail += residual[i] * residual[i];
+  }
+  const float scale = NAME(norm_scale)(squares, tail, size, eps);
+  for (i = 0; i + LANES <= size; i += LANES) STORE(out + i, load_f32(residual + i) * scale * LOAD(weight + i));
+  for (; i < size; i++) out[i] = FROM_FLOAT(residual[i] * scale * TO_FLOAT(weight[i]));
 }
 
 static void NAME(norm_task)(void *data, long task) {
   const NAME(norm_args) *a = data;
   for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++)
-    NAME(norm_row)(a->x + row * a->x_stride, a->residual ? a->residual + row * a->size : 0, a->weight,
-                   a->out + row * a->size, a->size, a->eps);
+    if (a->added)
+      NAME(add_norm_row)(a->added + row * a->size, a->residual + row * a->size, a->weight, a->out + row * a->size,
+                         a->size, a->eps);
+    else
+      NAME(norm_row)(a->x + row * a->x_stride, a->weight, a->out + row * a->size, a->size, a->eps);
 }
 
-/* out [num_rows, size] = norm(x + residual) * weight; x may have a row stride. */
-void NAME(rms_norm)(const T *x, T *residual, const T *weight, T *out, int64_t num_rows, int64_t size, int64_t x_stride,
-                    float eps, int num_threads) {
-  NAME(norm_args) args = {x, weight, residual, out, num_rows, size, x_stride, eps};
+/* out [num_rows, size] = norm(x) * weight; x may have a row stride. */
+void NAME(rms_norm)(const T *x, const T *weight, T *out, int64_t num_rows, int64_t size, int64_t x_stride, float eps,
+                    int num_threads) {
+  NAME(norm_args) args = {x, weight, 0, 0, out, num_rows, size, x_stride, eps};
+  run_tasks(NAME(norm_task), &args, num_row_tasks(num_rows), num_threads);
+}
+
+/* out [num_rows, size] = norm(x + residual) * weight; residual is overwritten with x + residual. */
+void NAME(add_rms_norm)(const float *x, float *residual, const T *weight, T *out, int64_t num_rows, int64_t size,
+                        float eps, int num_threads) {
+  NAME(norm_args) args = {0, weight, x, residual, out, num_rows, size, 0, eps};
   run_tasks(NAME(norm_task), &args, num_row_tasks(num_rows), num_threads);
 }
 
