@@ -215,7 +215,6 @@ class Generation:
         if request.repeat is not None and request.repeat.held:
             return  # it was admitted
         self._early_rejection.reject_early(request)
-        if num_bytes > _MOST_PREFIX_BYTES:
-            return
-        read_prefix = partial(prompt_prefix_of, body, self._model, request.tenant_salt)
-        self._early_rejection.reject_by_prefix(request, read_prefix)
+        if _SLOW_PROMPT_BYTES < num_bytes <= _MOST_PREFIX_BYTES:  # a shorter prompt is tokenized as soon as its prefix
+            read_prefix = partial(prompt_prefix_of, body, self._model, request.tenant_salt)
+            self._early_rejection.reject_by_prefix(request, read_prefix)
