@@ -55,6 +55,7 @@ class Membership:
         self.stores: frozenset[str] = frozenset()  # addresses of the pool's stores: those named, and those members use
         self._members: dict[str, Member] = {}
         self._view = ClusterView()
+        self._changed: dict[str, float] = {}  # members whose rows of the view are out of date, since when
         self.index = BlockIndex()
         self.totals = EngineTotals()
         self._models = LearnedModels()
@@ -124,6 +125,7 @@ class Membership:
             self._forget_layout(before)
         self._view.remove(identity.worker_id)  # so that the order is that of joining
         self._show(now_s, member)
+        self.view()  # it has a row from now on
         return member
 
     def report(self, member: Member, load: WorkerLoad, now_s: float) -> bool:
@@ -261,6 +263,7 @@ class Membership:
         self._last_left_s = now_s
         self._last_capacity_tokens = self._capacity_tokens()
         del self._members[member.worker_id]
+        self._changed.pop(member.worker_id, None)
         self._decode_addresses = self._cache_addresses = None
         self._view.remove(member.worker_id)
         self._forget_address(member)
@@ -291,14 +294,19 @@ class Membership:
             member.heard_s = min(member.heard_s + excused_s, now_s)
 
     def view(self) -> ClusterView:
-        """The cluster as the policies see it: one object, which keeps changing."""
+        """The cluster as the policies see it: one object, brought up to date by each call."""
+        while self._changed:
+            worker_id, now_s = self._changed.popitem()
+            member = self._members[worker_id]
+            models = self._models.models_for(worker_id, member.kind, member.latency, now_s, member.like)
+            self._view.put(member.view(models))
         return self._view
 
     def expects_worker(self, now_s: float) -> bool:
         """Whether a worker may soon become ready: a member that is not ready yet, or one that left a moment ago."""
         if self._last_left_s is not None and now_s - self._last_left_s <= MAY_RETURN_S:
             return True
-        return any(not worker.is_ready for worker in self._view.workers)
+        return any(not worker.is_ready for worker in self.view().workers)
 
     def context_tokens(self, model_context_tokens: int, tenant_salt: bytes = b"") -> int:
         """Longest prompt + output that the model and every member can hold, beside what a policy in the salt chooses.
@@ -337,14 +345,13 @@ class Membership:
         return self._holders.get(address, -1)
 
     def _show(self, now_s: float, *members: Member) -> None:
-        """Updates the view, unless a member has left already."""
+        """Has the view updated before it is read again, unless a member has left already."""
         for member in members:
             if self._members.get(member.worker_id) is member:
-                models = self._models.models_for(member.worker_id, member.kind, member.latency, now_s, member.like)
-                self._view.put(member.view(models))
+                self._changed[member.worker_id] = now_s
 
     def _capacity_tokens(self) -> int:
-        return self._view.least_capacity_tokens
+        return self.view().least_capacity_tokens
 
 
 _POOL = "pool\0"  # the name of all stores together as a holder in the index; no worker can have it
