@@ -44,6 +44,7 @@ from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.prompt_prefix import prompt_prefix_of
 from services.gateway.routing.relay import Relay
 
+_SHORT_PROMPT_BYTES = 1_024  # the prompt of a shorter body is tokenized as soon as judged by its prefix
 _SLOW_PROMPT_BYTES = 4_096  # the prompt of a longer body is tokenized off the event loop
 _MOST_PREFIX_BYTES = 1 << 22  # rendering and counting a longer prompt would hold up the event loop
 
@@ -215,6 +216,6 @@ class Generation:
         if request.repeat is not None and request.repeat.held:
             return  # it was admitted
         self._early_rejection.reject_early(request)
-        if _SLOW_PROMPT_BYTES < num_bytes <= _MOST_PREFIX_BYTES:  # a shorter prompt is tokenized as soon as its prefix
+        if _SHORT_PROMPT_BYTES < num_bytes <= _MOST_PREFIX_BYTES:
             read_prefix = partial(prompt_prefix_of, body, self._model, request.tenant_salt)
             self._early_rejection.reject_by_prefix(request, read_prefix)

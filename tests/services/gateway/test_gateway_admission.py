@@ -263,7 +263,7 @@ async def test_a_prompt_is_read_as_far_as_somebody_has_it_before_it_is_refused(t
         worker.loads.put_nowait(BlockEvents(sequence=1, is_snapshot=True, stored=stored))
         await fleet.until_told(lambda: fleet.cluster.membership.index.num_pairs == 6)
         answers = [
-            await complete(fleet, "strict", user="u" * 4_096, **more)  # the prompt of a short body is read anyway
+            await complete(fleet, "strict", user="u" * 1_024, **more)  # the prompt of a short body is read anyway
             for more in (
                 {},
                 {"prompt": ids},
