@@ -91,6 +91,8 @@ class Restorer:
         num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
         policy = kv_policy_of(request.tenant_salt)
         num_whole = num_reusable(policy, num_prompt, num_prompt + num_output) // block_tokens
+        if not num_whole:
+            return None
         keys = self.keys(request)[:num_whole]
         async with self.holders.of(named) as holders:
             num_here = await self._once_shared(keys, self._state.cached_blocks.depth(keys))
