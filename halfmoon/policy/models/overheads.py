@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-import numpy as np
-
 _WINDOW = 64  # latest requests
 _MIN_SAMPLES = 3
 _REFRESH = 4  # samples after which the median is computed again
@@ -50,4 +48,4 @@ class Overhead:
         self._num_new += 1
         if len(self._samples) >= _MIN_SAMPLES and (self._num_new >= _REFRESH or len(self._samples) <= _REFRESH):
             self._num_new = 0
-            self._median_s = float(np.median(self._samples))
+            self._median_s = median(self._samples)
