@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import struct
+from functools import cache
 from pathlib import Path
 
 from halfmoon.errors import Incompatible, Unavailable
@@ -24,6 +25,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # if its memory were cut off, a mapping would kill its reader
 
 
+@cache
 def host_id() -> str:
     """Equal in two processes of one machine and one network namespace, where abstract sockets reach each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
