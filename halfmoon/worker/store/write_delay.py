@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfmoon.engine.engine_stats import EngineStats
 
-LONGEST_S = 10.0  # for an engine that is never idle; what a killed worker has not put by then is computed again
+LONGEST_S = 20.0  # for an engine that is never idle; what a killed worker has not put by then is computed again
 IDLE_S = 2.0  # an engine between two prompts is idle, and one that waits while others compute on its cores
 LOOK_S = 0.2
 
