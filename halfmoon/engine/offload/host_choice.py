@@ -157,8 +157,8 @@ class LayersRunner(ModelRunner):
     def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: LayerWatch | None = None) -> Tensor:
         """See `ModelRunner.forward`."""
         if not self._part.is_first:
-            like = self._arena.tensor
-            hidden = like.new_zeros(len(batch.token_ids), self._part.whole.hidden_size)
+            shape = len(batch.token_ids), self._part.whole.hidden_size
+            hidden = self._arena.tensor.new_zeros(shape, dtype=self._model.hidden_dtype)
         return super().forward(batch, hidden, watch)
 
 

@@ -8,11 +8,14 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, HostChoiceConfig, OffloadConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.kv_memory.kv_budget import device_weight_bytes, movable_bytes
+from halfmoon.engine.models.forward_batch import ForwardBatch
+from halfmoon.engine.models.llama import LlamaModel
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import Incompatible
 from tests.engine.engine_runs import MakeEngine, generate, request
@@ -55,6 +58,23 @@ def test_an_engine_with_room_keeps_all_on_the_device(
     events = {record.getMessage(): record for record in caplog.records}
     assert vars(events["offload.host_chosen"])["reason"].startswith("the device holds all weights and the KV of")
     assert vars(events["offload.measured"])["layer_load_s"] > 0
+
+
+def test_layers_in_the_middle_are_measured_on_hidden_states_of_their_dtype(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, dtypes = LlamaModel.forward, set()
+
+    def noting(model: LlamaModel, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
+        if hidden is not None:
+            dtypes.add((hidden.dtype, model.hidden_dtype))
+        return forward(model, batch, kv, hidden)
+
+    monkeypatch.setattr("halfmoon.engine.offload.host_choice._PROBE_LAYERS", 1)
+    monkeypatch.setattr(LlamaModel, "forward", noting)
+    engine = choosing(make_engine, "llama", weights_of(make_engine, "llama") + (4 << 20), dtype="bfloat16")
+    assert dtypes == {(torch.float32, torch.float32)}
+    engine.close()
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
