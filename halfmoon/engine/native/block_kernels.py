@@ -75,6 +75,7 @@ class PackedBlocks:
 
     def normed(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         """See `FusedRows.normed`."""
+        assert x.dtype == residual.dtype == torch.float32, "the residual of the kernels is float32"
         return self._run(x, bias, weight.data_ptr(), residual.data_ptr(), eps)
 
     def gated(self, gate_up: Tensor, bias: Tensor | None) -> Tensor:

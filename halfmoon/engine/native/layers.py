@@ -107,6 +107,7 @@ class NativeLayers:
 
     def run(self, hidden: Tensor, positions: Tensor, attention: StepAttention, kv: Tensor) -> tuple[Tensor, Tensor]:
         """See `RunLayers.run`."""
+        assert hidden.dtype == torch.float32, "the residual of the kernels is float32"
         listeners = _Listeners(attention)
         calls = listeners.calls(len(self._weights))
         batch, config, library = cast(NativeBatch, listeners.inner), self._config, self._library

@@ -65,6 +65,7 @@ class NativeLibrary:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm of x [..., size] over its last dimension; x may be a strided view of rows."""
+        assert x.dtype == self.dtype, f"these kernels compute in {self.dtype}"
         out = torch.empty(x.shape, dtype=x.dtype)
         rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
         self._rms_norm(
@@ -80,6 +81,7 @@ class NativeLibrary:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm of x + residual, which overwrites `residual`; both [num_tokens, size] float32, contiguous."""
+        assert x.dtype == residual.dtype == torch.float32, "the residual of the kernels is float32"
         out = torch.empty(x.shape, dtype=self.dtype)
         pointers = (tensor.data_ptr() for tensor in (x, residual, weight, out))
         self._add_rms_norm(*pointers, *x.shape, eps, self.num_threads)

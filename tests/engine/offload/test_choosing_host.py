@@ -63,7 +63,7 @@ def test_an_engine_with_room_keeps_all_on_the_device(
 def test_layers_in_the_middle_are_measured_on_hidden_states_of_their_dtype(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, dtypes = LlamaModel.forward, set()
+    forward, dtypes = LlamaModel.forward, set[tuple[torch.dtype, torch.dtype]]()
 
     def noting(model: LlamaModel, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         if hidden is not None:

@@ -31,11 +31,13 @@ def stream_of(engine: Engine) -> WeightStream:
     return engine._weights
 
 
-@pytest.mark.parametrize("share", [0.67, 1.0])
+@pytest.mark.parametrize(("share", "dtype"), [(0.67, "float32"), (1.0, "float32"), (1.0, "bfloat16")])
 @pytest.mark.parametrize("model", ["llama", "opt", "opt-norm-after", "gemma2", "mixtral", "deepseek-v2"])
-def test_tokens_are_those_of_an_engine_with_all_weights(make_engine: MakeEngine, model: str, share: float) -> None:
-    expected = generate(make_engine(model), *some())
-    assert generate(make_engine(model, host_weights=share), *some()) == expected
+def test_tokens_are_those_of_an_engine_with_all_weights(
+    make_engine: MakeEngine, model: str, share: float, dtype: str
+) -> None:
+    expected = generate(make_engine(model, dtype=dtype), *some())
+    assert generate(make_engine(model, dtype=dtype, host_weights=share), *some()) == expected
 
 
 def test_a_step_loads_each_layer_once(make_engine: MakeEngine) -> None:

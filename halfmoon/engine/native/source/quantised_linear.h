@@ -71,17 +71,17 @@ static void NAME(quantised_task)(void *data, long task) {
   }
 }
 
-/* out [num_rows, num_columns], float32 if `is_wide`; x: [num_rows, num_inputs]; bias: [num_columns] or 0; room: [num_rows, num_inputs / 32]
- * x_block_t. */
+/* out [num_rows, num_columns], float32 if `is_wide`; x: [num_rows, num_inputs]; bias: [num_columns] or 0;
+ * room: [num_rows, num_inputs / 32] x_block_t. */
 void NAME(quantised_linear)(const void *x, const uint8_t *strips, const T *bias, void *out, x_block_t *room, int format,
-                            int64_t num_rows, int64_t num_inputs, int64_t num_columns, int is_wide, const T *norm, float *residual,
-                            float eps, int is_gated, int num_threads) {
+                            int64_t num_rows, int64_t num_inputs, int64_t num_columns, int is_wide, const T *norm,
+                            float *residual, float eps, int is_gated, int num_threads) {
   const int64_t num_chunks = (num_rows + QUANTISED_ROWS - 1) / QUANTISED_ROWS;
   const int64_t num_strips = (num_columns + LANES - 1) / LANES, fitting = STRIPS_BYTES / strip_bytes(format, num_inputs);
   const int64_t share = (num_strips + 2 * num_threads - 1) / (2 * num_threads);
   const int64_t strips_per_task = num_rows <= TILE_ROWS ? share : fitting > 1 ? fitting : 1;
-  NAME(quantised_args) args = {x,           bias,            strips, room, out,      num_rows, num_inputs,
-                               num_columns, strips_per_task, format, is_wide, norm, residual, eps,      is_gated};
+  NAME(quantised_args) args = {x, bias, strips, room, out, num_rows, num_inputs, num_columns, strips_per_task, format,
+                               is_wide, norm, residual, eps, is_gated};
   run_tasks(NAME(quantise_task), &args, (num_rows + TILE_ROWS - 1) / TILE_ROWS, num_threads);
   run_tasks(NAME(quantised_task), &args, num_chunks * ((num_strips + strips_per_task - 1) / strips_per_task),
             num_threads);
