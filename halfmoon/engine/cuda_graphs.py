@@ -1,8 +1,7 @@
 """Decode steps as CUDA graphs: one for each power-of-two batch size, over buffers that never move.
 
 A graph is recorded once from `forward` and replayed with new content in its buffers. Rows past the batch are padding:
-they store nothing (slot -1) and attend to nothing (context 0). Knows nothing of requests; `Capture` knows CUDA. The
-capture itself has not been run on a GPU yet.
+they store nothing (slot -1) and attend to nothing (context 0). Knows nothing of requests; `Capture` knows CUDA.
 """
 
 from __future__ import annotations
@@ -65,8 +64,10 @@ class DecodeGraphs:
         fields.slot_mapping.fill_(-1)  # the captured run must not store anything
         self._host = tuple(view.numpy() for view in _fields(self._on_host, self._max_rows, attention.max_blocks))
         self._replays: dict[int, Replay] = {}
+        self._batches: list[ForwardBatch] = []  # a graph reads where they lie, and does not keep them
         while largest:
             batch = self._batch(fields, largest)
+            self._batches.append(batch)
             self._replays[largest] = capture(lambda batch=batch: forward(batch))  # type: ignore[misc]
             largest //= 2
         logger.info(
@@ -113,10 +114,7 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """A `Capture` on the current CUDA device. Owns the memory pool that its graphs share: one replays at a time.
-
-    Not run on a GPU yet.
-    """
+    """A `Capture` on the current CUDA device. Owns the memory pool that its graphs share: one replays at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,6 +17,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
+from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.weights import load_weights
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.kv.kv_layout import KVLayout
@@ -145,6 +148,26 @@ def test_an_engine_decodes_through_them(make_engine: Callable[..., Engine]) -> N
         tokens.append(sorted((out.request_id, out.position, out.token_id) for done in results for out in done.outputs))
     assert tokens[0] == tokens[1]
     assert capture.num_replays == 4
+
+
+def test_what_a_graph_reads_outlives_its_recording(rig: Rig) -> None:
+    """A graph keeps addresses, not tensors: memory that is freed after the recording is soon another's."""
+    read: list[weakref.ref[Tensor]] = []
+
+    def forward(batch: ForwardBatch) -> Tensor:
+        read.extend(weakref.ref(tensor) for tensor in (batch.token_ids, batch.positions, batch.logit_rows))
+        return rig.model.forward(batch, kv=rig.arena.tensor)
+
+    def capture(recorded: Callable[[], Tensor]) -> Replay:
+        logits = recorded()
+        return lambda: logits
+
+    with torch.inference_mode():
+        graphs = DecodeGraphs(forward, rig.attention, 4, capture)
+    gc.collect()
+    assert len(read) == 9
+    assert all(tensor() is not None for tensor in read)
+    assert graphs.fits(ROWS[:1])
 
 
 def test_other_steps_are_left_to_the_runner(rig: Rig) -> None:
