@@ -1,4 +1,4 @@
-"""The engine on a GPU: Llama-3.1-8B's configuration with dummy weights, in bfloat16. Not run on a GPU yet."""
+"""The engine on a GPU: Llama-3.1-8B's configuration with dummy weights, in bfloat16."""
 
 from __future__ import annotations
 
@@ -132,15 +132,16 @@ def test_a_prompt_again_finds_its_prefix(engine: Engine) -> None:
 
 
 def test_kv_out_and_in_again_continues_the_request(engine: Engine) -> None:
-    """Through pinned memory and the side streams, into other blocks. Every run but the first finds the same prefix."""
+    """Through pinned memory and the side streams, into other blocks: all of it, and what a cached prefix leaves."""
     whole = request("whole", 777)
     run(engine, whole)
     expected = [token for _, _, token in tokens(run(engine, whole))]
     engine.add(replace(whole, request_id="source", prefill_only=True))
     (first,) = run(engine)
-    engine.reserve(replace(whole, request_id="target"))
+    num_here = engine.reserve(replace(whole, request_id="target"))  # whole blocks: those are shared
+    assert num_here == 768
     for layer in range(0, 32, 8):
-        part = KVSlice(layer, layer + 8, 0, 777)
+        part = KVSlice(layer, layer + 8, num_here, 777 - num_here)
         engine.kv_write("target", part, engine.kv_read("source", part))
     engine.release("source")
     engine.start("target", first.token_id)

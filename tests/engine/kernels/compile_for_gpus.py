@@ -120,6 +120,7 @@ CASES: dict[str, Callable[[], None]] = {
     "store bf16": lambda: store(BF16),
     "store int8": lambda: store(torch.int8),
     "store e4m3": lambda: store(torch.uint8),
+    "decode int8 64": lambda: decode(torch.int8, 64, 4),  # blocks that are no whole tiles
     "copies": copies,
     "pointwise": pointwise,
 }

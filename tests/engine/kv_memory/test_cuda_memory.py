@@ -1,6 +1,6 @@
 """Who may open whose device memory; on a GPU, that KV gathered in one process is scattered in another.
 
-The checks run on a fake `torch.cuda`; what CUDA itself does has not been run on a GPU yet.
+The checks run on a fake `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SENDER = """
 import sys, torch
 from halfmoon.engine.kv_memory.cuda_memory import CudaMemory
 from halfmoon.engine.kv_memory.kv_arena import KVArena
-from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout, KVSlice
 
 layout = KVLayout(3, 2, 16, "bfloat16", 8)
 arena = KVArena(layout, 10, "cuda", "triton")
 arena.tensor.copy_(torch.randn(arena.tensor.shape, generator=torch.Generator().manual_seed(1)))
 torch.cuda.synchronize()
 region, exported = CudaMemory(layout).allocate(8 << 20)
-arena.read([7, 2, 3, 0, 9], 0, 3, 0, 40, region.part(2 << 20, 40 * layout.token_bytes))
+arena.read([7, 2, 3, 0, 9], KVSlice(0, 3, 0, 40), region.part(2 << 20, 40 * layout.token_bytes))
 print(exported.decode(), flush=True)
 sys.stdin.read()
 """
