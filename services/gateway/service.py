@@ -6,10 +6,11 @@ import asyncio
 import random
 import secrets
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
@@ -206,27 +207,33 @@ async def running_gateway(
             LoadHeader(membership),
         )
         add = partial(add_ClusterServicer_to_server, cluster)
-        async with (
-            running(logged(routing.copies.ask_all())),
-            running(logged(StoreWatch(cluster, credential).follow_members())),
-            running(sync.follow(settings.ledger_poll_s)),
-            running(ledger.retention.keep(settings.ledger_keep_days)),
-            running(ledger.responses.keep(settings.responses_max_bytes)),
-            running(ledger.files.keep()),
-            running(ledger.batches.keep(settings.files_keep_days)),
-            running(logged(background.tasks.follow())),
-            running(logged(batches.tasks.follow())),
-            running(logged(telemetry.follow(membership, cluster.clock))),
-            running(logged(hot_spots.follow())) if settings.hot_spots else nullcontext(),
-            running_server(
-                settings.cluster_listen,
-                [add],
-                metrics.rpc,
-                grace_s=0.2,
-                tracer=tracer,
-                access=CallAccess(credential),
-            ) as server,
-        ):
+        followers: list[Coroutine[Any, Any, object]] = [
+            logged(routing.copies.ask_all()),
+            logged(StoreWatch(cluster, credential).follow_members()),
+            sync.follow(settings.ledger_poll_s),
+            ledger.retention.keep(settings.ledger_keep_days),
+            ledger.responses.keep(settings.responses_max_bytes),
+            ledger.files.keep(),
+            ledger.batches.keep(settings.files_keep_days),
+            logged(background.tasks.follow()),
+            logged(batches.tasks.follow()),
+            logged(telemetry.follow(membership, cluster.clock)),
+        ]
+        if settings.hot_spots:
+            followers.append(logged(hot_spots.follow()))
+        async with AsyncExitStack() as stack:  # 19 nested blocks crash the compilers of Python 3.12.0 and 3.12.1
+            for follower in followers:
+                await stack.enter_async_context(running(follower))
+            server = await stack.enter_async_context(
+                running_server(
+                    settings.cluster_listen,
+                    [add],
+                    metrics.rpc,
+                    grace_s=0.2,
+                    tracer=tracer,
+                    access=CallAccess(credential),
+                )
+            )
             runner = await _runner(endpoints, keys, limits, settings, metrics)
             siblings = SiblingBacklog(runner, settings.sibling_descriptors, tls, settings.header_timeout_s)
             try:

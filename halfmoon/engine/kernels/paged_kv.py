@@ -18,7 +18,9 @@ from halfmoon.engine.kv_memory.quantised_rows import CODES, is_quantised, split_
 
 _STAGES = 3
 _MAX_HEAD_DIM = 256  # the tiles of attention over K and V are sized for this
-_SHARED_BYTES = 227 << 10  # of a program on the device that is compiled for where there is none: an H100
+# The device that is compiled for where there is none, an H100:
+_SHARED_BYTES = 227 << 10  # of a program
+_GENERATION = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,11 @@ def _shared_bytes(device: torch.device) -> int:
         return _SHARED_BYTES
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
     return int(properties.shared_memory_per_block_optin)
+
+
+def generation(device: torch.device) -> int:
+    """The first number of a GPU's compute capability: 8 is Ampere and Ada, 9 Hopper, 10 Blackwell."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else _GENERATION
 
 
 @triton.jit

@@ -187,7 +187,7 @@ def main() -> None:
     cases = CASES | (MORE if "--all" in sys.argv else {})
     for capability, shared_bytes in SHARED_BYTES.items():
         driver.set_active(Target(capability))
-        paged_kv._SHARED_BYTES = shared_bytes
+        paged_kv._SHARED_BYTES, paged_kv._GENERATION = shared_bytes, capability // 10
         for name, case in cases.items():
             if "bf16" in name or capability == 90 or len(cases) > len(CASES):  # others are no other code elsewhere
                 compiled.clear()
