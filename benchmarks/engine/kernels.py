@@ -106,7 +106,7 @@ def table() -> str:
     lines += [f"| {' | '.join((*key, *row))} |" for key, row in TABLE.items()]
     fused = ["", "| compute capability | mixed_attention from so many tokens of decodes |", "|---|---|"]
     fused += [f"| {major}.{minor} | {tokens} |" for (major, minor), tokens in FUSED_FROM.items()]
-    fused += [] if FUSED_FROM else ["| none was measured | only with `--mixed-attention fused` |"]
+    fused += [] if FUSED_FROM else ["| none | only with `--mixed-attention fused` |"]
     gathered = "Everything else is gathered: torch attends, to keys that it copies together."
     return "\n".join([*lines, "", gathered, *fused])
 

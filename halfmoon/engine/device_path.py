@@ -187,7 +187,7 @@ def _flex_attention(config: EngineConfig, model: ModelConfig, context_tokens: in
 def capture_decode(
     config: EngineConfig, model: Model, arena: KVArena, attention: AttentionBackend
 ) -> DecodeSteps | None:
-    """Decode steps as CUDA graphs if they are enabled and possible. Not run on a GPU yet."""
+    """Decode steps as CUDA graphs if they are enabled and possible."""
     if not (config.cuda_graphs and arena.tensor.is_cuda and config.attention_backend == "triton"):
         return None
     if config.host_weights:

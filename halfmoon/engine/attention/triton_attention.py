@@ -1,6 +1,6 @@
 """The `triton` attention back end: paged kernels over a block table. On CPU tensors it runs in Triton's interpreter.
 
-Needs triton (the extra `gpu`). Not run on a GPU yet. Knows nothing of requests or weights.
+Needs triton (the extra `gpu`). Knows nothing of requests or weights.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Torch's handle for an allocation names the whole block that it came from and the region's offset in it. Torch keeps the
 memory of a region that is dropped here until the other process has released it. The calls are those behind
 `torch.multiprocessing.reductions`, without its pickle, which must not be read from a peer.
-
-Not run on a GPU yet.
 """
 
 from __future__ import annotations

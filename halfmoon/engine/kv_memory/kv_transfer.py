@@ -1,6 +1,6 @@
 """KV into and out of an arena on a CUDA device: one kernel per call, one more copy for host memory, during steps.
 
-Needs triton. Not run on a GPU yet; on CPU tensors the kernels run in Triton's interpreter, without streams.
+Needs triton. On CPU tensors the kernels run in Triton's interpreter, without streams.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fused kernels as a table of layer functions. Needs triton; not run on a GPU yet, only in Triton's interpreter."""
+"""The fused kernels as a table of layer functions. Needs triton."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ same host can read it, and when the sender ends, the receiver sees the connectio
 The digest of such a frame covers only its header and its reference: a CPU cannot read the payload, and this memory is
 neither a network nor a disk. Encoded frames use another transport, since codecs compute on the CPU.
 
-Not run on a GPU yet. If the sender dies in the middle of a scatter, the result is up to CUDA: the manual calls memory
-freed by its owner undefined.
+If the sender dies in the middle of a scatter, the result is up to CUDA: the manual calls memory freed by its owner
+undefined.
 """
 
 from __future__ import annotations

@@ -27,4 +27,4 @@ def test_without_a_gpu_it_says_so_and_exits_2() -> None:
 
 def test_the_table_needs_no_gpu() -> None:
     assert "| triton | latents | latent_attention |" in table()
-    assert "| none was measured | only with `--mixed-attention fused` |" in table()
+    assert "| none | only with `--mixed-attention fused` |" in table()
