@@ -66,7 +66,7 @@ class EngineSubject:
             prefix_cache=False,
             max_running=64,
             kv_memory_bytes=_KV_BYTES,
-            num_threads=num_threads(),  # an engine leaves torch one, which the next one would take for all
+            num_threads=num_threads(),
         )
         self._engine = Engine(checkpoint, config)
         self._rng = random.Random(0)

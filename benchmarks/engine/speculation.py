@@ -28,6 +28,7 @@ from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.request import EngineRequest, SampledToken, SamplingParams
 from halfmoon.engine.scheduling.schedule import ScheduledSequence
 from halfmoon.engine.text.tokenizer import Tokenizer
+from halfmoon.host_limits import num_threads
 
 _ROOT = Path(__file__).parents[2]
 _TOKENS = 128
@@ -50,7 +51,7 @@ class Subject:
     """One engine, and what its guesses came to."""
 
     def __init__(self, checkpoint: Checkpoint, speculation: Literal["off", "ngram"]) -> None:
-        config = EngineConfig(speculation=speculation, prefix_cache=False, num_blocks=64)
+        config = EngineConfig(speculation=speculation, prefix_cache=False, num_blocks=64, num_threads=num_threads())
         self._engine = Engine(checkpoint, config)
         self.num_drafts = self.num_right = 0
 

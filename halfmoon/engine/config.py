@@ -74,7 +74,7 @@ class EngineConfig:
     max_batch_tokens: int | None = None  # per step; None: 512 on a CPU, which that keeps busy, else 2048
     chunk_tokens: int | None = None  # prefill tokens in a step that also decodes; None: 128 on a CPU, else 512
     max_running: int = 64
-    num_threads: int | None = None  # None: torch's own choice
+    num_threads: int | None = None  # None: torch's own choice, which an engine of this process leaves at one
     load_threads: int | None = None  # while loading; 1 leaves no thread behind, so that the process may fork
     max_context_tokens: int | None = None  # None: the model's
     weights: Literal["checkpoint", "dummy"] = "checkpoint"
