@@ -49,7 +49,8 @@ TABLE: dict[tuple[Backend, Need], Attends] = {
 FUSED_FROM: dict[tuple[int, int], int] = {}
 """Where `mixed_attention` is faster than two kernels: tokens of a step's decodes, by a GPU's compute capability.
 
-Empty: on the one that was measured (9.0) neither is faster throughout. `python -m benchmarks.engine.kernels --only mixed` measures.
+Empty: on the one that was measured (9.0) neither is faster throughout. `python -m benchmarks.engine.kernels --only
+mixed` measures.
 """
 
 

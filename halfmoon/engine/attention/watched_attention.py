@@ -66,7 +66,7 @@ class GatedAttention:
 
 
 class DeviceWatch:
-    """Reports what a CUDA device has finished rather than what was launched: one event per call, awaited on a thread."""
+    """Reports what a CUDA device has finished, not what was launched: one event per call, awaited on a thread."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-watch")
