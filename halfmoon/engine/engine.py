@@ -17,6 +17,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine_core import EngineCore
 from halfmoon.engine.kv_memory.kv_access import KVAccess
+from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.kv_memory.kv_budget import paused_budget_bytes
 from halfmoon.engine.kv_memory.kv_by_ticket import KVByTicket
 from halfmoon.engine.kv_memory.kv_watch import OnKV
@@ -81,6 +82,7 @@ class Engine(EngineCore):
             partial(root_key, checkpoint.fingerprint, layout) if config.prefix_cache else None,
             lambda sequence: sequence.finish_reason(checkpoint.eos_token_ids),
             HostCopies(memory, layout, paused_budget_bytes(config, memory.num_blocks * layout.block_bytes)),
+            memory.copy_tokens if isinstance(memory, KVArena) else None,
         )
 
     def reserve(self, request: EngineRequest, on_kv: OnKV | None = None, now_s: float | None = None) -> int:

@@ -31,6 +31,7 @@ from halfmoon.engine.scheduling.restore_watch import RestoreWatch
 from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence, SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence, SequenceState
+from halfmoon.engine.scheduling.sequence_blocks import CopyTokens
 from halfmoon.engine.scheduling.spread_pool import Blocks
 from halfmoon.engine.scheduling.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
@@ -66,10 +67,11 @@ class EngineCore:
         root: Callable[[bytes], bytes] | None,
         finish_reason: Callable[[Sequence], FinishReason | None],
         paused_kv: PausedKV | None = None,
+        copy_tokens: CopyTokens | None = None,
     ) -> None:
         """`root` is the prefix cache's. `finish_reason` returns why a sequence's newest token is its last, or None.
 
-        paused_kv: see `SequenceQueues`.
+        paused_kv, copy_tokens: see `SequenceQueues`; with the latter the last, partial block of what ends is kept.
         """
         self.layout = limits.layout
         self.num_blocks = limits.num_blocks
@@ -77,7 +79,8 @@ class EngineCore:
         self._limits = limits
         self._finish_reason = finish_reason
         self._cache = PrefixCache(pool, self.layout.block_tokens, root)
-        self._scheduler = Scheduler(self._cache, self.layout.block_tokens, step_limits, paused_kv)
+        self._scheduler = Scheduler(self._cache, self.layout.block_tokens, step_limits, paused_kv, copy_tokens)
+        self._keeps_ends = copy_tokens is not None
         self._queues = self._scheduler.queues
         self._kv_watch = KVWatch(self.layout)
         self._restores = RestoreWatch(self.layout.block_tokens)
@@ -199,7 +202,10 @@ class EngineCore:
 
     def release(self, request_id: str) -> None:
         """Drops the KV of a prefill-only request whose token was sampled. Raises NotFound."""
-        self._remove(self.find_in("held", request_id))
+        sequence = self.find_in("held", request_id)
+        if self._keeps_ends:
+            self._cache.keep_partial(sequence)
+        self._remove(sequence)
 
     def forget_prefixes(self) -> CacheChanges:
         """Empties the prefix cache, except for blocks in use. Returns the changes: no step reports them."""
@@ -355,8 +361,9 @@ class EngineCore:
         position = sequence.num_output
         sequence.token_ids.append(token.token_id)
         reason = self._finish_reason(sequence)
-        if sequence.request.keeps_partial:
+        if sequence.request.keeps_partial or (self._keeps_ends and reason is not None):
             self._cache.keep_partial(sequence)
+        if sequence.request.keeps_partial:
             self._remove(sequence)
         elif sequence.request.prefill_only:
             self._queues.hold(sequence)

@@ -162,6 +162,35 @@ def test_a_request_goes_on_within_a_block_that_was_computed_ahead(
         assert engine.stats().num_free_blocks == engine.num_blocks
 
 
+def test_the_front_of_a_known_block_is_not_computed_again(make_engine: MakeEngine) -> None:
+    """The same prompt, its next turn, and another one with the same beginning; none changes what the others find."""
+    engine = make_engine()
+    first = request("a", 30)
+    answer = generate(engine, first)["a"]
+    turn = replace(first, request_id="turn", prompt_token_ids=(*first.prompt_token_ids, *answer, 5, 6, 7))
+    other = replace(first, request_id="other", prompt_token_ids=(*first.prompt_token_ids[:13], 9, 9, 9))
+    again = replace(first, request_id="again")
+    for one, num_known in ((other, 13), (again, 29), (turn, 30 + 11), (other, 15), (again, 29)):
+        engine.add(one)
+        step = engine.step()
+        engine.check_integrity()
+        assert step.num_cached_tokens == {one.request_id: num_known}
+        outputs = [*step.outputs, *finish(engine)]
+        assert tokens(outputs, one.request_id) == generate(make_engine(prefix_cache=False), one)[one.request_id]
+    assert engine.stats().num_free_blocks == engine.num_blocks
+
+
+def test_a_prompt_goes_without_the_front_of_a_block_that_its_own_blocks_displace(make_engine: MakeEngine) -> None:
+    engine, first, other = make_engine(num_blocks=6), request("a", 30), request("b", 41, max_tokens=2)
+    generate(engine, first)
+    other = replace(other, prompt_token_ids=first.prompt_token_ids[:3] + other.prompt_token_ids[3:])
+    engine.add(other)
+    step = engine.step()
+    assert step.num_cached_tokens == {"b": 0}
+    outputs = [*step.outputs, *finish(engine)]
+    assert tokens(outputs, "b") == generate(make_engine(prefix_cache=False), other)["b"]
+
+
 def test_sampling_is_reproducible_whatever_the_batch(make_engine: MakeEngine) -> None:
     drawn = [request(f"s{seed}", 9 + seed, temperature=1.0, seed=seed, top_p=0.95) for seed in range(5)]
     alone: dict[str, list[int]] = {}

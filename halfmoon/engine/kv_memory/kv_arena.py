@@ -134,6 +134,13 @@ class KVArena:
             done += last - first
         return values.reshape(-1).data.cast("B")
 
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
+        """Copies K and V of a block's first tokens to another block. They are there when it returns."""
+        first, to = source * self.block_tokens, target * self.block_tokens
+        self.tensor[:, :, :, to : to + num_tokens] = self.tensor[:, :, :, first : first + num_tokens]
+        if self.tensor.is_cuda:  # other streams may read them next
+            torch.cuda.current_stream().synchronize()
+
     def _on_device(self, place: DeviceBytes) -> tuple[KVTransfer, torch.Tensor]:
         """The transfer kernels and `place` as a tensor. Raises Incompatible if no kernels copy."""
         if self._transfer is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from halfmoon.engine.scheduling.sequence import Sequence
@@ -16,6 +17,8 @@ from halfmoon.kv.keys import child_key
 EVERY_BLOCK = 1 << 62
 """Known blocks of a sequence of which nothing more is to be found."""
 
+_MOST_COMPARED = 16  # blocks behind the same one, the latest first
+
 
 class CacheChanges(NamedTuple):
     """Keys of blocks that became available, and of those that ceased to be."""
@@ -24,21 +27,21 @@ class CacheChanges(NamedTuple):
     evicted: tuple[bytes, ...] = ()
 
 
-class PartialBlock(NamedTuple):
-    """The beginning of a block."""
+class Beginning(NamedTuple):
+    """The first tokens of a block."""
 
     block: int
-    token_ids: tuple[int, ...]
+    num_tokens: int
 
 
 class PrefixCache:
     """Owns the map from block keys to blocks, and the order in which unused ones are evicted (least recently used).
 
     It holds one reference to each cached block. A block without other references is idle: still found by `match`, and
-    evicted when `allocate` runs short. Whole, computed blocks are cached and shared. A partial one is kept only where
-    `keep_partial` is called, and goes to the first sequence that goes on from it (`take_partial`): nobody shares it,
-    and no change reports it. `root` maps a tenant's salt to the parent key of its first blocks; with None nothing is
-    cached.
+    evicted when `allocate` runs short. Whole, computed blocks are cached and shared; partial ones are kept where
+    `keep_partial` is called, and no change reports them. Tokens at the front of either are found by `beginning`, to be
+    copied, or, of a partial block, to be gone on from in place (`give`). `root` maps a tenant's salt to the parent key
+    of its first blocks; with None nothing is cached.
     """
 
     def __init__(self, pool: Blocks, block_tokens: int, root: Callable[[bytes], bytes] | None) -> None:
@@ -47,8 +50,9 @@ class PrefixCache:
         self._root = root
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        self._partial: dict[bytes, PartialBlock] = {}  # idle ones, by the key of the block before
-        self._parents: dict[int, bytes] = {}  # keys in `_partial`, by block
+        self._token_ids: dict[int, array[int]] = {}  # of each cached block, whole or partial
+        self._parents: dict[int, bytes] = {}  # of each, the key of the block before
+        self._behind: dict[bytes, dict[int, None]] = {}  # cached blocks by their parents, least recently used first
         self._idle: OrderedDict[int, bool] = OrderedDict()  # whether it is a half; least recently used first
         self._num_idle_halves = 0
         self._stored: dict[bytes, None] = {}  # since `take_changes` was last called
@@ -88,7 +92,7 @@ class PrefixCache:
         """Drops references. The last block of a prefix goes idle first, so that it is evicted first."""
         for block in reversed(blocks):
             self._pool.release([block])
-            if (block in self._keys or block in self._parents) and self._pool.references(block) == 1:
+            if block in self._parents and self._pool.references(block) == 1:
                 self._idle[block] = self._pool.is_half(block)
                 self._num_idle_halves += self._idle[block]
 
@@ -105,7 +109,7 @@ class PrefixCache:
 
     def num_users(self, block: int) -> int:
         """Sequences and readers that refer to a block in use."""
-        return self._pool.references(block) - (block in self._keys)
+        return self._pool.references(block) - (block in self._parents)
 
     def used(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """The blocks in use of those that `match` would find; takes no references."""
@@ -124,9 +128,9 @@ class PrefixCache:
         for index in range(sequence.num_known_blocks, num_full):
             key, block = self._key(sequence, index), sequence.blocks[index]
             if key not in self._blocks:
-                self._pool.share([block])
                 self._blocks[key] = block
                 self._keys[block] = key
+                self._add(block, sequence, index, self._block_tokens)
                 _note(key, self._stored, self._evicted)
         sequence.num_known_blocks = num_full
         return True
@@ -134,36 +138,57 @@ class PrefixCache:
     def keep_partial(self, sequence: Sequence) -> None:
         """Keeps the last block of a sequence's computed tokens, unless it is whole, once the sequence releases it.
 
-        It replaces another one behind the same block. Without effect on a sequence that shares nothing, or whose
-        tokens do not see all before them.
+        Without effect if another one has these tokens, on a sequence that shares nothing, and on one whose tokens do
+        not see all before them. One that nobody uses, and whose tokens these begin with, is given up for it.
         """
         num_full, num_more = divmod(sequence.num_computed, self._block_tokens)
         is_known = self._root is not None and sequence.policy is None and sequence.num_known_blocks == num_full
         if not is_known or not num_more or sequence.dropped:
             return
-        parent = self._parent_key(sequence, num_full)
-        if parent in self._partial:
-            self._pool.release([self._forget_partial(parent).block])
-        block, start = sequence.blocks[num_full], num_full * self._block_tokens
-        self._partial[parent] = PartialBlock(block, tuple(sequence.token_ids[start : start + num_more]))
-        self._parents[block] = parent
-        self._pool.share([block])
+        start = num_full * self._block_tokens
+        token_ids = array("i", sequence.token_ids[start : start + num_more])
+        for other in tuple(self._compared(self._parent_key(sequence, num_full))):
+            num_same = _num_same(self._token_ids[other], token_ids)
+            if num_same == num_more:
+                return
+            if num_same == len(self._token_ids[other]) and other in self._idle:
+                self._forget(other)
+                self._pool.release([other])
+        self._add(sequence.blocks[num_full], sequence, num_full, num_more)
 
-    def take_partial(self, sequence: Sequence, num_whole: int, num_tokens: int) -> PartialBlock | None:
-        """Gives away the kept block with the tokens behind the sequence's first `num_whole` blocks, up to `num_tokens`.
+    def beginning(self, sequence: Sequence, num_whole: int, num_tokens: int) -> Beginning | None:
+        """The cached block with the most of the tokens behind the sequence's first `num_whole` blocks, to `num_tokens`.
 
-        Its reference is the sequence's from now on, which writes the rest of it.
+        Takes a reference to it; drop it with `release`. None: nobody has any.
         """
         start = num_whole * self._block_tokens
-        if not self._partial or num_tokens <= start:
+        if self._root is None or num_tokens <= start:
             return None
-        parent = self._parent_key(sequence, num_whole)
-        kept = self._partial.get(parent)
-        token_ids = tuple(sequence.token_ids[start:num_tokens])
-        num_same = 0 if kept is None else min(len(kept.token_ids), len(token_ids))
-        if kept is None or kept.token_ids[:num_same] != token_ids[:num_same]:
+        wanted = array("i", sequence.token_ids[start : min(num_tokens, start + self._block_tokens)])
+        compared = self._compared(self._parent_key(sequence, num_whole))
+        found = max(
+            (Beginning(one, _num_same(self._token_ids[one], wanted)) for one in compared), key=_size, default=None
+        )
+        if found is None or not found.num_tokens:
             return None
-        return PartialBlock(self._forget_partial(parent).block, token_ids[:num_same])
+        self._note_used(found.block)
+        self._pool.share([found.block])
+        return found
+
+    def give(self, found: Beginning, *, whole_only: bool) -> bool:
+        """Makes a kept, partial block the caller's alone, which writes behind the tokens that were found.
+
+        Returns False, and changes nothing, for a whole block and one that others use; with `whole_only` for one with
+        more tokens than were found, too.
+        """
+        block = found.block
+        if block in self._keys or self._pool.references(block) != 2:
+            return False
+        if whole_only and len(self._token_ids[block]) > found.num_tokens:
+            return False
+        self._forget(block)
+        self._pool.release([block])
+        return True
 
     def forget_idle(self) -> None:
         """Evicts every idle block."""
@@ -181,33 +206,48 @@ class PrefixCache:
         """Asserts that both maps, the idle blocks and the pool agree."""
         self._pool.check_integrity()
         assert self._keys == {block: key for key, block in self._blocks.items()}, "the maps disagree"
-        assert self._parents == {one.block: parent for parent, one in self._partial.items()}, "partial ones disagree"
-        assert not self._parents.keys() & self._keys.keys(), "a partial block is shared"
-        idle = {block for block in (*self._keys, *self._parents) if self._pool.references(block) == 1}
+        assert self._keys.keys() <= self._parents.keys() == self._token_ids.keys(), "a cached block is unknown"
+        behind = {block: parent for parent, blocks in self._behind.items() for block in blocks}
+        assert behind == self._parents, "the blocks behind a block disagree"
+        idle = {block for block in self._parents if self._pool.references(block) == 1}
         assert idle == set(self._idle), "a block is idle and referenced, or neither"
         assert all(self._pool.is_half(block) == is_half for block, is_half in self._idle.items()), "an idle block moved"
         assert sum(self._idle.values()) == self._num_idle_halves, "the number of idle halves is wrong"
 
     def _evict(self) -> None:
         block = next(iter(self._idle))
-        if block in self._parents:
-            self._forget_partial(self._parents[block])
-        else:
-            self._note_used(block)
-            key = self._keys.pop(block)
-            del self._blocks[key]
-            _note(key, self._evicted, self._stored)
+        self._forget(block)
         self._pool.release([block])
 
-    def _forget_partial(self, parent: bytes) -> PartialBlock:
+    def _add(self, block: int, sequence: Sequence, index: int, num_tokens: int) -> None:
+        """Takes a reference to a sequence's block `index`, which has so many tokens."""
+        start, parent = index * self._block_tokens, self._parent_key(sequence, index)
+        self._token_ids[block] = array("i", sequence.token_ids[start : start + num_tokens])
+        self._parents[block] = parent
+        self._behind.setdefault(parent, {})[block] = None
+        self._pool.share([block])
+
+    def _forget(self, block: int) -> None:
         """Its reference is the caller's."""
-        kept = self._partial.pop(parent)
-        del self._parents[kept.block]
-        self._note_used(kept.block)
-        return kept
+        self._note_used(block)
+        parent = self._parents.pop(block)
+        del self._token_ids[block], self._behind[parent][block]
+        if not self._behind[parent]:
+            del self._behind[parent]
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._blocks[key]
+            _note(key, self._evicted, self._stored)
+
+    def _compared(self, parent: bytes) -> Iterator[int]:
+        """The latest blocks behind one."""
+        return islice(reversed(self._behind.get(parent, {})), _MOST_COMPARED)
 
     def _note_used(self, block: int) -> None:
         self._num_idle_halves -= self._idle.pop(block, False)
+        siblings = self._behind[self._parents[block]]
+        del siblings[block]
+        siblings[block] = None
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
         """Key of the sequence's block `index`; computed once, in order, and kept with the sequence."""
@@ -222,6 +262,18 @@ class PrefixCache:
         """Key of the block before block `index`."""
         assert self._root is not None
         return self._key(sequence, index - 1) if index else self._root(sequence.request.tenant_salt)
+
+
+def _size(found: Beginning) -> int:
+    return found.num_tokens
+
+
+def _num_same(one: array[int], other: array[int]) -> int:
+    """Leading tokens that are the same."""
+    num_both = min(len(one), len(other))
+    if one[:num_both] == other[:num_both]:
+        return num_both
+    return next(index for index in range(num_both) if one[index] != other[index])
 
 
 def _note(key: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:

@@ -14,6 +14,7 @@ from halfmoon.engine.scheduling.paused_sequences import PausedKV
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence, SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.engine.scheduling.sequence_blocks import CopyTokens
 from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, decodes_with_targets
@@ -29,10 +30,15 @@ class Scheduler:
     """Composes steps from the sequences in `queues`."""
 
     def __init__(
-        self, cache: PrefixCache, block_tokens: int, limits: SchedulerLimits, paused_kv: PausedKV | None = None
+        self,
+        cache: PrefixCache,
+        block_tokens: int,
+        limits: SchedulerLimits,
+        paused_kv: PausedKV | None = None,
+        copy_tokens: CopyTokens | None = None,
     ) -> None:
-        """paused_kv: see `SequenceQueues`."""
-        self.queues = SequenceQueues(cache, block_tokens, limits, paused_kv)
+        """paused_kv, copy_tokens: see `SequenceQueues`."""
+        self.queues = SequenceQueues(cache, block_tokens, limits, paused_kv, copy_tokens)
         self.chunk_rule = LearnedChunkRule(CONSTANT_CHUNKS)  # how much of a prompt is computed beside decodes
         self._blocks = self.queues.blocks
         self._block_tokens = block_tokens

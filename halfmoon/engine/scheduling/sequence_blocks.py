@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from halfmoon.engine.scheduling.prefix_cache import EVERY_BLOCK, PrefixCache
 from halfmoon.engine.scheduling.sequence import KVChoice, Sequence
 from halfmoon.kv.kv_policy import num_chosen
 
+CopyTokens = Callable[[int, int, int], None]
+"""Copies K and V of a block's first tokens to another block: (from, to, num_tokens)."""
+
 
 class SequenceBlocks:
     """Takes blocks of the cache for sequences; those of their ranges `dropped` are given back already."""
 
-    def __init__(self, cache: PrefixCache, block_tokens: int, window_tokens: int | None) -> None:
-        """window_tokens: see `SchedulerLimits`."""
+    def __init__(
+        self,
+        cache: PrefixCache,
+        block_tokens: int,
+        window_tokens: int | None,
+        copy_tokens: CopyTokens | None = None,
+    ) -> None:
+        """window_tokens: see `SchedulerLimits`; without `copy_tokens` only what nobody else needs is gone on from."""
         self._cache = cache
+        self._copy_tokens = copy_tokens
         self._block_tokens = block_tokens
         self._window_tokens = window_tokens
 
@@ -48,32 +58,33 @@ class SequenceBlocks:
         """Takes references to the cached blocks of the first `num_known` tokens."""
         return self._cache.match(sequence, num_known)
 
-    def take_partial(self, sequence: Sequence, shared: list[int], num_known: int) -> int:
-        """Adds the block to `shared` in which the computing of these tokens was left off, if one was kept.
-
-        Returns how many further tokens it holds. A sequence that loads blocks loads whole ones.
-        """
-        if sequence.restore is not None or sequence.policy is not None:
-            return 0
-        partial = self._cache.take_partial(sequence, len(shared), num_known)
-        shared += [] if partial is None else [partial.block]
-        return 0 if partial is None else len(partial.token_ids)
-
     def give_up(self, shared: list[int]) -> None:
-        """Drops references that `share` and `take_partial` took."""
+        """Drops references that `share` took."""
         self._cache.release(shared)
 
-    def fill(self, sequence: Sequence, shared: list[int], num_tokens: int, num_partial: int = 0) -> None:
+    def fill(self, sequence: Sequence, shared: list[int], num_tokens: int, num_known: int = 0) -> None:
         """Gives a sequence `shared` blocks and new ones behind them. There must be enough.
 
-        num_partial: tokens in the last of them, if it is not whole.
+        num_known: up to here it may go on within a block, with what others have of its tokens. A sequence that loads
+        blocks loads whole ones.
         """
-        num_blocks = self.num_for(num_tokens)
+        num_blocks, num_shared = self.num_for(num_tokens), len(shared)
+        begun = None
+        if sequence.restore is None and sequence.policy is None:
+            begun = self._cache.beginning(sequence, num_shared, num_known)
+        if begun is not None and self._cache.give(begun, whole_only=self._copy_tokens is not None):
+            shared = [*shared, begun.block]
+        elif begun is not None and (self._copy_tokens is None or num_blocks - num_shared > self._cache.num_available):
+            self._cache.release([begun.block])
+            begun = None
         near = shared[-1] if shared else None
         new = self._cache.allocate(num_blocks - len(shared), near=near, room=self._room(sequence, num_blocks))
         sequence.blocks = shared + new
-        sequence.num_known_blocks = len(shared) - (num_partial > 0)
-        sequence.num_cached = sequence.num_known_blocks * self._block_tokens + num_partial
+        sequence.num_known_blocks = num_shared
+        sequence.num_cached = num_shared * self._block_tokens + (0 if begun is None else begun.num_tokens)
+        if begun is not None and len(shared) == num_shared and self._copy_tokens is not None:
+            self._copy_tokens(begun.block, new[0], begun.num_tokens)
+            self._cache.release([begun.block])
 
     def num_chosen(self, sequence: Sequence) -> int:
         """Blocks for what its policy will choose of the prompt."""

@@ -6,7 +6,7 @@ from halfmoon.engine.scheduling.paused_sequences import PauseCounts, PausedKV, P
 from halfmoon.engine.scheduling.prefix_cache import EVERY_BLOCK, PrefixCache
 from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.sequence import Sequence
-from halfmoon.engine.scheduling.sequence_blocks import SequenceBlocks
+from halfmoon.engine.scheduling.sequence_blocks import CopyTokens, SequenceBlocks
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.frame_plan import Written
 from halfmoon.policy.preemption import Queued, Turns, in_turn, is_overtaken, last_in_turn, take_turns, to_pause
@@ -16,10 +16,18 @@ class SequenceQueues:
     """Owns the queues, and which sequence gets places and blocks. Takes blocks from the cache, not their content."""
 
     def __init__(
-        self, cache: PrefixCache, block_tokens: int, limits: SchedulerLimits, paused_kv: PausedKV | None = None
+        self,
+        cache: PrefixCache,
+        block_tokens: int,
+        limits: SchedulerLimits,
+        paused_kv: PausedKV | None = None,
+        copy_tokens: CopyTokens | None = None,
     ) -> None:
-        """paused_kv: takes what paused sequences have computed when others need their blocks; None: it is not kept."""
-        self.blocks = SequenceBlocks(cache, block_tokens, limits.window_tokens)
+        """paused_kv: takes what paused sequences have computed when others need their blocks; None: it is not kept.
+
+        copy_tokens: see `SequenceBlocks`.
+        """
+        self.blocks = SequenceBlocks(cache, block_tokens, limits.window_tokens, copy_tokens)
         self.is_short = False  # the last step left a sequence waiting for blocks or for a place
         self._block_tokens = block_tokens
         self._limits = limits
@@ -290,12 +298,11 @@ class SequenceQueues:
         blocks are left.
         """
         shared = self.blocks.share(sequence, num_known)
-        num_partial = self.blocks.take_partial(sequence, shared, num_known) if is_computed else 0
         lacking = self.blocks.num_for(num_tokens) + num_more - len(shared) - self.blocks.num_available
         if lacking > 0 and not self._reclaim(lacking, now_s):
             self.blocks.give_up(shared)
             return False
-        self.blocks.fill(sequence, shared, num_tokens, num_partial)
+        self.blocks.fill(sequence, shared, num_tokens, num_known if is_computed else 0)
         return True
 
     def _preempt(self, victim: Sequence) -> None:

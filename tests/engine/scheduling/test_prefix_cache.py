@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduling.block_pool import BlockPool
-from halfmoon.engine.scheduling.prefix_cache import PrefixCache
+from halfmoon.engine.scheduling.prefix_cache import Beginning, PrefixCache
 from halfmoon.engine.scheduling.sequence import Sequence
 
 BLOCK_TOKENS = 2
@@ -43,8 +43,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.in_use: list[int] = []
         self.told: set[bytes] = set()  # by the changes
 
-    @rule(target=running, token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=10), leaves_one=st.booleans())
-    def run(self, token_ids: list[int], leaves_one: bool) -> Sequence | None:
+    @rule(
+        target=running,
+        token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=10),
+        leaves_one=st.booleans(),
+        copies=st.booleans(),
+    )
+    def run(self, token_ids: list[int], leaves_one: bool, copies: bool) -> Sequence | None:
         if -(-len(token_ids) // SIZE) > self.cache.num_available:
             return None
         sequence = sequence_of(token_ids)
@@ -54,13 +59,17 @@ class CacheMachine(RuleBasedStateMachine):
         for index, block in enumerate(matched):
             assert self.content[block] == tuple(token_ids[: (index + 1) * SIZE])
         sequence.num_known_blocks = len(matched)
-        partial = self.cache.take_partial(sequence, len(matched), num_known)
-        if partial is not None:
-            assert partial.block not in self.in_use
-            known = tuple(token_ids[: len(matched) * SIZE + len(partial.token_ids)])
-            assert self.content[partial.block][: len(known)] == known
+        begun = self.cache.beginning(sequence, len(matched), num_known)
+        if begun is not None:
+            known = tuple(token_ids[: len(matched) * SIZE + begun.num_tokens])
+            assert self.content[begun.block][: len(known)] == known
             assert len(matched) * SIZE < len(known) <= num_known
-            matched.append(partial.block)
+            if self.cache.give(begun, whole_only=copies):
+                assert begun.block not in self.in_use
+                assert not copies or self.content[begun.block] == known
+                matched.append(begun.block)
+            else:
+                self.cache.release([begun.block])
         fresh = self.cache.allocate(-(-len(token_ids) // SIZE) - len(matched))
         assert not set(fresh) & set(self.in_use)
         sequence.blocks = matched + fresh
@@ -138,7 +147,7 @@ def test_without_a_root_nothing_is_cached() -> None:
     assert cache.match(sequence_of([1, 1, 1, 1, 1]), 5) == []
 
 
-def left_off(cache: PrefixCache, token_ids: list[int]) -> int:
+def kept(cache: PrefixCache, token_ids: list[int]) -> int:
     """Computes these tokens and keeps all of them. Returns the last block."""
     sequence = computed(cache, token_ids)
     cache.keep_partial(sequence)
@@ -146,37 +155,85 @@ def left_off(cache: PrefixCache, token_ids: list[int]) -> int:
     return sequence.blocks[-1]
 
 
-def test_a_partial_block_goes_to_one_sequence_that_goes_on_from_it() -> None:
+def begun(cache: PrefixCache, token_ids: list[int], num_whole: int = 1) -> Beginning | None:
+    """What is found behind the first whole blocks, of all tokens but the last. Takes no reference."""
+    found = cache.beginning(sequence_of(token_ids), num_whole, len(token_ids) - 1)
+    cache.release([] if found is None else [found.block])
+    return found
+
+
+def test_the_front_of_a_block_is_found_whole_or_partial() -> None:
     cache = PrefixCache(BlockPool(NUM_BLOCKS), 4, lambda salt: b"root" + salt)
     sequence = sequence_of([1, 2, 3, 4, 5, 6])
     sequence.blocks, sequence.num_computed = cache.allocate(2), 6
     cache.insert(sequence)
     cache.keep_partial(sequence)
     cache.release(sequence.blocks)
+    whole, partial = sequence.blocks
     assert (cache.num_available, cache.num_cached, len(cache.take_changes().stored)) == (NUM_BLOCKS, 1, 1)
-    for token_ids in ([1, 2, 3, 4, 5, 7, 8], [5, 6, 7], [1, 2, 3, 4]):
-        other = sequence_of(token_ids)
-        assert cache.take_partial(other, len(cache.match(other, 6)), len(token_ids) - 1) is None
-    for num_tokens, taken in ((5, (5,)), (8, None)):
-        following = sequence_of([1, 2, 3, 4, 5, 6, 7, 8, 9])
-        partial = cache.take_partial(following, 1, num_tokens)
-        assert (None if partial is None else partial) == (taken and (sequence.blocks[1], taken))
+    assert begun(cache, [1, 2, 3, 9, 9], 0) == (whole, 3)
+    assert begun(cache, [1, 2, 3], 0) == (whole, 2)  # one is left to compute
+    assert begun(cache, [2, 2, 3], 0) is None
+    assert begun(cache, [1, 2, 3, 4, 5, 7, 8]) == (partial, 1)
+    assert begun(cache, [1, 2, 3, 4, 5, 6, 7]) == (partial, 2)
+    assert begun(cache, [1, 2, 3, 4]) is None
 
 
-def test_a_later_partial_block_replaces_an_earlier_one_behind_the_same_block() -> None:
+def test_what_others_use_or_has_more_tokens_is_not_given_away() -> None:
     cache = PrefixCache(BlockPool(NUM_BLOCKS), BLOCK_TOKENS, lambda salt: b"root" + salt)
-    left_off(cache, [1, 2, 3])
-    last = left_off(cache, [1, 2, 4])
-    cache.check_integrity()
-    assert cache.take_partial(sequence_of([1, 2, 3, 3]), 1, 3) is None
-    assert cache.take_partial(sequence_of([1, 2, 4, 4]), 1, 3) == (last, (4,))
+    last = kept(cache, [1, 2, 3])
+    found, other = (cache.beginning(sequence_of([1, 2, 3, 4]), 1, 3) for _ in range(2))
+    assert found == other == (last, 1)
+    assert found is not None
+    assert not cache.give(found, whole_only=True)
+    cache.release([last])
+    assert cache.give(found, whole_only=True)
+    assert begun(cache, [1, 2, 3, 4]) is None
+    whole = cache.beginning(sequence_of([1, 5]), 0, 1)
+    assert whole is not None
+    assert not cache.give(whole, whole_only=False)
+
+
+def test_a_partial_block_with_more_tokens_is_given_only_to_who_cannot_copy() -> None:
+    cache = PrefixCache(BlockPool(NUM_BLOCKS), 4, lambda salt: b"root" + salt)
+    sequence = sequence_of([1, 2, 3])
+    sequence.blocks, sequence.num_computed = cache.allocate(1), 3
+    cache.keep_partial(sequence)
+    cache.release(sequence.blocks)
+    found = cache.beginning(sequence_of([1, 2, 7]), 0, 2)
+    assert found is not None
+    assert not cache.give(found, whole_only=True)
+    assert cache.give(found, whole_only=False)
+
+
+def test_of_two_partial_blocks_one_is_kept_if_the_other_has_its_tokens() -> None:
+    cache = PrefixCache(BlockPool(NUM_BLOCKS), 4, lambda salt: b"root" + salt)
+
+    def ended(token_ids: list[int]) -> int:
+        sequence = sequence_of(token_ids)
+        sequence.blocks, sequence.num_computed = cache.allocate(1), len(token_ids)
+        cache.keep_partial(sequence)
+        cache.release(sequence.blocks)
+        cache.check_integrity()
+        return sequence.blocks[0]
+
+    ended([1])
+    longer = ended([1, 2])
+    assert begun(cache, [1, 2, 9], 0) == (longer, 2)
+    ended([1])
+    assert begun(cache, [1, 9], 0) == (longer, 1)
+    beside = ended([1, 3])
+    assert begun(cache, [1, 3, 9], 0) == (beside, 2)
+    cache.allocate(NUM_BLOCKS - 2)
+    assert begun(cache, [1, 2, 9], 0) is not None
+    assert begun(cache, [1, 3, 9], 0) == (beside, 2)
 
 
 def test_a_partial_block_is_evicted_like_any_other_and_reported_by_no_change() -> None:
     cache = PrefixCache(BlockPool(2), BLOCK_TOKENS, lambda salt: b"root" + salt)
-    left_off(cache, [1, 2, 3])
+    kept(cache, [1, 2, 3])
     cache.take_changes()
     cache.allocate(1)
     assert cache.take_changes() == ((), ())
-    assert cache.take_partial(sequence_of([1, 2, 3, 3]), 1, 3) is None
+    assert begun(cache, [1, 2, 3, 3]) is None
     assert len(cache.match(sequence_of([1, 2, 3]), 2)) == 1
