@@ -122,7 +122,7 @@ def test_a_cached_prefix_is_told_before_anything_is_computed(
     every_layer(source, monkeypatch)
     copier = Copier(source, target, request(length=20))
     (first,) = finish(source)["a"]
-    assert copier.heard[:2] == [Written(16), Written(16, 20, 1)]
+    assert copier.heard[:2] == [Written(19), Written(19, 20, 1)]
     target.start("a", first)
     assert [first, *finish(target)["a"]] == expected
 

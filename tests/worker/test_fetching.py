@@ -462,7 +462,7 @@ async def test_two_requests_for_one_prefix_move_it_once(start_worker: Start, tin
     results = await asyncio.gather(*(prefilled(worker, request) for request in requests))
     for prompt, (event,) in zip(prompts, results, strict=True):
         assert [event.first_token.token.token_id] == reference(tiny, prompt, 1)
-        assert event.first_token.num_cached_tokens == 80
+        assert event.first_token.num_cached_tokens >= 80  # and what another of them had of its tokens behind
     assert counted(worker, "store_loaded_bytes", tier="worker") == 10 * worker.engine.layout.block_bytes
     assert counted(worker, "restore_decisions", method="shared") == 2
 
@@ -507,7 +507,7 @@ async def test_a_copy_is_there_before_its_prefix_is_asked_for(start_worker: Star
     assert event.first_token.num_loaded_tokens == 80
     (first,) = await prefilled(worker, naming(single(tiny, PROMPT), holder))
     assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
-    assert (first.first_token.num_cached_tokens, first.first_token.num_loaded_tokens) == (80, 0)
+    assert (first.first_token.num_cached_tokens, first.first_token.num_loaded_tokens) == (81, 0)
     assert counted(worker, "store_loaded_bytes", tier="worker") == 10 * worker.engine.layout.block_bytes
     await until(lambda: worker.num_used_blocks + holder.num_used_blocks == 0)
 
