@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.errors import InvalidRequest, NotFound, Unavailable
 from halfmoon.ledger.connection.database import open_database
 from halfmoon.ledger.history.output_samples import OutputSample
 from halfmoon.ledger.ledger import Ledger, open_ledger
@@ -59,6 +59,14 @@ async def test_what_no_database_takes_is_replaced(ledger_url: str) -> None:
         ledger.record(row(1, error="a\0b \ud800"))
     async with open_ledger(ledger_url) as again:
         assert [one.error for one in await again.recent(9)] == ["a\N{REPLACEMENT CHARACTER}b ?"]
+
+
+async def test_no_row_has_a_name_that_no_database_takes(ledger_url: str) -> None:
+    async with open_ledger(ledger_url) as ledger:
+        assert await ledger.outcomes.of("a\0") is None
+        assert await ledger.responses.chain("a\0", "tenant", WHEN, 9) == []
+        with pytest.raises(NotFound):
+            await ledger.files.get("a\0", "tenant", WHEN)
 
 
 async def test_rows_survive_a_block_that_fails(ledger_url: str) -> None:

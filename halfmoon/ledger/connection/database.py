@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -11,9 +11,10 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.ledger.connection.postgresql import postgresql_engine
 from halfmoon.ledger.connection.sqlite import CommitWatch, DriverThreads, OpenedFile, is_locked, sqlite_engine
 from halfmoon.ledger.connection.transaction import Result, Transaction, Work
 from halfmoon.ledger.connection.upgrade import is_current, upgrade
@@ -23,16 +24,6 @@ GiveUp = Callable[[asyncio.Task[Any]], Any]
 DEADLINE_S = 5.0
 _OPEN_S = 20.0  # another gateway may be migrating
 _CLOSE_S = 2.0
-_POOL_SIZE = 4
-_POSTGRESQL_ARGS: Mapping[str, Any] = {  # a vanished host is detected within half a minute
-    "connect_timeout": 5,
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 20_000,
-    "application_name": "halfmoon",
-    "client_encoding": "utf8",  # the driver reads no text of a database in SQL_ASCII otherwise
-}
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+psycopg"}
 
 
@@ -197,10 +188,7 @@ def make_engine(given: str) -> AsyncEngine:
     try:
         if url.get_backend_name() == "sqlite":
             return sqlite_engine(url)
-        args = {name: value for name, value in _POSTGRESQL_ARGS.items() if name not in url.query}
-        return create_async_engine(
-            url, pool_size=_POOL_SIZE, max_overflow=0, pool_timeout=DEADLINE_S, pool_pre_ping=True, connect_args=args
-        )
+        return postgresql_engine(url, DEADLINE_S)
     except ModuleNotFoundError as error:
         what = "PostgreSQL needs psycopg: pip install 'halfmoon[postgresql]'" if error.name == "psycopg" else str(error)
         raise _unusable(what) from error
