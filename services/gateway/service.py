@@ -207,23 +207,7 @@ async def running_gateway(
             LoadHeader(membership),
         )
         add = partial(add_ClusterServicer_to_server, cluster)
-        followers: list[Coroutine[Any, Any, object]] = [
-            logged(routing.copies.ask_all()),
-            logged(StoreWatch(cluster, credential).follow_members()),
-            sync.follow(settings.ledger_poll_s),
-            ledger.retention.keep(settings.ledger_keep_days),
-            ledger.responses.keep(settings.responses_max_bytes),
-            ledger.files.keep(),
-            ledger.batches.keep(settings.files_keep_days),
-            logged(background.tasks.follow()),
-            logged(batches.tasks.follow()),
-            logged(telemetry.follow(membership, cluster.clock)),
-        ]
-        if settings.hot_spots:
-            followers.append(logged(hot_spots.follow()))
         async with AsyncExitStack() as stack:  # 19 nested blocks crash the compilers of Python 3.12.0 and 3.12.1
-            for follower in followers:
-                await stack.enter_async_context(running(follower))
             server = await stack.enter_async_context(
                 running_server(
                     settings.cluster_listen,
@@ -234,6 +218,22 @@ async def running_gateway(
                     access=CallAccess(credential),
                 )
             )
+            followers: list[Coroutine[Any, Any, object]] = [
+                logged(routing.copies.ask_all()),
+                logged(StoreWatch(cluster, credential).follow_members()),
+                sync.follow(settings.ledger_poll_s),
+                ledger.retention.keep(settings.ledger_keep_days),
+                ledger.responses.keep(settings.responses_max_bytes),
+                ledger.files.keep(),
+                ledger.batches.keep(settings.files_keep_days),
+                logged(background.tasks.follow()),
+                logged(batches.tasks.follow()),
+                logged(telemetry.follow(membership, cluster.clock)),
+            ]
+            if settings.hot_spots:
+                followers.append(logged(hot_spots.follow()))
+            for follower in followers:
+                await stack.enter_async_context(running(follower))
             runner = await _runner(endpoints, keys, limits, settings, metrics)
             siblings = SiblingBacklog(runner, settings.sibling_descriptors, tls, settings.header_timeout_s)
             try:

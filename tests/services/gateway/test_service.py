@@ -166,9 +166,14 @@ async def test_at_the_end_running_streams_may_finish_and_new_requests_may_not(tm
 async def test_a_taken_port_is_a_clear_error(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         port = int(fleet.http.rpartition(":")[2])
-        with pytest.raises(InvalidRequest, match="cannot listen"):
-            async with running_gateway(GatewaySettings(port=port, state_dir=tmp_path, slo="off"), served_model()):
-                pass
+        for taken in (
+            GatewaySettings(port=port, slo="off"),
+            GatewaySettings(port=0, cluster_listen=fleet.gateway.address, slo="off"),
+        ):
+            settings = taken.model_copy(update={"state_dir": tmp_path})
+            with pytest.raises(InvalidRequest, match="cannot listen"):
+                async with running_gateway(settings, served_model()):
+                    pass
 
 
 def test_settings_come_from_environment_and_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
