@@ -178,6 +178,13 @@ async def test_a_wrong_url_is_a_clear_error(url: str, tmp_path: Path, monkeypatc
     assert caught.value.param == "ledger_url"
 
 
+async def test_a_file_that_is_no_database_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("no database, but a text")
+    with pytest.raises(InvalidRequest, match=r"cannot be used: file is not a database \(the ledger is .*notes"):
+        async with open_ledger(f"sqlite:///{tmp_path / 'notes'}"):
+            pass
+
+
 async def test_a_database_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
     for url in (f"sqlite:///{tmp_path}", f"postgresql://me@/x?host={tmp_path}"):
         with pytest.raises(Unavailable, match="ledger's database does not answer"):

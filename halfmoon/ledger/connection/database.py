@@ -164,9 +164,9 @@ def in_transaction(
 async def open_database(url: str, *, may_be_away: bool = False) -> AsyncIterator[Database]:
     """The database at `url`, with tables of the newest revision.
 
-    Raises InvalidRequest for an unusable URL, Unavailable for an absent database, and Incompatible for one that a later
-    release wrote. With `may_be_away`, an absent server raises Unavailable with each use until `upgrade` succeeds; a
-    file is never away.
+    Raises InvalidRequest for an unusable URL or file, Unavailable for an absent database, and Incompatible for one that
+    a later release wrote. With `may_be_away`, an absent server raises Unavailable with each use until `upgrade`
+    succeeds; a file is never away.
     """
     database = Database(make_engine(url))
     try:
@@ -177,6 +177,9 @@ async def open_database(url: str, *, may_be_away: bool = False) -> AsyncIterator
                 raise Unavailable(f"{error.message} (the ledger is {make_url(url)!r})") from error
             if not may_be_away:
                 raise
+        except DBAPIError as error:
+            why = f"the ledger's database cannot be used: {_first_line(error)} (the ledger is {make_url(url)!r})"
+            raise InvalidRequest(why, param="ledger_url") from error
         yield database
     finally:
         await database.close()
