@@ -71,14 +71,15 @@ class ColocatedWorkers:
         """`rows` are the colocated workers' in the cluster view; `spans` are their busy periods, as from `union`."""
         self._rows = rows
         self._spans = spans
-        self._added: dict[int, list[BusySpan]] = {}
+        self._known: dict[int, list[BusySpan]] = {}  # those of `spans` of a row to which a decode was added
+        self._until_s: dict[int, float] = {}  # of a row: the end of the decodes that were added
         self._times_s, self._nums = _changes(spans)
         self._at = 0  # index of the last change passed
 
     def begin_decode(self, decoding: Decoding | None, now_s: float) -> None:
         """Adds a decode that starts now; ignores one on a worker of another host."""
         if decoding is not None and decoding.row in self._rows:
-            self._add(decoding.row, (now_s, now_s + decoding.seconds))
+            self._add(decoding.row, now_s, now_s + decoding.seconds)
 
     def after(self, work_s: float, begin_s: float, contention: float) -> float:
         """When work is done that takes `work_s` alone. Must not begin before the work asked for last."""
@@ -97,22 +98,29 @@ class ColocatedWorkers:
         self._at = at
         return now_s + work_s * slowdown
 
-    def _add(self, row: int, span: BusySpan) -> None:
-        """Adds a busy period of a row; parts in which it is busy already change nothing."""
-        new = [span]
-        for begin_s, end_s in self._busy(row):
-            parts = [part for a, b in new for part in ((a, min(b, begin_s)), (max(a, end_s), b))]
-            new = [(from_s, until_s) for from_s, until_s in parts if from_s < until_s]
-        self._added.setdefault(row, []).append(span)
-        for from_s, until_s in new:
-            if from_s < until_s:
-                for at in range(self._change_at(from_s), self._change_at(until_s)):
-                    self._nums[at] += 1
+    def _add(self, row: int, begin_s: float, end_s: float) -> None:
+        """Adds a busy period of a row; parts in which it is busy already change nothing.
 
-    def _busy(self, row: int) -> list[BusySpan]:
-        of_row = np.flatnonzero(self._spans.rows == row)
-        known = zip(self._spans.begins_s[of_row].tolist(), self._spans.ends_s[of_row].tolist(), strict=True)
-        return [*known, *self._added.get(row, ())]
+        Those that were added before began no later: whatever they leave of this one lies behind all of them.
+        """
+        until_s = self._until_s.get(row, begin_s)
+        if end_s <= until_s:
+            return
+        new = [(max(begin_s, until_s), end_s)]
+        self._until_s[row] = end_s
+        for known_begin_s, known_end_s in self._known_spans(row):
+            parts = [part for a, b in new for part in ((a, min(b, known_begin_s)), (max(a, known_end_s), b))]
+            new = [(from_s, until_s) for from_s, until_s in parts if from_s < until_s]
+        for from_s, until_s in new:
+            for at in range(self._change_at(from_s), self._change_at(until_s)):
+                self._nums[at] += 1
+
+    def _known_spans(self, row: int) -> list[BusySpan]:
+        if row not in self._known:
+            of_row = np.flatnonzero(self._spans.rows == row)
+            begins_s, ends_s = self._spans.begins_s[of_row].tolist(), self._spans.ends_s[of_row].tolist()
+            self._known[row] = list(zip(begins_s, ends_s, strict=True))
+        return self._known[row]
 
     def _change_at(self, at_s: float) -> int:
         """The index of the change at `at_s`, inserted if there is none."""

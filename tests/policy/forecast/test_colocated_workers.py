@@ -46,6 +46,30 @@ def test_more_work_makes_a_busy_worker_no_busier() -> None:
     assert beside({7: [(0.0, 9.0)]}).after(2.0, 0.0, 0.0) == 2.0
 
 
+@given(
+    st.dictionaries(st.integers(0, 2), spans),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(0, 9)), max_size=6).map(sorted),
+)
+def test_decodes_that_begin_later_are_added_to_what_is_known(
+    by_row: Mapping[int, Sequence[BusySpan]], begun: Sequence[tuple[int, int, int]]
+) -> None:
+    neighbours = beside(by_row | {row: [] for row in range(3) if row not in by_row})
+    busy = {
+        row: [*by_row.get(row, ()), *((at, at + length) for at, one, length in begun if one == row)] for row in range(3)
+    }
+    for begin_s, row, length_s in begun:
+        neighbours.begin_decode(Decoding(row, length_s), begin_s)
+    found_s = neighbours.after(5.0, 0.0, 1.0)
+    assert done_alone_s(busy, 0, found_s, 1.0) == pytest.approx(5.0)
+
+
+def test_a_step_may_end_with_thousands_of_prompts() -> None:
+    neighbours = beside({7: [(0.0, 2.0)]})
+    for number in range(50_000):
+        neighbours.begin_decode(Decoding(7, 3.0 + number % 1000), 1.0)
+    assert neighbours.after(2.0, 1000.0, 1.0) == 1003.5
+
+
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(0, 9)), max_size=300), st.floats(0.01, 3), st.floats(0.01, 2))
 def test_of_hundreds_the_slowdown_is_right_within_a_32nd(
     lives: Sequence[BusySpan], work_s: float, contention: float
