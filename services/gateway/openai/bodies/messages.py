@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import from_json
 
 from services.gateway.openai.bodies.strict_model import Items, Part, at_most_entries, misplaced
 
@@ -171,7 +171,7 @@ class Message(Part):
 
 def _call_for_template(call: CalledTool) -> dict[str, Any]:
     try:
-        arguments = json.loads(call.function.arguments)
-    except (ValueError, RecursionError):
+        arguments = from_json(call.function.arguments)  # refuses halves of surrogate pairs, which no tokenizer takes
+    except ValueError:
         arguments = call.function.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
