@@ -100,7 +100,7 @@ def _on_one_device(
     if weights is not None:
         weights.begin()
     arena = KVArena(layout, num_blocks, config.device, path.kernels)
-    recorded = capture_decode(config, model, arena, path.attention)
+    recorded = capture_decode(config, model_config, model, arena, path.attention)
     path.use_threads(num_threads)
     masks = TokenMasks(checkpoint.path, model_config.vocab_size, checkpoint.eos_token_ids)
     runner = ModelRunner(model, arena, path.attention, checkpoint.eos_token_ids, recorded, masks)

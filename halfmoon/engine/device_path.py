@@ -185,13 +185,11 @@ def _flex_attention(config: EngineConfig, model: ModelConfig, context_tokens: in
 
 @torch.inference_mode()
 def capture_decode(
-    config: EngineConfig, model: Model, arena: KVArena, attention: AttentionBackend
+    config: EngineConfig, model_config: ModelConfig, model: Model, arena: KVArena, attention: AttentionBackend
 ) -> DecodeSteps | None:
     """Decode steps as CUDA graphs if they are enabled and possible."""
-    if not (config.cuda_graphs and arena.tensor.is_cuda and config.attention_backend == "triton"):
+    if not (arena.tensor.is_cuda and records_decodes(config, model_config)):
         return None
-    if config.host_weights:
-        return None  # a recorded step would not ask for weights
     from halfmoon.engine.attention.triton_attention import TritonBackend
     from halfmoon.engine.cuda_graphs import CudaCapture, DecodeGraphs
 
@@ -199,3 +197,16 @@ def capture_decode(
         return None
     forward = partial(model.forward, kv=arena.tensor)
     return DecodeGraphs(forward, attention, config.max_running, CudaCapture())
+
+
+def records_decodes(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether decode steps are to be recorded: the host must neither read from the device in a step nor fetch for it.
+
+    A mixture of experts reads back how many tokens each expert has, and a layer asks for weights on the host.
+    """
+    if not config.cuda_graphs or config.attention_backend != "triton" or config.host_weights:
+        return False
+    if model.experts is not None and any(model.experts.in_layer):
+        logger.info("cuda_graphs.off", extra={"reason": "experts are chosen on the host"})
+        return False
+    return True

@@ -5,14 +5,23 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfmoon.engine.attention.attention import SdpaBackend
+from halfmoon.engine.attention.attention_backend import AttentionRule
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.chunk import Chunk
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.device_path import records_decodes
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.model_runner import ModelRunner
@@ -168,6 +177,76 @@ def test_what_a_graph_reads_outlives_its_recording(rig: Rig) -> None:
     assert len(read) == 9
     assert all(tensor() is not None for tensor in read)
     assert graphs.fits(ROWS[:1])
+
+
+class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what a recording would refuse: operations whose outcome, or its shape, the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_read = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+        if is_read and not (func is torch.ops.aten.index.Tensor and all(one.dtype == torch.int64 for one in args[1])):
+            self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "gemma2", "opt", "mixtral", "qwen2-moe", "deepseek-v2"])
+def test_only_what_reads_nothing_back_is_recorded(name: str, tiny_checkpoint: Callable[[str], Checkpoint]) -> None:
+    checkpoint = tiny_checkpoint(name)
+    config = checkpoint.model_config
+    model = build_model(config, torch.float32, "cpu")
+    load_weights(model, checkpoint.weight_files)
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, "float32", BLOCK_TOKENS)
+    arena = KVArena(layout, NUM_BLOCKS, "cpu")
+    runner = ModelRunner(model, arena, SdpaBackend(BLOCK_TOKENS, "cpu"), frozenset())
+    batch = replace(runner.batch(ROWS[:3]), attention=NoAttention())
+    with torch.inference_mode(), Readings() as readings:
+        model.forward(batch, arena.tensor)
+    assert records_decodes(EngineConfig(device="cuda", attention="triton"), config) is (readings.num == 0)
+    assert not records_decodes(EngineConfig(device="cuda", attention="triton", cuda_graphs=False), config)
+
+
+class NoAttention:
+    """Back ends have tests of their own."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
+        return q.new_zeros(q.shape[0], q.shape[1] * rule.out_size(q.shape[2]))
+
+
+def test_one_stream_records_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps a workspace for each stream on which it ever multiplied."""
+    streams: list[FakeStream] = []
+    used: list[object] = []
+
+    class FakeStream:
+        def __init__(self) -> None:
+            streams.append(self)
+
+        def wait_stream(self, other: object) -> None: ...
+
+    def on(stream: object) -> AbstractContextManager[None]:
+        used.append(stream)
+        return nullcontext()
+
+    def record(graph: object, pool: object, stream: object, capture_error_mode: str) -> AbstractContextManager[None]:
+        return on(stream)
+
+    for name, fake in {
+        "graph_pool_handle": object,
+        "Stream": FakeStream,
+        "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+        "stream": on,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "graph": record,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    capture = CudaCapture()
+    replays = [capture(lambda number=number: torch.tensor(number)) for number in range(3)]  # type: ignore[misc]
+    assert [int(replay()) for replay in replays] == [0, 1, 2]
+    assert used == streams * 6
 
 
 def test_other_steps_are_left_to_the_runner(rig: Rig) -> None:
