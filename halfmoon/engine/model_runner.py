@@ -36,7 +36,10 @@ class DecodeSteps(Protocol):
 
 
 class ModelRunner:
-    """Owns the model and the KV arena. When `run` returns, the device has finished the step."""
+    """Owns the model and the KV arena. When `run` returns or raises, the device has finished the step.
+
+    So nothing writes to blocks that are given to others after a step, whichever stream these use.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,12 @@ class ModelRunner:
         `watch` is notified of finished layers, unless the step was recorded. Raises LayerLate if KV that was to arrive
         meanwhile did not.
         """
+        try:
+            return self._run(scheduled, watch)
+        finally:
+            self.finish()
+
+    def _run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None) -> list[SampledToken]:
         chunks = [chunk_of(item) for item in scheduled]
         pools = any(item.sequence.sampling.pooling for item in scheduled)
         if self._recorded is not None and self._recorded.fits(chunks) and not pools:
@@ -77,22 +86,18 @@ class ModelRunner:
         for item in scheduled:
             if item.gate is not None:
                 batch = replace(batch, attention=GatedAttention(batch.attention, item.gate))
-        sampled = self.sample(scheduled, self.forward(batch, watch=watch))
-        if not sampled and self._arena.tensor.is_cuda:  # nothing was read back, which would have waited for the device
-            torch.cuda.current_stream().synchronize()
-        self.finish_watch()
-        return sampled
+        return self.sample(scheduled, self.forward(batch, watch=watch))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: LayerWatch | None = None) -> Tensor:
-        """Calls `Model.forward` over this runner's KV memory. With `watch`, `finish_watch` once the device is done."""
+        """Calls `Model.forward` over this runner's KV memory. `finish` ends what it began."""
         if watch is not None:
             watch = watch if self._device_watch is None else self._device_watch.behind(watch)
             batch = replace(batch, attention=WatchedAttention(batch.attention, self._arena.tensor.shape[0], watch))
         return self._model.forward(batch, self._arena.tensor, hidden)
 
-    def finish_watch(self) -> None:
-        """Waits for all notifications of the last `forward`."""
+    def finish(self) -> None:
+        """Waits until the device has finished what was launched, and for all notifications of the last `forward`."""
         if self._device_watch is not None:
             self._device_watch.finish()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SampledToken, SamplingParams
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound
 from halfmoon.kv.kv_layout import KVSlice
@@ -184,6 +186,28 @@ def test_a_failure_ends_its_requests_and_not_the_engine(
     }
     assert engine.stats().num_free_blocks == engine.num_blocks
     assert generate(engine, request("later")) == expected
+
+
+def test_blocks_of_a_failed_step_are_free_when_the_device_is_done(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was launched before the failure still writes to them, and KV for the next owner comes on another stream."""
+    engine = make_engine()
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner)
+    free: list[int] = []
+    device = SimpleNamespace(finish=lambda: free.append(engine.stats().num_free_blocks))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(runner, "_device_watch", device)
+    monkeypatch.setattr(runner._model, "forward", broken)
+    engine.add(request("a", 30))
+    (output,) = engine.step().outputs
+    assert output.finish_reason == "error"
+    assert [engine.num_blocks - one for one in free] == [4]
+    assert engine.stats().num_free_blocks == engine.num_blocks
 
 
 def test_a_token_that_cannot_be_drawn_ends_its_request_alone(

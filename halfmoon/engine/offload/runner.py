@@ -71,7 +71,11 @@ class OffloadRunner:
         passes = self.passes([planned_sequence(item) for item in scheduled])
         if not passes:
             return self._runner.run(scheduled, watch)
-        sampled = self._runner.sample(scheduled, self.logits(passes, watch))
+        try:
+            sampled = self._runner.sample(scheduled, self.logits(passes, watch))
+        except Exception:
+            self._runner.finish()  # others get the blocks of a failed step
+            raise
         only_decodes = all(item.num_tokens == 1 for item in scheduled)
         self.finish_step((lambda: time.perf_counter() - started_s) if only_decodes else None)
         return sampled
@@ -105,9 +109,7 @@ class OffloadRunner:
 
     def finish_step(self, took_s: Callable[[], float] | None = None) -> None:
         """Ends a step of passes, once its logits were used. took_s: its duration so far; None: nothing is learned."""
-        self._runner.finish_watch()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        self._runner.finish()
         for group in self._groups:
             self._replace(group)
         self._groups = []

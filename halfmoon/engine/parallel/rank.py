@@ -164,9 +164,7 @@ class Rank:
         if not self._part.is_first:
             hidden = self.links.receive_hidden(self._empty(num_tokens, self._whole.hidden_size, self._hidden_dtype))
         out = self.runner.forward(batch, hidden, watch)
-        if out.is_cuda:  # as in `ModelRunner.run`: KV is copied on other streams. Not run yet with several ranks
-            torch.cuda.current_stream().synchronize()
-        self.runner.finish_watch()
+        self.runner.finish()  # as in `ModelRunner.run`: KV is copied on other streams
         if not self._part.is_last:
             self.links.send_hidden(out)
             if self._is_first_rank and num_logits:

@@ -75,9 +75,7 @@ class SequenceRank:
         logits = None
         if batch.own is not None:
             logits = self.runner.forward(batch.own, None, watch if batch.reaches_all else None)
-            if logits.is_cuda:  # see `Rank.compute`
-                torch.cuda.current_stream().synchronize()
-            self.runner.finish_watch()
+            self.runner.finish()  # see `Rank.compute`
         places = [[place for _, place in batch.shares.logit_places(rank)] for rank in range(self._num_ranks)]
         num_logits = sum(map(len, places))
         if self._index:
