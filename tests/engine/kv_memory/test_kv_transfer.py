@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.errors import Incompatible, InvalidRequest
@@ -12,6 +15,8 @@ from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
+from halfmoon.engine.kernels.block_copy import gather_blocks, scatter_blocks  # isort: skip
+from halfmoon.engine.kv_memory import kv_transfer  # isort: skip
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BLOCKS = [7, 2, 3, 0, 9]
@@ -58,6 +63,33 @@ def test_what_was_read_stays_while_the_arena_changes() -> None:
     before = bytes(first)
     arena.write(BLOCKS, KVSlice(0, 1, 0, 8), bytes(len(before)))
     assert bytes(first) == before != bytes(arena.read(BLOCKS, KVSlice(0, 1, 0, 8)))
+
+
+@pytest.mark.parametrize(("piece_layers", "pieces"), [(3, [3]), (2, [2, 1]), (0.5, [1, 1, 1])])
+def test_long_sequences_go_in_pieces(piece_layers: float, pieces: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece takes device memory that is not KV's: as much as set, or what one layer needs."""
+    arena, by_views = arenas("float32", 16)
+    part = KVSlice(0, 3, 3, 30)
+    expected = bytes(by_views.read(BLOCKS, part))
+    copied: list[int] = []
+
+    def gather(arena: Tensor, *args: Any) -> Tensor:
+        buffer = gather_blocks(arena, *args)
+        copied.append(buffer.shape[0])
+        return buffer
+
+    def scatter(buffer: Tensor, *args: Any) -> None:
+        copied.append(buffer.shape[0])
+        scatter_blocks(buffer, *args)
+
+    monkeypatch.setattr(kv_transfer, "gather_blocks", gather)
+    monkeypatch.setattr(kv_transfer, "scatter_blocks", scatter)
+    monkeypatch.setattr(kv_transfer, "_PIECE_BYTES", int(piece_layers * len(expected) / 3))
+    assert bytes(arena.read(BLOCKS, part)) == expected
+    arena.tensor.zero_()
+    arena.write(BLOCKS, part, expected)
+    assert bytes(arena.read(BLOCKS, part)) == expected
+    assert copied == pieces * 3
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 16), ("bfloat16", 16), ("float16", 5)])
