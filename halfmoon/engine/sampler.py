@@ -9,7 +9,7 @@ which Philox (Salmon et al., 2011) generates from (seed, i).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _GREEDY_BELOW = 1e-5  # temperature; logits divided by less would exceed float32 (also vLLM's limit)
 _FIRST_CANDIDATES = 256  # most likely tokens that are tried before the whole vocabulary is sorted
+_ROWS_AT_ONCE = 8  # for which numbers of the whole vocabulary's size are made besides the logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def _sample(
             values.masked_fill_(torch.from_numpy(~allowed).to(values.device), float("-inf"))
     token_ids = adjusted.argmax(dim=-1).tolist()
     random = [index for index, row in enumerate(rows) if not _is_greedy(row.params)]
+    random.sort(key=lambda index: _is_cut(rows[index].params, logits.shape[1]))
     if random:
         drawn = _draw(adjusted[random], [rows[index] for index in random])
         for index, token_id in zip(random, drawn, strict=True):
@@ -148,24 +150,45 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Draws one token per row. logits: [num_rows, vocab_size] float32. Raises ValueError for unusable ones."""
+    """Draws one token per row. logits: [num_rows, vocab_size] float32. Raises ValueError for unusable ones.
+
+    Rows that are cut come last. The others are drawn together, and what the cut ones need is read back together: each
+    time that the host waits for a GPU costs more than the draw.
+    """
     temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
     probabilities = torch.softmax(logits / temperatures.unsqueeze(1), dim=-1)
     if probabilities[:, 0].isnan().any():  # NaN or inf anywhere in a row makes all of its softmax NaN
         raise ValueError("the logits hold NaN or infinity, or every token is banned")
-    wanted = max(_FIRST_CANDIDATES, *(row.params.top_k for row in rows), 0)
+    points = [uniform(row.params.seed, row.position) for row in rows]
+    num_whole = sum(not _is_cut(row.params, logits.shape[1]) for row in rows)
+    drawn: list[int] = []
+    for begin in range(0, num_whole, _ROWS_AT_ONCE):
+        end = min(begin + _ROWS_AT_ONCE, num_whole)
+        drawn += _invert(probabilities[begin:end], points[begin:end])
+    if num_whole == len(rows):
+        return drawn
+    probabilities, rows, points = probabilities[num_whole:], rows[num_whole:], points[num_whole:]
+    wanted = max(_FIRST_CANDIDATES, *(row.params.top_k for row in rows))
     top, top_ids = probabilities.topk(min(wanted, logits.shape[1]), dim=-1)
-    return [_draw_one(probabilities[index], top[index], top_ids[index], row) for index, row in enumerate(rows)]
+    for one, likely, ids, row, point in zip(probabilities, top.cpu(), top_ids.cpu(), rows, points, strict=True):
+        drawn.append(_draw_cut(one, likely, ids, row.params, point))
+    return drawn
 
 
-def _draw_one(probabilities: Tensor, top: Tensor, top_ids: Tensor, row: SamplingRow) -> int:
-    """Draws one token. probabilities: [vocab_size]; top, top_ids: [num_candidates], the most likely, in order."""
-    params, point = row.params, uniform(row.params.seed, row.position)
-    if not 0 < params.top_k < len(probabilities) and params.top_p >= 1.0 and params.min_p <= 0.0:
-        return _invert(probabilities, point)
+def _is_cut(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether less likely tokens may be left out."""
+    return 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _draw_cut(probabilities: Tensor, top: Tensor, top_ids: Tensor, params: SamplingParams, point: float) -> int:
+    """Draws from the tokens that survive.
+
+    probabilities: [vocab_size]; top, top_ids: [num_candidates] on the host, the most likely, in order.
+    """
     if len(top) < len(probabilities) and _reaches_past(top, params):
-        top, top_ids = probabilities.sort(descending=True)
-    return int(top_ids[_invert(top[: num_kept(top, params)], point)])
+        top, top_ids = (ranked.cpu() for ranked in probabilities.sort(descending=True))
+    kept = top[: num_kept(top, params)]
+    return int(top_ids[_invert(kept.unsqueeze(0), [point])[0]])
 
 
 def _reaches_past(top: Tensor, params: SamplingParams) -> bool:
@@ -189,23 +212,35 @@ def num_kept(top: Tensor, params: SamplingParams) -> int:
     return max(kept, 1)
 
 
-def _invert(weights: Tensor, point: float) -> int:
-    """Returns the index of the token whose share of the cumulative `weights` contains `point`."""
-    cumulative = weights.double().cumsum(0)
-    index = int(torch.searchsorted(cumulative, point * float(cumulative[-1]), right=True))
-    return min(index, len(weights) - 1)
+def _invert(weights: Tensor, points: Sequence[float]) -> list[int]:
+    """Returns the index in each row of the token whose share of its cumulative weights contains the row's point.
+
+    weights: [num_rows, num_tokens].
+    """
+    cumulative = weights.double().cumsum(-1)
+    wanted = torch.tensor(points, dtype=torch.float64, device=weights.device).unsqueeze(1) * cumulative[:, -1:]
+    indices = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
+    return indices.clamp(max=weights.shape[1] - 1).tolist()
 
 
 def prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """Log-probabilities of given tokens, with the most likely ones. logits: [num_tokens, vocab_size], any float."""
-    if not token_ids:
-        return []
+    return [
+        one
+        for begin in range(0, len(token_ids), _ROWS_AT_ONCE)
+        for one in _some_logprobs(
+            logits[begin : begin + _ROWS_AT_ONCE], token_ids[begin : begin + _ROWS_AT_ONCE], num_top
+        )
+    ]
+
+
+def _some_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> Iterator[TokenLogprobs]:
     logprobs = logits.float().log_softmax(dim=-1)
     given = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))  # [num_tokens, 1]
     ranks = (logprobs > given).sum(dim=-1) + 1
     top, ids = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
     rows = zip(given[:, 0].tolist(), ranks.tolist(), top.tolist(), ids.tolist(), strict=True)
-    return [TokenLogprobs(one, tuple(zip(of, best, strict=True)), rank) for one, rank, best, of in rows]
+    return (TokenLogprobs(one, tuple(zip(of, best, strict=True)), rank) for one, rank, best, of in rows)
 
 
 def _logprobs(values: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -21,7 +22,7 @@ from transformers import (
 )
 
 from halfmoon.engine.request import ERROR_TOKEN_ID, SamplingParams
-from halfmoon.engine.sampler import SamplingRow, adjust_logits, num_kept, sample, uniform
+from halfmoon.engine.sampler import SamplingRow, adjust_logits, num_kept, prompt_logprobs, sample, uniform
 
 EOS = frozenset({2})
 VOCAB_SIZE = 600  # more than the sampler looks at first
@@ -113,6 +114,50 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     alone = [sample(values[i : i + 1], [rows[i]], EOS)[0] for i in range(6)]
     backwards = sample(values.flip(0), rows[::-1], EOS)[::-1]
     assert together == alone == backwards
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations, and the most numbers that one of them makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num = self.most_made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not made._is_view():
+            self.most_made = max(self.most_made, made.numel())
+        return made
+
+
+def test_more_rows_of_the_whole_vocabulary_are_not_more_launches() -> None:
+    counts = []
+    for num_rows in (2, 8):
+        with Launches() as launches:
+            sample(logits(rows=num_rows), [row(seed=seed) for seed in range(num_rows)], EOS)
+        counts.append(launches.num)
+    assert counts[0] == counts[1]
+
+
+def test_many_rows_are_drawn_as_each_alone() -> None:
+    values = logits(rows=70)
+    kinds: list[dict[str, Any]] = [{}, {"top_p": 0.5}, {}, {"top_k": 3}]
+    rows = [row(seed=index, **kinds[index % 4]) for index in range(70)]
+    alone = [sample(values[index : index + 1], rows[index : index + 1], EOS)[0] for index in range(70)]
+    assert sample(values, rows, EOS) == alone
+    assert len({token.token_id for token in alone}) > 20
+
+
+def test_a_long_prompt_has_log_probabilities_made_in_parts() -> None:
+    values, ids = logits(rows=100), [7 * index % VOCAB_SIZE for index in range(100)]
+    with Launches() as launches:
+        got = prompt_logprobs(values, ids, 2)
+    assert launches.most_made < values.numel() / 2
+    expected = values.log_softmax(dim=-1)
+    assert [one.logprob for one in got] == pytest.approx(expected[range(100), ids].tolist())
+    assert [one.top[0][0] for one in got] == values.argmax(dim=-1).tolist()
+    assert prompt_logprobs(values[:0], [], 2) == []
 
 
 def test_seed_and_position_each_change_the_draw() -> None:
