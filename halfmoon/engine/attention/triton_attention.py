@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 
@@ -24,6 +23,7 @@ from halfmoon.engine.kernels.latent_attention import latent_attention
 from halfmoon.engine.kernels.mixed_attention import Decodes, Prefills, mixed_attention
 from halfmoon.engine.kernels.paged_kv import PagedKV
 from halfmoon.engine.kernels.prefill_attention import prefill_attention
+from halfmoon.engine.kernels.tile_counts import padded
 from halfmoon.engine.kv_memory.kv_arena import slot_runs
 from halfmoon.errors import Incompatible
 
@@ -35,12 +35,29 @@ class Paged(NamedTuple):
     context_lens: Tensor  # [num_seqs] int32, this step's tokens included; 0 pads a captured graph
 
 
+class LayerMemories:
+    """Owns how kernels see the KV memory of each layer, made and checked once: it is the same in every step."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        # By address and shape. What is here keeps its memory, so the address is not another's.
+        self._seen: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], PagedKV] = {}
+
+    def paged(self, layer_kv: Tensor) -> PagedKV:
+        """See `PagedKV.of_layer`."""
+        key = layer_kv.data_ptr(), layer_kv.shape, layer_kv.stride(), layer_kv.dtype
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = PagedKV.of_layer(layer_kv, self._block_tokens)
+        return seen
+
+
 @dataclass(frozen=True, slots=True)
 class TritonStep:
     """A step's rows: first those of sequences with one row each, then those of `cu_seqlens`."""
 
     slot_mapping: Tensor  # [num_tokens] int64, -1 stores nothing
-    block_tokens: int
+    memories: LayerMemories
     decodes: Paged | None
     num_decodes: int
     num_splits: int  # of the decodes' keys
@@ -52,7 +69,7 @@ class TritonStep:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
         """See `StepAttention.attend`; of a rule neither windows nor caps are known here (`attention_table`)."""
         scale = rule.scale
-        kv = PagedKV.of_layer(layer_kv, self.block_tokens)
+        kv = self.memories.paged(layer_kv)
         kv_write(k, v, kv, self.slot_mapping)
         if rule.latent_size is not None:
             return self._attend_latents(q, kv, scale, rule.latent_size)
@@ -100,6 +117,7 @@ class TritonBackend:
         self.block_tokens = block_tokens
         self.max_blocks = -(-context_tokens // block_tokens)
         self.device = device
+        self._memories = LayerMemories(block_tokens)
         self._num_programs = num_programs
         self._context_tokens = context_tokens
         self._num_sms = 1
@@ -125,7 +143,7 @@ class TritonBackend:
         new_tokens = [end - start for _, start, end in spans[num_decodes:]]
         return TritonStep(
             slot_mapping=torch.from_numpy(np.concatenate(slots)).to(self.device),
-            block_tokens=self.block_tokens,
+            memories=self._memories,
             decodes=self._paged(spans[:num_decodes]),
             num_decodes=num_decodes,
             num_splits=self._num_splits(num_decodes),
@@ -139,7 +157,7 @@ class TritonBackend:
         """A step of decodes over existing tensors, of the shapes of `TritonStep` and `Paged`."""
         num_decodes = context_lens.shape[0]
         paged = Paged(block_table, context_lens)
-        return TritonStep(slot_mapping, self.block_tokens, paged, num_decodes, self._num_splits(num_decodes))
+        return TritonStep(slot_mapping, self._memories, paged, num_decodes, self._num_splits(num_decodes))
 
     def _is_fused(self, decodes: Sequence[TokenSpan]) -> bool:
         return self._fused_from is not None and sum(end for _, _, end in decodes) >= self._fused_from
@@ -155,7 +173,7 @@ class TritonBackend:
 
     def _num_splits(self, num_seqs: int) -> int:
         """Rounds the sequences up to the next power of two, the size of the graph that would run them."""
-        size = triton.next_power_of_2(max(1, num_seqs))
+        size = padded(max(1, num_seqs))
         return choose_num_splits(size, self._num_programs, self._context_tokens, self._num_sms)
 
     def _int32(self, values: Sequence[int]) -> Tensor:

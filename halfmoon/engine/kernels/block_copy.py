@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfmoon.engine.kernels.tensor_check import check_contiguous, check_same_device, check_shape, check_tensor
+from halfmoon.engine.kernels.tile_counts import num_tiles, padded
 
 _TILE_TOKENS = 32
 
@@ -111,9 +112,9 @@ def _launch(layers: Tensor, buffer: Tensor, block_ids: Tensor, block_tokens: int
     integers = _integers(layers)
     num_tokens, row_words = buffer.shape[3], buffer.shape[4] * buffer.element_size() // integers.itemsize
     num_planes = layers.shape[0] * 2 * layers.shape[2]
-    _copy_blocks_kernel[(triton.cdiv(num_tokens, _TILE_TOKENS), num_planes)](
+    _copy_blocks_kernel[(num_tiles(num_tokens, _TILE_TOKENS), num_planes)](
         layers.view(integers), buffer.view(integers), block_ids, start, num_tokens, layers.shape[3],
-        BLOCK_TOKENS=block_tokens, ROW_WORDS=row_words, ROW_PAD=triton.next_power_of_2(row_words),
+        BLOCK_TOKENS=block_tokens, ROW_WORDS=row_words, ROW_PAD=padded(row_words),
         TILE=_TILE_TOKENS, DIRECTION=direction, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from halfmoon.engine.kernels.paged_kv import PagedKV, num_stages, tile_numbers, tile_scales, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
+from halfmoon.engine.kernels.tile_counts import num_tiles, padded
 
 MIN_SPLIT_TOKENS = 256  # below this a program costs more to start and merge than it saves
 _LOG2_E = math.log2(math.e)
@@ -211,8 +212,8 @@ def merge_splits(parts: Tensor, parts_lse: Tensor, context_lens: Tensor, out: Te
     parts: [num_seqs, num_q_heads, num_splits, head_dim] float32, parts_lse: without head_dim; out: without splits.
     """
     num_seqs, num_q_heads, num_splits, head_dim = parts.shape
-    dims = max(16, min(triton.next_power_of_2(head_dim), _MERGED_NUMBERS // num_splits))
-    _merge_splits_kernel[(num_seqs, num_q_heads, triton.cdiv(head_dim, dims))](
+    dims = max(16, min(padded(head_dim), _MERGED_NUMBERS // num_splits))
+    _merge_splits_kernel[(num_seqs, num_q_heads, num_tiles(head_dim, dims))](
         parts, parts_lse, context_lens, out,
         HEAD_DIM=head_dim, DIMS=dims, TILE=tile, NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
         num_warps=4, enable_fp_fusion=True,
@@ -222,8 +223,9 @@ def merge_splits(parts: Tensor, parts_lse: Tensor, context_lens: Tensor, out: Te
 def check_decodes(q: Tensor, kv: PagedKV, block_table: Tensor, context_lens: Tensor, num_splits: int) -> int:
     """Checks what `decode_attention` is called with; returns the query heads per KV head. Raises as it does."""
     group = kv.check_query(q)
-    check_tensor("block_table", block_table, (len(q), None), (torch.int32,))
-    check_tensor("context_lens", context_lens, (len(q),), (torch.int32,))
+    num_seqs = q.shape[0]
+    check_tensor("block_table", block_table, (num_seqs, None), (torch.int32,))
+    check_tensor("context_lens", context_lens, (num_seqs,), (torch.int32,))
     check_same_device(q=q, kv=kv.k, block_table=block_table, context_lens=context_lens)
     check_num_splits(num_splits)
     return group
@@ -231,8 +233,8 @@ def check_decodes(q: Tensor, kv: PagedKV, block_table: Tensor, context_lens: Ten
 
 def decode_tile_sizes(head_dim: int, group: int) -> tuple[int, int, int]:
     """Rows of a program, keys of a tile, and the padded head size."""
-    dim_pad = max(16, triton.next_power_of_2(head_dim))
-    rows = max(_MIN_ROWS, triton.next_power_of_2(group))
+    dim_pad = max(16, padded(head_dim))
+    rows = max(_MIN_ROWS, padded(group))
     return rows, max(32, min(128, 8192 // dim_pad)), dim_pad  # 64 tokens at head size 128
 
 
@@ -259,7 +261,7 @@ def decode_attention(
     """
     group = check_decodes(q, kv, block_table, context_lens, num_splits)
     num_seqs, num_q_heads, head_dim = q.shape
-    out = torch.empty((num_seqs, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_seqs == 0:
         return out
     parts, parts_lse = split_parts(out, num_splits)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfmoon.engine.kernels.paged_kv import PagedKV
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
+from halfmoon.engine.kernels.tile_counts import num_tiles, padded
 from halfmoon.engine.kv_memory.quantised_rows import BELOW_SCALE, LARGEST_CODE, LARGEST_OF, round_rows, split_rows
 
 _TILE_TOKENS = 16
@@ -114,10 +115,10 @@ def kv_write(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     check_same_device(k=k, v=v, kv=kv.k, slot_mapping=slot_mapping)
     if num_tokens == 0:
         return
-    _kv_write_kernel[(triton.cdiv(num_tokens, _TILE_TOKENS), num_kv_heads)](
+    _kv_write_kernel[(num_tiles(num_tokens, _TILE_TOKENS), num_kv_heads)](
         k, v, slot_mapping, kv.k, kv.v, *kv.scales, num_tokens,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv.k.stride(0),
-        HEAD_DIM=head_dim, DIM_PAD=triton.next_power_of_2(head_dim), TILE=_TILE_TOKENS,
+        HEAD_DIM=head_dim, DIM_PAD=padded(head_dim), TILE=_TILE_TOKENS,
         ROW_ITEMS=kv.k.stride(1), SCALED=kv.k_scales is not None,
         LARGEST=LARGEST_OF[k.dtype], LARGEST_CODE=LARGEST_CODE.get(kv.k.dtype),
         BELOW_SCALE=BELOW_SCALE.get(kv.k.dtype),

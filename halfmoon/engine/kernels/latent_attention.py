@@ -23,6 +23,7 @@ from halfmoon.engine.kernels.decode_attention import (
 )
 from halfmoon.engine.kernels.paged_kv import PagedKV, generation, num_stages, tile_numbers, tile_scales, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
+from halfmoon.engine.kernels.tile_counts import num_tiles, padded
 
 _LOG2_E = math.log2(math.e)
 _MIN_ROWS = 16  # minimum of a tensor-core product
@@ -207,10 +208,10 @@ def latent_attention(
         raise ValueError(f"max_new_tokens: {max_new_tokens} of {num_tokens} packed tokens")
     parts, parts_lse = split_parts(out, num_splits)
     shared = 2 * half - latent_size
-    size_pad, shared_pad = (max(16, triton.next_power_of_2(size)) for size in (latent_size, shared))
+    size_pad, shared_pad = (max(16, padded(size)) for size in (latent_size, shared))
     rows = row_tile(num_heads * max_new_tokens, kv.k.dtype)
     tile, stages = _tile_keys(q, rows, (size_pad + shared_pad) * q.element_size())
-    _latent_attention_kernel[(triton.cdiv(num_heads * max_new_tokens, rows), num_splits, num_seqs)](
+    _latent_attention_kernel[(num_tiles(num_heads * max_new_tokens, rows), num_splits, num_seqs)](
         q, kv.k, kv.scales[0], block_table, context_lens if cu_seqlens is None else cu_seqlens, context_lens,
         parts, parts_lse, scale * _LOG2_E, q.stride(0), q.stride(1),
         (kv.v.data_ptr() - kv.k.data_ptr()) // kv.k.element_size(), block_table.stride(0),

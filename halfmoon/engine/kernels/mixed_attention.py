@@ -34,6 +34,7 @@ from halfmoon.engine.kernels.prefill_attention import (
     prefill_tile,
     prefill_tile_sizes,
 )
+from halfmoon.engine.kernels.tile_counts import num_tiles
 
 _LOG2_E = math.log2(math.e)
 _MOST_ROWS = 64  # of a prefill's tile; the 128 of `prefill_attention` would leave no room for a second program
@@ -143,12 +144,12 @@ def mixed_attention(q: Tensor, kv: PagedKV, decodes: Decodes, prefills: Prefills
     group = check_decodes(q[:num_decodes], kv, decodes.block_table, decodes.context_lens, decodes.num_splits)
     check_prefills(q[num_decodes:], kv, *prefills)
     _, num_q_heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     parts, parts_lse = split_parts(out[:num_decodes], decodes.num_splits)
     decode_rows, decode_tile, dim_pad = decode_tile_sizes(head_dim, group)
     most_rows = 32 if q.dtype == torch.float32 else _MOST_ROWS
     prefill_rows, keys, _ = prefill_tile_sizes(q, prefills.max_new_tokens * group, most_rows)
-    num_row_tiles = triton.cdiv(prefills.max_new_tokens * group, prefill_rows)
+    num_row_tiles = num_tiles(prefills.max_new_tokens * group, prefill_rows)
     num_kv_heads = kv.k.shape[0]
     num_programs = num_kv_heads * (num_row_tiles * num_prefills + num_decodes * decodes.num_splits)
     _mixed_attention_kernel[(num_programs,)](

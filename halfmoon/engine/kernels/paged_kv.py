@@ -6,6 +6,7 @@ A slot is one token's index in a head: `block_id * block_tokens + offset`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, check_tensor
+from halfmoon.engine.kernels.tile_counts import padded
 from halfmoon.engine.kv_memory.quantised_rows import CODES, is_quantised, split_rows
 
 _STAGES = 3
@@ -87,7 +89,7 @@ class PagedKV:
 
     def tile_bytes(self, tile: int) -> int:
         """Shared memory for the K and V of `tile` tokens of a head."""
-        dim_pad: int = triton.next_power_of_2(self.k.shape[2])
+        dim_pad = padded(self.k.shape[2])
         return 2 * tile * dim_pad * self.k.element_size()
 
     def gathered(self, block_row: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -111,15 +113,18 @@ def num_stages(device: torch.device, stage_bytes: int, other_bytes: int, program
 
 
 def _shared_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _SHARED_BYTES
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
-    return int(properties.shared_memory_per_block_optin)
+    return int(_properties(device).shared_memory_per_block_optin) if device.type == "cuda" else _SHARED_BYTES
 
 
 def generation(device: torch.device) -> int:
     """The first number of a GPU's compute capability: 8 is Ampere and Ada, 9 Hopper, 10 Blackwell."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else _GENERATION
+    return int(_properties(device).major) if device.type == "cuda" else _GENERATION
+
+
+@cache
+def _properties(device: torch.device) -> Any:  # torch's stubs lack a field
+    """Asked for at every launch, and never another."""
+    return torch.cuda.get_device_properties(device)
 
 
 @triton.jit

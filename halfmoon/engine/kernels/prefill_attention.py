@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfmoon.engine.kernels.paged_kv import PagedKV, num_stages, tile_numbers, tile_scales, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
+from halfmoon.engine.kernels.tile_counts import num_tiles, padded
 
 _LOG2_E = math.log2(math.e)
 _MIN_ROWS = 16  # minimum of a tensor-core product
@@ -187,8 +188,9 @@ def check_prefills(
     check_tensor("cu_seqlens", cu_seqlens, (num_seqs + 1,), (torch.int32,))
     check_tensor("context_lens", context_lens, (num_seqs,), (torch.int32,))
     check_same_device(q=q, kv=kv.k, block_table=block_table, cu_seqlens=cu_seqlens, context_lens=context_lens)
-    if len(q) and not 0 < max_new_tokens <= len(q):
-        raise ValueError(f"max_new_tokens: {max_new_tokens} of {len(q)} packed tokens")
+    num_tokens = q.shape[0]
+    if num_tokens and not 0 < max_new_tokens <= num_tokens:
+        raise ValueError(f"max_new_tokens: {max_new_tokens} of {num_tokens} packed tokens")
     return group
 
 
@@ -197,8 +199,8 @@ def prefill_tile_sizes(q: Tensor, num_rows: int, most_rows: int) -> tuple[int, i
 
     float32 has no tensor cores at full precision: it is for debugging, in tiles that fit the registers.
     """
-    dim_pad = max(16, triton.next_power_of_2(q.shape[2]))
-    rows = min(most_rows, max(_MIN_ROWS, triton.next_power_of_2(num_rows)))
+    dim_pad = max(16, padded(q.shape[2]))
+    rows = min(most_rows, max(_MIN_ROWS, padded(num_rows)))
     return rows, max(32, min(32 if q.dtype == torch.float32 else 64, 8192 // dim_pad)), dim_pad
 
 
@@ -220,12 +222,12 @@ def prefill_attention(
     """
     group = check_prefills(q, kv, block_table, cu_seqlens, context_lens, max_new_tokens)
     num_tokens, num_q_heads, head_dim = q.shape
-    out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return out
     most_rows = 32 if q.dtype == torch.float32 else 128
     rows, tile, dim_pad = prefill_tile_sizes(q, max_new_tokens * group, most_rows)
-    _prefill_attention_kernel[(triton.cdiv(max_new_tokens * group, rows), kv.k.shape[0], len(block_table))](
+    _prefill_attention_kernel[(num_tiles(max_new_tokens * group, rows), kv.k.shape[0], block_table.shape[0])](
         q, kv.k, kv.v, *kv.scales, block_table, cu_seqlens, context_lens, out, scale * _LOG2_E,
         q.stride(0), q.stride(1), kv.k.stride(0), block_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=rows, HEAD_DIM=head_dim, DIM_PAD=dim_pad,

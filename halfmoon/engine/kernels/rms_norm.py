@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, check_tensor
+from halfmoon.engine.kernels.tile_counts import num_tiles, padded
 
 _TILE_ELEMENTS = 2048  # short rows (the heads of a query-key norm) share a program up to this size
 
@@ -71,16 +72,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Returns a new contiguous tensor of x's shape and dtype. Raises ValueError or TypeError.
     """
-    check_tensor("x", x, (None,) * (3 if x.ndim == 3 else 2 if x.ndim == 2 else 0), FLOATS)
+    check_tensor("x", x, (None,) * (3 if x.ndim == 3 else 2), FLOATS)
     size = x.shape[-1]
     check_tensor("weight", weight, (size,), FLOATS)
     check_same_device(x=x, weight=weight)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_heads = x.shape[1] if x.ndim == 3 else 1
     num_rows = x.shape[0] * num_heads
     if num_rows:
         size_pad, rows, num_warps = _tiling(size)
-        _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        _rms_norm_kernel[(num_tiles(num_rows, rows),)](
             x, weight, out, num_rows, num_heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0, eps,
             SIZE=size, SIZE_PAD=size_pad, ROWS=rows, num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip
@@ -97,10 +98,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     check_tensor("residual", residual, x.shape, FLOATS)
     check_tensor("weight", weight, (size,), FLOATS)
     check_same_device(x=x, residual=residual, weight=weight)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.shape[0]:
         size_pad, rows, num_warps = _tiling(size)
-        _add_rms_norm_kernel[(triton.cdiv(x.shape[0], rows),)](
+        _add_rms_norm_kernel[(num_tiles(x.shape[0], rows),)](
             x, residual, weight, out, x.shape[0], x.stride(0), residual.stride(0), eps,
             SIZE=size, SIZE_PAD=size_pad, ROWS=rows, num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip
@@ -109,7 +110,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 def _tiling(size: int) -> tuple[int, int, int]:
     """Padded row size, rows per program, and warps."""
-    size_pad = triton.next_power_of_2(size)
+    size_pad = padded(size)
     rows = max(1, _TILE_ELEMENTS // size_pad)
     return size_pad, rows, min(16, max(4, size_pad * rows // 1024))
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, check_tensor
+from halfmoon.engine.kernels.tile_counts import padded
 
 
 @triton.jit
@@ -83,9 +84,9 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) ->
     _rotary_kernel[(num_tokens,)](
         q, k, positions, cos, sin,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos.stride(0), sin.stride(0),
-        NUM_Q_HEADS=num_q_heads, Q_HEADS_PAD=triton.next_power_of_2(num_q_heads),
-        NUM_KV_HEADS=num_kv_heads, KV_HEADS_PAD=triton.next_power_of_2(num_kv_heads),
-        HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=4, enable_fp_fusion=True,
+        NUM_Q_HEADS=num_q_heads, Q_HEADS_PAD=padded(num_q_heads),
+        NUM_KV_HEADS=num_kv_heads, KV_HEADS_PAD=padded(num_kv_heads),
+        HALF=half, HALF_PAD=padded(half), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
 from halfmoon.engine.kernels.tensor_check import FLOATS, check_tensor
+from halfmoon.engine.kernels.tile_counts import num_tiles
 
 _TILE = 1024
 
@@ -41,9 +41,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if width % 2:
         raise ValueError(f"gate_up: {width} columns are not two halves")
     size = width // 2
-    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty((num_tokens, size))
     if num_tokens:
-        grid = (num_tokens, triton.cdiv(size, _TILE))
+        grid = (num_tokens, num_tiles(size, _TILE))
         _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, TILE=_TILE, num_warps=4, enable_fp_fusion=True)
     return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
 from halfmoon.engine.attention import triton_attention  # isort: skip
 from halfmoon.engine.attention.triton_attention import TritonBackend  # isort: skip
+from halfmoon.engine.kernels.paged_kv import PagedKV  # isort: skip
 
 BLOCK_TOKENS = 8
 NUM_BLOCKS = 40
@@ -96,6 +98,31 @@ def test_a_step_holds_what_its_kernels_read_and_no_more() -> None:
     assert (both.decodes.block_table.shape, both.prefills.block_table.shape) == ((2, 6), (2, 4))
     assert backend().step(spans((40, 41), (7, 8))).prefills is None
     assert backend().step(spans((0, 3))).decodes is None
+
+
+def test_the_memory_of_a_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each step; another layer's, or a part of a layer that begins where it does, is another memory."""
+    checked: list[torch.Size] = []
+
+    def of_layer(layer_kv: torch.Tensor, block_tokens: int) -> PagedKV:
+        checked.append(layer_kv.shape)
+        return PagedKV.of_layer(layer_kv, block_tokens)
+
+    monkeypatch.setattr(triton_attention, "PagedKV", SimpleNamespace(of_layer=of_layer))
+    whole = torch.zeros(3, 2, 2, NUM_BLOCKS * BLOCK_TOKENS, 16, device=DEVICE)
+    q, kv = torch.ones(1, 2, 16, device=DEVICE), torch.ones(1, 2, 16, device=DEVICE)
+    attention = backend()
+    for _ in range(3):
+        step = attention.step([TokenSpan([7], 0, 1)])
+        for layer_kv in whole.unbind(0):
+            step.attend(q, kv, kv, layer_kv, AttentionRule(0.25))
+    assert checked == [whole.shape[1:]] * 3
+    half = whole[0, :, :, : 20 * BLOCK_TOKENS]
+    attention.step([TokenSpan([7], 0, 1)]).attend(q, 2 * kv, kv, half, AttentionRule(0.25))
+    assert checked[3:] == [half.shape]
+    assert whole[0, 0, :, 7 * BLOCK_TOKENS].eq(2).all()
+    with pytest.raises(ValueError, match="whole blocks"):
+        step.attend(q, kv, kv, whole[0, :, :, :-1], AttentionRule(0.25))
 
 
 def test_a_step_is_fused_as_the_setting_or_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
