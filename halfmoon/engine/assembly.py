@@ -13,7 +13,15 @@ from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks
-from halfmoon.engine.device_path import DevicePath, block_file, capture_decode, choose_path, pack, weights_place
+from halfmoon.engine.device_path import (
+    DevicePath,
+    block_file,
+    capture_decode,
+    choose_path,
+    compile_ahead,
+    pack,
+    weights_place,
+)
 from halfmoon.engine.kv_memory.kv_access import KVMemory
 from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES, KVArena
 from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes
@@ -104,6 +112,8 @@ def _on_one_device(
     path.use_threads(num_threads)
     masks = TokenMasks(checkpoint.path, model_config.vocab_size, checkpoint.eos_token_ids)
     runner = ModelRunner(model, arena, path.attention, checkpoint.eos_token_ids, recorded, masks)
+    if path.kernels == "triton" and arena.tensor.is_cuda:
+        compile_ahead(runner, arena, layout)
     if offload is None:
         return Assembled(runner, arena, weights)
     return Assembled(*offload.around(runner, path.attention, arena, throttle), weights)

@@ -17,9 +17,10 @@ from halfmoon.engine.attention.attention import SdpaBackend
 from halfmoon.engine.attention.attention_backend import AttentionBackend
 from halfmoon.engine.attention.attention_table import Backend, attends, need_of
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization, default_cache_dir
+from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig, Kernels
 from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES, KVArena
-from halfmoon.engine.model_runner import DecodeSteps
+from halfmoon.engine.model_runner import DecodeSteps, ModelRunner
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.blocks import Blocks, quantised
 from halfmoon.engine.models.layer_ops import TORCH_OPS, LayerOps
@@ -27,8 +28,11 @@ from halfmoon.engine.models.linear import Multiply, PackLayer, PackWeight, alike
 from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.native.prepared_model import KeptWeights, Packing, Wrap, kept_weights
 from halfmoon.errors import Incompatible
+from halfmoon.kv.kv_layout import KVLayout, KVSlice
 
 logger = logging.getLogger(__name__)
+
+_TILED_TOKENS = 128  # new tokens of a prompt that fill the largest tile by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,22 @@ def capture_decode(
         return None
     forward = partial(model.forward, kv=arena.tensor)
     return DecodeGraphs(forward, attention, config.max_running, CudaCapture())
+
+
+def compile_ahead(runner: ModelRunner, arena: KVArena, layout: KVLayout) -> None:
+    """Runs what Triton compiles when it first occurs, so that no request waits for a compiler. The arena is empty.
+
+    The tiles of prompts' attention depend on their rows, from 16 to 128 for each KV head, whatever the model. KV is
+    copied out and in again by two kernels more.
+    """
+    most = min(_TILED_TOKENS, arena.num_blocks * arena.block_tokens)
+    for length in (1 << power for power in range(1, most.bit_length())):
+        blocks = range(layout.num_blocks(length))
+        with torch.inference_mode():
+            runner.forward(runner.batch([Chunk([0] * length, 0, blocks, num_logits=1)]))
+    runner.finish()
+    part = KVSlice(0, layout.num_layers, 0, 1)
+    arena.write([0], part, arena.read([0], part))
 
 
 def records_decodes(config: EngineConfig, model: ModelConfig) -> bool:

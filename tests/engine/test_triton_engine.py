@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.device_path import choose_path
+from halfmoon.engine.device_path import choose_path, compile_ahead
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
 from halfmoon.kv.kv_layout import KVSlice
@@ -21,6 +23,8 @@ from halfmoon.kv.kv_policy import SNAPKV, KVPolicy, policy_salt
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
 from halfmoon.engine.attention.triton_attention import TritonBackend  # isort: skip
+from halfmoon.engine.kernels import block_copy, prefill_attention  # isort: skip
+from halfmoon.engine.kernels.prefill_attention import prefill_tile_sizes  # isort: skip
 from tests.engine.test_models import BLOCK_TOKENS as PAGED_BLOCK_TOKENS, load, paged_logits  # isort: skip
 
 MakeEngine = Callable[..., Engine]
@@ -145,6 +149,35 @@ def test_a_request_moves_between_the_back_ends(make_engine: MakeEngine, make_tri
             target.kv_write("a", part, source.kv_read("a", part))
         target.start("a", first.token_id)
         assert [first.token_id, *finish(target)] == expected
+
+
+def test_what_prompts_need_is_compiled_ahead(make_triton: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of another length, and KV that is copied, are launched as something was before."""
+    compiled: set[tuple[object, ...]] = set()
+
+    def sizes(q: Tensor, num_rows: int, most_rows: int) -> tuple[int, int, int]:
+        found = prefill_tile_sizes(q, num_rows, most_rows)
+        compiled.add(found)
+        return found
+
+    def launch(*args: Any) -> None:
+        compiled.add((args[-1],))
+        block_copy_launch(*args)
+
+    engine = make_triton("qwen3", num_blocks=17)
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner)
+    block_copy_launch = block_copy._launch
+    monkeypatch.setattr(prefill_attention, "prefill_tile_sizes", sizes)
+    monkeypatch.setattr(block_copy, "_launch", launch)
+    compile_ahead(runner, runner._arena, engine.layout)
+    ahead = set(compiled)
+    assert {("gather",), ("scatter",)} < ahead
+    assert generate(engine, *(request(str(length), length, 1) for length in (2, 5, 40, 70)))
+    engine.add(replace(request("copied", 9), prefill_only=True))
+    run(engine)
+    engine.kv_read("copied", KVSlice(0, 3, 0, 9))
+    assert compiled == ahead
 
 
 def test_auto_is_triton_on_cuda_alone() -> None:
