@@ -63,6 +63,7 @@ class DecodeGraphs:
         fields = _fields(self._on_device, self._max_rows, attention.max_blocks)
         fields.slot_mapping.fill_(-1)  # the captured run must not store anything
         self._host = tuple(view.numpy() for view in _fields(self._on_host, self._max_rows, attention.max_blocks))
+        self._tables: list[Sequence[int]] = [()] * self._max_rows  # the blocks in each row of the host's table
         self._replays: dict[int, Replay] = {}
         self._batches: list[ForwardBatch] = []  # a graph reads where they lie, and does not keep them
         while largest:
@@ -96,7 +97,10 @@ class DecodeGraphs:
         for row, chunk in enumerate(chunks):
             index, offset = divmod(chunk.start, block_tokens)
             slots[row] = chunk.blocks[index] * block_tokens + offset
-            table[row, : index + 1] = chunk.blocks[: index + 1]
+            blocks = chunk.blocks[: index + 1]
+            if blocks != self._tables[row]:  # comparing is cheaper, and most steps begin no block
+                table[row, : index + 1] = blocks
+                self._tables[row] = blocks
         ids[num_seqs:size], positions[num_seqs:size] = 0, 0
         slots[num_seqs:size], contexts[num_seqs:size] = -1, 0
         used = self._max_rows * 7 + size * self._attention.max_blocks
