@@ -18,7 +18,9 @@ _HOST_SHARE = 8  # divisor of the free memory; two workers and the weights must 
 _PAUSED_SHARE = 4  # divisor of the free host memory, for copies that pauses make
 _DIVIDING = 2  # workers of a host that take such a share each; more of them divide it
 _ABSORBED = "kv_b_proj.weight"  # of latent attention: no matrix product, so it stays on the device
-_STEP_BYTES = 1 << 30  # set aside on a GPU for activations, captured graphs and staging buffers
+_LEAST_STEP_BYTES = 1 << 30  # set aside on a GPU for steps
+_STAGING_BYTES = 512 << 20  # of that, for workspaces, staging buffers and copies of KV on their way
+_LOGIT_COPIES = 7  # float32 rows of the vocabulary for a sequence: a graph's of each size, a step's, and the sampler's
 
 
 def kv_budget_bytes(
@@ -40,7 +42,7 @@ def kv_budget_bytes(
         return config.kv_memory_bytes
     total = (device_bytes or _smallest_device_bytes)()
     weights = device_weight_bytes(model, dtype, config.host_weights) // (config.num_ranks // config.sequence_parallel)
-    left = usable_bytes(config, total) - weights
+    left = usable_bytes(config, model, dtype, total) - weights
     if left <= 0:
         raise Incompatible(
             f"{config.gpu_memory_utilization:.0%} of a GPU of {total >> 30} GiB leaves no room for KV next to weights "
@@ -50,10 +52,21 @@ def kv_budget_bytes(
     return left
 
 
-def usable_bytes(config: EngineConfig, device_bytes: int | None = None) -> int:
+def usable_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device_bytes: int | None = None) -> int:
     """Memory of a GPU for weights and KV. device_bytes: all of its memory; None: the smallest device's."""
     total = _smallest_device_bytes() if device_bytes is None else device_bytes
-    return int(total * config.gpu_memory_utilization) - _STEP_BYTES
+    return int(total * config.gpu_memory_utilization) - step_bytes(config, model, dtype)
+
+
+def step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Memory of a GPU that steps need: for a perceptron's inputs and outputs, logits, and copies.
+
+    Log-probabilities of prompts are not counted, which need logits of all tokens of a step.
+    """
+    token_bytes = 3 * (model.hidden_size + model.intermediate_size) * dtype.itemsize
+    logits_bytes = _LOGIT_COPIES * model.vocab_size * torch.float32.itemsize
+    needed = _STAGING_BYTES + config.step_tokens * token_bytes + config.max_running * logits_bytes
+    return max(_LEAST_STEP_BYTES, needed)
 
 
 def paused_budget_bytes(config: EngineConfig, kv_bytes: int) -> int:

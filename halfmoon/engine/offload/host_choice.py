@@ -72,7 +72,9 @@ def with_host_choice(checkpoint: Checkpoint, config: EngineConfig, layout: KVLay
     model = checkpoint.model_config
     measured = measure(checkpoint, config, layout, most_tokens)
     sizes = model_sizes(model, TORCH_DTYPES[config.dtype], layout, measured.layer_bytes)
-    device_bytes = usable_bytes(config) if wish.device_bytes is None else wish.device_bytes
+    device_bytes = wish.device_bytes
+    if device_bytes is None:
+        device_bytes = usable_bytes(config, model, TORCH_DTYPES[config.dtype])
     host_kv_bytes = 0 if config.offload is None else config.offload.host_bytes
     choice = choose_host_share(
         measured.rates,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes, paused_budget_bytes, weight_bytes
+from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes, paused_budget_bytes, step_bytes, weight_bytes
 from halfmoon.engine.models import build_model
 from halfmoon.errors import Incompatible
 
@@ -45,6 +46,18 @@ def test_a_gpu_without_weights_and_working_memory(model: ModelConfig) -> None:
     assert budget(model, EngineConfig(device="cuda")) == int(0.9 * 80 * GIB) - weights - GIB
     halves = EngineConfig(device="cuda", gpu_memory_utilization=0.45, tensor_parallel=2)
     assert budget(model, halves) == int(0.45 * 80 * GIB) - weights // 2 - GIB
+
+
+def test_large_steps_leave_less_for_kv(model: ModelConfig) -> None:
+    """Llama-3.1-8B's activations take 0.1 MiB a token, and its logits 3.4 MiB a sequence."""
+    model = replace(model, hidden_size=4096, intermediate_size=14336, vocab_size=128256)
+    assert step_bytes(EngineConfig(device="cuda"), model, torch.bfloat16) == GIB
+    for config in (
+        EngineConfig(device="cuda", max_batch_tokens=16384),
+        EngineConfig(device="cuda", max_running=512),
+    ):
+        needed = config.step_tokens * 3 * (4096 + 14336) * 2 + config.max_running * 3 * 128256 * 4
+        assert needed < step_bytes(config, model, torch.bfloat16) < needed + 1.5 * GIB
 
 
 def test_weights_that_fill_a_gpu_are_told(model: ModelConfig) -> None:
