@@ -113,7 +113,7 @@ def _on_one_device(
     masks = TokenMasks(checkpoint.path, model_config.vocab_size, checkpoint.eos_token_ids)
     runner = ModelRunner(model, arena, path.attention, checkpoint.eos_token_ids, recorded, masks)
     if path.kernels == "triton" and arena.tensor.is_cuda:
-        compile_ahead(runner, arena, layout)
+        compile_ahead(runner, arena, layout, most_tokens)
     if offload is None:
         return Assembled(runner, arena, weights)
     return Assembled(*offload.around(runner, path.attention, arena, throttle), weights)

@@ -203,13 +203,13 @@ def capture_decode(
     return DecodeGraphs(forward, attention, config.max_running, CudaCapture())
 
 
-def compile_ahead(runner: ModelRunner, arena: KVArena, layout: KVLayout) -> None:
+def compile_ahead(runner: ModelRunner, arena: KVArena, layout: KVLayout, context_tokens: int) -> None:
     """Runs what Triton compiles when it first occurs, so that no request waits for a compiler. The arena is empty.
 
     The tiles of prompts' attention depend on their rows, from 16 to 128 for each KV head, whatever the model. KV is
     copied out and in again by two kernels more.
     """
-    most = min(_TILED_TOKENS, arena.num_blocks * arena.block_tokens)
+    most = min(_TILED_TOKENS, context_tokens, arena.num_blocks * arena.block_tokens)
     for length in (1 << power for power in range(1, most.bit_length())):
         blocks = range(layout.num_blocks(length))
         with torch.inference_mode():

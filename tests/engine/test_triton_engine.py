@@ -170,7 +170,7 @@ def test_what_prompts_need_is_compiled_ahead(make_triton: MakeEngine, monkeypatc
     block_copy_launch = block_copy._launch
     monkeypatch.setattr(prefill_attention, "prefill_tile_sizes", sizes)
     monkeypatch.setattr(block_copy, "_launch", launch)
-    compile_ahead(runner, runner._arena, engine.layout)
+    compile_ahead(runner, runner._arena, engine.layout, engine.context_tokens)
     ahead = set(compiled)
     assert {("gather",), ("scatter",)} < ahead
     assert generate(engine, *(request(str(length), length, 1) for length in (2, 5, 40, 70)))
