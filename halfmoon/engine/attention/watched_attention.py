@@ -77,7 +77,8 @@ class DeviceWatch:
         return LayerWatch(watch.every, partial(self._notify_when_done, watch.notify))
 
     def finish(self) -> None:
-        """Returns when the device has finished the step and every notification was delivered."""
+        """Returns when the device has finished what was launched and every notification was delivered."""
+        torch.cuda.current_stream().synchronize()
         notifications, self._notifications = self._notifications, []
         for notification in notifications:
             notification.result()
