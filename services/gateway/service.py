@@ -241,6 +241,7 @@ async def running_gateway(
                 await server.set_serving()
                 address = advertised_address(settings.cluster_listen, server.port, settings.advertise_cluster)
                 async with running(logged(siblings.accept())):
+                    await asyncio.sleep(0)  # all tasks begin, even if this gateway is told to stop already
                     yield RunningGateway(_url(settings, port), address, cluster, routing, keys, drain_gate)
             finally:
                 await _stop(drain_gate, cluster, server, runner)

@@ -176,6 +176,11 @@ async def test_a_taken_port_is_a_clear_error(tmp_path: Path) -> None:
                     pass
 
 
+async def test_a_gateway_may_end_as_soon_as_it_listens(tmp_path: Path) -> None:
+    async with running_gateway(GatewaySettings(port=0, state_dir=tmp_path, slo="off"), served_model()):
+        pass
+
+
 def test_settings_come_from_environment_and_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HALFMOON_GATEWAY_PORT", "81")
     monkeypatch.setenv("HALFMOON_GATEWAY_MODEL_NAME", "served")
