@@ -31,7 +31,6 @@ from services.gateway.routing.attempt import Attempt, DecodeWorkerLost, Moved
 from services.gateway.routing.decode_move import DecodeMoves
 from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.hot_spots import HotSpotWatch
-from services.gateway.routing.placement_turns import PlacementTurns
 from services.gateway.routing.prefix_use import bring_next_turn
 from services.gateway.routing.request_routing import RequestRouting
 from services.gateway.routing.reserve_together import reserve_together
@@ -50,7 +49,7 @@ _SLOW_PROMPT_TOKENS = 8_192  # longer prompts have their blocks hashed off the e
 
 
 class Relay:
-    """Runs requests on the cluster. Owns nothing but its limits, and whose turn it is to be placed."""
+    """Runs requests on the cluster. Owns nothing but its limits."""
 
     def __init__(
         self,
@@ -67,7 +66,6 @@ class Relay:
         self._hot_spots = hot_spots
         self._deadline_s = deadline_s
         self._wait_limits = wait_limits
-        self._turns = PlacementTurns()
 
     async def run(self, by_prompt: Sequence[Sequence[RequestOutput]], sink_of: SinkOf) -> None:
         """Streams the tokens of all outputs of a request, given by prompt, into their sinks.
@@ -168,8 +166,6 @@ class Relay:
         moves = DecodeMoves(self._cluster, routing, self._hot_spots)
         await _hash_blocks(routing)
         while True:
-            if moved is None:
-                await self._turns.mine()
             placement = await self._placement(routing, retries) if moved is None else moved.placement
             sources, moved = routing.sources(placement) if moved is None else [moved.source], None
             num_before = len(progress.output_token_ids)
