@@ -53,7 +53,7 @@ def test_more_work_makes_a_busy_worker_no_busier() -> None:
 def test_decodes_that_begin_later_are_added_to_what_is_known(
     by_row: Mapping[int, Sequence[BusySpan]], begun: Sequence[tuple[int, int, int]]
 ) -> None:
-    neighbours = beside(by_row | {row: [] for row in range(3) if row not in by_row})
+    neighbours = beside({row: [] for row in range(3)} | dict(by_row))
     busy = {
         row: [*by_row.get(row, ()), *((at, at + length) for at, one, length in begun if one == row)] for row in range(3)
     }
