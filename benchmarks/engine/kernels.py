@@ -83,7 +83,7 @@ def measure(case: Case, copy_gb_per_s: float, repeats: int, flush: Tensor) -> Re
 def measured_copy(repeats: int, flush: Tensor) -> float:
     """GB/s of a kernel that copies, counting bytes read and written.
 
-    `copy_` would be a node of the graph that is no kernel, and slower: 2,777 GB/s where this gives 4,263 (H200).
+    `copy_` would be a node of the graph that is not a kernel, and slower: 2,777 GB/s where this gives 4,263 (H200).
     """
     source = torch.randn(COPY_BYTES // 4, device="cuda")
     target = torch.empty_like(source)

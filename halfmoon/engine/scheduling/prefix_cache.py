@@ -130,7 +130,7 @@ class PrefixCache:
             if key not in self._blocks:
                 self._blocks[key] = block
                 self._keys[block] = key
-                self._add(block, sequence, index, self._block_tokens)
+                self._add(block, self._parent_key(sequence, index), self._tokens(sequence, index))
                 _note(key, self._stored, self._evicted)
         sequence.num_known_blocks = num_full
         return True
@@ -145,26 +145,25 @@ class PrefixCache:
         is_known = self._root is not None and sequence.policy is None and sequence.num_known_blocks == num_full
         if not is_known or not num_more or sequence.dropped:
             return
-        start = num_full * self._block_tokens
-        token_ids = array("i", sequence.token_ids[start : start + num_more])
-        for other in tuple(self._compared(self._parent_key(sequence, num_full))):
+        parent = self._parent_key(sequence, num_full)
+        token_ids = self._tokens(sequence, num_full, sequence.num_computed)
+        for other in tuple(self._compared(parent)):
             num_same = _num_same(self._token_ids[other], token_ids)
             if num_same == num_more:
                 return
             if num_same == len(self._token_ids[other]) and other in self._idle:
                 self._forget(other)
                 self._pool.release([other])
-        self._add(sequence.blocks[num_full], sequence, num_full, num_more)
+        self._add(sequence.blocks[num_full], parent, token_ids)
 
     def beginning(self, sequence: Sequence, num_whole: int, num_tokens: int) -> Beginning | None:
         """The cached block with the most of the tokens behind the sequence's first `num_whole` blocks, to `num_tokens`.
 
         Takes a reference to it; drop it with `release`. None: nobody has any.
         """
-        start = num_whole * self._block_tokens
-        if self._root is None or num_tokens <= start:
+        if self._root is None or num_tokens <= num_whole * self._block_tokens:
             return None
-        wanted = array("i", sequence.token_ids[start : min(num_tokens, start + self._block_tokens)])
+        wanted = self._tokens(sequence, num_whole, num_tokens)
         compared = self._compared(self._parent_key(sequence, num_whole))
         found = max(
             (Beginning(one, _num_same(self._token_ids[one], wanted)) for one in compared), key=_size, default=None
@@ -219,10 +218,15 @@ class PrefixCache:
         self._forget(block)
         self._pool.release([block])
 
-    def _add(self, block: int, sequence: Sequence, index: int, num_tokens: int) -> None:
-        """Takes a reference to a sequence's block `index`, which has so many tokens."""
-        start, parent = index * self._block_tokens, self._parent_key(sequence, index)
-        self._token_ids[block] = array("i", sequence.token_ids[start : start + num_tokens])
+    def _tokens(self, sequence: Sequence, index: int, num_tokens: int | None = None) -> array[int]:
+        """The tokens of a sequence's block `index`, as far as they are among its first `num_tokens`; None: all."""
+        start = index * self._block_tokens
+        end = start + self._block_tokens
+        return array("i", sequence.token_ids[start : end if num_tokens is None else min(end, num_tokens)])
+
+    def _add(self, block: int, parent: bytes, token_ids: array[int]) -> None:
+        """Takes a reference to a block with these tokens."""
+        self._token_ids[block] = token_ids
         self._parents[block] = parent
         self._behind.setdefault(parent, {})[block] = None
         self._pool.share([block])
