@@ -92,12 +92,6 @@ class ClusterView:
         return tuple(name for name, present in phases.items() if not present)
 
     @property
-    def least_capacity_tokens(self) -> int:
-        """The longest sequence that every member can hold. There must be a member."""
-        rows = list(self._rows.values())
-        return int(self.column("capacity_tokens")[rows].min())
-
-    @property
     def num_decoding(self) -> int:
         """Number of members that decode."""
         return int((self.can_decode[: self.num_rows] | self.can_do_both[: self.num_rows]).sum())

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
 from halfmoon.pb.types_pb2 import Role as PbRole
@@ -38,15 +39,22 @@ class Member:
     listening: bool = False
     role_since_s: float = -math.inf  # when its role was changed last
     decoding: set[str] = field(default_factory=set)  # requests placed since the last report
+    layout: KVLayout = field(init=False)
     kv_bytes_per_token: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kv_bytes_per_token = layout_from(self.identity.layout).token_bytes
+        self.layout = layout_from(self.identity.layout)
+        self.kv_bytes_per_token = self.layout.token_bytes
 
     @property
     def worker_id(self) -> str:
         """The worker's id, unique in the cluster."""
         return self.identity.worker_id
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence that fits while the worker is empty."""
+        return min(self.identity.context_tokens, self.identity.total_blocks * self.layout.block_tokens)
 
     @property
     def role(self) -> Role:

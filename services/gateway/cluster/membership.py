@@ -24,7 +24,6 @@ from halfmoon.policy.view.block_index import BlockEvents, BlockIndex, unpack_key
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.reported_prompts import ReportedPrompts
 from halfmoon.policy.wait_limits import MAY_RETURN_S
-from halfmoon.rpc.layout_message import layout_from
 from services.gateway.cluster.engine_totals import EngineTotals
 from services.gateway.cluster.identity_check import check_identity
 from services.gateway.cluster.learned_models import LearnedModels
@@ -62,7 +61,7 @@ class Membership:
         self._layouts: Counter[KVLayout] = Counter()  # members of each
         self._decoders: dict[str, str] = {}  # of each running request: its decode worker
         self._last_left_s: float | None = None
-        self._last_capacity_tokens: int | None = None  # at the time the last member left
+        self._capacity_tokens: int | None = None  # of every member, or of those that were there last
         self._decode_addresses: frozenset[str] | None = None  # None: members have changed; each of them asks for all
         self._cache_addresses: frozenset[str] | None = None
         self._holders: dict[str, int] = {}  # numbers of workers in the index, by address
@@ -92,7 +91,7 @@ class Membership:
     def layout_of(self, worker_id: str) -> KVLayout | None:
         """The KV layout of a member; None for a worker that is not one."""
         member = self._members.get(worker_id)
-        return None if member is None else layout_from(member.identity.layout)
+        return None if member is None else member.layout
 
     def join(self, identity: WorkerIdentity, now_s: float, process_key: bytes = b"") -> Member:
         """Adds a worker, in place of one with the same id and the same process's key.
@@ -114,13 +113,14 @@ class Membership:
             identity, now_s, now_s, load, latency, holder, ReportedPrompts(now_s), process_key, store_holder
         )
         self._members[identity.worker_id] = member
+        self._note_capacity()
         self._decode_addresses = self._cache_addresses = None
         self._view.fetch_links.note_holder(holder, serves=identity.can_fetch)
         if before is not None:
             self._forget_address(before)
         self._holders[identity.address] = holder
         self._unite_stores()
-        self._layouts[layout_from(identity.layout)] += 1
+        self._layouts[member.layout] += 1
         if before is not None:
             self._forget_layout(before)
         self._view.remove(identity.worker_id)  # so that the order is that of joining
@@ -261,8 +261,8 @@ class Membership:
         if self._members.get(member.worker_id) is not member:
             return False
         self._last_left_s = now_s
-        self._last_capacity_tokens = self._capacity_tokens()
         del self._members[member.worker_id]
+        self._note_capacity()
         self._changed.pop(member.worker_id, None)
         self._decode_addresses = self._cache_addresses = None
         self._view.remove(member.worker_id)
@@ -313,8 +313,9 @@ class Membership:
 
         Without members, the last value holds.
         """
-        capacity_tokens = self._capacity_tokens() if self._members else self._last_capacity_tokens
-        context_tokens = model_context_tokens if capacity_tokens is None else min(model_context_tokens, capacity_tokens)
+        context_tokens = model_context_tokens
+        if self._capacity_tokens is not None:
+            context_tokens = min(context_tokens, self._capacity_tokens)
         policy = kv_policy_of(tenant_salt)
         if policy is None or not policy.chooses:
             return context_tokens
@@ -322,10 +323,9 @@ class Membership:
         return min([context_tokens, *(most_tokens(policy, num_blocks, size) for num_blocks, size in sizes)])
 
     def _forget_layout(self, member: Member) -> None:
-        layout = layout_from(member.identity.layout)
-        self._layouts[layout] -= 1
-        if not self._layouts[layout]:
-            del self._layouts[layout]
+        self._layouts[member.layout] -= 1
+        if not self._layouts[member.layout]:
+            del self._layouts[member.layout]
 
     def _unite_stores(self) -> None:
         """Takes the pool's stores from the members. What any store has, the pool has."""
@@ -350,8 +350,9 @@ class Membership:
             if self._members.get(member.worker_id) is member:
                 self._changed[member.worker_id] = now_s
 
-    def _capacity_tokens(self) -> int:
-        return self.view().least_capacity_tokens
+    def _note_capacity(self) -> None:
+        if self._members:
+            self._capacity_tokens = min(member.capacity_tokens for member in self._members.values())
 
 
 _POOL = "pool\0"  # the name of all stores together as a holder in the index; no worker can have it

@@ -19,7 +19,6 @@ from halfmoon.kv.owner import KVOwner
 from halfmoon.pb.prefill_pb2 import KVSource
 from halfmoon.policy.placement.move import SHORT_TAIL, tail_tokens, whole_blocks
 from halfmoon.policy.values import Placement
-from halfmoon.rpc.layout_message import layout_from
 from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.prefix_replication import PromptBlocks, copy_prompt
 from services.gateway.cluster.token_router import Event, Moving
@@ -209,7 +208,7 @@ class DecodeMove:
         """
         worker, output = self._cluster.worker(target.decode.worker_id), self._routing.output
         owner = KVOwner(output.tenant.name, output.tenant.kv_bytes or 0)
-        layout = layout_from(self._source.member.identity.layout)
+        layout = self._source.member.layout
         blocks = PromptBlocks((), layout, output.tenant_salt, owner, self._routing.token_ids)
         fingerprint = self._cluster.membership.model_fingerprint
         prompt = copy_prompt(fingerprint, blocks, num_blocks, [self._from_source], output.priority)

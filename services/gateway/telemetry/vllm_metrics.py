@@ -11,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from halfmoon.ledger.models import RequestRow
-from halfmoon.rpc.layout_message import layout_from
 from services.gateway.cluster.engine_totals import STEP_TOKENS
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
@@ -70,7 +69,7 @@ class VllmMetrics(Collector):
     def _cache_config(self, members: Sequence[Member]) -> Metric:
         blocks: Counts[tuple[str, str]] = Counts()
         for member in members:
-            layout = layout_from(member.identity.layout)
+            layout = member.layout
             blocks[str(layout.block_tokens), layout.dtype] += member.identity.total_blocks
         labels = [*self._label, "block_size", "cache_dtype", "num_gpu_blocks"]
         family = GaugeMetricFamily("vllm:cache_config_info", "1 for each layout of KV, with its blocks", labels=labels)

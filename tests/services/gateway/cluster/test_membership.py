@@ -362,3 +362,15 @@ def test_a_worker_that_measured_itself_is_predicted_from_the_first_request_on() 
     for wrong in ([1.0], [1.0, -1.0, 0.0], [math.nan, 0.0, 0.0]):
         with pytest.raises(InvalidRequest, match="latency profile"):
             membership.join(identity("v", profile=LatencyProfile(prefill=wrong)), 0.0)
+
+
+def test_the_context_is_that_of_the_smallest_member_or_of_the_last_one() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    assert membership.context_tokens(1_000) == 1_000
+    small = membership.join(identity("small", context_tokens=50, total_blocks=100), 0.0)
+    large = membership.join(identity("large", context_tokens=500, total_blocks=10), 0.0)
+    assert membership.context_tokens(1_000) == 50
+    assert membership.leave(small, 1.0)
+    assert membership.context_tokens(1_000) == 10 * LAYOUT.block_tokens
+    assert membership.leave(large, 1.0)
+    assert membership.context_tokens(1_000) == 10 * LAYOUT.block_tokens
