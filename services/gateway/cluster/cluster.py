@@ -37,6 +37,7 @@ from services.gateway.cluster.worker_news import take_news
 log = logging.getLogger(__name__)
 
 _GATHER_S = 0.05  # changes of members in this time are told together
+_REFRESH_S = 0.05  # after a change the view is brought up to date, if nobody has read it
 
 
 class Cluster(ClusterServicer):
@@ -61,6 +62,8 @@ class Cluster(ClusterServicer):
         self._changes = Changes()
         self.started_s = self.changed_s = self.clock()
         self._closing = asyncio.Event()
+        self._refresh: asyncio.TimerHandle | None = None
+        membership.on_stale = self._refresh_soon
 
     def worker(self, worker_id: str) -> Worker:
         """The connected worker of this id. Raises Unavailable if it has just left."""
@@ -212,6 +215,15 @@ class Cluster(ClusterServicer):
         with suppress(GatewayStopping):  # garbage collection closes the channel
             self.spawn(self._close_later(worker))
         self._notify()
+
+    def _refresh_soon(self) -> None:
+        """Has the view brought up to date between requests, so that the next one finds it so."""
+        if self._refresh is None:
+            self._refresh = asyncio.get_running_loop().call_later(_REFRESH_S, self._refresh_view)
+
+    def _refresh_view(self) -> None:
+        self._refresh = None
+        self.membership.refresh()
 
     def _notify(self) -> None:
         self.changed_s = self.clock()

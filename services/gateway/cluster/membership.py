@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -55,6 +55,7 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._view = ClusterView()
         self._changed: dict[str, float] = {}  # members whose rows of the view are out of date, since when
+        self.on_stale: Callable[[], None] = lambda: None  # called when the view becomes out of date
         self.index = BlockIndex()
         self.totals = EngineTotals()
         self._models = LearnedModels()
@@ -302,6 +303,10 @@ class Membership:
             self._view.put(member.view(models))
         return self._view
 
+    def refresh(self) -> None:
+        """Brings the view up to date, and what is derived from it."""
+        _ = self.view().capabilities
+
     def expects_worker(self, now_s: float) -> bool:
         """Whether a worker may soon become ready: a member that is not ready yet, or one that left a moment ago."""
         if self._last_left_s is not None and now_s - self._last_left_s <= MAY_RETURN_S:
@@ -346,9 +351,12 @@ class Membership:
 
     def _show(self, now_s: float, *members: Member) -> None:
         """Has the view updated before it is read again, unless a member has left already."""
+        was_stale = bool(self._changed)
         for member in members:
             if self._members.get(member.worker_id) is member:
                 self._changed[member.worker_id] = now_s
+        if self._changed and not was_stale:
+            self.on_stale()
 
     def _note_capacity(self) -> None:
         if self._members:

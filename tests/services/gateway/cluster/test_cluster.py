@@ -264,3 +264,12 @@ async def test_a_restored_prompt_teaches_nothing_of_computing(tmp_path: Path) ->
             sample = PrefillSample(10.0, 40.0 + number, 5.0)
             membership.note_prefilled("", member, sample, 0.0, was_restored=True)
         assert member.latency.prefill == before
+
+
+async def test_a_change_reaches_the_view_also_if_nobody_asks_for_it(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.add("b0", "both")
+        membership, (member,) = fleet.cluster.membership, fleet.cluster.membership.members()
+        view = membership.view()
+        membership.report(member, WorkerLoad(free_blocks=7), fleet.cluster.clock())
+        await fleet.until_told(lambda: view.workers[0].free_blocks == 7)

@@ -374,3 +374,15 @@ def test_the_context_is_that_of_the_smallest_member_or_of_the_last_one() -> None
     assert membership.context_tokens(1_000) == 10 * LAYOUT.block_tokens
     assert membership.leave(large, 1.0)
     assert membership.context_tokens(1_000) == 10 * LAYOUT.block_tokens
+
+
+def test_it_is_told_once_that_the_view_is_out_of_date() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    member, stale = membership.join(identity(), 0.0), []
+    membership.on_stale = lambda: stale.append(True)
+    for now_s in (1.0, 2.0):
+        membership.report(member, WorkerLoad(free_blocks=3), now_s)
+    assert len(stale) == 1
+    membership.refresh()
+    membership.report(member, WorkerLoad(free_blocks=4), 3.0)
+    assert len(stale) == 2
