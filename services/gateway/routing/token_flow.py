@@ -21,17 +21,24 @@ class TokenSink(Protocol):
 
 
 class NotifyingSink:
-    """A sink that calls `on_begin` before the first tokens of every attempt: the prompt's KV exists by then."""
+    """A sink that calls `on_begin` behind the first tokens of every attempt: the prompt's KV exists by then."""
 
     def __init__(self, sink: TokenSink, on_begin: Callable[[], None]) -> None:
         self._sink = sink
         self._on_begin = on_begin
-        self.push = sink.push
+        self.push = self._push_first
 
     async def begin(self) -> None:
-        """Notifies, then begins the sink."""
-        self._on_begin()
+        """Begins the sink."""
+        self.push = self._push_first
         await self._sink.begin()
+
+    def _push_first(self, tokens: Sequence[Token]) -> bool:
+        """Notifies when the tokens are on their way: they do not wait for it."""
+        self.push = self._sink.push
+        wants_no_more = self._sink.push(tokens)
+        self._on_begin()
+        return wants_no_more
 
 
 class TokenFlow:

@@ -11,7 +11,7 @@ import pytest
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.pb.types_pb2 import LENGTH, NOT_FINISHED, Token
 from services.gateway.cluster.token_router import Event, TokenArrived, WorkerLost
-from services.gateway.routing.token_flow import TokenFlow
+from services.gateway.routing.token_flow import NotifyingSink, TokenFlow
 from tests.services.gateway.fakes import soon
 
 
@@ -123,3 +123,20 @@ async def test_a_sink_that_has_enough_ends_the_flow() -> None:
     for position in range(3):
         flow.put(token(position))
     assert await soon(flow.run(sink)) is False
+
+
+async def test_the_first_tokens_of_each_attempt_go_ahead_of_what_is_noted_of_them() -> None:
+    sink = Sink(enough=3)
+    sink.may_begin.set()
+    seen: list[list[int]] = []
+    notifying = NotifyingSink(sink, lambda: seen.append([*sink.pushed]))
+    for first in (0, 2):
+        flow = TokenFlow(handle)
+        running = asyncio.ensure_future(flow.run(notifying))
+        flow.put(token(first))
+        await asyncio.sleep(0)
+        flow.put(token(first + 1))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert seen == [[0], [0, 1, 2]]
+    assert sink.pushed[:3] == [0, 1, 2]
