@@ -1,40 +1,41 @@
-"""Chunks that follow targets on a worker that becomes slower or quicker than it was when it measured itself. Pure."""
+"""Chunks that follow targets on a worker that is slower or quicker than when it measured itself, or unsteady. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
 
-from halfmoon.policy.models.chunk_length import ChunkRule, StepDecodes
+from halfmoon.policy.models.chunk_length import ChunkRule, StepDecodes, chunk_s
+from halfmoon.policy.models.latency import prefill_sample
 from halfmoon.policy.models.measured_step import MeasuredStep
-from halfmoon.policy.models.refinement import WorkerLatency
 
-_LEARN_FROM = 4  # steps together: learning takes as long as a token of a small model
-_MOST_REMEMBERED = 64  # steps that are not learned from yet
+_NUM_LATEST = 64  # steps that count
+_LEAST_TOKENS = 16  # prompt tokens of a step that counts: what varies in a shorter one is not the prompt's
 
 
 class LearnedChunkRule:
-    """Owns the rule of one worker: that of its start, refined by its steps as `WorkerLatency` refines models.
+    """Owns the rule of one worker: that of its start, as much slower as late steps with decodes and prompts were.
 
-    It learns only where a target is to be followed. Long pauses do not count, and a step counts as at most twice what
-    was expected; a chunk stays within the bounds of `ChunkRule.tokens` whatever was measured.
+    The second longest of the latest 64, relative to what the start says, stands for the next one: a target is about the
+    longest gaps of an answer, and a shared machine is as slow as it was a moment ago. One pause alone changes nothing.
     """
 
     def __init__(self, start: ChunkRule) -> None:
         """An unknown `start` stays unknown: the constant holds."""
         self.rule = start
-        self._latency = WorkerLatency(start.prefill, start.step)
-        self._measured: deque[MeasuredStep] = deque(maxlen=_MOST_REMEMBERED)
+        self._start = start
+        self._slowness: deque[float] = deque(maxlen=_NUM_LATEST)  # measured seconds / those of the start
 
     def note(self, step: MeasuredStep) -> None:
         """Takes a step that ended. Its guessed tokens have to count as sequences: the rule knows rows."""
-        if self.rule.is_known:
-            self._measured.append(step)
+        if not step.batch or step.prefill_tokens < _LEAST_TOKENS or not self._start.is_known:
+            return
+        new_tokens, known_tokens, seconds = prefill_sample(step.prefill_tokens, step.prefill_pairs, step.seconds)
+        prefill, model = self._start
+        predicted_s = model.seconds(step.batch, step.context_tokens) + chunk_s(prefill, model, new_tokens, known_tokens)
+        if seconds > 0 < predicted_s:
+            self._slowness.append(seconds / predicted_s)
+            self.rule = self._start.slowed(sorted(self._slowness)[-2:][0])
 
     def tokens(self, constant: int, step_tokens: int, decodes: StepDecodes, known_tokens: float) -> int:
         """See `ChunkRule.tokens`."""
-        if decodes.target_s < math.inf and len(self._measured) >= _LEARN_FROM:
-            self._latency.observe(self._measured)
-            self._measured.clear()
-            self.rule = ChunkRule(self._latency.prefill, self._latency.step)
         return self.rule.tokens(constant, step_tokens, decodes, known_tokens)

@@ -60,12 +60,26 @@ def test_one_long_pause_changes_little() -> None:
     assert lengths(rule, 1.0, 8)[-1] == pytest.approx(176, abs=16)
 
 
-def test_nothing_is_learned_where_no_target_is_followed() -> None:
+def test_a_worker_that_is_slow_now_and_then_meets_the_target_then_too() -> None:
     rule = LearnedChunkRule(RULE)
-    assert set(lengths(rule, 3.0, 200, TWO._replace(target_s=math.inf))) == {510}
+    times = ([1.0] * 30 + [1.4] * 6) * 20
+    seconds = [mixed(lengths(rule, each, 1)[0], each).seconds for each in times]
+    late = seconds[72:]  # it was slow twice
+    assert sum(each > TWO.target_s for each in late) <= len(late) / 100
+    assert max(late) <= 1.08 * TWO.target_s
+    assert sum(late) / len(late) > 0.6 * TWO.target_s, "chunks are hardly shorter than they have to be"
+
+
+def test_only_prompts_beside_decodes_say_how_long_these_take() -> None:
+    rule = LearnedChunkRule(RULE)
+    for step in (mixed(15, 3.0), mixed(200, 3.0)._replace(batch=0), mixed(0, 3.0), mixed(200, 0.0)):
+        rule.note(step)
     assert rule.rule == RULE
-    unknown = LearnedChunkRule(CONSTANT_CHUNKS)
-    assert set(lengths(unknown, 3.0, 20)) == {128}
+
+
+def test_without_a_target_steps_stay_full_and_without_models_the_constant_holds() -> None:
+    assert set(lengths(LearnedChunkRule(RULE), 3.0, 200, TWO._replace(target_s=math.inf))) == {510}
+    assert set(lengths(LearnedChunkRule(CONSTANT_CHUNKS), 3.0, 20)) == {128}
 
 
 @given(
