@@ -14,6 +14,7 @@ Floats = NDArray[np.float64]
 
 NUM_COEFFICIENTS = 3  # of either model
 _PRIOR_SAMPLES = 0.5  # weight of a shape, in measurements
+_USUAL_PREFILL_SAMPLES = 0.002  # attention may be several times as dear as is usual: prompts of 512 tokens show it
 _SINGULAR = 1e-9  # least determinant of a correlation matrix: features that never varied cannot be separated
 
 
@@ -105,7 +106,7 @@ def fit_step(samples: Sequence[StepSample]) -> StepModel:
 def profile_prefill(samples: Sequence[PrefillSample]) -> PrefillModel:
     """Like `fit_prefill`, with the usual shape where few samples say little, so that no token is free."""
     equations = normal_equations(*prefill_equations(samples))
-    return PrefillModel(*least_squares(*with_shape(*equations, prefill_shape(USUAL_PREFILL))))
+    return PrefillModel(*least_squares(*with_shape(*equations, prefill_shape(USUAL_PREFILL, _USUAL_PREFILL_SAMPLES))))
 
 
 def profile_step(samples: Sequence[StepSample]) -> StepModel:
@@ -122,9 +123,10 @@ class WorkShape(NamedTuple):
     model: Floats  # [3]
 
 
-def prefill_shape(model: PrefillModel) -> WorkShape:
-    """The shape of a model."""
-    return _shape(*prefill_equations([PrefillSample(*at, model.seconds(*at)) for at in _SHAPE_PREFILLS]), model)
+def prefill_shape(model: PrefillModel, num_samples: float = _PRIOR_SAMPLES) -> WorkShape:
+    """The shape of a model, with the weight of so many measurements."""
+    samples = [PrefillSample(*at, model.seconds(*at)) for at in _SHAPE_PREFILLS]
+    return _shape(*prefill_equations(samples), model, num_samples)
 
 
 def step_shape(model: StepModel) -> WorkShape:
@@ -132,12 +134,12 @@ def step_shape(model: StepModel) -> WorkShape:
     return _shape(*step_equations([StepSample(*at, model.seconds(*at)) for at in _SHAPE_STEPS]), model)
 
 
-def _shape(features: Floats, seconds: Floats, model: Sequence[float]) -> WorkShape:
+def _shape(features: Floats, seconds: Floats, model: Sequence[float], num_samples: float = _PRIOR_SAMPLES) -> WorkShape:
     if not (seconds > 0).all():
         return WorkShape(
             np.zeros((NUM_COEFFICIENTS, NUM_COEFFICIENTS)), np.zeros(NUM_COEFFICIENTS), np.zeros(NUM_COEFFICIENTS)
         )
-    weights = np.full(len(seconds), _PRIOR_SAMPLES / len(seconds))
+    weights = np.full(len(seconds), num_samples / len(seconds))
     return WorkShape(*normal_equations(features, seconds, weights), np.array(model))
 
 

@@ -83,3 +83,12 @@ def test_a_profile_of_many_steps_is_what_was_measured() -> None:
     model = profile_prefill([PrefillSample(*row, true.seconds(*row)) for row in rows])
     for row in rows:
         assert model.seconds(*row) == pytest.approx(true.seconds(*row), rel=0.05)
+
+
+def test_a_profile_knows_of_attention_that_is_dearer_than_usual() -> None:
+    """As on CPUs: prompts of 512 tokens measured it, and long ones depend on it."""
+    true = PrefillModel(0.004, 4.5e-4, 2.7e-7)
+    rows = [(64, 0), (512, 0), (256, 0), (512, 512), (64, 0), (512, 0)]
+    model = profile_prefill([PrefillSample(*row, true.seconds(*row)) for row in rows])
+    for row in ((80, 600), (80, 1900), (4000, 0)):
+        assert model.seconds(*row) == pytest.approx(true.seconds(*row), rel=0.1)
