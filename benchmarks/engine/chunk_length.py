@@ -1,11 +1,13 @@
 """Chunks that follow TBT targets against chunks of a constant length: answers run beside a queue of prompts.
 
-    python -m benchmarks.engine.chunk_length --repeat 3 [--targets-ms 60,200]
+    python -m benchmarks.engine.chunk_length --repeat 3 [--targets-ms 60,200] [--trace]
 
 A worker of role `both` computes prompts of 700 tokens, all there from the start, while two answers run. Subjects take
 turns within each repeat: the constant, each target, and no target. Printed are the gaps of the answers while there are
-prompts, and the prompt tokens per second; then the same of the simulator, with the models that the worker measured.
-With `--profile NAME`, one of the simulator's, nothing is measured, and that worker simulated with a GPU's limits.
+prompts, but for the first one, from which a chunk's length is learned, how many of them are 5 % above the target, and
+the prompt tokens per second; then the same of the simulator, with the models that the worker measured. `--trace`
+prints each step with prompts: its tokens, their pairs, and milliseconds by the calibration and by the clock. With
+`--profile NAME`, one of the simulator's, nothing is measured, and that worker simulated with a GPU's limits.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.step_result import StepResult
 from halfmoon.policy.admission.qos_classes import QosClass
-from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, chunk_target_s
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, chunk_s, chunk_target_s
+from halfmoon.policy.models.latency import prefill_sample
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
 from halfmoon.sim.latency_sources.worker_profile import coefficients, load_profile
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.workload import Workload
 from halfmoon.worker.membership.calibration import measure
 
-NUM_PROMPTS, PROMPT_TOKENS = 4, 700
+NUM_PROMPTS, PROMPT_TOKENS = 8, 700
 NUM_ANSWERS, ANSWER_TOKENS = 2, 600
 _WARM_UP_STEPS = 8
 _KV_TOKENS = 16_384
@@ -46,11 +50,11 @@ class Subject(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Gaps of answers, prompt tokens per second, and the lengths of the chunks that prompts were computed in."""
+    """Gaps of answers, prompt tokens per second, and the steps that computed prompts."""
 
     gaps_s: list[float]
     prompt_tokens_per_s: float
-    chunks: list[int]
+    steps: list[StepResult]
 
 
 def measured(engine: Engine, rule: ChunkRule, subject: Subject, rng: random.Random) -> Outcome:
@@ -68,25 +72,26 @@ def measured(engine: Engine, rule: ChunkRule, subject: Subject, rng: random.Rand
         add(f"answer-{number}", 64, ANSWER_TOKENS)
     for _ in range(_WARM_UP_STEPS):
         engine.step()
-    for number in range(NUM_PROMPTS):
+    for number in range(1 + NUM_PROMPTS):
         add(f"prompt-{number}", PROMPT_TOKENS, 1)
-    num_left, gaps_s, chunks = NUM_PROMPTS, [], []
-    began_s = last_s = time.perf_counter()
+    num_left, gaps_s, steps = 1 + NUM_PROMPTS, [], []
+    last_s = time.perf_counter()
     while num_left:
         result = engine.step()
         now_s = time.perf_counter()
         assert result.num_decode_seqs >= NUM_ANSWERS, "the answers are too short"
-        gaps_s.append(now_s - last_s)
-        chunks.append(result.num_prefill_tokens)
+        if num_left <= NUM_PROMPTS:
+            gaps_s.append(now_s - last_s)
+            steps.append(result)
         num_left -= sum(output.request_id.startswith("prompt") for output in result.outputs)
         last_s = now_s
     engine.cancel_all()
     engine.forget_prefixes()
-    return Outcome(gaps_s, NUM_PROMPTS * PROMPT_TOKENS / (last_s - began_s), chunks)
+    return Outcome(gaps_s, sum(step.num_prefill_tokens for step in steps) / sum(gaps_s), steps)
 
 
 def simulated(config: EngineConfig, rule: ChunkRule, subject: Subject) -> Outcome:
-    """The same in the simulator; its gaps are the longest of each answer, and it names no chunks."""
+    """The same in the simulator; its gaps are the longest of each answer, and it names no steps."""
     latency = coefficients("measured", rule.prefill, rule.step, _KV_TOKENS, 1.0)
     limits = BatchLimits(
         config.step_tokens, config.prefill_chunk_tokens, config.max_running, follows_targets=subject.follows_targets
@@ -108,6 +113,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--targets-ms", default="60,200", help="TBT targets, in turn")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--trace", action="store_true", help="print each step")
     parser.add_argument("--profile", help="simulate only, with this profile")
     args = parser.parse_args()
     targets_s = [float(text) / 1e3 for text in args.targets_ms.split(",")]
@@ -116,10 +122,12 @@ def main() -> None:
         for subject in _subjects(limits, targets_s):
             print(f"{subject.name:16} {_of_simulator(limits, ChunkRule(profile.prefill, profile.step), subject)}")
         return
-    measure_engine(args.model, args.dtype, targets_s, args.repeat)
+    measure_engine(args.model, args.dtype, targets_s, args.repeat, is_traced=args.trace)
 
 
-def measure_engine(model: str, dtype: Literal["float32", "bfloat16"], targets_s: Sequence[float], repeat: int) -> None:
+def measure_engine(
+    model: str, dtype: Literal["float32", "bfloat16"], targets_s: Sequence[float], repeat: int, *, is_traced: bool
+) -> None:
     """Prints a table of the engine and of the simulator."""
     config = EngineConfig(device="cpu", dtype=dtype, num_blocks=_KV_TOKENS // 64)
     engine = Engine(prepare_checkpoint(model), config)
@@ -131,14 +139,20 @@ def measure_engine(model: str, dtype: Literal["float32", "bfloat16"], targets_s:
     for seed in range(repeat):
         for subject in subjects:
             turns[subject.name].append(measured(engine, rule, subject, random.Random(seed)))
-    print(f"{'chunks':16} {'TBT p50':>8} {'p99':>6} {'longest':>8} {'prompts':>9} {'tokens':>7}   simulated")
+            if is_traced:
+                print(f"{subject.name}: tokens, pairs, calibrated ms, measured ms")
+                print("\n".join(_traced(rule, step) for step in turns[subject.name][-1].steps))
+    print(
+        f"{'chunks':16} {'TBT p50':>8} {'p99':>6} {'longest':>8} {'late':>6} {'prompts':>9} {'tokens':>7}   simulated"
+    )
     for subject in subjects:
         outcomes = turns[subject.name]
         gaps_ms = 1e3 * np.concatenate([outcome.gaps_s for outcome in outcomes])
         p50, p99 = np.percentile(gaps_ms, (50, 99))
         per_s = np.median([outcome.prompt_tokens_per_s for outcome in outcomes])
-        length = np.median(np.concatenate([outcome.chunks for outcome in outcomes]))
-        of_engine = f"{p50:6.0f}ms {p99:4.0f}ms {gaps_ms.max():6.0f}ms {per_s:7.0f}/s {length:7.0f}"
+        length = np.median([step.num_prefill_tokens for outcome in outcomes for step in outcome.steps])
+        late = np.mean(gaps_ms > 1.05e3 * subject.target_s) if subject.target_s else 0.0
+        of_engine = f"{p50:6.0f}ms {p99:4.0f}ms {gaps_ms.max():6.0f}ms {late:6.1%} {per_s:7.0f}/s {length:7.0f}"
         print(f"{subject.name:16} {of_engine}   {_of_simulator(config, rule, subject)}")
     engine.close()
 
@@ -146,6 +160,13 @@ def measure_engine(model: str, dtype: Literal["float32", "bfloat16"], targets_s:
 def _subjects(config: EngineConfig, targets_s: Sequence[float]) -> list[Subject]:
     followed = [Subject(f"target {1e3 * target_s:g} ms", True, target_s) for target_s in targets_s]
     return [Subject(f"constant {config.prefill_chunk_tokens}", False), *followed, Subject("no target", True)]
+
+
+def _traced(rule: ChunkRule, step: StepResult) -> str:
+    new_tokens, known_tokens, seconds = prefill_sample(step.num_prefill_tokens, step.num_prefill_pairs, step.duration_s)
+    decode_s = rule.step.seconds(step.num_decode_rows, step.decode_context_tokens)
+    expected_s = decode_s + chunk_s(*rule, new_tokens, known_tokens)
+    return f"{new_tokens:6.0f} {step.num_prefill_pairs:9.0f} {1e3 * expected_s:7.1f} {1e3 * seconds:7.1f}"
 
 
 def _of_simulator(config: EngineConfig, rule: ChunkRule, subject: Subject) -> str:
