@@ -43,6 +43,7 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _GATED: dict[str, Any] = {**_SMALL, "intermediate_size": 96, "num_key_value_heads": 2}
+_WIDE: dict[str, Any] = {**_GATED, "intermediate_size": 128}  # gate and up in whole panels of the CPU kernels
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -77,13 +78,13 @@ _DEEPSEEK_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_GATED),
-    "llama-tied-biased": lambda: LlamaConfig(**_GATED, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "llama-tied-biased": lambda: LlamaConfig(**_WIDE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
     "llama-llama3-rope": lambda: LlamaConfig(**_GATED, rope_parameters=_LLAMA3),
     "llama-yarn-rope": lambda: LlamaConfig(**_GATED, rope_parameters=_YARN),
     "llama-linear-rope": lambda: LlamaConfig(
         **_GATED, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     ),
-    "llama-wide-heads": lambda: LlamaConfig(**_GATED, head_dim=32),
+    "llama-wide-heads": lambda: LlamaConfig(**_WIDE, head_dim=32),
     "mistral": lambda: MistralConfig(**_GATED, sliding_window=None),
     "mistral-window": lambda: MistralConfig(**_GATED, sliding_window=21),
     "phi3": lambda: Phi3Config(**_GATED, sliding_window=37, rope_parameters=_PARTIAL),

@@ -38,7 +38,7 @@ class _Layer(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("residual", "delta", "normed", "heads", "attended", "gate_up", "gated")),
+        *((name, c_void_p) for name in ("residual", "normed", "heads", "attended", "gate_up", "gated")),
         *((name, c_void_p) for name in ("blocks", "cos", "sin", "positions", "slots")),
         *((name, c_void_p) for name in ("segments", "runs", "tasks", "partials", "done", "kv")),
         *((name, c_int64) for name in ("kv_layer_bytes", "kv_values_bytes", "kv_head_bytes", "kv_row_bytes")),
@@ -119,9 +119,8 @@ class NativeLayers:
         segments, runs, tasks = batch.plan
         partials, done = batch.partials
         hidden, item_bytes = hidden.contiguous(), kv.element_size()
-        delta = torch.zeros_like(hidden)
         step = _Step(
-            *(room.data_ptr() for room in (hidden, delta, normed, heads, attended, gate_up, gated)),
+            *(room.data_ptr() for room in (hidden, normed, heads, attended, gate_up, gated)),
             library.block_kernels.room(x_room_bytes(num_tokens, max(config.hidden_size, config.q_size, inner))),
             *(table.data_ptr() for table in (self._cos, self._sin, positions, batch.slots)),
             *(part.data_ptr() for part in (segments, runs, tasks, partials, done, kv)),
@@ -134,7 +133,7 @@ class NativeLayers:
         library.run_layers(self._table, ctypes.byref(step))
         if listeners.error is not None:
             raise listeners.error
-        return hidden, delta
+        return hidden, torch.zeros_like(hidden)  # nothing is left to add
 
 
 def can_join(layers: Sequence[LayerWeights]) -> bool:

@@ -26,7 +26,7 @@ _NORM = (*[c_void_p] * 3, *[c_int64] * 3, c_float, c_int)
 _ADD_NORM = (*[c_void_p] * 4, *[c_int64] * 2, c_float, c_int)
 _SILU = (*[c_void_p] * 2, *[c_int64] * 2, c_int)
 _ROTATE = (*[c_void_p] * 4, *[c_int64] * 5, c_int)
-_LINEAR = (*[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 2)
+_LINEAR = (*[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 3)
 _PACK_LINEAR = (*[c_void_p] * 2, *[c_int64] * 2)
 _ATTEND = (*[c_void_p] * 12, *[c_int64] * 10, c_float, c_int, c_int)
 _PLAN = (c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_void_p, POINTER(c_int64))
@@ -232,6 +232,7 @@ class PackedNumbers:
             self._depth,
             num_columns,
             dtype == torch.float32,
+            False,
             library.num_threads,
         )
         return out

@@ -16,11 +16,16 @@
 
 /* rows.h: a task is so many rows. */
 #define ROWS_PER_TASK 32
+#define ROWS_AHEAD 16 /* how far ahead rows are fetched that lie too far apart for the processor to foresee */
 
 static int64_t num_row_tasks(int64_t num_rows) { return (num_rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK; }
 static int64_t first_row(long task) { return task * ROWS_PER_TASK; }
 static int64_t end_row(long task, int64_t num_rows) {
   return num_rows < first_row(task + 1) ? num_rows : first_row(task + 1);
+}
+static const float *row_of(const float *rows, int64_t row, int64_t size) { return rows ? rows + row * size : 0; }
+static void fetch_to_write(const void *memory, int64_t num_bytes) {
+  for (int64_t at = 0; at < num_bytes; at += 64) __builtin_prefetch((const char *)memory + at, 1);
 }
 
 /* linear.h */
@@ -28,7 +33,6 @@ static int64_t end_row(long task, int64_t num_rows) {
 #define LINEAR_ROWS 96      /* most rows of a task */
 #define LINEAR_DEPTH 1024   /* items of a panel that are multiplied before the next ones */
 #define LEAST_ROWS 32       /* of a task, if there are as many */
-#define TASKS_PER_THREAD 8
 
 /* float32 */
 #define T float

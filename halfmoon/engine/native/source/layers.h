@@ -18,7 +18,7 @@ typedef struct {
 } layer_t;
 
 typedef struct {
-  float *residual, *delta;          /* [num_tokens, hidden_size]; delta is what is added next, at first 0 */
+  float *residual;                  /* [num_tokens, hidden_size] */
   void *normed, *heads, *attended;  /* room: [num_tokens, hidden_size; q, k and v heads; q heads] */
   void *gate_up, *gated;            /* room: [num_tokens, 2 * inner; inner] */
   x_block_t *blocks;                /* room for the widest x in eight bits */
@@ -57,35 +57,51 @@ static void NAME(head_norm_task)(void *data, long task) {
     }
 }
 
-static void NAME(multiply)(const layers_step_t *s, const matrix_t *m, const T *x, void *out, int is_wide) {
+static void NAME(multiply)(const layers_step_t *s, const matrix_t *m, const T *x, void *out, int kind) {
   if (m->format >= 0)
     NAME(quantised_linear)(x, m->packed, m->bias, out, s->blocks, (int)m->format, s->num_tokens, m->num_inputs,
-                           m->num_columns, is_wide, 0, 0, 0, 0, s->num_threads);
+                           m->num_columns, kind, 0, 0, 0, 0, s->num_threads);
   else
     NAME(linear)(x, m->packed, m->bias, out, s->num_tokens, m->num_inputs * (int64_t)sizeof(T) / 4, m->num_columns,
-                 is_wide, s->num_threads);
+                 kind, 0, s->num_threads);
 }
 
-/* out = the product with the norm of delta + residual, which overwrites the residual. */
+/* s->normed = the norm of the residual. */
+static void NAME(norm_residual)(const layers_step_t *s, const T *norm) {
+  NAME(add_rms_norm)(0, s->residual, norm, s->normed, s->num_tokens, s->hidden_size, s->eps, s->num_threads);
+}
+
+/* out = the product with the norm of the residual. */
 static void NAME(multiply_normed)(const layers_step_t *s, const matrix_t *m, const T *norm, T *out) {
   if (m->format >= 0) {
-    NAME(quantised_linear)(s->delta, m->packed, m->bias, out, s->blocks, (int)m->format, s->num_tokens, m->num_inputs,
-                           m->num_columns, 0, norm, s->residual, s->eps, 0, s->num_threads);
+    NAME(quantised_linear)(0, m->packed, m->bias, out, s->blocks, (int)m->format, s->num_tokens, m->num_inputs,
+                           m->num_columns, SUMS_ROUNDED, norm, s->residual, s->eps, 0, s->num_threads);
     return;
   }
-  NAME(add_rms_norm)(s->delta, s->residual, norm, s->normed, s->num_tokens, m->num_inputs, s->eps, s->num_threads);
-  NAME(multiply)(s, m, s->normed, out, 0);
+  NAME(norm_residual)(s, norm);
+  NAME(multiply)(s, m, s->normed, out, SUMS_ROUNDED);
 }
 
-/* delta = the product with silu(gate) * up. */
-static void NAME(multiply_gated)(const layers_step_t *s, const matrix_t *m) {
-  if (m->format >= 0) {
-    NAME(quantised_linear)(s->gate_up, m->packed, m->bias, s->delta, s->blocks, (int)m->format, s->num_tokens,
-                           m->num_inputs, m->num_columns, 1, 0, 0, 0, 1, s->num_threads);
+/* The perceptron, added to the residual. silu(gate) * up is made where gate_up's sums are, or where down takes it into
+ * eight bits, or between the two. */
+static void NAME(add_perceptron)(const layers_step_t *s, const layer_t *layer) {
+  const matrix_t *m = &layer->gate_up, *down = &layer->down;
+  const int64_t inner = down->num_inputs;
+  if (m->format < 0 && NAME(can_gate)(s->num_tokens, inner, s->num_threads)) {
+    NAME(norm_residual)(s, layer->mlp_norm);
+    NAME(linear)(s->normed, m->packed, m->bias, s->gated, s->num_tokens, m->num_inputs * (int64_t)sizeof(T) / 4, inner,
+                 SUMS_ROUNDED, 1, s->num_threads);
+    NAME(multiply)(s, down, s->gated, s->residual, SUMS_ADDED);
     return;
   }
-  NAME(silu_mul)(s->gate_up, s->gated, s->num_tokens, m->num_inputs, s->num_threads);
-  NAME(multiply)(s, m, s->gated, s->delta, 1);
+  NAME(multiply_normed)(s, m, layer->mlp_norm, s->gate_up);
+  if (down->format >= 0) {
+    NAME(quantised_linear)(s->gate_up, down->packed, down->bias, s->residual, s->blocks, (int)down->format,
+                           s->num_tokens, inner, down->num_columns, SUMS_ADDED, 0, 0, 0, 1, s->num_threads);
+    return;
+  }
+  NAME(silu_mul)(s->gate_up, s->gated, s->num_tokens, inner, s->num_threads);
+  NAME(multiply)(s, down, s->gated, s->residual, SUMS_ADDED);
 }
 
 void NAME(run_layers)(const layer_t *layers, const layers_step_t *s) {
@@ -109,8 +125,7 @@ void NAME(run_layers)(const layer_t *layers, const layers_step_t *s) {
                  s->kv_row_bytes, s->num_kv_heads, s->num_heads / s->num_kv_heads, s->head_dim, s->scale, s->codes,
                  s->num_threads);
     if (s->calls && s->calls[i] & 2 && s->between(i, 1)) return;
-    NAME(multiply)(s, &layer->output, s->attended, s->delta, 1);
-    NAME(multiply_normed)(s, &layer->gate_up, layer->mlp_norm, s->gate_up);
-    NAME(multiply_gated)(s, &layer->down);
+    NAME(multiply)(s, &layer->output, s->attended, s->residual, SUMS_ADDED);
+    NAME(add_perceptron)(s, layer);
   }
 }

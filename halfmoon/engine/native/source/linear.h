@@ -2,30 +2,37 @@
  * after the other. A task is a panel and some rows; the panel stays near for all of them.
  */
 
-/* out [num_columns] = sums + bias, which may be 0; out is float32 if `is_wide`, else rounded to T. */
-INLINE void NAME(store_sums)(void *out, const float *sums, const T *bias, int64_t num_columns, int is_wide) {
+/* What becomes of sums. */
+#ifndef SUMS_ROUNDED
+#define SUMS_ROUNDED 0 /* out is of T */
+#define SUMS_WIDE 1    /* out is float32 */
+#define SUMS_ADDED 2   /* out is float32, and they are added to what is there */
+#endif
+
+/* out [num_columns]: what `kind` makes of sums + bias, which may be 0. */
+INLINE void NAME(store_sums)(void *out, const float *sums, const T *bias, int64_t num_columns, const int kind) {
   T *rounded = out;
   float *wide = out;
   int64_t j = 0;
   for (; j + LANES <= num_columns; j += LANES) {
     const f32v sum = bias ? load_f32(sums + j) + LOAD(bias + j) : load_f32(sums + j);
-    if (is_wide)
-      store_f32(wide + j, sum);
-    else
+    if (kind == SUMS_ROUNDED)
       STORE(rounded + j, sum);
+    else
+      store_f32(wide + j, kind == SUMS_ADDED ? sum + load_f32(wide + j) : sum);
   }
   for (; j < num_columns; j++) {
     const float sum = bias ? sums[j] + TO_FLOAT(bias[j]) : sums[j];
-    if (is_wide)
-      wide[j] = sum;
-    else
+    if (kind == SUMS_ROUNDED)
       rounded[j] = FROM_FLOAT(sum);
+    else
+      wide[j] = kind == SUMS_ADDED ? sum + wide[j] : sum;
   }
 }
 
 /* Where a row of `store_sums` begins. */
-INLINE void *NAME(sums_at)(void *out, int64_t index, int is_wide) {
-  return is_wide ? (void *)((float *)out + index) : (void *)((T *)out + index);
+INLINE void *NAME(sums_at)(void *out, int64_t index, int kind) {
+  return kind == SUMS_ROUNDED ? (void *)((T *)out + index) : (void *)((float *)out + index);
 }
 
 typedef struct {
@@ -33,22 +40,50 @@ typedef struct {
   const uint32_t *packed;
   void *out;
   int64_t num_rows, depth, num_columns, num_panels, rows_per_task, part; /* part: of the depth, multiplied at a time */
-  int is_wide;
+  int kind;
+  int is_gated; /* out is silu(gate) * up, [num_rows, num_columns]; the weight and bias have gate, then up */
 } NAME(linear_args);
+
+/* sums [num_rows, PANEL] = x * panel. */
+INLINE void NAME(multiply_panel)(const NAME(linear_args) *a, const uint32_t *x, const uint32_t *panel, int64_t num_rows,
+                                 float *sums) {
+  for (int64_t k = 0; k < a->depth; k += a->part)
+    LINEAR_PRODUCT(num_rows, PANEL, x + k, a->depth, panel + k * PANEL, PANEL, sums, PANEL,
+                   a->depth - k < a->part ? a->depth - k : a->part, k > 0);
+}
+
+/* gate [PANEL] = silu(gate) * up, each rounded to T first, as if it had been stored. */
+static void NAME(gate_sums)(float *gate, const float *up, const T *gate_bias, const T *up_bias) {
+  T rounded[2 * PANEL] __attribute__((aligned(64)));
+  NAME(store_sums)(rounded, gate, gate_bias, PANEL, SUMS_ROUNDED);
+  NAME(store_sums)(rounded + PANEL, up, up_bias, PANEL, SUMS_ROUNDED);
+  for (int64_t j = 0; j < PANEL; j += LANES)
+    store_f32(gate + j, NAME(silu)(LOAD(rounded + j), LOAD(rounded + PANEL + j)));
+}
 
 static void NAME(linear_task)(void *data, long task) {
   const NAME(linear_args) *a = data;
   const int64_t column = task % a->num_panels * PANEL, row = task / a->num_panels * a->rows_per_task;
   const int64_t num_rows = a->num_rows - row < a->rows_per_task ? a->num_rows - row : a->rows_per_task;
   const uint32_t *x = (const uint32_t *)(a->x) + row * a->depth, *panel = a->packed + column * a->depth;
+  const T *bias = a->bias ? a->bias + column : 0;
   float sums[LINEAR_ROWS * PANEL] __attribute__((aligned(64)));
-  for (int64_t k = 0; k < a->depth; k += a->part)
-    LINEAR_PRODUCT(num_rows, PANEL, x + k, a->depth, panel + k * PANEL, PANEL, sums, PANEL,
-                   a->depth - k < a->part ? a->depth - k : a->part, k > 0);
+  NAME(multiply_panel)(a, x, panel, num_rows, sums);
+  if (a->is_gated) {
+    float up[LINEAR_ROWS * PANEL] __attribute__((aligned(64)));
+    NAME(multiply_panel)(a, x, panel + a->num_columns * a->depth, num_rows, up);
+    for (int64_t i = 0; i < num_rows; i++)
+      NAME(gate_sums)(sums + i * PANEL, up + i * PANEL, bias, bias ? bias + a->num_columns : 0);
+    bias = 0;
+  }
   const int64_t num_columns = a->num_columns - column < PANEL ? a->num_columns - column : PANEL;
-  for (int64_t i = 0; i < num_rows; i++)
-    NAME(store_sums)(NAME(sums_at)(a->out, (row + i) * a->num_columns + column, a->is_wide), sums + i * PANEL,
-                     a->bias ? a->bias + column : 0, num_columns, a->is_wide);
+  for (int64_t i = 0; i < num_rows; i++) {
+    if (i + ROWS_AHEAD < num_rows)
+      fetch_to_write(NAME(sums_at)(a->out, (row + i + ROWS_AHEAD) * a->num_columns + column, a->kind),
+                     num_columns * (a->kind == SUMS_ROUNDED ? sizeof(T) : sizeof(float)));
+    NAME(store_sums)(NAME(sums_at)(a->out, (row + i) * a->num_columns + column, a->kind), sums + i * PANEL, bias,
+                     num_columns, a->kind);
+  }
 }
 
 /* The width in which `pack_linear` stores columns. */
@@ -62,13 +97,20 @@ void NAME(pack_linear)(const uint32_t *weight, uint32_t *packed, int64_t num_col
         packed[column * depth + k * PANEL + j] = column + j < num_columns ? weight[(column + j) * depth + k] : 0;
 }
 
-/* out [num_rows, num_columns], float32 if `is_wide`; x: [num_rows, depth] items; bias: [num_columns] or 0. */
+/* Whether `linear` can have is_gated without threads that wait for the others: a task is twice as long. */
+INLINE int NAME(can_gate)(int64_t num_rows, int64_t num_columns, int num_threads) {
+  const int64_t num_tasks = num_columns / PANEL * ((num_rows + LEAST_ROWS - 1) / LEAST_ROWS);
+  return num_columns % PANEL == 0 && num_tasks >= TASKS_PER_THREAD * num_threads;
+}
+
+/* out [num_rows, num_columns], of which `kind` and `is_gated` say what it is; x: [num_rows, depth] items; bias:
+ * [num_columns, twice as many if gated] or 0. */
 void NAME(linear)(const T *x, const uint32_t *packed, const T *bias, void *out, int64_t num_rows, int64_t depth,
-                  int64_t num_columns, int is_wide, int num_threads) {
+                  int64_t num_columns, int kind, int is_gated, int num_threads) {
   const int64_t num_panels = (num_columns + PANEL - 1) / PANEL, num_parts = (depth + LINEAR_DEPTH - 1) / LINEAR_DEPTH;
   const int64_t part = ((depth + num_parts - 1) / num_parts + 15) / 16 * 16;
   int64_t rows = LINEAR_ROWS;
   while (num_panels * ((num_rows + rows - 1) / rows) < TASKS_PER_THREAD * num_threads && rows >= 2 * LEAST_ROWS) rows /= 2;
-  NAME(linear_args) args = {x, bias, packed, out, num_rows, depth, num_columns, num_panels, rows, part, is_wide};
+  NAME(linear_args) args = {x, bias, packed, out, num_rows, depth, num_columns, num_panels, rows, part, kind, is_gated};
   run_tasks(NAME(linear_task), &args, num_panels * ((num_rows + rows - 1) / rows), num_threads);
 }

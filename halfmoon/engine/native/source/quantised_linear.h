@@ -8,13 +8,13 @@
 #define QUANTISED_ROWS 64  /* of a task; a multiple of the largest tile */
 
 typedef struct {
-  const void *x; /* of T; float32 if it is added to the residual */
+  const void *x; /* of T; float32 if it is added to the residual; 0 if nothing is */
   const T *bias;
   const uint8_t *strips;
   x_block_t *blocks; /* x in eight bits, tile after tile, each [blocks, rows] */
-  void *out; /* float32 if `is_wide` */
+  void *out;
   int64_t num_rows, num_inputs, num_columns, strips_per_task;
-  int format, is_wide;
+  int format, kind; /* kind: SUMS_… of linear.h */
   const T *norm; /* 0, or x is the norm of x + residual by these weights [num_inputs] */
   float *residual;
   float eps;
@@ -32,7 +32,7 @@ static void NAME(quantise_task)(void *data, long task) {
       const int64_t row = tile + i;
       const T *of = (const T *)a->x + row * size * (a->is_gated ? 2 : 1);
       if (a->norm) {
-        NAME(add_norm_row)((const float *)a->x + row * size, a->residual + row * size, a->norm, made, size, a->eps);
+        NAME(add_norm_row)(row_of(a->x, row, size), a->residual + row * size, a->norm, made, size, a->eps);
         of = made;
       }
       if (a->is_gated) NAME(silu_row)(of, made, size), of = made;
@@ -65,23 +65,23 @@ static void NAME(quantised_task)(void *data, long task) {
       quantised_product(a->format, (int)rows, a->blocks + tile * (a->num_inputs / BLOCK), a->strips + strip * bytes,
                         sums, a->num_inputs);
       for (int64_t i = 0; i < rows; i++)
-        NAME(store_sums)(NAME(sums_at)(a->out, (tile + i) * a->num_columns + column, a->is_wide), sums + i * LANES,
-                         a->bias ? a->bias + column : 0, left < LANES ? left : LANES, a->is_wide);
+        NAME(store_sums)(NAME(sums_at)(a->out, (tile + i) * a->num_columns + column, a->kind), sums + i * LANES,
+                         a->bias ? a->bias + column : 0, left < LANES ? left : LANES, a->kind);
     }
   }
 }
 
-/* out [num_rows, num_columns], float32 if `is_wide`; x: [num_rows, num_inputs]; bias: [num_columns] or 0;
+/* out [num_rows, num_columns], of a `kind` of linear.h; x: [num_rows, num_inputs]; bias: [num_columns] or 0;
  * room: [num_rows, num_inputs / 32] x_block_t. */
 void NAME(quantised_linear)(const void *x, const uint8_t *strips, const T *bias, void *out, x_block_t *room, int format,
-                            int64_t num_rows, int64_t num_inputs, int64_t num_columns, int is_wide, const T *norm,
+                            int64_t num_rows, int64_t num_inputs, int64_t num_columns, int kind, const T *norm,
                             float *residual, float eps, int is_gated, int num_threads) {
   const int64_t num_chunks = (num_rows + QUANTISED_ROWS - 1) / QUANTISED_ROWS;
   const int64_t num_strips = (num_columns + LANES - 1) / LANES, fitting = STRIPS_BYTES / strip_bytes(format, num_inputs);
   const int64_t share = (num_strips + 2 * num_threads - 1) / (2 * num_threads);
   const int64_t strips_per_task = num_rows <= TILE_ROWS ? share : fitting > 1 ? fitting : 1;
   NAME(quantised_args) args = {x, bias, strips, room, out, num_rows, num_inputs, num_columns, strips_per_task, format,
-                               is_wide, norm, residual, eps, is_gated};
+                               kind, norm, residual, eps, is_gated};
   run_tasks(NAME(quantise_task), &args, (num_rows + TILE_ROWS - 1) / TILE_ROWS, num_threads);
   run_tasks(NAME(quantised_task), &args, num_chunks * ((num_strips + strips_per_task - 1) / strips_per_task),
             num_threads);

@@ -2,8 +2,8 @@
 
 typedef struct {
   const T *x, *weight;
-  const float *added; /* instead of x: [num_rows, size], to be added to the residual */
-  float *residual;
+  float *residual;    /* instead of x, or 0 */
+  const float *added; /* [num_rows, size], to be added to the residual; or 0 */
   T *out;
   int64_t num_rows, size, x_stride;
   float eps;
@@ -25,18 +25,19 @@ static void NAME(norm_row)(const T *x, const T *weight, T *out, int64_t size, fl
   for (; i < size; i++) out[i] = FROM_FLOAT(TO_FLOAT(x[i]) * scale * TO_FLOAT(weight[i]));
 }
 
-/* out [size] = norm(x + residual) * weight; residual is overwritten with the sum. Neither is ever rounded to T. */
+/* out [size] = norm(x + residual) * weight; residual is overwritten with the sum. Neither is ever rounded to T. x may be
+ * 0: nothing is added. */
 static void NAME(add_norm_row)(const float *x, float *residual, const T *weight, T *out, int64_t size, float eps) {
   f32v squares = splat(0);
   float tail = 0;
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) {
-    const f32v sum = load_f32(x + i) + load_f32(residual + i);
-    store_f32(residual + i, sum);
+    f32v sum = load_f32(residual + i);
+    if (x) store_f32(residual + i, sum = load_f32(x + i) + sum);
     squares += sum * sum;
   }
   for (; i < size; i++) {
-    residual[i] += x[i];
+    if (x) residual[i] += x[i];
     tail += residual[i] * residual[i];
   }
   const float scale = NAME(norm_scale)(squares, tail, size, eps);
@@ -47,9 +48,9 @@ static void NAME(add_norm_row)(const float *x, float *residual, const T *weight,
 static void NAME(norm_task)(void *data, long task) {
   const NAME(norm_args) *a = data;
   for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++)
-    if (a->added)
-      NAME(add_norm_row)(a->added + row * a->size, a->residual + row * a->size, a->weight, a->out + row * a->size,
-                         a->size, a->eps);
+    if (a->residual)
+      NAME(add_norm_row)(row_of(a->added, row, a->size), a->residual + row * a->size, a->weight,
+                         a->out + row * a->size, a->size, a->eps);
     else
       NAME(norm_row)(a->x + row * a->x_stride, a->weight, a->out + row * a->size, a->size, a->eps);
 }
@@ -61,10 +62,10 @@ void NAME(rms_norm)(const T *x, const T *weight, T *out, int64_t num_rows, int64
   run_tasks(NAME(norm_task), &args, num_row_tasks(num_rows), num_threads);
 }
 
-/* out [num_rows, size] = norm(x + residual) * weight; residual is overwritten with x + residual. */
+/* out [num_rows, size] = norm(x + residual) * weight; residual is overwritten with x + residual. x may be 0. */
 void NAME(add_rms_norm)(const float *x, float *residual, const T *weight, T *out, int64_t num_rows, int64_t size,
                         float eps, int num_threads) {
-  NAME(norm_args) args = {0, weight, x, residual, out, num_rows, size, 0, eps};
+  NAME(norm_args) args = {0, weight, residual, x, out, num_rows, size, 0, eps};
   run_tasks(NAME(norm_task), &args, num_row_tasks(num_rows), num_threads);
 }
 
@@ -74,13 +75,14 @@ typedef struct {
   int64_t num_rows, size;
 } NAME(silu_args);
 
-/* out [size] = silu(gate) * up; gate_up: [2 * size]. */
+INLINE f32v NAME(silu)(f32v gate, f32v up) { return gate / (1.0f + exp_f32(-gate)) * up; }
+
+/* out [size] = silu(gate) * up; gate: [2 * size], up behind it. */
 static void NAME(silu_row)(const T *gate, T *out, int64_t size) {
   const T *up = gate + size;
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) {
-    f32v g = LOAD(gate + i);
-    STORE(out + i, g / (1.0f + exp_f32(-g)) * LOAD(up + i));
+    STORE(out + i, NAME(silu)(LOAD(gate + i), LOAD(up + i)));
   }
   for (; i < size; i++) {
     float g = TO_FLOAT(gate[i]);

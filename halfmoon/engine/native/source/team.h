@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #define MAX_THREADS 256
+#define TASKS_PER_THREAD 8       /* at least, where work can be cut so, for threads to end together */
 #define SPIN_NS 200000          /* a step's gaps between two calls are shorter */
 #define SPINS_BEFORE_YIELD 100
 #define LAST_SPINS 10000        /* of the caller, while the others end their last tasks */
