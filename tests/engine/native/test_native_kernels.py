@@ -30,7 +30,7 @@ BLOCK_TOKENS = 16
 NUM_BLOCKS = 160
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 KINDS = ["float32", "bfloat16", "amx"]
-HEADS = [(9, 3, 64), (4, 4, 16), (8, 2, 80), (8, 1, 128), (2, 2, 256), (96, 1, 32)]  # query heads, KV heads, head size
+HEADS = [(9, 3, 64), (4, 4, 16), (8, 2, 80), (8, 1, 128), (2, 2, 256), (192, 1, 32)]  # query heads, KV heads, head size
 ATTENTION = [(kind, *heads) for kind in KINDS for heads in (HEADS[:3] if kind == "amx" else HEADS)]
 
 
@@ -303,7 +303,7 @@ def test_a_packed_weight_multiplies(
     assert torch.equal(whole.to(dtype), multiply(x, bias))
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 20), (1, 1, 272), (97, 1, 64)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 20), (1, 1, 272), (193, 1, 64)])
 def test_heads_that_do_not_fit_are_refused_by_name(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     library = NativeLibrary(compiled(default_cache_dir()), torch.float32, 2)
     with pytest.raises(Incompatible, match="head size"):

@@ -1,4 +1,4 @@
-/* Causal attention over paged keys and values, for one type T: tiles of up to 96 query rows by 64 keys with a running
+/* Causal attention over paged keys and values, for one type T: tiles of up to 192 query rows by 64 keys with a running
  * softmax (Dao et al., FlashAttention-2, section 3.1). A task is a KV head and some rows of a sequence; the parts of a
  * single row's keys may be tasks of their own, which the last one to end merges (flash-decoding).
  *
@@ -42,12 +42,12 @@ INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t
   f32v s[KEYS / LANES], most = splat(-INFINITY);
 #pragma GCC unroll 8
   for (int j = 0; j < KEYS / LANES; j++) {
-    s[j] = load_f32(scores + j * LANES) * scale;
+    s[j] = load_f32(scores + j * LANES);
     if (has_scales) s[j] *= load_f32(tile->key_scales + j * LANES);
     if (is_masked) s[j] = choose(lanes + j * LANES < (int32_t)visible, s[j], splat(-INFINITY));
     most = max_f32(most, s[j]);
   }
-  const float tile_most = max_of(most);
+  const float tile_most = max_of(most) * scale;
   if (tile_most > tile->most[row]) {
     const float fade = exp2f(tile->most[row] - tile_most);
     tile->most[row] = tile_most;
@@ -55,13 +55,16 @@ INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t
     for (float *out = tile->out + row * head_dim, *end = out + head_dim; out < end; out += LANES)
       store_f32(out, load_f32(out) * fade);
   }
+  f32v sum = tile->sums[row]; /* not in memory: scores might lie there, for all the compiler knows */
+  const f32v largest = splat(tile->most[row]);
 #pragma GCC unroll 8
   for (int j = 0; j < KEYS / LANES; j++) {
-    f32v p = exp2_f32(s[j] - tile->most[row]);
+    f32v p = exp2_f32(s[j] * scale - largest);
     if (is_masked) p = choose(lanes + j * LANES < (int32_t)visible, p, splat(0));
-    tile->sums[row] += p;
+    sum += p;
     STORE_ITEMS(scores, j, has_scales ? p * load_f32(tile->value_scales + j * LANES) : p);
   }
+  tile->sums[row] = sum;
 }
 
 /* The scores of one token's heads, from `row` on. */
@@ -185,6 +188,29 @@ static void NAME(attend_task)(void *data, long index) {
                     is_merged ? tile.merged_sums[r] : sum_of(tile.sums[r]), a->head_dim);
 }
 
+typedef struct {
+  const T *k, *v; /* [num_rows, num_kv_heads, head_dim], rows k_stride and v_stride apart */
+  uint8_t *keys, *values;
+  const int64_t *slots;
+  int64_t num_rows, num_kv_heads, k_stride, v_stride, kv_head_bytes;
+  NAME(kv_format) format;
+} NAME(store_args);
+
+static void NAME(store_task)(void *data, long task) {
+  const NAME(store_args) *a = data;
+  for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++)
+    for (int64_t h = 0; h < a->num_kv_heads; h++) {
+      const int64_t at = h * a->kv_head_bytes + a->slots[row] * a->format.row_bytes, from = h * a->format.head_dim;
+      if (row + ROWS_AHEAD < end) {
+        const int64_t ahead = h * a->kv_head_bytes + a->slots[row + ROWS_AHEAD] * a->format.row_bytes;
+        fetch_to_write(a->keys + ahead, a->format.row_bytes);
+        fetch_to_write(a->values + ahead, a->format.row_bytes);
+      }
+      NAME(store_row)(&a->format, a->k + row * a->k_stride + from, a->keys + at);
+      NAME(store_row)(&a->format, a->v + row * a->v_stride + from, a->values + at);
+    }
+}
+
 /* Stores k and v [num_tokens, num_kv_heads, head_dim] (rows k_stride and v_stride apart) in their slots, as rows of T or
  * of codes, then out [num_tokens, num_kv_heads * group, head_dim] = softmax(q k^T * scale) v over each row's own sequence.
  */
@@ -193,14 +219,12 @@ void NAME(attend)(const T *q, const T *k, const T *v, uint8_t *keys, uint8_t *va
                   atomic_long *done, int64_t num_tokens, int64_t num_tasks, int64_t q_stride, int64_t k_stride,
                   int64_t v_stride, int64_t kv_head_bytes, int64_t row_bytes, int64_t num_kv_heads, int64_t group,
                   int64_t head_dim, float scale, int codes, int num_threads) {
+  const NAME(kv_format) format = {codes, row_bytes, head_dim};
+  NAME(store_args) stored = {k, v, keys, values, slots, num_tokens, num_kv_heads, k_stride, v_stride, kv_head_bytes,
+                             format};
+  run_tasks(NAME(store_task), &stored, num_row_tasks(num_tokens), num_threads);
   NAME(attend_args) args = {q,        keys,     values,   out,  segments, runs, tasks, partials,
                             done,     q_stride, num_kv_heads * group * head_dim, kv_head_bytes,
-                            head_dim, group,    scale, {codes, row_bytes, head_dim}};
-  for (int64_t row = 0; row < num_tokens; row++)
-    for (int64_t h = 0; h < num_kv_heads; h++) {
-      const int64_t at = h * kv_head_bytes + slots[row] * row_bytes;
-      NAME(store_row)(&args.format, k + row * k_stride + h * head_dim, keys + at);
-      NAME(store_row)(&args.format, v + row * v_stride + h * head_dim, values + at);
-    }
+                            head_dim, group,    scale, format};
   run_tasks(NAME(attend_task), &args, num_tasks, num_threads);
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #define KEYS 64       /* keys of a tile */
-#define MAX_ROWS 96   /* query rows of a tile: tokens times the query heads that share a KV head */
+#define MAX_ROWS 192  /* query rows of a tile: tokens times the query heads that share a KV head */
 #define MAX_HEAD_DIM 256
 #define PART_KEYS 512    /* keys that share a running softmax, whoever computes them */
 
@@ -70,11 +70,21 @@ static int64_t num_keys_of(const segment_t *segment, const run_t *runs) {
   return num_keys;
 }
 
+/* As many as fit into a tile, since each task packs all its keys anew; half of them where threads would wait for others. */
+static int64_t tokens_of_task(const segment_t *segments, int64_t num_segments, int64_t num_kv_heads, int64_t group,
+                              int64_t num_threads) {
+  const int64_t most = MAX_ROWS / group;
+  int64_t num_tasks = 0;
+  for (int64_t s = 0; s < num_segments; s++)
+    num_tasks += (segments[s].row_end - segments[s].row_start + most - 1) / most * num_kv_heads;
+  return num_tasks < TASKS_PER_THREAD * num_threads && most > 1 ? most / 2 : most;
+}
+
 /* Writes the tasks, long ones first within a segment, if `tasks` is not 0. Returns their number and, in *num_parts,
  * how many partial results they share. */
 int64_t plan_attention(const segment_t *segments, int64_t num_segments, const run_t *runs, int64_t num_kv_heads,
                        int64_t group, int64_t num_threads, task_t *tasks, int64_t *num_parts) {
-  const int64_t tokens_per_task = MAX_ROWS / group;
+  const int64_t tokens_per_task = tokens_of_task(segments, num_segments, num_kv_heads, group, num_threads);
   const int is_cut = num_threads > 1 && num_segments * num_kv_heads < 2 * num_threads;
   int64_t count = 0;
   *num_parts = 0;

@@ -106,11 +106,17 @@ INLINE f32v exp_f32(f32v x) {
   return exp_part(shifted, x - n * 0.693359375f + n * 2.12194440e-4f);
 }
 
-/* 2^x to 2 ulp for x in [-126, 0], saturated below, NaN of NaN. */
+/* 2^x to 2 ulp for x in [-126, 0], saturated below, NaN of NaN: 2^n by its bits, 2^r by a minimax polynomial. */
 INLINE f32v exp2_f32(f32v x) {
   x = max_f32(splat(-126.0f), x);
-  const f32v shifted = x + ROUNDING;
-  return exp_part(shifted, (x - (shifted - ROUNDING)) * 0.693147181f);
+  const f32v shifted = x + ROUNDING, r = x - (shifted - ROUNDING);
+  f32v y = splat(1.5594677610e-4f) * r + 1.3406643906e-3f;
+  y = y * r + 9.6176929747e-3f;
+  y = y * r + 5.5503105510e-2f;
+  y = y * r + 2.4022652783e-1f;
+  y = y * r + 6.9314721497e-1f;
+  y = y * r + 1.0f;
+  return (f32v)((i32v)y + ((i32v)shifted << 23)); /* what is above n in `shifted` leaves at the top */
 }
 
 /* Shuffles are written for 8 lanes; with 16 the same happens in both halves. */
