@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from statistics import median
@@ -31,11 +31,12 @@ from services.gateway.routing.attempt import Attempt, DecodeWorkerLost, Moved
 from services.gateway.routing.decode_move import DecodeMoves
 from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.hot_spots import HotSpotWatch
+from services.gateway.routing.output_turns import OutputTurns
 from services.gateway.routing.prefix_use import bring_next_turn
 from services.gateway.routing.request_routing import RequestRouting
 from services.gateway.routing.reserve_together import reserve_together
 from services.gateway.routing.routing_context import RoutingContext
-from services.gateway.routing.token_flow import NotifyingSink, TokenSink
+from services.gateway.routing.token_flow import TokenSink
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ _SLOW_PROMPT_TOKENS = 8_192  # longer prompts have their blocks hashed off the e
 
 
 class Relay:
-    """Runs requests on the cluster. Owns nothing but its limits."""
+    """Runs requests on the cluster. Owns nothing but its limits, and whose outputs are being reserved."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Relay:
         self._hot_spots = hot_spots
         self._deadline_s = deadline_s
         self._wait_limits = wait_limits
+        self._reserving = asyncio.Lock()  # of two requests that have no room together one is admitted
 
     async def run(self, by_prompt: Sequence[Sequence[RequestOutput]], sink_of: SinkOf) -> None:
         """Streams the tokens of all outputs of a request, given by prompt, into their sinks.
@@ -74,17 +76,21 @@ class Relay:
         NoCapacity or Unavailable when no worker took it, DeadlineExceeded, or a worker's own error: the first failure
         ends all outputs. Whatever ends an output early, including a cancellation, is passed on to its workers.
         """
+        ends_s = asyncio.get_running_loop().time() + self._deadline_s
         with ExitStack() as stack:
             routings = self._routings(by_prompt, stack)
             if sum(map(len, routings)) == 1:
                 routing = routings[0][0]
-                await self._run_output(routing, sink_of(routing.output))
+                await self._run_output(routing, ends_s, sink_of(routing.output))
                 return
             await self._reserve(routings)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    for of_prompt in routings:
-                        tasks.create_task(self._run_prompt(of_prompt, sink_of))
+                    turns = OutputTurns(tasks)
+                    for leader, *followers in routings:
+                        begun = await self._begin(turns, leader, sink_of, ends_s)
+                        if followers:
+                            tasks.create_task(self._follow(begun, turns, followers, sink_of, ends_s))
             except BaseExceptionGroup as failures:
                 raise leaf_errors(failures)[0] from None
 
@@ -101,7 +107,7 @@ class Relay:
             routings = self._routings(by_prompt, stack)
             await _hash_prompts(routings)
             each = [routing for of_prompt in routings for routing in of_prompt]
-            reserve_together(self._context, each)
+            await self._reserve_together(each)
             latencies = [routing.predicted for routing in each if routing.predicted is not None]
             for routing in each:
                 routing.release()
@@ -118,24 +124,36 @@ class Relay:
         await _hash_prompts(by_prompt)
         routings = [routing for of_prompt in by_prompt for routing in of_prompt]
         new = [routing for routing in routings if _held(routing.output) is None]
-        await self._within(partial(reserve_together, self._context, new), self._wait_s(is_inside=False))
+        await self._within(partial(self._reserve_together, new), self._wait_s(is_inside=False))
 
-    async def _run_prompt(self, routings: Sequence[RequestRouting], sink_of: SinkOf) -> None:
-        """Runs one output of the prompt first; the others then find its prefix cached."""
-        leader, *followers = routings
-        begun = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            sink = NotifyingSink(sink_of(leader.output), begun.set)
-            first = tasks.create_task(self._run_output(leader, sink))
-            first.add_done_callback(lambda _: begun.set())
-            await begun.wait()
-            for follower in followers:
-                tasks.create_task(self._run_output(follower, sink_of(follower.output)))
+    async def _reserve_together(self, routings: Sequence[RequestRouting]) -> None:
+        async with self._reserving:
+            await reserve_together(self._context, routings)
 
-    async def _run_output(self, routing: RequestRouting, sink: TokenSink) -> None:
+    async def _begin(
+        self, turns: OutputTurns, routing: RequestRouting, sink_of: SinkOf, ends_s: float
+    ) -> asyncio.Future[None]:
+        return await turns.begin(partial(self._run_output, routing, ends_s), sink_of(routing.output))
+
+    async def _follow(
+        self,
+        leader_begun: asyncio.Future[None],
+        turns: OutputTurns,
+        followers: Sequence[RequestRouting],
+        sink_of: SinkOf,
+        ends_s: float,
+    ) -> None:
+        """Begins the other outputs of a prompt behind its first one: they find its prefix cached."""
+        await leader_begun
+        for follower in followers:
+            await self._begin(turns, follower, sink_of, ends_s)
+
+    async def _run_output(self, routing: RequestRouting, ends_s: float, sink: TokenSink) -> None:
+        """Runs an output, until the loop's time `ends_s` at most."""
+        left_s = max(ends_s - asyncio.get_running_loop().time(), 0.0)
         try:
-            with request_scope(routing.output.request_id, self._deadline_s):
-                async with asyncio.timeout(self._deadline_s):
+            with request_scope(routing.output.request_id, left_s):
+                async with asyncio.timeout_at(ends_s):
                     if not await self._adopts(routing.output, sink):
                         await self._run_attempts(routing, routing.observing(sink))
         except TimeoutError as error:
@@ -209,18 +227,22 @@ class Relay:
             await self._cluster.router.pause(retries.pause_s)
             retries.note_pause()
         is_inside = bool(routing.output.progress.output_token_ids) or retries.has_lost
-        return await self._within(partial(routing.place, ()), self._wait_s(is_inside=is_inside))
+
+        async def place() -> Placement:
+            return routing.place(())
+
+        return await self._within(place, self._wait_s(is_inside=is_inside))
 
     def _wait_s(self, *, is_inside: bool) -> float:
         expects_worker = self._cluster.membership.expects_worker(self._cluster.clock())
         return self._wait_limits.seconds(is_inside=is_inside, expects_worker=expects_worker)
 
-    async def _within(self, place: Callable[[], Result], wait_s: float) -> Result:
+    async def _within(self, place: Callable[[], Awaitable[Result]], wait_s: float) -> Result:
         """Tries `place` again whenever the cluster changes, for at most `wait_s`."""
         give_up_s = time.monotonic() + wait_s
         while True:
             try:
-                return place()
+                return await place()
             except (Unavailable, ContextLengthExceeded):
                 left_s = give_up_s - time.monotonic()
                 if left_s <= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from halfmoon.errors import HalfmoonError
@@ -9,22 +10,26 @@ from halfmoon.policy.admission.refusal import Refused
 from services.gateway.routing.request_routing import RequestRouting
 from services.gateway.routing.routing_context import RoutingContext
 
+_AT_ONCE = 8  # placements between which the event loop does nothing else: half a millisecond each
 
-def reserve_together(context: RoutingContext, routings: Sequence[RequestRouting]) -> None:
+
+async def reserve_together(context: RoutingContext, routings: Sequence[RequestRouting]) -> None:
     """Reserves all of these, the outputs of one HTTP request, or none. Raises Refused and what placement raises."""
     try:
-        _reserve_all(routings)
+        await _reserve_all(routings)
     except Refused as refusal:
         is_by_targets = refusal.reason in ("ttft", "tbt")
         if not is_by_targets or not context.admission.is_probe(context.clock()):
             raise
-        _reserve_all(routings, is_probe=True)
+        await _reserve_all(routings, is_probe=True)
 
 
-def _reserve_all(routings: Sequence[RequestRouting], *, is_probe: bool = False) -> None:
+async def _reserve_all(routings: Sequence[RequestRouting], *, is_probe: bool = False) -> None:
     try:
-        for routing in routings:
+        for number, routing in enumerate(routings, start=1):
             routing.reserve(is_probe=is_probe)
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
     except HalfmoonError:
         for routing in routings:
             routing.release()
