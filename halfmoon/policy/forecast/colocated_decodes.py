@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class ColocatedDecodes:
         self._first = running
         self._heap: list[tuple[float, float, float]] = []  # end, tokens and target of each, without `_first`
         self._num = len(running.ends_s)
+        self._targets = Counter(running.tbt_targets_s.tolist())  # how many have each: few differ
         self._in_step: StepDecodes | None = None  # None: not asked since the last change
         self._context_tokens = float(np.add.reduce(running.context_tokens))
         self._first_end_s = float(np.minimum.reduce(running.ends_s)) if self._num else math.inf
@@ -49,6 +51,7 @@ class ColocatedDecodes:
             self._num += 1
             self._context_tokens += decoding.context_tokens
             ends_s = now_s + decoding.seconds
+            self._targets[decoding.tbt_target_s] += 1
             heappush(self._heap, (ends_s, decoding.context_tokens, decoding.tbt_target_s))
             self._first_end_s = min(self._first_end_s, ends_s)
             self._in_step = None
@@ -64,8 +67,7 @@ class ColocatedDecodes:
         if self._first_end_s <= now_s:
             self._forget_ended(now_s)
         if self._in_step is None:
-            targets_s = [*self._first.tbt_targets_s.tolist(), *(target_s for _, _, target_s in self._heap)]
-            self._in_step = step_decodes(self._num, self._context_tokens, targets_s, self._role)
+            self._in_step = step_decodes(self._num, self._context_tokens, self._targets, self._role)
         return self._in_step if any(self._model) else NO_STEP_DECODES
 
     def _forget_ended(self, now_s: float) -> None:
@@ -75,6 +77,10 @@ class ColocatedDecodes:
             heapify(heap)
             self._first = NO_DECODES
         while heap and heap[0][0] <= now_s:
-            self._context_tokens -= heappop(heap)[1]
+            _, context_tokens, target_s = heappop(heap)
+            self._context_tokens -= context_tokens
+            self._targets[target_s] -= 1
+            if not self._targets[target_s]:
+                del self._targets[target_s]
         self._num, self._in_step = len(heap), None
         self._first_end_s = heap[0][0] if heap else math.inf

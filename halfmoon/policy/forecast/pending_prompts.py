@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, by_rank
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, StepRoom, by_rank, form_step
 
 _rank = attrgetter("priority", "order")
 _length = attrgetter("new_tokens", "priority", "order")
@@ -42,10 +42,12 @@ class PendingPrompts:
         if self._by_length is not None:
             insort(self._by_length, prompt, key=_length)
 
-    def next_step(self, step_tokens: int, now_s: float) -> list[PredictedChunk]:
+    def next_step(self, room: StepRoom, now_s: float) -> list[PredictedChunk]:
         """The step that begins now: whole prompts by rank, until one is too long for the rest of the step."""
+        if len(self._queue) > room.places:
+            return form_step(self._queue, room, now_s)
         step: list[PredictedChunk] = []
-        budget = step_tokens
+        budget = room.tokens
         for prompt in self._queue:
             if prompt.ready_s > now_s:
                 continue
@@ -68,6 +70,11 @@ class PendingPrompts:
                 self._replace(prompt, None)
                 computed.append(prompt)
         return computed
+
+    def until(self, order: int) -> list[PredictedChunk]:
+        """The prompts that go before the one of this order, which is the last, as if one step computed all."""
+        at = next(at for at, prompt in enumerate(self._queue) if prompt.order == order)
+        return [PredictedChunk(prompt, prompt.new_tokens) for prompt in self._queue[: at + 1]]
 
     def _shared(self, first: Prompt, budget: int, now_s: float) -> list[PredictedChunk]:
         """The rest of a step for a prompt that fills it: up to half goes to shorter ones behind it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -10,13 +11,13 @@ from halfmoon.policy.forecast.arrivals import ArrivalRate
 from halfmoon.policy.forecast.colocated_decodes import NO_DECODES, ColocatedDecodes
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
 from halfmoon.policy.forecast.pending_prompts import PendingPrompts
-from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, by_rank, form_step, sizes, work_s
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, StepRoom, by_rank, form_step, sizes, work_s
 from halfmoon.policy.forecast.running_steps import RunningStep
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, NO_STEP_DECODES, ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import PrefillModel, StepModel, num_pairs
 
-_MAX_STEPS = 512  # of look-ahead; a prompt not computed by then keeps its coarser estimate
-_MAX_LOOKS = 4_000  # at prompts, over all steps: about a millisecond, which delays every other request
+_MAX_STEPS = 256  # of look-ahead; the rest of the prompts is summed up
+_MAX_LOOKS = 600  # at prompts and steps: a millisecond or two, which delays every other request
 _OVERDUE = 0.05  # share of an overdue step that is assumed to be left
 _UNKNOWN = 0.5  # share of a running decode step that is over, on average
 
@@ -29,12 +30,17 @@ class Speed(NamedTuple):
     contention: float = 0.0  # slowdown per busy colocated worker, as a share of the time alone
     chunk_tokens: int = 0  # in place of `step_tokens` in steps that also decode
     chunk_rule: ChunkRule = CONSTANT_CHUNKS  # in place of `chunk_tokens`, where it is known
+    max_running: float = math.inf  # sequences in a step
 
-    def prompt_tokens(self, beside: StepDecodes, known_tokens: int) -> int:
-        """Prompt tokens in a step beside these decodes, whose first prompt has `known_tokens` before them."""
+    def step_room(self, beside: StepDecodes, known_tokens: int) -> StepRoom:
+        """What a step takes beside these decodes, if its first prompt has `known_tokens` computed.
+
+        Where decodes have all places, about one becomes free in each step.
+        """
+        places = int(max(min(self.max_running - beside.batch, sys.maxsize), 1))
         if not beside.batch:
-            return self.step_tokens
-        return self.chunk_rule.tokens(self.chunk_tokens, self.step_tokens, beside, known_tokens)
+            return StepRoom(self.step_tokens, places)
+        return StepRoom(self.chunk_rule.tokens(self.chunk_tokens, self.step_tokens, beside, known_tokens), places)
 
     def chunked_s(self, num_tokens: int) -> float:
         """Seconds to compute a prompt in chunks of the constant length, without the decode part of their steps."""
@@ -114,10 +120,8 @@ class PrefillQueueModel:
         first = next((prompt for prompt in by_rank(self._prompts.values()) if prompt.ready_s <= now_s), None)
         return first.known_tokens if first else 0
 
-    def join(
-        self, request_id: str, work: PromptWork, decoding: Decoding | None, step_tokens: int, now_s: float
-    ) -> None:
-        """Adds a prompt. `step_tokens` is used if no step is running."""
+    def join(self, request_id: str, work: PromptWork, decoding: Decoding | None, room: StepRoom, now_s: float) -> None:
+        """Adds a prompt. `room` is that of a step that begins now, if none is running."""
         self._num_joined += 1
         self.num_tokens += work.new_tokens
         self._cached[request_id] = work.known_tokens
@@ -125,10 +129,10 @@ class PrefillQueueModel:
         self._arrivals.add(work.new_tokens, now_s)
         self._prompts[request_id] = Prompt(request_id, self._num_joined, *work, decoding)
         if not self._step:
-            self._begin(now_s, step_tokens)
+            self._begin(now_s, room)
 
-    def computed(self, request_id: str, step_tokens: int, now_s: float) -> None:
-        """Notes the first token of a prompt, and so the end of a step. `step_tokens` is used if others wait."""
+    def computed(self, request_id: str, room: StepRoom, now_s: float) -> None:
+        """Notes the first token of a prompt, and so the end of a step. `room` is that of the next one."""
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
@@ -137,9 +141,9 @@ class PrefillQueueModel:
         if self._prompts.pop(request_id, None) is not None:
             self.num_tokens -= prompt.new_tokens
             self._note_started(request_id)
-        self._begin(now_s, step_tokens)
+        self._begin(now_s, room)
 
-    def remove(self, request_id: str, step_tokens: int, now_s: float) -> None:
+    def remove(self, request_id: str, room: StepRoom, now_s: float) -> None:
         """Removes a prompt that moved or was given up. The running step goes on."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
@@ -147,7 +151,7 @@ class PrefillQueueModel:
             self._note_started(request_id)
             self._step = [chunk for chunk in self._step if chunk.prompt.request_id != request_id]
             if not self._step:
-                self._begin(now_s, step_tokens)
+                self._begin(now_s, room)
 
     def advance(
         self,
@@ -163,16 +167,16 @@ class PrefillQueueModel:
         each step, which is that of `beside`.
         """
         slowdown = 1 + speed.contention * past_busy
-        step_tokens = speed.prompt_tokens(beside, self.known_tokens(now_s))
-        self._begin_restored(step_tokens, now_s)
+        room = speed.step_room(beside, self.known_tokens(now_s))
+        self._begin_restored(room, now_s)
         while self._step and not any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step):
             ends_s = self._step_began_s + slowdown * (work_s(self._step, speed.model) + decode_s)
             if ends_s > now_s:
                 return
             self._end_step()
-            step_tokens = speed.prompt_tokens(beside, self.known_tokens(ends_s))
-            self._begin(ends_s, step_tokens)
-            self._begin_restored(step_tokens, now_s)
+            room = speed.step_room(beside, self.known_tokens(ends_s))
+            self._begin(ends_s, room)
+            self._begin_restored(room, now_s)
 
     def is_in_step(self, speed: Speed, now_s: float) -> bool:
         """Whether `advance` would change nothing, whatever decodes and interference add."""
@@ -189,8 +193,8 @@ class PrefillQueueModel:
         ahead_s: float,
         now_s: float,
         decodes: ColocatedDecodes | None = None,
-    ) -> PredictedTimes | None:
-        """When a prompt sent now would start and end; None if that is too far ahead.
+    ) -> PredictedTimes:
+        """When a prompt sent now would start and end.
 
         `past_busy` is as for `advance`; `ahead_s` is work of other gateways that comes first; `decodes` are the
         requests that decode in the same steps, None where none ever does.
@@ -212,7 +216,7 @@ class PrefillQueueModel:
             if queue.known_tokens(time_s) is None:  # all wait for restored blocks
                 time_s = queue.ready_s
             decode_s, beside = decodes.step_s(time_s), decodes.in_step(time_s)
-            step = queue.next_step(speed.prompt_tokens(beside, queue.known_tokens(time_s) or 0), time_s)
+            step = queue.next_step(speed.step_room(beside, queue.known_tokens(time_s) or 0), time_s)
             num_mine = _num_of(mine, step)
             if num_mine and begins_s == math.inf:
                 begins_s = time_s
@@ -227,10 +231,14 @@ class PrefillQueueModel:
             for num_tokens in expected.within(time_s - began_s):
                 order += 1
                 queue.add(Prompt("", order, num_tokens, 0, work.priority, -math.inf, math.inf, None))
-            num_looks += len(queue)
+            num_looks += 1 + len(step)
             if num_looks > _MAX_LOOKS:
                 break
-        return None
+        queue.end(step)
+        rest = queue.until(mine)
+        ends_s = colocated.after(_sum_s(rest, speed, decode_s, beside), time_s, speed.contention)
+        begins_s = min(begins_s, max(ends_s - work_s(rest[-1:], speed.model), time_s))
+        return PredictedTimes(begins_s, ends_s, behind_tokens - _num_of_others(rest))
 
     def earliest_s(self, work: PromptWork, speed: Speed, ahead_s: float, now_s: float) -> float:
         """Lower bound on the time of the first token of any prompt with that priority and at least this work.
@@ -265,15 +273,23 @@ class PrefillQueueModel:
             if not prompt.new_tokens:
                 self._prompts.pop(prompt.request_id, None)
 
-    def _begin_restored(self, step_tokens: int, now_s: float) -> None:
+    def _begin_restored(self, room: StepRoom, now_s: float) -> None:
         """If all prompts waited for restored blocks, starts a step when the first of them became ready."""
         ready_s = min((prompt.ready_s for prompt in self._prompts.values()), default=math.inf)
         if not self._step and ready_s <= now_s:
-            self._begin(max(ready_s, self._step_began_s), step_tokens)
+            self._begin(max(ready_s, self._step_began_s), room)
 
-    def _begin(self, now_s: float, step_tokens: int) -> None:
-        self._step = form_step(by_rank(self._prompts.values()), step_tokens, now_s)
+    def _begin(self, now_s: float, room: StepRoom) -> None:
+        self._step = form_step(by_rank(self._prompts.values()), room, now_s)
         self._step_began_s = now_s
+
+
+def _sum_s(rest: Sequence[PredictedChunk], speed: Speed, decode_s: float, beside: StepDecodes) -> float:
+    """Seconds to compute these prompts in full steps beside the same decodes."""
+    room = speed.step_room(beside, 0)
+    num_tokens, pairs = sizes(rest)
+    num_steps = max(math.ceil(num_tokens / room.tokens), math.ceil(len(rest) / room.places))
+    return num_steps * (speed.model.a + decode_s) + speed.model.b * num_tokens + speed.model.c * pairs
 
 
 def _num_of(order: int, step: Sequence[PredictedChunk]) -> int:

@@ -12,6 +12,7 @@ from halfmoon.policy.forecast.colocated_decodes import NO_DECODES, ColocatedDeco
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding, Spans
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork, Speed
+from halfmoon.policy.forecast.prefill_step import StepRoom
 from halfmoon.policy.forecast.running_steps import RunningStepColumns
 from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes, chunk_s, chunk_target_s
 from halfmoon.policy.models.latency import Floats
@@ -22,6 +23,7 @@ from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import WorkerView
 
 _LEAST_CONTENTION = 0.02  # less interference is ignored
+_NO_ROOM = StepRoom(0)
 _COME_BEFORE = 0.5  # share of the prompts arriving during a prefill that delay its answer: shorter ones share its steps
 
 
@@ -60,8 +62,8 @@ class PrefillQueueModels:
         decoding = Decoding(decode_row, seconds, context_tokens, tbt_target_s)
         self._rows[request_id] = (row, worker)
         work = _work(placement, num_prompt_tokens, priority, now_s, most_seen.prompt)
-        step_tokens = 0 if queue_model.is_computing else self._step_tokens(row, worker, now_s, work.known_tokens)
-        queue_model.join(request_id, work, decoding, step_tokens, now_s)
+        room = _NO_ROOM if queue_model.is_computing else self._step_room(row, worker, now_s, work.known_tokens)
+        queue_model.join(request_id, work, decoding, room, now_s)
         self._steps.note_changed(row)
 
     def computed(self, request_id: str, now_s: float) -> None:
@@ -71,8 +73,8 @@ class PrefillQueueModels:
             row, worker = entry
             self._steps.note_changed(row)
             queue_model = self._models[row]
-            step_tokens = self._step_tokens(row, worker, now_s) if len(queue_model) > 1 else 0
-            queue_model.computed(request_id, step_tokens, now_s)
+            room = self._step_room(row, worker, now_s) if len(queue_model) > 1 else _NO_ROOM
+            queue_model.computed(request_id, room, now_s)
 
     def leave(self, request_id: str, now_s: float) -> None:
         """Removes a request that has ended or moved to another worker."""
@@ -80,7 +82,7 @@ class PrefillQueueModels:
         if entry is not None:
             row, worker = entry
             self._steps.note_changed(row)
-            self._models[row].remove(request_id, self._step_tokens(row, worker, now_s), now_s)
+            self._models[row].remove(request_id, self._step_room(row, worker, now_s), now_s)
 
     def refine(
         self,
@@ -112,8 +114,6 @@ class PrefillQueueModels:
             now_s,
             decodes,
         )
-        if times is None:
-            return placement
         behind_s = times.behind_tokens * worker.prefill_model.b
         return replace(placement, ttft_s=times.ends_s - now_s, queue_s=times.begins_s - now_s, behind_s=behind_s)
 
@@ -202,16 +202,15 @@ class PrefillQueueModels:
         queue_model = self._models.get(row)
         return () if queue_model is None else queue_model.request_ids
 
-    def _step_tokens(self, row: int, worker: WorkerView, now_s: float, known_tokens: int | None = None) -> int:
-        """Prompt tokens in a step that begins now; `known_tokens`: of the first prompt, if it is not queued yet."""
+    def _step_room(self, row: int, worker: WorkerView, now_s: float, known_tokens: int | None = None) -> StepRoom:
+        """What a step that begins now takes of prompts; `known_tokens`: of the first one, if it is not queued yet."""
+        speed = _speed(worker)
         is_shared = worker.role != "prefill" and any(worker.step_model)
         if not is_shared or not self._decodes.is_any_present(row, now_s, self._queued(row)):
-            return worker.step_tokens
-        if not worker.chunk_rule.is_known:
-            return worker.chunk_tokens
+            return speed.step_room(NO_STEP_DECODES, 0)
         if known_tokens is None:
             known_tokens = self._models[row].known_tokens(now_s)
-        return _speed(worker).prompt_tokens(self._step_decodes(row, worker, now_s), known_tokens)
+        return speed.step_room(self._step_decodes(row, worker, now_s), known_tokens)
 
     def _past_busy(self, view: ClusterView, worker: WorkerView, queue_model: PrefillQueueModel, now_s: float) -> float:
         if worker.contention < _LEAST_CONTENTION or not len(queue_model):
@@ -256,7 +255,8 @@ def _others_s(view: ClusterView, row: int, queue_model: PrefillQueueModel, now_s
 
 def _speed(worker: WorkerView) -> Speed:
     contention = worker.contention if worker.contention >= _LEAST_CONTENTION else 0.0
-    return Speed(worker.prefill_model, worker.step_tokens, contention, worker.chunk_tokens, worker.chunk_rule)
+    chunks = worker.chunk_tokens, worker.chunk_rule
+    return Speed(worker.prefill_model, worker.step_tokens, contention, *chunks, worker.max_running)
 
 
 def _work(placement: Placement, num_prompt_tokens: int, priority: int, now_s: float, most_seen: float) -> PromptWork:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -41,32 +43,44 @@ class PredictedChunk(NamedTuple):
     num_tokens: int
 
 
+class StepRoom(NamedTuple):
+    """What a step takes of prompts."""
+
+    tokens: int
+    places: int = sys.maxsize  # prompts
+
+
 def by_rank(prompts: Iterable[Prompt]) -> list[Prompt]:
     """The prompts by priority, then by arrival."""
     return sorted(prompts, key=_rank)
 
 
-def form_step(queue: Sequence[Prompt], step_tokens: int, now_s: float) -> list[PredictedChunk]:
+def form_step(queue: Sequence[Prompt], room: StepRoom, now_s: float) -> list[PredictedChunk]:
     """The next step of a queue in rank order: whole prompts, until one is too long for the rest of the step."""
     step: list[PredictedChunk] = []
-    budget = step_tokens
+    budget = room.tokens
     for at, prompt in enumerate(queue, start=1):
         if prompt.ready_s > now_s:
             continue
+        if len(step) == room.places:
+            break
         if prompt.new_tokens >= budget:
-            return step + _shared(prompt, queue[at:], budget, now_s)
+            behind = (other for other in islice(queue, at, None) if other.ready_s <= now_s)
+            return step + _shared(prompt, islice(behind, room.places - len(step) - 1), budget)
         step.append(PredictedChunk(prompt, prompt.new_tokens))
         budget -= prompt.new_tokens
     return step
 
 
-def _shared(first: Prompt, behind: Iterable[Prompt], budget: int, now_s: float) -> list[PredictedChunk]:
-    """The rest of a step for a prompt that fills it: up to half goes to shorter ones of its priority."""
+def _shared(first: Prompt, behind: Iterable[Prompt], budget: int) -> list[PredictedChunk]:
+    """The rest of a step for a prompt that fills it: up to half goes to shorter ones of its priority.
+
+    Those `behind` it are ready.
+    """
     if first.new_tokens == budget:
         return [PredictedChunk(first, budget)]
     longest, priority = first.new_tokens, first.priority
-    among = [prompt for prompt in behind if prompt.priority == priority and prompt.ready_s <= now_s]
-    shorter = [prompt for prompt in among if prompt.new_tokens < longest]
+    shorter = [prompt for prompt in behind if prompt.priority == priority and prompt.new_tokens < longest]
     left = min(sum([prompt.new_tokens for prompt in shorter]), budget // 2)
     step = [PredictedChunk(first, budget - left)]
     for prompt in sorted(shorter, key=_length):

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.policy.forecast.pending_prompts import PendingPrompts
-from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, by_rank, form_step
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, StepRoom, by_rank, form_step
 
-STEP = 100
+ROOM = StepRoom(100)
 
 waiting = st.tuples(st.integers(1, 250), st.integers(-1, 1), st.sampled_from([-math.inf, 1.0, 3.0]))
 
@@ -30,17 +30,18 @@ def behind(step: list[PredictedChunk], prompts: list[Prompt]) -> list[Prompt]:
     return [one for one in left if one.new_tokens]
 
 
-@given(st.lists(waiting, max_size=8), st.lists(st.tuples(st.integers(0, 4), waiting), max_size=4))
+@given(st.lists(waiting, max_size=8), st.lists(st.tuples(st.integers(0, 4), waiting), max_size=4), st.integers(1, 9))
 def test_each_step_is_formed_of_what_those_before_it_left(
-    rows: list[tuple[int, int, float]], coming: list[tuple[int, tuple[int, int, float]]]
+    rows: list[tuple[int, int, float]], coming: list[tuple[int, tuple[int, int, float]]], places: int
 ) -> None:
+    room = StepRoom(100, places)
     left = [prompt(order, *row) for order, row in enumerate(rows)]
     came = [(number, prompt(len(rows) + order, *row)) for order, (number, row) in enumerate(coming)]
     ahead = PendingPrompts(left)
     for number in range(12):
         now_s = 0.5 * number
-        expected = form_step(by_rank(left), STEP, now_s)
-        step = ahead.next_step(STEP, now_s)
+        expected = form_step(by_rank(left), room, now_s)
+        step = ahead.next_step(room, now_s)
         assert told(step) == told(expected)
         for one in [one for at, one in came if at == number]:
             left.append(one)
@@ -53,7 +54,7 @@ def test_each_step_is_formed_of_what_those_before_it_left(
 def test_prompts_stay_as_they_are() -> None:
     one = prompt(0, 250)
     ahead = PendingPrompts([one])
-    assert ahead.end(ahead.next_step(STEP, 0.0)) == []
+    assert ahead.end(ahead.next_step(ROOM, 0.0)) == []
     assert (one.new_tokens, one.known_tokens) == (250, 0)
 
 

@@ -19,6 +19,7 @@ from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes, DecodeIntervals
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
 from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork, Speed
+from halfmoon.policy.forecast.prefill_step import StepRoom
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
@@ -26,6 +27,7 @@ from tests.policy.busy_host import beside
 from tests.policy.sequences import lives
 
 STEP = 100
+ROOM = StepRoom(STEP)
 SPEED = Speed(PrefillModel(0.0, 0.01, 0.0), STEP)  # a second a full step
 NOBODY = ColocatedWorkers({})
 
@@ -37,7 +39,7 @@ def work(num_tokens: int, priority: int = 0, ready_s: float = -math.inf) -> Prom
 def course(*prompts: int) -> PrefillQueueModel:
     made = PrefillQueueModel()
     for number, num_tokens in enumerate(prompts):
-        made.join(str(number), work(num_tokens), None, STEP, 0.0)
+        made.join(str(number), work(num_tokens), None, ROOM, 0.0)
     return made
 
 
@@ -54,7 +56,6 @@ def predict(
     neighbours: ColocatedWorkers = NOBODY,
 ) -> When:
     found = made.predict(wanted, speed, neighbours, 0.0, 0.0, now_s)
-    assert found is not None
     return When(round(found.begins_s, 6), round(found.ends_s, 6))
 
 
@@ -67,10 +68,10 @@ def test_what_comes_before_is_computed_first() -> None:
     made = course(100, 50)
     assert predict(made, work(50)) == (1.0, 2.0)  # in one step with the second
     assert predict(made, work(50), now_s=0.5) == (1.0, 2.0)
-    made.computed("0", STEP, 0.9)  # sooner than predicted
+    made.computed("0", ROOM, 0.9)  # sooner than predicted
     assert predict(made, work(50), now_s=0.9) == (1.4, 1.9)  # not into the step that has begun
-    made.computed("1", STEP, 1.4)
-    made.computed("1", STEP, 1.5)
+    made.computed("1", ROOM, 1.4)
+    made.computed("1", ROOM, 1.5)
     assert len(made) == 0
 
 
@@ -112,18 +113,17 @@ def test_no_prompt_is_done_before_the_earliest_moment(
     speed = Speed(PrefillModel(*model), STEP, 0.5, 2 * STEP if in_chunks else 0)
     made = PrefillQueueModel()
     for number, one in enumerate(prompts):
-        made.join(str(number), one, Decoding(1, 2.0, 10) if number % 2 else None, STEP, 0.0)
+        made.join(str(number), one, Decoding(1, 2.0, 10) if number % 2 else None, ROOM, 0.0)
     made.advance(speed, 1.0, now_s)
     own = ColocatedDecodes(1, lives((2.0, 10)), StepModel(0.1, 0.1, 0.0)) if in_chunks else None
     found = made.predict(wanted, speed, ColocatedWorkers({}), 1.0, ahead_s, now_s, own)
-    assert found is not None
     assert made.earliest_s(least, speed, ahead_s, now_s) <= found.ends_s + 1e-9
 
 
 def test_the_earliest_moment_is_behind_the_step_under_way_and_whoever_goes_first() -> None:
     made = course(100)
     assert made.earliest_s(work(1), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 0.01)
-    made.join("long", work(500), None, STEP, 0.25)
+    made.join("long", work(500), None, ROOM, 0.25)
     assert made.earliest_s(work(1), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 0.01)  # short ones pass it
     assert made.earliest_s(work(499), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 4.99)
     assert made.earliest_s(work(500), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 5.0 + 5.0)
@@ -150,14 +150,14 @@ def test_priority_goes_before_order() -> None:
 
 def test_who_waits_for_what_is_restored_lets_others_pass() -> None:
     made = PrefillQueueModel()
-    made.join("restored", work(100, ready_s=5.0), None, STEP, 0.0)
+    made.join("restored", work(100, ready_s=5.0), None, ROOM, 0.0)
     assert predict(made, work(50)) == (0.0, 0.5)
     assert predict(PrefillQueueModel(), work(50, ready_s=3.0)) == (3.0, 3.5)
 
 
 def test_who_was_restored_meanwhile_is_computed_since_then() -> None:
     made = PrefillQueueModel()
-    made.join("restored", work(250, ready_s=5.0), None, STEP, 0.0)
+    made.join("restored", work(250, ready_s=5.0), None, ROOM, 0.0)
     made.advance(SPEED, 0.0, 4.0)
     assert predict(made, work(50), now_s=4.0) == (4.0, 4.5)  # nobody waits for it yet
     made.advance(SPEED, 0.0, 6.5)
@@ -167,15 +167,22 @@ def test_who_was_restored_meanwhile_is_computed_since_then() -> None:
 
 def test_one_that_is_taken_away_takes_its_time_with_it() -> None:
     made = course(100, 100)
-    made.remove("1", STEP, 0.5)
+    made.remove("1", ROOM, 0.5)
     assert predict(made, work(50), now_s=0.5) == (1.0, 1.5)
-    made.remove("nobody", STEP, 0.5)
+    made.remove("nobody", ROOM, 0.5)
 
 
-def test_what_is_too_far_ahead_is_not_predicted() -> None:
-    assert PrefillQueueModel().predict(work(10**6), SPEED, NOBODY, 0.0, 0.0, 0.0) is None
-    assert predict(course(*[100] * 50), work(100)) == (50.0, 51.0)
-    assert course(*[100] * 200).predict(work(100), SPEED, NOBODY, 0.0, 0.0, 0.0) is None  # each step would look at all
+def test_what_is_far_ahead_is_summed_up() -> None:
+    speed = SPEED._replace(model=PrefillModel(0.5, 0.01, 0.0))
+    assert predict(PrefillQueueModel(), work(10**6), speed=speed) == (0.0, 1.5 * 10**4)
+    assert predict(course(*[100] * 2000), work(100), speed=speed) == pytest.approx((3000.0, 3001.5))
+    few = course(*[1] * 5000)
+    few.join("behind", work(1, priority=1), None, ROOM, 0.0)
+    found = few.predict(work(1), speed, NOBODY, 0.0, 0.0, 0.0)
+    assert found.ends_s == pytest.approx(51 * 0.5 + 50.01)
+    assert found.behind_tokens == 1
+    ten = speed._replace(max_running=10)
+    assert predict(few, work(1), speed=ten).ends_s == pytest.approx(501 * 0.5 + 50.01)
 
 
 def test_busy_neighbours_slow_it_down_as_long_as_they_are() -> None:
@@ -183,7 +190,6 @@ def test_busy_neighbours_slow_it_down_as_long_as_they_are() -> None:
     made = PrefillQueueModel()
     for spans, ends_s in (({}, 1.0), ({7: [(0.0, 9.0)]}, 2.0), ({7: [(0.0, 1.0)]}, 1.5), ({7: [(0.5, 0.7)]}, 1.1)):
         found = made.predict(work(100), speed, beside(spans), 0.0, 0.0, 0.0)
-        assert found is not None
         assert found.ends_s == pytest.approx(ends_s)
     both = beside({7: [(0.0, 9.0)], 8: [(0.0, 9.0)]})
     assert predict(made, work(100), 0.0, speed, both) == (0.0, 3.0)
@@ -191,19 +197,25 @@ def test_busy_neighbours_slow_it_down_as_long_as_they_are() -> None:
 
 def test_what_is_computed_before_makes_a_neighbour_busy() -> None:
     made = PrefillQueueModel()
-    made.join("first", work(100), Decoding(7, 10.0), STEP, 0.0)
+    made.join("first", work(100), Decoding(7, 10.0), ROOM, 0.0)
     speed = SPEED._replace(contention=1.0)
     assert predict(made, work(100), 0.0, speed, beside({7: []})) == (1.0, 3.0)
     assert predict(made, work(100), 0.0, speed) == (1.0, 2.0)  # it decodes elsewhere
 
 
 def scheduled_until(
-    prompts: list[tuple[int, int]], decode_s: float = 0.0, rule: ChunkRule = CONSTANT_CHUNKS, target_s: float = math.inf
+    prompts: list[tuple[int, int]],
+    decode_s: float = 0.0,
+    rule: ChunkRule = CONSTANT_CHUNKS,
+    target_s: float = math.inf,
+    places: int = 64,
 ) -> float:
     """When the last one's token comes, by the engine's scheduler; the first one's step has begun before the others.
     With `decode_s` somebody with that TBT target decodes meanwhile."""
     cache = PrefixCache(BlockPool(1000), 16, None)
-    scheduler = Scheduler(cache, 16, SchedulerLimits(max_batch_tokens=STEP, chunk_tokens=40 if decode_s else STEP))
+    scheduler = Scheduler(
+        cache, 16, SchedulerLimits(max_batch_tokens=STEP, chunk_tokens=40 if decode_s else STEP, max_running=places)
+    )
     scheduler.chunk_rule = LearnedChunkRule(rule)
     now_s = 0.0
     if decode_s:
@@ -233,8 +245,17 @@ def scheduled_until(
 def test_steps_are_those_of_the_scheduler(prompts: list[tuple[int, int]]) -> None:
     made = PrefillQueueModel()
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
-        made.join(str(number), work(num_tokens, priority), None, STEP, 0.0)
+        made.join(str(number), work(num_tokens, priority), None, ROOM, 0.0)
     assert predict(made, work(*prompts[-1])).ends_s == pytest.approx(scheduled_until(prompts))
+
+
+@given(st.lists(st.integers(1, 175).map(lambda half: 2 * half), min_size=2, max_size=12), st.integers(1, 4))
+def test_steps_have_as_many_prompts_as_those_of_the_scheduler(lengths: list[int], places: int) -> None:
+    made, speed = PrefillQueueModel(), SPEED._replace(max_running=places)
+    for number, num_tokens in enumerate(lengths[:-1]):
+        made.join(str(number), work(num_tokens), None, StepRoom(STEP, places), 0.0)
+    found = predict(made, work(lengths[-1]), speed=speed)
+    assert found.ends_s == pytest.approx(scheduled_until([(length, 0) for length in lengths], places=places))
 
 
 @given(
@@ -246,10 +267,9 @@ def test_steps_beside_decoding_are_those_of_the_scheduler(prompts: list[tuple[in
     """Of whole chunks: who has one token left decodes, as far as the scheduler is concerned."""
     made = PrefillQueueModel()
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
-        made.join(str(number), work(num_tokens, priority), None, CHUNK, 0.0)
+        made.join(str(number), work(num_tokens, priority), None, StepRoom(CHUNK), 0.0)
     own = ColocatedDecodes(0, lives((math.inf, 1.0)), ONE_STEP)
     found = made.predict(work(*prompts[-1]), BOTH, NOBODY, 0.0, 0.0, 0.0, own)
-    assert found is not None
     assert found.ends_s == pytest.approx(scheduled_until(prompts, decode_s=0.1))
 
 
@@ -265,11 +285,10 @@ def test_steps_beside_targets_are_those_of_the_scheduler(prompts: list[tuple[int
         DecodeIntervals(np.array([math.inf]), np.ones(1), np.array([target_s])),
     )
     made = PrefillQueueModel()
-    first = speed.prompt_tokens(StepDecodes(1, 1, target_s), 0)
+    first = speed.step_room(StepDecodes(1, 1, target_s), 0)
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
         made.join(str(number), work(num_tokens, priority), None, first, 0.0)
     found = made.predict(work(*prompts[-1]), speed, NOBODY, 0.0, 0.0, 0.0, ColocatedDecodes(0, running, ONE_STEP))
-    assert found is not None
     assert found.ends_s == pytest.approx(scheduled_until(prompts, 0.1, rule, target_s))
 
 
@@ -291,20 +310,19 @@ def test_a_worker_that_decodes_too_computes_chunks_beside_its_tokens() -> None:
 
 def test_what_it_computed_before_decodes_beside_a_prompt() -> None:
     made = course(100)
-    made.join("second", work(100), Decoding(0, 99.0, 1.0), STEP, 0.0)
+    made.join("second", work(100), Decoding(0, 99.0, 1.0), ROOM, 0.0)
     found = made.predict(work(30), BOTH, NOBODY, 0.0, 0.0, 0.0, ColocatedDecodes(0, lives(), ONE_STEP))
     assert found == pytest.approx((2.0, 2.4, 0))
 
 
 def test_what_is_left_behind_a_prompt_is_told() -> None:
     found = course(1000).predict(work(30), SPEED, NOBODY, 0.0, 0.0, 0.0)
-    assert found is not None
     assert found.behind_tokens == 1000 - 100 - 70
 
 
 def test_steps_with_decoding_are_over_later() -> None:
     made = PrefillQueueModel()
-    made.join("long", work(1000), None, CHUNK, 0.0)
+    made.join("long", work(1000), None, StepRoom(CHUNK), 0.0)
     made.advance(BOTH, 0.0, 2.6, 0.1, StepDecodes(1, 1))
     assert made.num_tokens == 1000 - 5 * CHUNK
 
@@ -314,7 +332,7 @@ def test_as_many_prompts_will_come_as_do_half_of_the_times() -> None:
     speed = BOTH._replace(model=PrefillModel(0.1, 0.01, 0.0))
     for number in range(12):
         assert number >= 10 or made.usual_work_s(speed, 99.0, float(number)) == 0  # little is known
-        made.join(str(number), work(20 if number % 2 else 60), None, STEP, float(number))
+        made.join(str(number), work(20 if number % 2 else 60), None, ROOM, float(number))
     each_s = (0.3 + 0.6 + 0.2) / 2  # 60 tokens are two chunks
     assert made.usual_work_s(speed, 0.6, 12.0) == 0
     assert made.usual_work_s(speed, 0.7, 12.0) == pytest.approx(each_s)
@@ -324,15 +342,15 @@ def test_as_many_prompts_will_come_as_do_half_of_the_times() -> None:
 def test_prompts_that_usually_come_will_share_the_steps() -> None:
     made = PrefillQueueModel()
     for number in range(21):  # two short ones a second
-        made.join(str(number), work(25), None, STEP, number / 2)
-        made.computed(str(number), STEP, number / 2)
+        made.join(str(number), work(25), None, ROOM, number / 2)
+        made.computed(str(number), ROOM, number / 2)
     alone, last = PrefillQueueModel(), 10.0
     assert predict(alone, work(400), now_s=last).ends_s == last + 4.0
     assert last + 6.0 <= predict(made, work(400), now_s=last).ends_s <= last + 8.0  # half of what it computes, at most
     assert predict(made, work(20), now_s=last).ends_s == last + 0.2  # who comes later comes later
     few = PrefillQueueModel()
-    few.join("a", work(25), None, STEP, last - 1)
-    few.computed("a", STEP, last)
+    few.join("a", work(25), None, ROOM, last - 1)
+    few.computed("a", ROOM, last)
     assert predict(few, work(400), now_s=last).ends_s == last + 4.0  # nothing is known of what will come
 
 
@@ -349,13 +367,12 @@ def test_a_prediction_is_no_sooner_than_its_own_work(
     for number, (pause_s, length, is_computed) in enumerate(events):
         now_s += pause_s
         made.advance(speed, 1.0, now_s)
-        made.join(str(number), work(length), Decoding(7, 1.0), STEP, now_s)
+        made.join(str(number), work(length), Decoding(7, 1.0), ROOM, now_s)
         if is_computed:
-            made.computed(str(number // 2), STEP, now_s)
+            made.computed(str(number // 2), ROOM, now_s)
         else:
-            made.remove(str(number // 3), STEP, now_s)
+            made.remove(str(number // 3), ROOM, now_s)
     found = made.predict(work(num_tokens), speed, beside({7: [(now_s, now_s + 1)]}), 1.0, 0.0, now_s)
-    assert found is not None
     assert now_s <= found.begins_s <= found.ends_s
     assert found.ends_s - now_s >= num_tokens * SPEED.model.b - 1e-9
     most_s = 2 * (num_tokens + made.num_tokens) * SPEED.model.b + 2  # who comes meanwhile has half of each step

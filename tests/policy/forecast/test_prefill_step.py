@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, by_rank, form_step, work_s
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, StepRoom, by_rank, form_step, work_s
 from halfmoon.policy.models.latency import PrefillModel
 
 STEP = 100
@@ -17,8 +17,8 @@ def prompt(order: int, new_tokens: int, priority: int = 0, ready_s: float = -mat
     return Prompt(str(order), order, new_tokens, known_tokens, priority, ready_s, math.inf, None)
 
 
-def sizes(*prompts: Prompt, now_s: float = 0.0) -> list[tuple[int, int]]:
-    return [(one.order, num_tokens) for one, num_tokens in form_step(by_rank(prompts), STEP, now_s)]
+def sizes(*prompts: Prompt, now_s: float = 0.0, places: int = 9) -> list[tuple[int, int]]:
+    return [(one.order, num_tokens) for one, num_tokens in form_step(by_rank(prompts), StepRoom(STEP, places), now_s)]
 
 
 def test_a_long_prompt_takes_what_shorter_ones_of_its_priority_leave_of_half() -> None:
@@ -35,6 +35,14 @@ def test_who_waits_for_what_is_restored_is_not_in_it() -> None:
     assert sizes(late, prompt(1, 60), now_s=2.0) == [(0, 50), (1, 50)]
 
 
+def test_it_has_no_more_prompts_than_places() -> None:
+    assert sizes(prompt(0, 10), prompt(1, 10), prompt(2, 10), places=2) == [(0, 10), (1, 10)]
+    late = prompt(0, 10, ready_s=2.0)
+    assert sizes(late, prompt(1, 10), prompt(2, 10), prompt(3, 10), places=2) == [(1, 10), (2, 10)]
+    long = prompt(0, 400)
+    assert sizes(long, prompt(1, 30), prompt(2, 10), places=2) == [(0, 70), (1, 30)]  # as the third has no place
+
+
 def test_its_time_is_that_of_its_tokens_and_of_those_before_them() -> None:
     step = [PredictedChunk(prompt(0, 50, known_tokens=100), 50), PredictedChunk(prompt(1, 90), 10)]
     assert work_s(step, PrefillModel(0.5, 0.01, 0.001)) == 0.5 + 0.01 * 60 + 0.001 * (50 * 125 + 10 * 5)
@@ -47,7 +55,7 @@ waiting = st.tuples(st.integers(1, 250), st.integers(-1, 1), st.sampled_from([-m
 @given(st.lists(waiting, max_size=8), st.floats(0, 4))
 def test_it_is_full_or_has_all_that_are_ready(rows: list[tuple[int, int, float]], now_s: float) -> None:
     prompts = [prompt(order, *row) for order, row in enumerate(rows)]
-    step = form_step(by_rank(prompts), STEP, now_s)
+    step = form_step(by_rank(prompts), StepRoom(STEP), now_s)
     ready = [one for one in prompts if one.ready_s <= now_s]
     assert sum(num_tokens for _, num_tokens in step) == min(sum(one.new_tokens for one in ready), STEP)
     assert all(0 < num_tokens <= one.new_tokens and one in ready for one, num_tokens in step)
