@@ -23,17 +23,23 @@ class OutputTurns:
         """Outputs run in `tasks`."""
         self._tasks = tasks
         self._places = asyncio.Semaphore(MOST_BEGINNING)
+        self._turn = asyncio.Lock()
 
     async def begin(self, run: RunOutput, sink: TokenSink) -> asyncio.Future[None]:
-        """Runs an output in its turn. The future ends with its first token, or with the output."""
-        await self._places.acquire()
+        """Runs an output in its turn. The future ends with its first token, or with the output.
+
+        One output begins in a round of the event loop, so that placements of many hold up nobody else.
+        """
         begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        begun.add_done_callback(lambda _: self._places.release())
 
         def note_begun() -> None:
             if not begun.done():
                 begun.set_result(None)
 
-        task = self._tasks.create_task(run(NotifyingSink(sink, note_begun)))
-        task.add_done_callback(lambda _: note_begun())
+        async with self._turn:
+            await self._places.acquire()
+            begun.add_done_callback(lambda _: self._places.release())
+            task = self._tasks.create_task(run(NotifyingSink(sink, note_begun)))
+            task.add_done_callback(lambda _: note_begun())
+            await asyncio.sleep(0)
         return begun
