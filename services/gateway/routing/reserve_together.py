@@ -11,6 +11,7 @@ from services.gateway.routing.request_routing import RequestRouting
 from services.gateway.routing.routing_context import RoutingContext
 
 _AT_ONCE = 8  # placements between which the event loop does nothing else: half a millisecond each
+_PAUSE_S = 0.001  # with rounds that do not sleep, workers' reports were not read for seconds
 
 
 async def reserve_together(context: RoutingContext, routings: Sequence[RequestRouting]) -> None:
@@ -29,7 +30,7 @@ async def _reserve_all(routings: Sequence[RequestRouting], *, is_probe: bool = F
         for number, routing in enumerate(routings, start=1):
             routing.reserve(is_probe=is_probe)
             if number % _AT_ONCE == 0:
-                await asyncio.sleep(0)
+                await asyncio.sleep(_PAUSE_S)
     except HalfmoonError:
         for routing in routings:
             routing.release()
