@@ -11,7 +11,7 @@ from services.gateway.routing.request_routing import RequestRouting
 from services.gateway.routing.routing_context import RoutingContext
 
 _AT_ONCE = 8  # placements between which the event loop does nothing else: half a millisecond each
-_PAUSE_S = 0.001  # with rounds that do not sleep, workers' reports were not read for seconds
+_PAUSE_S = 0.001  # between them
 
 
 async def reserve_together(context: RoutingContext, routings: Sequence[RequestRouting]) -> None:
