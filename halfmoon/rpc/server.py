@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import grpc
@@ -19,6 +19,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.addresses.towards import ALL_ADDRESSES
 from halfmoon.rpc.credentials.access import OPEN_ACCESS, CallAccess
 from halfmoon.rpc.credentials.listeners import check_listener
+from halfmoon.rpc.event_loop import ServiceLoop
 from halfmoon.rpc.interceptor import ServiceInterceptor
 from halfmoon.rpc.peer import KEEPALIVE_OPTIONS
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
@@ -146,10 +147,5 @@ def _on_stdin(loop: asyncio.AbstractEventLoop, told: Callable[[StopReason], None
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Runs a service's main coroutine to its end, on uvloop if installed."""
-    loop_factory = None
-    with suppress(ImportError):
-        import uvloop
-
-        loop_factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
+    with asyncio.Runner(loop_factory=ServiceLoop) as runner:
         runner.run(main())
