@@ -11,7 +11,17 @@ from halfmoon.policy.forecast.arrivals import ArrivalRate
 from halfmoon.policy.forecast.colocated_decodes import NO_DECODES, ColocatedDecodes
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
 from halfmoon.policy.forecast.pending_prompts import PendingPrompts
-from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, StepRoom, by_rank, form_step, sizes, work_s
+from halfmoon.policy.forecast.prefill_step import (
+    PredictedChunk,
+    Prompt,
+    StepRoom,
+    by_rank,
+    form_step,
+    queued_tokens,
+    sizes,
+    tokens_of,
+    work_s,
+)
 from halfmoon.policy.forecast.running_steps import RunningStep
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, NO_STEP_DECODES, ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import PrefillModel, StepModel, num_pairs
@@ -202,7 +212,7 @@ class PrefillQueueModel:
         mine = order = self._num_joined + 1
         queue = PendingPrompts([*self._prompts.values(), Prompt("", order, *work, None)])
         step, left_tokens, num_looks = self._step, work.new_tokens, 0
-        behind_tokens = self.num_tokens - _num_of_others(step)
+        behind_tokens = self.num_tokens - queued_tokens(step)
         begins_s, expected = math.inf, None
         decodes = decodes or ColocatedDecodes(-1, NO_DECODES, StepModel())
         decode_s = decodes.step_s(now_s)
@@ -217,13 +227,13 @@ class PrefillQueueModel:
                 time_s = queue.ready_s
             decode_s, beside = decodes.step_s(time_s), decodes.in_step(time_s)
             step = queue.next_step(speed.step_room(beside, queue.known_tokens(time_s) or 0), time_s)
-            num_mine = _num_of(mine, step)
+            num_mine = tokens_of(mine, step)
             if num_mine and begins_s == math.inf:
                 begins_s = time_s
             began_s = time_s
             time_s = colocated.after(work_s(step, speed.model) + decode_s, time_s, speed.contention)
             left_tokens -= num_mine
-            behind_tokens -= _num_of_others(step)
+            behind_tokens -= queued_tokens(step)
             if not left_tokens:
                 return PredictedTimes(begins_s, time_s, behind_tokens)
             if expected is None:  # most prompts end with the first step
@@ -238,7 +248,7 @@ class PrefillQueueModel:
         rest = queue.until(mine)
         ends_s = colocated.after(_sum_s(rest, speed, decode_s, beside), time_s, speed.contention)
         begins_s = min(begins_s, max(ends_s - work_s(rest[-1:], speed.model), time_s))
-        return PredictedTimes(begins_s, ends_s, behind_tokens - _num_of_others(rest))
+        return PredictedTimes(begins_s, ends_s, behind_tokens - queued_tokens(rest))
 
     def earliest_s(self, work: PromptWork, speed: Speed, ahead_s: float, now_s: float) -> float:
         """Lower bound on the time of the first token of any prompt with that priority and at least this work.
@@ -290,16 +300,3 @@ def _sum_s(rest: Sequence[PredictedChunk], speed: Speed, decode_s: float, beside
     num_tokens, pairs = sizes(rest)
     num_steps = max(math.ceil(num_tokens / room.tokens), math.ceil(len(rest) / room.places))
     return num_steps * (speed.model.a + decode_s) + speed.model.b * num_tokens + speed.model.c * pairs
-
-
-def _num_of(order: int, step: Sequence[PredictedChunk]) -> int:
-    """Tokens of a step that belong to the prompt of this order."""
-    for prompt, num_tokens in step:
-        if prompt.order == order:
-            return num_tokens
-    return 0
-
-
-def _num_of_others(step: Sequence[PredictedChunk]) -> int:
-    """Tokens of a step that belong to queued prompts, neither expected ones nor the one in question."""
-    return sum([num_tokens for prompt, num_tokens in step if prompt.request_id])

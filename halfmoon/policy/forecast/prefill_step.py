@@ -105,3 +105,16 @@ def sizes(step: Sequence[PredictedChunk]) -> tuple[int, float]:
         num_tokens += num_new
         pairs += num_pairs(prompt.known_tokens, num_new, prompt.most_seen)
     return num_tokens, pairs
+
+
+def tokens_of(order: int, step: Sequence[PredictedChunk]) -> int:
+    """Tokens of a step that belong to the prompt of this order."""
+    for prompt, num_tokens in step:
+        if prompt.order == order:
+            return num_tokens
+    return 0
+
+
+def queued_tokens(step: Sequence[PredictedChunk]) -> int:
+    """Tokens of a step that belong to queued prompts, neither expected ones nor the one in question."""
+    return sum([num_tokens for prompt, num_tokens in step if prompt.request_id])
