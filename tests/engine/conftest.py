@@ -77,7 +77,7 @@ _DEEPSEEK: dict[str, Any] = {
 _DEEPSEEK_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**_GATED),
+    "llama": lambda: LlamaConfig(**_WIDE),
     "llama-tied-biased": lambda: LlamaConfig(**_WIDE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
     "llama-llama3-rope": lambda: LlamaConfig(**_GATED, rope_parameters=_LLAMA3),
     "llama-yarn-rope": lambda: LlamaConfig(**_GATED, rope_parameters=_YARN),
@@ -120,7 +120,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "deepseek-v3": lambda: DeepseekV3Config(
         **_DEEPSEEK, q_lora_rank=40, first_k_dense_replace=1, n_group=4, topk_group=2, rope_parameters=_DEEPSEEK_YARN
     ),
-    "qwen2": lambda: Qwen2Config(**_GATED),
+    "qwen2": lambda: Qwen2Config(**_WIDE),
     "qwen3": lambda: Qwen3Config(**_GATED, head_dim=32, tie_word_embeddings=True),
     "opt": lambda: OPTConfig(**_SMALL, ffn_dim=96, word_embed_proj_dim=64),
     "opt-norm-after": lambda: OPTConfig(**_SMALL, ffn_dim=96, word_embed_proj_dim=32, do_layer_norm_before=False),
