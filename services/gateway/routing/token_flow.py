@@ -35,8 +35,8 @@ class NotifyingSink:
 
     def _push_first(self, tokens: Sequence[Token]) -> bool:
         """Notifies when the tokens are on their way: they do not wait for it."""
-        self.push = self._sink.push
         wants_no_more = self._sink.push(tokens)
+        self.push = self._sink.push  # which may have changed with its first tokens, too
         self._on_begin()
         return wants_no_more
 

@@ -140,3 +140,19 @@ async def test_the_first_tokens_of_each_attempt_go_ahead_of_what_is_noted_of_the
         await asyncio.gather(running, return_exceptions=True)
     assert seen == [[0], [0, 1, 2]]
     assert sink.pushed[:3] == [0, 1, 2]
+
+
+async def test_what_waits_for_first_tokens_is_told_once_by_nested_sinks() -> None:
+    sink = Sink(enough=9)
+    sink.may_begin.set()
+    told: list[str] = []
+    nested = NotifyingSink(NotifyingSink(sink, lambda: told.append("inner")), lambda: told.append("outer"))
+    for attempt in range(2):
+        flow = TokenFlow(handle)
+        running = asyncio.ensure_future(flow.run(nested))
+        for position in range(3):
+            flow.put(token(3 * attempt + position))
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert told == ["inner", "outer"] * (attempt + 1)
