@@ -41,7 +41,7 @@ typedef struct {
   void *out;
   int64_t num_rows, depth, num_columns, num_panels, rows_per_task, part; /* part: of the depth, multiplied at a time */
   int kind;
-  int is_gated; /* out is silu(gate) * up, [num_rows, num_columns]; the weight and bias have gate, then up */
+  int is_gated; /* out is silu(gate) * up, SUMS_ROUNDED; the weight and bias have gate, then up, of num_columns each */
 } NAME(linear_args);
 
 /* sums [num_rows, PANEL] = x * panel. */
@@ -52,13 +52,12 @@ INLINE void NAME(multiply_panel)(const NAME(linear_args) *a, const uint32_t *x, 
                    a->depth - k < a->part ? a->depth - k : a->part, k > 0);
 }
 
-/* gate [PANEL] = silu(gate) * up, each rounded to T first, as if it had been stored. */
-static void NAME(gate_sums)(float *gate, const float *up, const T *gate_bias, const T *up_bias) {
-  T rounded[2 * PANEL] __attribute__((aligned(64)));
-  NAME(store_sums)(rounded, gate, gate_bias, PANEL, SUMS_ROUNDED);
-  NAME(store_sums)(rounded + PANEL, up, up_bias, PANEL, SUMS_ROUNDED);
-  for (int64_t j = 0; j < PANEL; j += LANES)
-    store_f32(gate + j, NAME(silu)(LOAD(rounded + j), LOAD(rounded + PANEL + j)));
+/* out [PANEL] = silu(gate) * up, of sums that are rounded to T first, as if they had been stored. */
+static void NAME(store_gated)(T *out, const float *gate, const float *up, const T *gate_bias, const T *up_bias) {
+  T gate_up[2 * PANEL] __attribute__((aligned(64)));
+  NAME(store_sums)(gate_up, gate, gate_bias, PANEL, SUMS_ROUNDED);
+  NAME(store_sums)(gate_up + PANEL, up, up_bias, PANEL, SUMS_ROUNDED);
+  NAME(silu_row)(gate_up, out, PANEL);
 }
 
 static void NAME(linear_task)(void *data, long task) {
@@ -67,22 +66,19 @@ static void NAME(linear_task)(void *data, long task) {
   const int64_t num_rows = a->num_rows - row < a->rows_per_task ? a->num_rows - row : a->rows_per_task;
   const uint32_t *x = (const uint32_t *)(a->x) + row * a->depth, *panel = a->packed + column * a->depth;
   const T *bias = a->bias ? a->bias + column : 0;
-  float sums[LINEAR_ROWS * PANEL] __attribute__((aligned(64)));
+  float sums[LINEAR_ROWS * PANEL] __attribute__((aligned(64))), up[LINEAR_ROWS * PANEL] __attribute__((aligned(64)));
   NAME(multiply_panel)(a, x, panel, num_rows, sums);
-  if (a->is_gated) {
-    float up[LINEAR_ROWS * PANEL] __attribute__((aligned(64)));
-    NAME(multiply_panel)(a, x, panel + a->num_columns * a->depth, num_rows, up);
-    for (int64_t i = 0; i < num_rows; i++)
-      NAME(gate_sums)(sums + i * PANEL, up + i * PANEL, bias, bias ? bias + a->num_columns : 0);
-    bias = 0;
-  }
+  if (a->is_gated) NAME(multiply_panel)(a, x, panel + a->num_columns * a->depth, num_rows, up);
   const int64_t num_columns = a->num_columns - column < PANEL ? a->num_columns - column : PANEL;
   for (int64_t i = 0; i < num_rows; i++) {
+    void *out = NAME(sums_at)(a->out, (row + i) * a->num_columns + column, a->kind);
     if (i + ROWS_AHEAD < num_rows)
-      fetch_to_write(NAME(sums_at)(a->out, (row + i + ROWS_AHEAD) * a->num_columns + column, a->kind),
+      fetch_to_write(NAME(sums_at)(out, ROWS_AHEAD * a->num_columns, a->kind),
                      num_columns * (a->kind == SUMS_ROUNDED ? sizeof(T) : sizeof(float)));
-    NAME(store_sums)(NAME(sums_at)(a->out, (row + i) * a->num_columns + column, a->kind), sums + i * PANEL, bias,
-                     num_columns, a->kind);
+    if (a->is_gated)
+      NAME(store_gated)(out, sums + i * PANEL, up + i * PANEL, bias, bias ? bias + a->num_columns : 0);
+    else
+      NAME(store_sums)(out, sums + i * PANEL, bias, num_columns, a->kind);
   }
 }
 

@@ -75,14 +75,13 @@ typedef struct {
   int64_t num_rows, size;
 } NAME(silu_args);
 
-INLINE f32v NAME(silu)(f32v gate, f32v up) { return gate / (1.0f + exp_f32(-gate)) * up; }
-
 /* out [size] = silu(gate) * up; gate: [2 * size], up behind it. */
 static void NAME(silu_row)(const T *gate, T *out, int64_t size) {
   const T *up = gate + size;
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) {
-    STORE(out + i, NAME(silu)(LOAD(gate + i), LOAD(up + i)));
+    f32v g = LOAD(gate + i);
+    STORE(out + i, g / (1.0f + exp_f32(-g)) * LOAD(up + i));
   }
   for (; i < size; i++) {
     float g = TO_FLOAT(gate[i]);
