@@ -27,7 +27,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
 from halfmoon.policy.admission.qos_classes import QosClass
-from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, chunk_s, chunk_target_s
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, chunk_target_s
 from halfmoon.policy.models.latency import prefill_sample
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
 from halfmoon.sim.latency_sources.worker_profile import coefficients, load_profile
@@ -164,8 +164,7 @@ def _subjects(config: EngineConfig, targets_s: Sequence[float]) -> list[Subject]
 
 def _traced(rule: ChunkRule, step: StepResult) -> str:
     new_tokens, known_tokens, seconds = prefill_sample(step.num_prefill_tokens, step.num_prefill_pairs, step.duration_s)
-    decode_s = rule.step.seconds(step.num_decode_rows, step.decode_context_tokens)
-    expected_s = decode_s + chunk_s(*rule, new_tokens, known_tokens)
+    expected_s = rule.step_s(step.num_decode_rows, step.decode_context_tokens, new_tokens, known_tokens)
     return f"{new_tokens:6.0f} {step.num_prefill_pairs:9.0f} {1e3 * expected_s:7.1f} {1e3 * seconds:7.1f}"
 
 

@@ -65,6 +65,10 @@ class ChunkRule(NamedTuple):
         least = max(constant // _LEAST, 1)
         return int(min(max(num_tokens - num_tokens % _MULTIPLE, least), most)) if num_tokens < most else most
 
+    def step_s(self, batch: float, context_tokens: float, num_tokens: float, known_tokens: float) -> float:
+        """Seconds of a step with these decodes and a chunk of `num_tokens` after `known_tokens`."""
+        return self.step.seconds(batch, context_tokens) + chunk_s(self.prefill, self.step, num_tokens, known_tokens)
+
     def slowed(self, times: float) -> ChunkRule:
         """The rule of a worker that takes `times` as long for everything."""
         return self if times == 1 else ChunkRule(self.prefill.scaled(times), self.step.scaled(times))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from halfmoon.policy.models.chunk_length import ChunkRule, StepDecodes, chunk_s
+from halfmoon.policy.models.chunk_length import ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import prefill_sample
 from halfmoon.policy.models.measured_step import MeasuredStep
 
@@ -30,8 +30,7 @@ class LearnedChunkRule:
         if not step.batch or step.prefill_tokens < _LEAST_TOKENS or not self._start.is_known:
             return
         new_tokens, known_tokens, seconds = prefill_sample(step.prefill_tokens, step.prefill_pairs, step.seconds)
-        prefill, model = self._start
-        predicted_s = model.seconds(step.batch, step.context_tokens) + chunk_s(prefill, model, new_tokens, known_tokens)
+        predicted_s = self._start.step_s(step.batch, step.context_tokens, new_tokens, known_tokens)
         if seconds > 0 < predicted_s:
             self._slowness.append(seconds / predicted_s)
             self.rule = self._start.slowed(sorted(self._slowness)[-2:][0])
