@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 from halfmoon.policy.forecast.arrivals import ArrivalRate
@@ -14,48 +13,24 @@ from halfmoon.policy.forecast.pending_prompts import PendingPrompts
 from halfmoon.policy.forecast.prefill_step import (
     PredictedChunk,
     Prompt,
+    Speed,
     StepRoom,
     by_rank,
     form_step,
+    full_steps_s,
     queued_tokens,
     sizes,
     tokens_of,
     work_s,
 )
 from halfmoon.policy.forecast.running_steps import RunningStep
-from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, NO_STEP_DECODES, ChunkRule, StepDecodes
-from halfmoon.policy.models.latency import PrefillModel, StepModel, num_pairs
+from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes
+from halfmoon.policy.models.latency import StepModel, num_pairs
 
 _MAX_STEPS = 256  # of look-ahead; the rest of the prompts is summed up
 _MAX_LOOKS = 600  # at prompts and steps: a millisecond or two, which delays every other request
 _OVERDUE = 0.05  # share of an overdue step that is assumed to be left
 _UNKNOWN = 0.5  # share of a running decode step that is over, on average
-
-
-class Speed(NamedTuple):
-    """How fast a worker computes, alone and with colocated workers."""
-
-    model: PrefillModel
-    step_tokens: int
-    contention: float = 0.0  # slowdown per busy colocated worker, as a share of the time alone
-    chunk_tokens: int = 0  # in place of `step_tokens` in steps that also decode
-    chunk_rule: ChunkRule = CONSTANT_CHUNKS  # in place of `chunk_tokens`, where it is known
-    max_running: float = math.inf  # sequences in a step
-
-    def step_room(self, beside: StepDecodes, known_tokens: int) -> StepRoom:
-        """What a step takes beside these decodes, if its first prompt has `known_tokens` computed.
-
-        Where decodes have all places, about one becomes free in each step.
-        """
-        places = int(max(min(self.max_running - beside.batch, sys.maxsize), 1))
-        if not beside.batch:
-            return StepRoom(self.step_tokens, places)
-        return StepRoom(self.chunk_rule.tokens(self.chunk_tokens, self.step_tokens, beside, known_tokens), places)
-
-    def chunked_s(self, num_tokens: int) -> float:
-        """Seconds to compute a prompt in chunks of the constant length, without the decode part of their steps."""
-        num_more = math.ceil(num_tokens / self.chunk_tokens) - 1
-        return self.model.seconds(num_tokens) + self.model.a * num_more
 
 
 class PromptWork(NamedTuple):
@@ -246,7 +221,7 @@ class PrefillQueueModel:
                 break
         queue.end(step)
         rest = queue.until(mine)
-        ends_s = colocated.after(_sum_s(rest, speed, decode_s, beside), time_s, speed.contention)
+        ends_s = colocated.after(full_steps_s(rest, speed, decode_s, beside), time_s, speed.contention)
         begins_s = min(begins_s, max(ends_s - work_s(rest[-1:], speed.model), time_s))
         return PredictedTimes(begins_s, ends_s, behind_tokens - queued_tokens(rest))
 
@@ -292,11 +267,3 @@ class PrefillQueueModel:
     def _begin(self, now_s: float, room: StepRoom) -> None:
         self._step = form_step(by_rank(self._prompts.values()), room, now_s)
         self._step_began_s = now_s
-
-
-def _sum_s(rest: Sequence[PredictedChunk], speed: Speed, decode_s: float, beside: StepDecodes) -> float:
-    """Seconds to compute these prompts in full steps beside the same decodes."""
-    room = speed.step_room(beside, 0)
-    num_tokens, pairs = sizes(rest)
-    num_steps = max(math.ceil(num_tokens / room.tokens), math.ceil(len(rest) / room.places))
-    return num_steps * (speed.model.a + decode_s) + speed.model.b * num_tokens + speed.model.c * pairs

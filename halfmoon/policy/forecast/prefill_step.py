@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from halfmoon.policy.forecast.colocated_workers import Decoding
+from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import PrefillModel, num_pairs
 
 _rank = attrgetter("priority", "order")
@@ -48,6 +50,32 @@ class StepRoom(NamedTuple):
 
     tokens: int
     places: int = sys.maxsize  # prompts
+
+
+class Speed(NamedTuple):
+    """How fast a worker computes, alone and with colocated workers."""
+
+    model: PrefillModel
+    step_tokens: int
+    contention: float = 0.0  # slowdown per busy colocated worker, as a share of the time alone
+    chunk_tokens: int = 0  # in place of `step_tokens` in steps that also decode
+    chunk_rule: ChunkRule = CONSTANT_CHUNKS  # in place of `chunk_tokens`, where it is known
+    max_running: float = math.inf  # sequences in a step
+
+    def step_room(self, beside: StepDecodes, known_tokens: int) -> StepRoom:
+        """What a step takes beside these decodes, if its first prompt has `known_tokens` computed.
+
+        Where decodes have all places, about one becomes free in each step.
+        """
+        places = int(max(min(self.max_running - beside.batch, sys.maxsize), 1))
+        if not beside.batch:
+            return StepRoom(self.step_tokens, places)
+        return StepRoom(self.chunk_rule.tokens(self.chunk_tokens, self.step_tokens, beside, known_tokens), places)
+
+    def chunked_s(self, num_tokens: int) -> float:
+        """Seconds to compute a prompt in chunks of the constant length, without the decode part of their steps."""
+        num_more = math.ceil(num_tokens / self.chunk_tokens) - 1
+        return self.model.seconds(num_tokens) + self.model.a * num_more
 
 
 def by_rank(prompts: Iterable[Prompt]) -> list[Prompt]:
@@ -118,3 +146,11 @@ def tokens_of(order: int, step: Sequence[PredictedChunk]) -> int:
 def queued_tokens(step: Sequence[PredictedChunk]) -> int:
     """Tokens of a step that belong to queued prompts, neither expected ones nor the one in question."""
     return sum([num_tokens for prompt, num_tokens in step if prompt.request_id])
+
+
+def full_steps_s(rest: Sequence[PredictedChunk], speed: Speed, decode_s: float, beside: StepDecodes) -> float:
+    """Seconds to compute these prompts in full steps beside the same decodes."""
+    room = speed.step_room(beside, 0)
+    num_tokens, pairs = sizes(rest)
+    num_steps = max(math.ceil(num_tokens / room.tokens), math.ceil(len(rest) / room.places))
+    return num_steps * (speed.model.a + decode_s) + speed.model.b * num_tokens + speed.model.c * pairs

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.policy.forecast.arrivals import ArrivalRate
-from halfmoon.policy.forecast.prefill_queue_model import Speed
+from halfmoon.policy.forecast.prefill_step import Speed
 from halfmoon.policy.models.latency import PrefillModel
 
 PACES = [Speed(PrefillModel(0.01, b, 1e-6), 512, chunk_tokens=chunk) for b, chunk in ((1e-3, 128), (2e-3, 16))]

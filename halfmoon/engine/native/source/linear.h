@@ -41,7 +41,7 @@ typedef struct {
   void *out;
   int64_t num_rows, depth, num_columns, num_panels, rows_per_task, part; /* part: of the depth, multiplied at a time */
   int kind;
-  int is_gated; /* out is silu(gate) * up, SUMS_ROUNDED; the weight and bias have gate, then up, of num_columns each */
+  int is_gated; /* out is silu(gate) * up, SUMS_ROUNDED; weight and bias have num_columns of gate, then of up */
 } NAME(linear_args);
 
 /* sums [num_rows, PANEL] = x * panel. */
