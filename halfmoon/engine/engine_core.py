@@ -32,6 +32,7 @@ from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence, Sch
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence, SequenceState
 from halfmoon.engine.scheduling.sequence_blocks import CopyTokens
+from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.engine.scheduling.spread_pool import Blocks
 from halfmoon.engine.scheduling.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
@@ -79,9 +80,9 @@ class EngineCore:
         self._limits = limits
         self._finish_reason = finish_reason
         self._cache = PrefixCache(pool, self.layout.block_tokens, root)
-        self._scheduler = Scheduler(self._cache, self.layout.block_tokens, step_limits, paused_kv, copy_tokens)
+        self._queues = SequenceQueues(self._cache, self.layout.block_tokens, step_limits, paused_kv, copy_tokens)
+        self._scheduler = Scheduler(self._queues)
         self._keeps_ends = copy_tokens is not None
-        self._queues = self._scheduler.queues
         self._kv_watch = KVWatch(self.layout)
         self._restores = RestoreWatch(self.layout.block_tokens)
         self._chains = BlockChains(self.layout.block_tokens)

@@ -16,6 +16,7 @@ from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.kv_policy import (
@@ -66,7 +67,7 @@ policies = st.builds(
 def engine_blocks(policy: str, prompt: int, output: int, chunk: int, block_tokens: int) -> list[int]:
     """Blocks in use in each step of one request, and of the same again, which finds what it may of the first."""
     cache = PrefixCache(BlockPool(NUM_BLOCKS), block_tokens, lambda salt: b"")
-    scheduler = Scheduler(cache, block_tokens, SchedulerLimits(chunk, chunk, 4))
+    scheduler = Scheduler(SequenceQueues(cache, block_tokens, SchedulerLimits(chunk, chunk, 4)))
     salt = policy_salt(parse_kv_policy(policy), b"")
     used = []
     for number in range(2):
@@ -265,7 +266,7 @@ def test_a_decode_worker_holds_as_much_of_a_second_prompt_as_the_engines(policy:
     kept, size = parse_kv_policy(policy), 64
     assert kept is not None
     cache = PrefixCache(BlockPool(100), size, lambda salt: b"")
-    queues = Scheduler(cache, size, SchedulerLimits(512, 512, 4)).queues
+    queues = SequenceQueues(cache, size, SchedulerLimits(512, 512, 4))
     held = []
     for number in range(2):
         sampling = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -16,6 +16,7 @@ from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.kv.kv_policy import policy_salt
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.chunk_length import ChunkRule, chunk_target_s
@@ -76,9 +77,8 @@ def engine_results(
     root = None if prompts is None else lambda salt: sha256(salt).digest()[:16]
     cache = PrefixCache(BlockPool(num_blocks), BLOCK_TOKENS, root)
     cached: dict[int, int] = {}
-    scheduler = Scheduler(
-        cache, BLOCK_TOKENS, SchedulerLimits(limits.max_batch_tokens, limits.chunk_tokens, limits.max_running)
-    )
+    step_limits = SchedulerLimits(limits.max_batch_tokens, limits.chunk_tokens, limits.max_running)
+    scheduler = Scheduler(SequenceQueues(cache, BLOCK_TOKENS, step_limits))
     if limits.follows_targets:
         scheduler.chunk_rule = LearnedChunkRule(RULE)
     first: dict[int, int] = {}

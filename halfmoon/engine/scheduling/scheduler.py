@@ -10,11 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from halfmoon.engine.scheduling.paused_sequences import PausedKV
-from halfmoon.engine.scheduling.prefix_cache import PrefixCache
-from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence, SchedulerLimits
+from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence
 from halfmoon.engine.scheduling.sequence import Sequence
-from halfmoon.engine.scheduling.sequence_blocks import CopyTokens
 from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, decodes_with_targets
@@ -29,20 +26,12 @@ _MOST_LOGITS = 256  # of a step, for all prompts that need those of each token: 
 class Scheduler:
     """Composes steps from the sequences in `queues`."""
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        block_tokens: int,
-        limits: SchedulerLimits,
-        paused_kv: PausedKV | None = None,
-        copy_tokens: CopyTokens | None = None,
-    ) -> None:
-        """paused_kv, copy_tokens: see `SequenceQueues`."""
-        self.queues = SequenceQueues(cache, block_tokens, limits, paused_kv, copy_tokens)
+    def __init__(self, queues: SequenceQueues) -> None:
+        self.queues = queues
         self.chunk_rule = LearnedChunkRule(CONSTANT_CHUNKS)  # how much of a prompt is computed beside decodes
-        self._blocks = self.queues.blocks
-        self._block_tokens = block_tokens
-        self._limits = limits
+        self._blocks = queues.blocks
+        self._block_tokens = queues.block_tokens
+        self._limits = queues.limits
         self._turns: Turns[Sequence] = Turns()  # of this step
         self._decodes_wait = False  # in this step
 

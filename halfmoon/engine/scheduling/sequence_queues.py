@@ -29,8 +29,8 @@ class SequenceQueues:
         """
         self.blocks = SequenceBlocks(cache, block_tokens, limits.window_tokens, copy_tokens)
         self.is_short = False  # the last step left a sequence waiting for blocks or for a place
-        self._block_tokens = block_tokens
-        self._limits = limits
+        self.block_tokens = block_tokens
+        self.limits = limits
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._paused = PausedSequences(cache, paused_kv)
@@ -76,7 +76,7 @@ class SequenceQueues:
     @property
     def num_places(self) -> int:
         """How many more sequences may run or be reserved."""
-        return self._limits.max_running - len(self._running) - len(self._reserved)
+        return self.limits.max_running - len(self._running) - len(self._reserved)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence to be computed here from its first token.
@@ -101,12 +101,12 @@ class SequenceQueues:
         ahead = [*(self._waiting if lacks_room else ()), *self._paused]
         if is_overtaken(sequence.pauses, (other.pauses for other in ahead), now_s):
             raise NoCapacity(f"{len(ahead)} sequences wait for blocks already")
-        num_tokens = len(sequence.token_ids) - len(sequence.not_handed_over) * self._block_tokens
+        num_tokens = len(sequence.token_ids) - len(sequence.not_handed_over) * self.block_tokens
         num_known = 0 if sequence.not_handed_over else num_tokens
         if self.allows_pauses:
             self._pause_for(sequence, num_known, num_tokens + 1, now_s)
         if self.num_places <= 0:
-            raise NoCapacity(f"{self._limits.max_running} sequences run or are reserved already")
+            raise NoCapacity(f"{self.limits.max_running} sequences run or are reserved already")
         if not self._take_blocks(sequence, num_known, num_tokens + 1, now_s):
             raise NoCapacity(f"{num_tokens + 1} tokens do not fit: {self.blocks.num_available} blocks are available")
         if sequence.not_handed_over:
@@ -162,7 +162,7 @@ class SequenceQueues:
             [sequence for sequence in self._running if sequence.is_decoding],
             self.num_places,
             self.blocks.num_available + len(reclaimable) - self.blocks.num_growing(self._running),
-            self._limits.max_batch_tokens - prompts,
+            self.limits.max_batch_tokens - prompts,
             self.blocks.num_freed,
             now_s,
         )
@@ -188,7 +188,7 @@ class SequenceQueues:
         sequence.num_loaded = 0
         if sequence.restore is not None:
             sequence.restore.move_fence(max(sequence.restore.fence, sequence.num_known_blocks))
-            sequence.skip_loaded(self._block_tokens)
+            sequence.skip_loaded(self.block_tokens)
             self._admitted.append(sequence)
         self._waiting.remove(sequence)
         if sequence.pauses.is_paused:  # it was paused, and its K and V found no room

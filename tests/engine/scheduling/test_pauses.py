@@ -12,6 +12,7 @@ from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.schedule import Schedule, SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.errors import NoCapacity
 
 BLOCK_TOKENS = 4
@@ -48,7 +49,7 @@ class World:
         self.cache = PrefixCache(BlockPool(num_blocks), BLOCK_TOKENS, bytes if caches else None)
         self.copies = CountedCopies(most_copies)
         limits = SchedulerLimits(max_batch_tokens=32, max_running=max_running)
-        self.scheduler = Scheduler(self.cache, BLOCK_TOKENS, limits, self.copies)
+        self.scheduler = Scheduler(SequenceQueues(self.cache, BLOCK_TOKENS, limits, self.copies))
         self.now_s = 0.0
         self.num_added = 0
         self.num_computed = 0  # tokens, in all steps

@@ -14,6 +14,7 @@ from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.schedule import Schedule, SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.errors import NoCapacity
 from halfmoon.policy.models.chunk_length import ChunkRule
 from halfmoon.policy.models.latency import PrefillModel, StepModel
@@ -25,7 +26,7 @@ BLOCK_TOKENS = 4
 def make(num_blocks: int = 16, **limits: int) -> tuple[Scheduler, PrefixCache]:
     cache = PrefixCache(BlockPool(num_blocks), BLOCK_TOKENS, None)
     chosen: dict[str, Any] = {"max_batch_tokens": 32, "max_running": 8, **limits}
-    return Scheduler(cache, BLOCK_TOKENS, SchedulerLimits(**chosen)), cache
+    return Scheduler(SequenceQueues(cache, BLOCK_TOKENS, SchedulerLimits(**chosen))), cache
 
 
 def sequence(

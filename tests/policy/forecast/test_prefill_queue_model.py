@@ -16,6 +16,7 @@ from halfmoon.engine.scheduling.prefix_cache import PrefixCache
 from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes, DecodeIntervals
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
 from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork
@@ -213,9 +214,8 @@ def scheduled_until(
     """When the last one's token comes, by the engine's scheduler; the first one's step has begun before the others.
     With `decode_s` somebody with that TBT target decodes meanwhile."""
     cache = PrefixCache(BlockPool(1000), 16, None)
-    scheduler = Scheduler(
-        cache, 16, SchedulerLimits(max_batch_tokens=STEP, chunk_tokens=40 if decode_s else STEP, max_running=places)
-    )
+    limits = SchedulerLimits(max_batch_tokens=STEP, chunk_tokens=40 if decode_s else STEP, max_running=places)
+    scheduler = Scheduler(SequenceQueues(cache, 16, limits))
     scheduler.chunk_rule = LearnedChunkRule(rule)
     now_s = 0.0
     if decode_s:
