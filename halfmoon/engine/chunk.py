@@ -31,6 +31,5 @@ def chunk_of(item: ScheduledSequence) -> Chunk:
     """The chunk for a scheduled sequence."""
     sequence, start = item.sequence, item.start
     token_ids = [*sequence.token_ids[start : start + item.num_tokens - len(item.drafts)], *item.drafts]
-    policy = None if sequence.is_read_whole else sequence.policy
     choice = sequence.choice if start + len(token_ids) == sequence.num_prompt else None
-    return Chunk(token_ids, start, sequence.blocks, item.num_logits, policy, choice)
+    return Chunk(token_ids, start, sequence.blocks, item.num_logits, sequence.effective_policy, choice)

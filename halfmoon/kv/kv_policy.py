@@ -94,9 +94,12 @@ def most_seen(policy: KVPolicy | None, block_tokens: int) -> tuple[float, float]
     return math.inf if policy.chooses else mean_seen, mean_seen
 
 
-def reads_whole(policy: KVPolicy | None, num_prompt: int, num_computed: int) -> bool:
-    """Whether what is computed next sees everything before it: no policy holds, or not before the prompt's end."""
-    return policy is None or (policy.chooses and num_computed < num_prompt)
+def effective_policy(policy: KVPolicy | None, num_prompt: int, num_computed: int) -> KVPolicy | None:
+    """The policy by which what is computed next sees; None: it sees everything before it.
+
+    One that chooses does not hold before the prompt's end.
+    """
+    return None if policy is not None and policy.chooses and num_computed < num_prompt else policy
 
 
 def num_pairs(policy: KVPolicy | None, num_before: int, num_new: int, block_tokens: int) -> float:

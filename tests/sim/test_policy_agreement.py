@@ -24,12 +24,12 @@ from halfmoon.kv.kv_policy import (
     SNAPKV,
     KVPolicy,
     bound_of,
+    effective_policy,
     most_seen,
     num_at_once,
     num_pairs,
     parse_kv_policy,
     policy_salt,
-    reads_whole,
 )
 from halfmoon.pb.types_pb2 import Generation
 from halfmoon.policy.admission.qos_classes import QosClass
@@ -221,7 +221,7 @@ def test_pairs_of_a_prompt_are_those_that_its_tokens_see(
 def test_forecasts_count_the_pairs_of_a_prompt_nearly_so(policy: str, known: int, new: int, block_tokens: int) -> None:
     """What a token sees grows to the mean and stays there: not half a block further, and back."""
     kept = parse_kv_policy(policy)
-    sees = None if reads_whole(kept, known + new, known) else kept
+    sees = effective_policy(kept, known + new, known)
     forecast = latency.num_pairs(known, new, most_seen(kept, block_tokens)[0])
     assert forecast == pytest.approx(num_pairs(sees, known, new, block_tokens), abs=block_tokens**2 + new / 2)
 

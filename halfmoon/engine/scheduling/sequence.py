@@ -13,7 +13,15 @@ from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams,
 from halfmoon.engine.scheduling.restore_order import Restore
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.kv_policy import Chooser, kv_policy_of, num_at_once, num_findable, num_reusable, reads_whole
+from halfmoon.kv.kv_policy import (
+    Chooser,
+    KVPolicy,
+    effective_policy,
+    kv_policy_of,
+    num_at_once,
+    num_findable,
+    num_reusable,
+)
 from halfmoon.policy.preemption import Pauses
 
 SequenceState = Literal["waiting", "running", "paused", "reserved", "held", "removed"]
@@ -119,9 +127,9 @@ class Sequence:
         return num_findable(self.policy, self.num_prompt, self.num_computed)
 
     @property
-    def is_read_whole(self) -> bool:
-        """See `reads_whole`."""
-        return reads_whole(self.policy, self.num_prompt, self.num_computed)
+    def effective_policy(self) -> KVPolicy | None:
+        """The policy by which what is computed next sees; None: it sees everything before it."""
+        return effective_policy(self.policy, self.num_prompt, self.num_computed)
 
     def num_at_once(self, num_tokens: int) -> int:
         """How many of the next `num_tokens` run in one step."""

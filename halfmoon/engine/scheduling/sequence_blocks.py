@@ -120,10 +120,10 @@ class SequenceBlocks:
         A prompt that is handed over keeps those behind the model's window: where it goes, they are asked for.
         """
         if sequence.choice is not None:
-            if not sequence.is_read_whole:
+            if sequence.effective_policy is not None:
                 self._keep_choice(sequence, sequence.choice)
             return
-        if sequence.restore is not None or (sequence.policy is not None and sequence.is_read_whole):
+        if sequence.restore is not None or sequence.effective_policy is not sequence.policy:
             return
         window = self._window_tokens
         if sequence.policy is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from halfmoon.engine.scheduling.paused_sequences import PauseCounts
-from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence
+from halfmoon.engine.scheduling.schedule import Schedule
 from halfmoon.engine.step_result import StepResult
 from halfmoon.kv.kv_policy import num_pairs
 
@@ -15,7 +15,9 @@ def step_counts(schedule: Schedule, pauses: PauseCounts, block_tokens: int) -> S
     prefills = schedule.scheduled[schedule.num_decode_seqs :]
     return StepResult(
         num_prefill_tokens=sum(item.num_tokens for item in prefills),
-        num_prefill_pairs=sum(_num_pairs(item, block_tokens) for item in prefills),
+        num_prefill_pairs=sum(
+            num_pairs(item.sequence.effective_policy, item.start, item.num_tokens, block_tokens) for item in prefills
+        ),
         num_decode_seqs=schedule.num_decode_seqs,
         decode_context_tokens=sum(item.num_seen(block_tokens) for item in decodes),
         num_drafts=sum(len(item.drafts) for item in schedule.scheduled),
@@ -30,8 +32,3 @@ def step_counts(schedule: Schedule, pauses: PauseCounts, block_tokens: int) -> S
         },
         num_computed_tokens={item.sequence.request_id: item.num_tokens for item in prefills},
     )
-
-
-def _num_pairs(item: ScheduledSequence, block_tokens: int) -> float:
-    policy = None if item.sequence.is_read_whole else item.sequence.policy
-    return num_pairs(policy, item.start, item.num_tokens, block_tokens)

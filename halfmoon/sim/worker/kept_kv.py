@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.kv.kv_policy import KVPolicy, most_seen, num_chosen, num_pairs, parse_kv_policy, reads_whole
+from halfmoon.kv.kv_policy import KVPolicy, effective_policy, most_seen, num_chosen, num_pairs, parse_kv_policy
 from halfmoon.sim.workloads.workload import Floats, Ints
 
 
@@ -26,9 +26,8 @@ def num_unseen(policy: KVPolicy | None, num_tokens: int, block_tokens: int) -> i
 
 def num_dropped(policy: KVPolicy | None, num_prompt: int, num_computed: int, block_tokens: int) -> int:
     """Blocks given back while a prompt is computed: none before the end of one that a policy chooses from."""
-    if policy is None or reads_whole(policy, num_prompt, num_computed):
-        return 0
-    return len(policy.unseen(num_computed, block_tokens))
+    effective = effective_policy(policy, num_prompt, num_computed)
+    return 0 if effective is None else len(effective.unseen(num_computed, block_tokens))
 
 
 class KeptKV(NamedTuple):

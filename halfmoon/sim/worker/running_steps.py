@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from halfmoon.kv.kv_policy import num_pairs, reads_whole
+from halfmoon.kv.kv_policy import effective_policy, num_pairs
 from halfmoon.sim.cluster.contention import Work
 from halfmoon.sim.latency_sources.host_memory import Cycle
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
@@ -195,7 +195,7 @@ class RunningSteps:
         new, pairs, seen = 0, 0.0, 0
         for job, _, cached, num_tokens in chunks:
             new += num_tokens
-            policy = None if reads_whole(job.policy, job.prompt, cached) else job.policy
+            policy = effective_policy(job.policy, job.prompt, cached)
             pairs += num_pairs(policy, cached, num_tokens, self._block_tokens)
             seen += cached + num_tokens
         return new, pairs, seen
