@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_parts.fault import WORKERS, Act, Fault, Surroundings
+from benchmarks.chaos_parts.fault import WORKERS, Fault, Surroundings
 from benchmarks.chaos_parts.system import System
 
 _FULL_S = 10.0
@@ -71,29 +71,24 @@ async def fill(system: System, disk: Path) -> str:
     return f"{written >> 20} MB filled; {state}"
 
 
-def make_read_only(is_lazy: bool = False) -> Act:
-    """Takes the permission to write for ten seconds, by a read-only mount over the folder."""
-
-    async def act(system: System, disk: Path) -> str:
-        bind = ["mount", "--bind", str(disk), str(disk)]
-        subprocess.run(bind, check=True)
-        done = subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], capture_output=True, text=True)
-        await asyncio.sleep(_FULL_S)
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
-        return "files opened before stay writable" if not done.returncode else done.stderr.strip()
-
-    return act
-
-
 async def lock_ledger(system: System, disk: Path) -> str:
     """Makes the ledger's file immutable for ten seconds: SQLite then sees a read-only database."""
     files = [str(path) for path in disk.iterdir() if path.is_file()]
     done = subprocess.run(["chattr", "+i", *files], capture_output=True, text=True)
     if done.returncode:
-        return await make_read_only()(system, disk)
+        return await _make_read_only(disk)
     await asyncio.sleep(_FULL_S)
     subprocess.run(["chattr", "-i", *files], check=True)
     return ""
+
+
+async def _make_read_only(disk: Path) -> str:
+    """Takes the permission to write for ten seconds, by a read-only mount over the folder."""
+    subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
+    done = subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], capture_output=True, text=True)
+    await asyncio.sleep(_FULL_S)
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    return "files opened before stay writable" if not done.returncode else done.stderr.strip()
 
 
 async def remove_store_directory(system: System, here: Any) -> str:

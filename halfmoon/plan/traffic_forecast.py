@@ -32,7 +32,6 @@ class Forecast(NamedTuple):
     values: Floats  # [horizon]
     method: str
     error: float  # mean absolute error of the back-tests over the mean value
-    last_error: float  # that of `last`
 
 
 def forecast(history: Floats, horizon: int) -> Forecast:
@@ -40,13 +39,13 @@ def forecast(history: Floats, horizon: int) -> Forecast:
     methods = available_methods()
     season = season_of(history)
     if len(history) < max(_LEAST_BINS, 2 * horizon):
-        return Forecast(_last(history, 0, horizon), "last", 0.0, 0.0)
+        return Forecast(_last(history, 0, horizon), "last", 0.0)
     errors = {name: back_test(history, season, horizon, method) for name, method in methods.items()}
     best = min(errors, key=lambda name: errors[name])
     if not errors[best] < _LEAST_GAIN * errors["last"]:
         best = "last"
     values = np.maximum(methods[best](history, season, horizon), 0.0)
-    return Forecast(values, best, errors[best], errors["last"])
+    return Forecast(values, best, errors[best])
 
 
 def available_methods() -> Mapping[str, Method]:

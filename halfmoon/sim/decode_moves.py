@@ -39,7 +39,6 @@ class DecodeMoves:
         steps: WorkerSteps,
         transfers: KvTransfers,
     ) -> None:
-        self.num_moved = 0
         self._by_name = {worker.name: worker for worker in workers}
         self._events = events
         self._router = router
@@ -89,7 +88,6 @@ class DecodeMoves:
             job.target = kept
             self._events.at(now_s + _LOOK_S, self._steps.wake, worker)
             return
-        self.num_moved += 1
         worker.queues.decodes.drop(job)
         worker.queues.blocks.leave(job)
         self._router.moved(job, worker, target, now_s)
