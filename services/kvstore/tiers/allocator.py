@@ -24,11 +24,6 @@ class Allocator:
         if self.capacity_bytes:
             self._add_free(0, self.capacity_bytes)
 
-    @property
-    def largest_free_bytes(self) -> int:
-        """Largest possible allocation now."""
-        return self._by_size[-1][0] if self._by_size else 0
-
     def allocate(self, num_bytes: int) -> int | None:
         """Offset of an aligned run of at least `num_bytes`; None if no free run is long enough."""
         size = rounded_bytes(num_bytes)
