@@ -56,11 +56,6 @@ class AsyncEngine:
         await asyncio.to_thread(self._copies.shutdown)
 
     @property
-    def failed(self) -> BaseException | None:
-        """The exception that killed the engine's thread."""
-        return self._thread.failed
-
-    @property
     def layout(self) -> KVLayout:
         """Layout of a block."""
         return self.engine.layout

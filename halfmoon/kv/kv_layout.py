@@ -142,10 +142,3 @@ class Shard:
     layer_end: int
     head_start: int
     head_end: int
-
-    def check_within(self, layout: KVLayout) -> None:
-        """Raises Incompatible unless the ranges are non-empty and inside `layout`."""
-        if not (0 <= self.layer_start < self.layer_end <= layout.num_layers):
-            raise Incompatible(f"layers {self.layer_start}..{self.layer_end} are outside 0..{layout.num_layers}")
-        if not (0 <= self.head_start < self.head_end <= layout.num_kv_heads):
-            raise Incompatible(f"KV heads {self.head_start}..{self.head_end} are outside 0..{layout.num_kv_heads}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -25,8 +24,6 @@ from halfmoon.rpc.peer import KEEPALIVE_OPTIONS
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from halfmoon.rpc.tls.server_credentials import server_credentials
-
-log = logging.getLogger(__name__)
 
 SUPERVISED_ENV = "HALFMOON_SUPERVISED"  # set by `halfmoon up`: the end of stdin means that the parent is gone
 

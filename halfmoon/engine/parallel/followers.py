@@ -5,7 +5,6 @@ Those of other hosts have joined, and are ended by closing their connections.
 
 from __future__ import annotations
 
-import logging
 import pickle
 import queue
 import subprocess
@@ -20,8 +19,6 @@ from typing import Any, Protocol
 from halfmoon.engine.parallel.joined_ranks import JoinedRank
 from halfmoon.engine.parallel.messages import Connect, CopyKV, Failed, Setup, Step, WriteKV
 from halfmoon.errors import HalfmoonError, ServiceFailed, error_classes
-
-logger = logging.getLogger(__name__)
 
 _END_PATIENCE_S = 5.0  # from the closed pipe to SIGKILL
 _CAUSE_PATIENCE_S = 10.0  # from a broken exchange to the report of which process broke it

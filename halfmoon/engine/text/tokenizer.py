@@ -29,7 +29,6 @@ class Tokenizer:
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = read_json(checkpoint.path / "tokenizer_config.json")
         self.config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
-        self.eos_token_ids = checkpoint.eos_token_ids
         self._fast = load_fast_tokenizer(checkpoint.path)
         self._special_tokens = {
             name: value["content"] if isinstance(value, dict) else value
@@ -44,11 +43,6 @@ class Tokenizer:
         self._pieces = PieceTokens(self._each_ids) if is_cut else None
         self._whole_texts: dict[tuple[int, bool], str | None] = {}
         self._is_bytewise = type(self._fast.decoder) is ByteLevel
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included. A model's logits may be wider."""
-        return self._fast.get_vocab_size(with_added_tokens=True)
 
     @property
     def special_token_ids(self) -> frozenset[int]:

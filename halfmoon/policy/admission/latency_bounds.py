@@ -41,11 +41,6 @@ class PromptLowerBound(NamedTuple):
     cached_blocks: NDArray[np.int64] = NOTHING_CACHED  # `BlockIndex.match`
     most_seen: MostSeen = SEEN_WHOLE
 
-    @property
-    def is_any(self) -> bool:
-        """Whether nothing is known."""
-        return self.num_tokens == 1
-
 
 ANY_PROMPT = PromptLowerBound()
 

@@ -16,12 +16,10 @@ class PausedJobs:
     Host memory has room for all that moves out, and copies take no time.
     """
 
-    __slots__ = ("_blocks", "_jobs", "num_begun", "num_moved_out", "total_s")
+    __slots__ = ("_blocks", "_jobs", "num_begun")
 
     def __init__(self, blocks: JobBlocks) -> None:
         self.num_begun = 0
-        self.num_moved_out = 0
-        self.total_s = 0.0  # of pauses that ended
         self._blocks = blocks
         self._jobs: dict[Job, bool] = {}  # whether it has moved out
 
@@ -43,7 +41,7 @@ class PausedJobs:
         if self._jobs.pop(job):
             self._blocks.move_in(job)
         job.state = "decoding"
-        self.total_s += job.pauses.resume(now_s)
+        job.pauses.resume(now_s)
 
     def clear(self) -> None:
         """Forgets all, with their memory."""
@@ -71,7 +69,6 @@ class PausedJobs:
         job = last_in_turn(kept, now_s)
         self._blocks.move_out(job)
         self._jobs[job] = True
-        self.num_moved_out += 1
         return True
 
     def uses(self) -> Counter[int]:

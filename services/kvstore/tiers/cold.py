@@ -65,7 +65,6 @@ class ColdTier:
         self._deletion = asyncio.Lock()
         self._is_listing = False
         self._deleted_of_late: set[str] = set()  # deleted during the present listing, which may still name them
-        self.num_failures = 0
         self.outage = Outage("cold.failing")
 
     async def put(self, meta: BlockMeta, data: bytes) -> None:
@@ -152,7 +151,6 @@ class ColdTier:
             self._works()
             raise
         except Exception as err:  # the clients' errors have no common base
-            self.num_failures += 1
             self.breaker.failed(time.monotonic())
             if self.breaker.state == "open":
                 self.outage.failed(f"{type(err).__name__}: {err}")

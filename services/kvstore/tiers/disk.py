@@ -56,7 +56,6 @@ class DiskTier:
         self.configured_bytes = self._room.budget_bytes
         self.budget_bytes = self.configured_bytes
         self.file_bytes = 0
-        self.num_compacted = 0
         self.is_here = True
         self.away = Outage("disk.away", directory=str(directory))
         self._files, self._index, self._recovered = self._open(1)
@@ -195,7 +194,6 @@ class DiskTier:
                     self._places.pop(block, None)
                 lost += moved.damaged
                 await self._write(partial(self._discard, segment))
-                self.num_compacted += 1
         return lost
 
     def _deadest(self) -> int | None:

@@ -42,8 +42,6 @@ def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any) -> 
         assert tokenizer.decode(tokenizer.encode(text)) == reference.decode(
             reference(text)["input_ids"], skip_special_tokens=True
         )
-    assert tokenizer.vocab_size == len(reference)
-    assert tokenizer.eos_token_ids == {reference.eos_token_id}
 
 
 @pytest.mark.parametrize("messages", [CHAT, CHAT[1:], CHAT[:2]])

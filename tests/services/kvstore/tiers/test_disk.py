@@ -129,7 +129,6 @@ async def test_files_stay_within_the_budget_however_much_is_replaced(tmp_path: P
             await tier.write([record(block)])
             live.append(block)
             assert sum(file.stat().st_size for file in block_files(tmp_path)) == tier.file_bytes <= budget
-        assert tier.num_compacted > 3
         assert [await whole(tier, block) for block in live] == [True] * len(live)
     async with opened(tmp_path, budget) as tier:
         assert [await whole(tier, block) for block in live] == [True] * len(live)
