@@ -31,7 +31,7 @@ async def serve(settings: PlannerSettings) -> None:
     """Runs the planner until told to stop. Raises InvalidRequest for settings that cannot be used."""
     rules = settings.scaling_rules()
     credential = own_credential("planner")
-    access = CallAccess(credential, OperatorToken(settings.operator_secret(), settings.host))
+    access = CallAccess(credential, OperatorToken(settings.operator_secret()))
     jobs = Jobs(JobQueue(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
     async with open_ledger(settings.ledger, may_be_away=True) as ledger:
         plans, fleet = PlansOfLedger(ledger), Fleet(settings.fleet, credential)

@@ -19,11 +19,10 @@ _TOKEN_BYTES = 24
 
 
 class OperatorToken:
-    """Owns the token's digest. Without a token, loopback listeners are open and everything else is closed."""
+    """Owns the token's digest."""
 
-    def __init__(self, token: str | None, host: str) -> None:
+    def __init__(self, token: str | None) -> None:
         self._digest = _digest(token) if token else None
-        self.is_open = self._digest is None and is_loopback(host)
 
     @property
     def is_known(self) -> bool:

@@ -25,7 +25,7 @@ class OperatorAccess:
     def __init__(self, keys: ApiKeys, host: str, token: str | None, kept_token: str | None = None) -> None:
         """`token` is always needed; `kept_token`, of the state directory, only where the API would be open without."""
         self._keys = keys
-        self._token = OperatorToken(token or kept_token, host)
+        self._token = OperatorToken(token or kept_token)
         self._is_always_needed = token is not None or not is_loopback(host)
 
     def governs(self, request: web.Request) -> bool:

@@ -196,7 +196,7 @@ async def test_anybody_may_ask_for_health() -> None:
 
 
 def test_the_operator_token_is_as_good_as_the_role() -> None:
-    access = CallAccess(credential_from(SECRET, "planner"), OperatorToken("token", "10.0.0.1"))
+    access = CallAccess(credential_from(SECRET, "planner"), OperatorToken("token"))
     bearer = (("authorization", "Bearer token"),)
     assert access.refusal("/halfmoon.Planner/Plan", bearer) is None
     assert access.refusal("/halfmoon.Planner/Plan", credential_from(SECRET, "operator").metadata("planner")) is None

@@ -315,13 +315,13 @@ async def test_what_the_job_refuses_is_told() -> None:
 @pytest.mark.parametrize(
     ("token", "sent", "is_let_in"),
     [
-        (OperatorToken("secret", "127.0.0.1"), "Bearer secret", True),
-        (OperatorToken("secret", "127.0.0.1"), "Bearer wrong", False),
-        (OperatorToken("secret", "0.0.0.0"), "", False),
-        (OperatorToken(None, "::1"), "", True),
+        (OperatorToken("secret"), "Bearer secret", True),
+        (OperatorToken("secret"), "Bearer wrong", False),
+        (OperatorToken("secret"), "", False),
+        (OperatorToken(None), "", True),
     ],
 )
-async def test_beyond_loopback_the_operator_token_is_needed(token: OperatorToken, sent: str, is_let_in: bool) -> None:
+async def test_where_there_is_an_operator_token_it_is_needed(token: OperatorToken, sent: str, is_let_in: bool) -> None:
     metadata = (("authorization", sent),)
     async with planner(Bench().run, token=token) as stub:
         calls = (
