@@ -50,10 +50,6 @@ class GatewayApi:
         """The KV stores with their figures."""
         return self._list("/halfmoon/v1/stores")
 
-    def requests(self, limit: int) -> list[dict[str, Any]]:
-        """The newest ledger rows, newest first."""
-        return self._list(f"/halfmoon/v1/requests?limit={limit}")
-
     def request(self, request_id: str) -> dict[str, Any]:
         """One request: its row, decision and timeline."""
         return self._object(f"/halfmoon/v1/requests/{quote(request_id, safe='')}", "timeline")

@@ -28,7 +28,6 @@ class Pauses:
         "count",
         "is_paused",
         "max_pause_s",
-        "total_s",
     )
 
     def __init__(self, class_priority: int = 0, max_pause_s: float = 0.0) -> None:
@@ -37,7 +36,6 @@ class Pauses:
         self.max_pause_s = max_pause_s
         self.is_paused = False
         self.count = 0
-        self.total_s = 0.0  # of pauses that have ended
         self._changed_s = 0.0  # when the latest pause began or ended
         self._used_s = 0.0  # of the allowance, as of then
         self._has_risen = False  # as of then
@@ -65,7 +63,6 @@ class Pauses:
         """Ends a pause; returns how long it took."""
         seconds = now_s - self._changed_s
         self._change(now_s, is_paused=False)
-        self.total_s += seconds
         return seconds
 
     def _change(self, now_s: float, *, is_paused: bool) -> None:

@@ -59,7 +59,6 @@ class SimResult:
     outcome: NDArray[np.int8]  # index into OUTCOMES
     cached_tokens: Ints
     num_retries: Ints
-    num_devices: int
     workers: WorkerFigures
     handover_bytes: float = 0.0
     has_gaps: bool = True  # False: no gap is known
@@ -188,7 +187,6 @@ def run_result(
         outcome,
         ended.cached_tokens[:num],
         ended.num_failovers[:num],
-        spec.num_devices,
         _figures(workers),
         handover_bytes,
         has_gaps,

@@ -27,7 +27,7 @@ def result(*rows: tuple[str, float, float, float]) -> SimResult:
     ints = np.zeros(num, dtype=np.int64)
     return SimResult(
         start_s, np.array(ttft_s), np.array(tpot_s), np.array(gap_s), np.array(gap_s), start_s + 1, np.zeros(num),
-        np.array([OUTCOMES.index(name) for name in names], dtype=np.int8), ints, ints, 2, WORKERS,
+        np.array([OUTCOMES.index(name) for name in names], dtype=np.int8), ints, ints, WORKERS,
     )  # fmt: skip
 
 

@@ -40,10 +40,6 @@ class LearnedContention:
         """What one busy colocated worker adds, as a share of the time alone."""
         return min(math.expm1(self._slope), _MOST)
 
-    def slowdown(self, num_busy: float) -> float:
-        """The factor on the time alone."""
-        return 1 + self.factor * num_busy
-
     def observe(self, ratios: Sequence[float], num_busy: Sequence[float]) -> None:
         """Learns from steps: measured time over that predicted alone, above 0, and the number of busy workers."""
         for ratio, busy in zip(ratios, num_busy, strict=True):

@@ -22,11 +22,6 @@ class SpeculationRates(NamedTuple):
         """Tokens that a step gives a sequence."""
         return 1 + self.right
 
-    @property
-    def acceptance(self) -> float:
-        """The share of guesses that were right; 0 without any."""
-        return self.right / self.drafts if self.drafts else 0.0
-
     def per_token(self, step: StepModel) -> StepModel:
         """Seconds between two tokens, by sequences, where `step` has those of a whole step by rows."""
         tokens = self.tokens_per_step

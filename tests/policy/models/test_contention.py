@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +25,7 @@ def measure(latency: WorkerLatency, num: int, busy: float, factor: float, slower
 
 def test_nothing_is_known_at_first_and_one_step_is_not_much() -> None:
     contention = LearnedContention(0.98, 0.9)
-    assert contention.slowdown(3) == 1
+    assert contention.factor == 0
     contention.observe([1.7], [1.0])
     assert contention.factor == 0  # it may be the model that is wrong
     contention.observe([1.0], [0.0])
@@ -109,7 +108,6 @@ def test_a_pause_is_no_contention() -> None:
     before = contention.factor
     contention.observe([1000.0], [1.0])
     assert contention.factor == pytest.approx(before, abs=0.05)
-    assert np.isfinite(contention.slowdown(2))
 
 
 def test_predictions_follow_a_machine_that_lost_a_core_within_thirty_steps() -> None:
