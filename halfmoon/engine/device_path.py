@@ -83,12 +83,15 @@ def pack(
 ) -> None:
     """Packs all matrices for `path`, rounded to eight or four bits if so configured; the head never to four.
 
+    What is never rounded is packed for our CPU kernels only: torch multiplies with it in float32.
+
     `wrap` makes what is called in place of each `PackWeight`, and `pack_layer` then what is called for a layer.
 
     Raises Incompatible for a path that does not multiply with rounded weights.
     """
+    pack_exact = wrap(path.pack_weight) if path.kernels == "native" else None
     if quantization not in ("int8", "int4"):
-        model.pack(wrap(path.pack_weight), None, pack_layer)
+        model.pack(wrap(path.pack_weight), None, pack_layer, pack_exact)
         return
     if path.kernels != "native":
         raise Incompatible(
@@ -98,7 +101,7 @@ def pack(
         )
     layers: Literal["Q8_0", "Q4_1"] = "Q8_0" if quantization == "int8" else "Q4_1"
     of_layers, of_head = (partial(_pack_rounded, path.pack_weight, block_format) for block_format in (layers, "Q8_0"))
-    model.pack(wrap(of_layers), wrap(of_head), pack_layer)
+    model.pack(wrap(of_layers), wrap(of_head), pack_layer, pack_exact)
 
 
 def weights_place(

@@ -25,7 +25,10 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["llama", "qwen3", "opt", "llama/int8", "qwen3/int4", "qwen3/int8 KV", "qwen3/fp8 KV"])
+MODELS = ("llama", "qwen3", "opt", "qwen2-moe", "llama/int8", "qwen3/int4", "qwen3/int8 KV", "qwen3/fp8 KV")
+
+
+@pytest.fixture(params=MODELS)
 def engine_of(request: pytest.FixtureRequest, dtype: str, tiny_checkpoint: Callable[[str], Checkpoint]) -> Any:
     name, _, quantization = request.param.partition("/")
     kv_dtype, is_of_kv, _ = quantization.partition(" KV")

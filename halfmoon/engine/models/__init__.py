@@ -40,10 +40,12 @@ class Model(Protocol):
         pack_weight: PackWeight,
         pack_head: PackWeight | None = None,
         pack_layer: PackLayer = ...,
+        pack_exact: PackWeight | None = None,
     ) -> None:
         """Reorders all matrices for speed; `parameters` cannot be used afterwards.
 
-        pack_head: for the head; pack_layer: makes what the matrices of a layer are packed by.
+        pack_head: for the head; pack_layer: makes what the matrices of a layer are packed by; pack_exact: for what is
+        never rounded, which stays plain without it.
         """
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:

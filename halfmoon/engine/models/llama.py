@@ -97,6 +97,7 @@ class LlamaModel:
         pack_weight: PackWeight,
         pack_head: PackWeight | None = None,
         pack_layer: PackLayer = alike,
+        pack_exact: PackWeight | None = None,
     ) -> None:
         """See `Model.pack`."""
         if self._part.is_last:
@@ -105,7 +106,7 @@ class LlamaModel:
             has_all = self._is_tied and len(self._part.vocab_rows) == self._config.vocab_size
             self._embedding.pack(pack_weight, self._head.row_source if has_all else None)
         for index, layer in enumerate(self._layers):
-            layer.pack(pack_layer(pack_weight, index))
+            layer.pack(pack_layer(pack_weight, index), pack_exact)
         if self._config.norm_offset:
             self._norm += 1
         weights = [one for one in (layer.weights() for layer in self._layers) if one is not None]

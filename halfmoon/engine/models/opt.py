@@ -77,6 +77,7 @@ class OPTModel:
         pack_weight: PackWeight,
         pack_head: PackWeight | None = None,
         pack_layer: PackLayer = alike,
+        pack_exact: PackWeight | None = None,
     ) -> None:
         """See `Model.pack`."""
         for linear in (self._project_in, self._project_out):

@@ -52,7 +52,7 @@ class DecoderLayer:
     def parameters(self) -> dict[str, Tensor]:
         """Views of the weights under their checkpoint names, without the layer's."""
         named = self._norms | self._attention.tensors | self._mlp.tensors
-        for linear, sizes in self._matrices:
+        for linear, sizes in (*self._matrices, *self._mlp.exact):
             named |= split_rows(linear, sizes)
         return named
 
@@ -60,11 +60,14 @@ class DecoderLayer:
         """See `Model.put_blocks`."""
         return any(put_rows(linear, sizes, name, blocks) for linear, sizes in self._matrices)
 
-    def pack(self, pack_weight: PackWeight) -> None:
+    def pack(self, pack_weight: PackWeight, pack_exact: PackWeight | None) -> None:
         """See `Model.pack`."""
         self._attention.arrange()
         for linear, _ in self._matrices:
             linear.pack(pack_weight)
+        for linear, _ in self._mlp.exact:
+            if pack_exact is not None:
+                linear.pack(pack_exact)
         if self._config.norm_offset:
             for norm in (self._norms | self._attention.tensors).values():
                 norm += 1

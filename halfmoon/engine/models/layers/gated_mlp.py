@@ -58,6 +58,7 @@ class DenseMlp(GatedMlp):
         super().__init__(part, part.config.intermediate_size, names, dtype, device, ops)
         self.down = part.summed(self.down)
         self.tensors: dict[str, Tensor] = {}
+        self.exact: tuple[FusedMatrix, ...] = ()
         self._eps = part.config.norm_eps
 
     def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:

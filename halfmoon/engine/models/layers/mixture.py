@@ -16,8 +16,8 @@ from torch.nn import functional
 from halfmoon.architectures.model_config import Experts
 from halfmoon.engine.models.layer_ops import LayerOps
 from halfmoon.engine.models.layers.gated_mlp import GatedMlp
-from halfmoon.engine.models.layers.routing import route
-from halfmoon.engine.models.linear import FusedMatrix
+from halfmoon.engine.models.layers.routing import route, sigmoid
+from halfmoon.engine.models.linear import FusedMatrix, Linear
 from halfmoon.engine.models.model_part import ModelPart
 
 _QWEN = ("gate_proj", "up_proj", "down_proj")
@@ -26,7 +26,10 @@ _SHARED: Mapping[str, str] = MappingProxyType({"qwen2": "mlp.shared_expert", "de
 
 
 class Mixture:
-    """Owns the router, this part's experts, and the perceptron that computes every token if there is one."""
+    """Owns the router, this part's experts, and the perceptron that computes every token if there is one.
+
+    `exact`: the matrices that are on the device, and never rounded.
+    """
 
     def __init__(self, part: ModelPart, experts: Experts, dtype: torch.dtype, device: str, ops: LayerOps) -> None:
         config = part.config
@@ -39,38 +42,46 @@ class Mixture:
             gate, up, down = (f"{prefix}.{kind}" for kind in kinds)
             return GatedMlp(part, inner, (gate, up, down), dtype, device, ops)
 
-        self._router = torch.empty(experts.num_experts, config.hidden_size, dtype=dtype, device=device)
-        self.tensors = {f"{block}.gate.weight": self._router}
+        def exact(outputs: int) -> Linear:
+            return Linear.empty(outputs, config.hidden_size, False, dtype, device)
+
+        self._router = exact(experts.num_experts)
+        self.exact: tuple[FusedMatrix, ...] = ((self._router, {f"{block}.gate": experts.num_experts}),)
+        self.tensors: dict[str, Tensor] = {}
         self._bias: Tensor | None = None
         if experts.is_biased:
             self._bias = torch.empty(experts.num_experts, dtype=torch.float32, device=device)
-            self.tensors[f"{block}.gate.e_score_correction_bias"] = self._bias
+            self.tensors = {f"{block}.gate.e_score_correction_bias": self._bias}
         self._experts = {
             number: expert(f"{block}.experts.{number}", experts.intermediate_size) for number in part.experts
         }
         self._shared: GatedMlp | None = None
         if experts.shared_intermediate_size:
             self._shared = expert(_SHARED[experts.names], experts.shared_intermediate_size)
-        self._shared_gate: Tensor | None = None
+        self._shared_gate: Linear | None = None
         if experts.is_shared_gated:
-            self._shared_gate = torch.empty(1, config.hidden_size, dtype=dtype, device=device)
-            self.tensors["mlp.shared_expert_gate.weight"] = self._shared_gate
+            self._shared_gate = exact(1)
+            self.exact += ((self._shared_gate, {"mlp.shared_expert_gate": 1}),)
         all_mlps = [*self._experts.values(), *([self._shared] if self._shared else [])]
         self.matrices: tuple[FusedMatrix, ...] = tuple(matrix for mlp in all_mlps for matrix in mlp.matrices)
 
     def after_norm(self, x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """See `DenseMlp.after_norm`."""
         normed, residual = self._ops.add_rms_norm(x, residual, norm, self._eps)
-        logits = functional.linear(normed.float(), self._router.float())
-        weights, chosen = route(logits, self._experts_config, self._bias)
+        weights, chosen = route(_scores(self._router, normed), self._experts_config, self._bias)
         out = grouped(normed, weights, chosen, self._experts)
         if self._shared is not None:
             always = self._shared(normed)
             if self._shared_gate is not None:
-                always = torch.sigmoid(functional.linear(normed, self._shared_gate)) * always
+                always = sigmoid(_scores(self._shared_gate, normed)) * always
             out += always
         out = out.to(x.dtype)
         return out if self._all_reduce is None else self._all_reduce(out), residual
+
+
+def _scores(matrix: Linear, x: Tensor) -> Tensor:
+    """x [num_tokens, hidden_size] times a matrix that is never rounded, in float32."""
+    return functional.linear(x.float(), matrix.weight.float()) if matrix.packed is None else matrix.sums(x)
 
 
 def grouped(x: Tensor, weights: Tensor, chosen: Tensor, experts: Mapping[int, Callable[[Tensor], Tensor]]) -> Tensor:

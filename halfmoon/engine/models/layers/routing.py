@@ -14,7 +14,7 @@ def route(logits: Tensor, experts: Experts, bias: Tensor | None) -> tuple[Tensor
     logits: [num_tokens, num_experts] float32; bias: [num_experts], added while experts are chosen (DeepSeek-V3, section
     2.1.2).
     """
-    scores = logits.sigmoid() if experts.scoring == "sigmoid" else logits.softmax(dim=-1)
+    scores = sigmoid(logits) if experts.scoring == "sigmoid" else logits.softmax(dim=-1)
     choice = scores if bias is None else scores + bias
     if experts.num_groups > experts.num_chosen_groups:
         choice = _in_best_groups(choice, experts)
@@ -23,6 +23,11 @@ def route(logits: Tensor, experts: Experts, bias: Tensor | None) -> tuple[Tensor
     if experts.normalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return weights * experts.weight_scale, chosen
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Of each number, whichever others are there: torch's own computes the last few of a tensor by another formula."""
+    return torch.stack((x, torch.zeros_like(x)), dim=-1).softmax(dim=-1)[..., 0]
 
 
 def _in_best_groups(scores: Tensor, experts: Experts) -> Tensor:
