@@ -29,7 +29,8 @@ class FailedAttempt(NamedTuple):
 class Retries:
     """Owns the failed attempts at one request. Has no clock.
 
-    A request whose answer has begun waits for room until its deadline: its client has already seen a part.
+    A request whose answer has begun waits for room until its deadline: its client has already seen a part. So do the
+    other outputs of a request, one of which has begun.
     """
 
     def __init__(self) -> None:
@@ -60,9 +61,9 @@ class Retries:
         suggested_ms = self._last.retry_after_ms or _USUAL_PAUSE_MS
         return (min(suggested_ms, _LONGEST_PAUSE_MS) if self._num_in_row < MAX_REFUSALS else _LONGEST_PAUSE_MS) / 1_000
 
-    def add(self, attempt: FailedAttempt) -> bool:
-        """Adds a failed attempt. Returns whether there may be another one."""
-        self._has_tokens |= attempt.gave_tokens
+    def add(self, attempt: FailedAttempt, *, have_others_begun: bool = False) -> bool:
+        """Adds a failed attempt at a request, or at one of its outputs. Returns whether there may be another one."""
+        self._has_tokens |= attempt.gave_tokens or have_others_begun
         self._has_lost |= attempt.reason not in ("no room", "stale")
         self._num_stale += attempt.reason == "stale"
         self._num_failovers += attempt.gave_tokens

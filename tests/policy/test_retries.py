@@ -30,6 +30,13 @@ def test_whose_answer_has_begun_waits_for_room() -> None:
     assert [retries.add(failed("lost")) for _ in range(MAX_REFUSALS)] == [True, True, False]
 
 
+def test_an_output_waits_for_room_once_others_of_its_request_have_begun() -> None:
+    retries = Retries()
+    assert [retries.add(failed("no room")) for _ in range(MAX_REFUSALS - 1)] == [True, True]
+    assert all(retries.add(failed("no room"), have_others_begun=True) for _ in range(50))
+    assert not retries.add(failed("lost"), have_others_begun=True)
+
+
 def test_tokens_end_a_row_of_refusals_and_are_not_got_for_ever() -> None:
     retries = Retries()
     for _ in range(MAX_FAILOVERS):

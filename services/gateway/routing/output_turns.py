@@ -24,6 +24,7 @@ class OutputTurns:
         self._tasks = tasks
         self._places = asyncio.Semaphore(MOST_BEGINNING)
         self._turn = asyncio.Lock()
+        self.has_begun = False  # whether any output has tokens
 
     async def begin(self, run: RunOutput, sink: TokenSink) -> asyncio.Future[None]:
         """Runs an output in its turn. The future ends with its first token, or with the output.
@@ -33,6 +34,7 @@ class OutputTurns:
         begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def note_begun() -> None:
+            self.has_begun = True
             if not begun.done():
                 begun.set_result(None)
 

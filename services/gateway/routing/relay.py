@@ -133,7 +133,7 @@ class Relay:
     async def _begin(
         self, turns: OutputTurns, routing: RequestRouting, sink_of: SinkOf, ends_s: float
     ) -> asyncio.Future[None]:
-        return await turns.begin(partial(self._run_output, routing, ends_s), sink_of(routing.output))
+        return await turns.begin(partial(self._run_output, routing, ends_s, turns=turns), sink_of(routing.output))
 
     async def _follow(
         self,
@@ -148,14 +148,16 @@ class Relay:
         for follower in followers:
             await self._begin(turns, follower, sink_of, ends_s)
 
-    async def _run_output(self, routing: RequestRouting, ends_s: float, sink: TokenSink) -> None:
-        """Runs an output, until the loop's time `ends_s` at most."""
+    async def _run_output(
+        self, routing: RequestRouting, ends_s: float, sink: TokenSink, turns: OutputTurns | None = None
+    ) -> None:
+        """Runs an output, until the loop's time `ends_s` at most; `turns`: of its request's outputs, if several."""
         left_s = max(ends_s - asyncio.get_running_loop().time(), 0.0)
         try:
             with request_scope(routing.output.request_id, left_s):
                 async with asyncio.timeout_at(ends_s):
                     if not await self._adopts(routing.output, sink):
-                        await self._run_attempts(routing, routing.observing(sink))
+                        await self._run_attempts(routing, routing.observing(sink), turns)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not done within {self._deadline_s:g} s") from error
         finally:
@@ -178,7 +180,7 @@ class Relay:
         progress.is_complete = True
         return True
 
-    async def _run_attempts(self, routing: RequestRouting, sink: TokenSink) -> None:
+    async def _run_attempts(self, routing: RequestRouting, sink: TokenSink, turns: OutputTurns | None) -> None:
         """Attempts the output until its last token, or until the sink has enough."""
         retries, progress, moved = Retries(), routing.output.progress, None
         moves = DecodeMoves(self._cluster, routing, self._hot_spots)
@@ -206,7 +208,8 @@ class Relay:
                     routing.note_no_room()
                 elif not isinstance(error, StalePlacement):
                     routing.note_lost()
-                if not retries.add(_failed(error, placement, len(progress.output_token_ids) > num_before)):
+                failed = _failed(error, placement, len(progress.output_token_ids) > num_before)
+                if not retries.add(failed, have_others_begun=turns is not None and turns.has_begun):
                     raise
                 progress.num_retries += 1
                 fields = {"reason": error.message, "num_output_tokens": len(progress.output_token_ids)}

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from halfmoon.errors import NoCapacity
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
+from halfmoon.policy.retries import MAX_REFUSALS
 from services.gateway.routing import output_turns
 from tests.services.gateway.fakes import MODEL, FakeWorker, Script, running_fleet, soon
 
@@ -44,6 +46,23 @@ async def test_few_outputs_of_a_request_wait_for_their_first_tokens(
         answer = await soon(fleet.client.completions.create(model=MODEL, prompt=prompt, n=num))
     assert [choice.text for choice in answer.choices] == ["ok"] * 7
     assert most == AT_ONCE
+
+
+async def test_outputs_wait_for_room_once_one_has_begun(tmp_path: Path) -> None:
+    num_refusals = MAX_REFUSALS + 1  # more than a request alone waits for
+
+    async def full_after_one(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        if 1 < len(worker.calls.prefills) <= 1 + num_refusals:
+            raise NoCapacity("full", retry_after_ms=1)
+        async for event in worker.usual_prefill(request):
+            yield event
+
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("b0", "both", Script("hello"))
+        worker.on_prefill = full_after_one
+        answer = await soon(fleet.client.completions.create(model=MODEL, prompt="x", n=2))
+        assert len(worker.calls.prefills) == 2 + num_refusals
+    assert [choice.text for choice in answer.choices] == ["hello"] * 2
 
 
 async def test_others_begin_while_those_before_them_decode(tmp_path: Path) -> None:
