@@ -58,7 +58,7 @@ class SamplingParams:
     """How tokens are drawn. Token `i` of the output depends only on logits, these values and `(seed, i)`.
 
     It never depends on the batch, the process or the chunking. (The logits themselves do on GPUs,
-    and in bfloat16 on CPUs with AMX, in their last bits: two nearly equal tokens can change places.)
+    and where torch attends on CPUs, in their last bits: two nearly equal tokens can change places.)
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off; seed is always set (the gateway draws one). If
     there are `allowed_token_ids`, no others are drawn. The last token of a bad word is not drawn after its others, and
