@@ -16,7 +16,7 @@ from pathlib import Path
 from halfmoon.errors import Incompatible
 
 _SOURCES = Path(__file__).parent / "source"
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-w", "-Wno-psabi")
+_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-w", "-Wno-psabi")
 _TIMEOUT_S = 300
 
 
@@ -47,9 +47,14 @@ def _compile(command: tuple[str, ...], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
-        arguments = [*command, *_FLAGS, str(_SOURCES / "kernels.c"), "-o", str(made), "-lm"]
+        arguments = [*command, *_flags(), str(_SOURCES / "kernels.c"), "-o", str(made), "-lm"]
         subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
         made.replace(target)  # atomic: another worker may be looking for it
+
+
+def _flags() -> tuple[str, ...]:
+    """clang 14 has no `-march=native` on ARM; elsewhere `-mcpu` only tunes."""
+    return *_FLAGS, "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
 
 def _compilers() -> list[tuple[str, ...]]:
@@ -67,15 +72,16 @@ def _compilers() -> list[tuple[str, ...]]:
 
 def _fingerprint(command: tuple[str, ...]) -> str:
     parts = [path.read_bytes() for path in sorted(_SOURCES.iterdir())]
-    parts += [" ".join((*command, *_FLAGS)).encode(), _processor().encode()]
+    parts += [" ".join((*command, *_flags())).encode(), _processor().encode()]
     return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
 
 
 def _processor() -> str:
-    """The processor features that `-march=native` depends on: machines may share a cache directory."""
+    """What the compiled code depends on: machines may share a cache directory, and an emulated one shows its host's
+    /proc/cpuinfo."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return f"{platform.machine()} {platform.processor()}"
-    wanted = ("model name", "flags", "Features", "CPU part")
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     lines = [line for line in cpuinfo.read_text().split("\n\n")[0].splitlines() if line.startswith(wanted)]
-    return "\n".join(lines)
+    return "\n".join([platform.machine(), *lines])

@@ -37,6 +37,22 @@ def test_another_compiler_makes_another_library(tmp_path: Path, monkeypatch: pyt
     assert made[0] != made[1]
 
 
+def test_each_kind_of_processor_has_its_option_and_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc/cpuinfo stays the same, as under emulation."""
+    options = tmp_path / "options"
+    fake = f'echo "$@" >> {options}; while [ "$1" != -o ]; do shift; done; echo made > "$2"'
+    monkeypatch.setenv("CC", script(tmp_path / "fake-cc", fake))
+    made = []
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        made.append(compiled(tmp_path / "cache"))
+    assert made[0] != made[1]
+    on_x86, on_arm = options.read_text().splitlines()
+    assert "-march=native" in on_x86
+    assert "-mcpu=native" in on_arm  # clang 14 refuses the other there
+    assert "-march" not in on_arm
+
+
 def test_what_the_compiler_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", script(tmp_path / "fake-cc", "echo no room on this disk >&2; exit 1"))
     with pytest.raises(Incompatible, match="no room on this disk"):
