@@ -9,10 +9,12 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig
 
 from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
+from halfmoon.engine.native import compiler
 from halfmoon.engine.native.compiler import compiled
 from halfmoon.engine.native.library import NativeLibrary
 
@@ -53,6 +55,39 @@ def test_a_child_process_has_a_team_of_its_own() -> None:
         is_right = kernels.num_team_threads == 0 and norms(kernels, torch.randn(300, 32))
         os._exit(0 if is_right and kernels.num_team_threads >= 2 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+JOBS = """
+#include <stdint.h>
+#include "team.h"
+
+static void count(void *args, long index) { ((long *)args)[index]++; }
+
+int main(void) {
+  for (int job = 0; job < 20000; job++) {
+    long counts[7] = {0};
+    const long num_tasks = 2 + job % 6;
+    run_tasks(count, counts, num_tasks, 3);
+    for (long i = 0; i < num_tasks; i++)
+      if (counts[i] != 1) return 1;
+  }
+  return 0;
+}
+"""
+
+
+def test_its_threads_rely_on_no_order_that_only_some_processors_keep(tmp_path: Path) -> None:
+    """ThreadSanitizer knows the order that C guarantees, which is what ARM keeps, whatever it runs on."""
+    (tmp_path / "jobs.c").write_text(JOBS)
+    source = Path(compiler.__file__).parent / "source"
+    command = [*compiler._compilers()[0], "-std=gnu11", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{source}"]
+    built = subprocess.run([*command, "jobs.c", "-o", "jobs"], cwd=tmp_path, capture_output=True, check=False)
+    if built.returncode != 0:
+        pytest.skip("this compiler has no ThreadSanitizer")
+    finished = subprocess.run([str(tmp_path / "jobs")], capture_output=True, text=True, timeout=120, check=False)
+    if "unexpected memory mapping" in finished.stderr:
+        pytest.skip("ThreadSanitizer does not know this kernel's layout of addresses")
+    assert finished.returncode == 0, finished.stderr
 
 
 WORKER = """

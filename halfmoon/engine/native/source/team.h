@@ -22,14 +22,18 @@
 #define STACK_BYTES (4 << 20)   /* attention's tiles lie there */
 #define CLOSED 0xffffffffu      /* a claim that no thread can make */
 
+typedef void (*task_function)(void *args, long index);
+
 typedef struct {
   /* Half the number of a job, and the next of its tasks. Whoever counts it up runs that task. */
   _Alignas(64) atomic_ullong claim;
   _Alignas(64) atomic_long num_done;
-  _Alignas(64) void (*task)(void *args, long index); /* of the job; these change while the claim is CLOSED */
-  void *args;
-  long num_tasks;
-  int num_members; /* threads of the job, the caller's included */
+  /* Of the job; they change while the claim is CLOSED. Stored to release and loaded to acquire: a thread that reads the
+   * next job's finds the claim CLOSED afterwards, in whatever order its processor makes stores visible. */
+  _Alignas(64) _Atomic(task_function) task;
+  _Atomic(void *) args;
+  atomic_long num_tasks;
+  atomic_int num_members; /* threads of the job, the caller's included */
   _Alignas(64) atomic_int num_asleep;
   atomic_flag is_busy;
   pthread_mutex_t sleep;
@@ -39,6 +43,9 @@ typedef struct {
 } team_t;
 
 static team_t team = {.is_busy = ATOMIC_FLAG_INIT, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+
+#define LOAD_ACQUIRE(field) atomic_load_explicit(&(field), memory_order_acquire)
+#define STORE_RELEASE(field, value) atomic_store_explicit(&(field), value, memory_order_release)
 
 static void pause_briefly(void) {
 #if defined(__x86_64__)
@@ -59,9 +66,9 @@ static void run_open_tasks(int member) {
   for (;;) {
     unsigned long long claim = atomic_load(&team.claim);
     const uint32_t index = (uint32_t)claim;
-    if (index == CLOSED || index >= team.num_tasks || member >= team.num_members) return;
-    void (*task)(void *, long) = team.task;
-    void *args = team.args;
+    if (index == CLOSED || index >= LOAD_ACQUIRE(team.num_tasks) || member >= LOAD_ACQUIRE(team.num_members)) return;
+    const task_function task = LOAD_ACQUIRE(team.task);
+    void *args = LOAD_ACQUIRE(team.args);
     /* The job has not changed in between, or this fails. */
     if (!atomic_compare_exchange_weak(&team.claim, &claim, claim + 1)) continue;
     task(args, index);
@@ -131,7 +138,7 @@ static int started(int num_threads) {
 int num_team_threads(void) { return team.process == getpid() ? team.num_started : 0; }
 
 /* Runs task(args, 0 .. num_tasks - 1), each once, the first ones first. A second caller at the same time runs alone. */
-static void run_tasks(void (*task)(void *, long), void *args, long num_tasks, int num_threads) {
+static void run_tasks(task_function task, void *args, long num_tasks, int num_threads) {
   if (num_tasks < num_threads) num_threads = (int)num_tasks;
   if (num_threads <= 1 || num_tasks >= CLOSED || atomic_flag_test_and_set(&team.is_busy)) {
     for (long index = 0; index < num_tasks; index++) task(args, index);
@@ -139,8 +146,10 @@ static void run_tasks(void (*task)(void *, long), void *args, long num_tasks, in
   }
   const unsigned long long job = (unsigned long long)(job_now() + 1) << 32;
   atomic_store(&team.claim, (job - (1ull << 32)) | CLOSED);
-  team.num_members = started(num_threads);
-  team.task = task, team.args = args, team.num_tasks = num_tasks;
+  STORE_RELEASE(team.num_members, started(num_threads));
+  STORE_RELEASE(team.task, task);
+  STORE_RELEASE(team.args, args);
+  STORE_RELEASE(team.num_tasks, num_tasks);
   atomic_store(&team.num_done, 0);
   atomic_store(&team.claim, job);
   if (atomic_load(&team.num_asleep)) {
