@@ -74,7 +74,10 @@ class WorkerMetrics:
             "Hand-overs by codec and by why it was chosen: configured, measuring the link, or the quickest",
             ["codec", "reason"],
         )
-        self.handover_seconds = histogram("halfmoon_handover_seconds", "From the decode worker's ACCEPT to its DONE")
+        self.handover_seconds = histogram(
+            "halfmoon_handover_seconds",
+            "From the decode worker's ACCEPT, or the first token if that was earlier, to its DONE",
+        )
         self.handover_exposed_seconds = histogram(
             "halfmoon_handover_exposed_seconds",
             "From the end of a prefill to the decode worker's DONE: transfer time not hidden by computing",

@@ -26,6 +26,7 @@ from halfmoon.kv.keys import adapter_salt
 from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.kv.kv_policy import SNAPKV, KVPolicy, policy_salt
 from halfmoon.pb import decode_pb2, prefill_pb2, types_pb2
+from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.rpc.transfer import transfer_to
 from halfmoon.worker.servicers.wire import request_from
 from tests.worker.conftest import RunningWorker
@@ -194,7 +195,7 @@ async def test_a_single_token_needs_no_decode_worker(start_worker: Start, tiny: 
     await until(lambda: prefill.num_used_blocks == 0)
 
 
-async def test_a_full_decode_worker_refuses_before_anything_is_computed(start_worker: Start, tiny: Checkpoint) -> None:
+async def test_a_full_decode_worker_refuses_and_nothing_is_left(start_worker: Start, tiny: Checkpoint) -> None:
     prefill, decode = await start_worker("prefill"), await start_worker("decode", num_blocks=32, max_running=1)
     async with listening(decode):
         held = generation(tiny, [4] * 8, 4, "held")
@@ -208,7 +209,51 @@ async def test_a_full_decode_worker_refuses_before_anything_is_computed(start_wo
                 await prefilled(prefill, request)
             assert caught.value.retry_after_ms
             assert prefill.engine.stats().num_waiting == 0
-        await until(lambda: decode.num_used_blocks == 0)
+        await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)
+
+
+@pytest.mark.parametrize("is_soon_computed", [True, False])
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_only_a_prompt_that_is_soon_computed_begins_without_a_reservation(
+    start_worker: Start,
+    tiny: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    is_soon_computed: bool,
+    is_refused: bool,
+) -> None:
+    prefill, decode = await start_worker("prefill"), await start_worker("decode")
+    prefill.state.compute_rate.begin_with([PrefillSample(20, 0, 0.01 if is_soon_computed else 1.0)] * 3)
+    is_asked, may_answer, reserve = asyncio.Event(), asyncio.Event(), decode.async_engine.reserve
+
+    async def reserve_late(*wanted: Any) -> int:
+        is_asked.set()
+        await may_answer.wait()
+        if is_refused:
+            raise NoCapacity("full")
+        return await reserve(*wanted)
+
+    monkeypatch.setattr(decode.async_engine, "reserve", reserve_late)
+    request = prefill_pb2.PrefillRequest(generation=generation(tiny, [5] * 20, 6), decode_address=decode.peer.address)
+    async with (
+        listening(decode) as steps,
+        prefill.peer.stream(prefill.prefill.Prefill, request, deadline_s=170) as events,
+    ):
+        first = asyncio.ensure_future(anext(events))
+        await is_asked.wait()
+        if is_soon_computed:
+            await until(lambda: prefill.engine.stats().num_held == 1)
+        else:
+            assert prefill.num_used_blocks == prefill.engine.stats().num_waiting == 0
+        assert not first.done(), "a token was answered that no decode worker takes over"
+        may_answer.set()
+        if is_refused:
+            with pytest.raises(NoCapacity):
+                await first
+        else:
+            answer = [(await first).first_token.token.token_id, *(await tokens_of(steps))]
+            assert answer == reference(tiny, [5] * 20, 6)
+            assert [event.WhichOneof("event") async for event in events] == ["handed_over"]
+        await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)
 
 
 async def test_a_caller_that_leaves_frees_both_workers(start_worker: Start, tiny: Checkpoint) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from halfmoon.background import running
 from halfmoon.engine.kv_memory.kv_access import NotWritten
@@ -21,11 +22,13 @@ from halfmoon.worker.serving_engine import ServingEngine
 
 
 class LayerwiseSender:
-    """Owns which part of one request's KV has been sent over an open transfer. Event-loop thread only.
+    """Owns which part of one request's KV has been sent over a transfer. Event-loop thread only.
 
     The engine reports how much is written and goes on; only the newest report is kept. A frame is gathered when the
     transfer has room for it, straight into the buffer that is sent. A slow receiver therefore slows only its own
     transfer, and the slower it is, the larger its frames become.
+
+    The engine may begin while the transfer is being opened. `codec` is what the receiver decodes once it is open.
     """
 
     def __init__(
@@ -41,8 +44,8 @@ class LayerwiseSender:
         self._transfer = transfer
         self._layout = layout
         self._request_id = request_id
-        self._codec = codec
-        self._plan = FramePlan(layout, num_tokens, transfer.held_tokens)
+        self._num_tokens = num_tokens
+        self.codec = codec
         self._written = Written()
         self._news = asyncio.Event()
         self.dropped = RequestDropped(engine)
@@ -57,23 +60,36 @@ class LayerwiseSender:
         self._written = written
         self._news.set()
 
+    async def open(self, body: bytes) -> None:
+        """Opens the transfer of all layers and heads. Raises the receiver's refusal."""
+        whole = KVRange(0, self._layout.num_layers, 0, self._layout.num_kv_heads, 0, self._num_tokens)
+        await self._transfer.open(whole, body, self.codec, skips_held=True)
+        if self.codec not in self._transfer.codecs:
+            self.codec = Codec.RAW
+
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
-        """Sends while inside. The task ends when everything has been handed to the transport.
+    async def running(self, opening: asyncio.Future[Any]) -> AsyncIterator[asyncio.Task[None]]:
+        """Sends while inside, once `opening` is done, within which `open` is called.
+
+        The task ends when everything has been handed to the transport.
 
         It raises the transfer's errors. `dropped` reports, even after that, that the engine has dropped the request.
         """
         try:
-            async with running(self._run()) as sending:
+            async with running(self._run(opening)) as sending:
                 yield sending
         finally:
             self.dropped.close()
 
-    async def _run(self) -> None:
-        while not self._plan.is_done:
+    async def _run(self, opening: asyncio.Future[Any]) -> None:
+        await asyncio.shield(opening)
+        plan = FramePlan(self._layout, self._num_tokens, self._transfer.held_tokens)
+        while not plan.is_done:
             written = await self._newer()
-            while (part := self._plan.next(written)) is not None:
-                await self._send(part)
+            while (part := plan.next(written)) is not None:
+                self.num_bytes += await self._send(part)
+                self.num_raw_bytes += part.num_bytes(self._layout)
+                plan.sent(part)
                 written = self._written
 
     async def _newer(self) -> Written:
@@ -82,16 +98,15 @@ class LayerwiseSender:
         self._news.clear()
         return self._written
 
-    async def _send(self, part: KVRange) -> None:
+    async def _send(self, part: KVRange) -> int:
+        """Sends one frame; returns its encoded size in bytes."""
         shape, dtype = part.shape(self._layout), self._layout.dtype
-        codec = gainful(self._codec, shape, dtype)
-        self.num_raw_bytes += part.num_bytes(self._layout)
+        codec = gainful(self.codec, shape, dtype)
         if codec in LOSSLESS:
             payload = await self._compressed(part, codec)
             if payload.nbytes < part.num_bytes(self._layout):
                 await self._transfer.data(part, payload, codec)
-                self._note_sent(part, payload.nbytes)
-                return
+                return payload.nbytes
             codec = Codec.RAW
         num_bytes = encoded_bytes(codec, shape, dtype)
         buffer = await self._transfer.buffer(num_bytes)
@@ -100,11 +115,7 @@ class LayerwiseSender:
             await self._newer()
             buffer = await self._transfer.buffer(num_bytes)
         await self._transfer.data(part, buffer, codec)
-        self._note_sent(part, num_bytes)
-
-    def _note_sent(self, part: KVRange, num_bytes: int) -> None:
-        self._plan.sent(part)
-        self.num_bytes += num_bytes
+        return num_bytes
 
     async def _compressed(self, part: KVRange, codec: Codec) -> memoryview:
         """Gathers a frame whose size is not known before."""

@@ -11,8 +11,6 @@ import grpc
 
 from halfmoon.background import cancelled, first_result, running
 from halfmoon.errors import NoCapacity
-from halfmoon.kv.codec import Codec
-from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.telemetry.spans import current_span, operation
 from halfmoon.rpc.transfer import TransferSender, transfer_to
@@ -33,6 +31,7 @@ from halfmoon.worker.store.restorer import Restorer
 log = logging.getLogger(__name__)
 
 HANDOVER_DEADLINE_S = 3600.0  # an upper bound; the gateway's own deadline is what counts
+_MOST_UNRESERVED_S = 0.05  # of computing before the decode worker has room: a refusal waits for the end of the step
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -128,12 +127,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         sources: Sequence[NamedHolder],
         shares: prefill_pb2.PromptShares | None = None,
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """Reserves on the decode worker, computes here while sending, then commits."""
+        """Reserves on the decode worker, computes here while sending, then commits.
+
+        A prompt that is computed soon begins meanwhile: its step would be for nothing if the decode worker refuses.
+        """
         generation, address, wanted = request.generation, request.decode_address, codec_from(request.kv_codec)
         await self._state.decode_peers.check(address)
         layout = self._state.layout
         num_tokens = handover_tokens(generation, layout.block_tokens)
-        whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)
         epoch = request.decode_role_epoch if request.HasField("decode_role_epoch") else None
         body = decode_pb2.HandoverOpen(generation=generation, role_epoch=epoch).SerializeToString()
         await self._channels.close_idle(has_left=self._state.decode_peers.has_left)
@@ -144,53 +145,52 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             if request.chooses_codec:
                 codec, reason = self._codecs.choose(link.raw_estimator, wanted)
             async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
-                await transfer.open(whole, body, codec, skips_held=True)
-                if codec not in transfer.codecs:
-                    codec = Codec.RAW
-                self._state.check_not_cancelled(generation)
-                opened_s = now_s()
                 sender = LayerwiseSender(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
-                async with (
-                    PrefillRequestScope(
-                        self._engine,
-                        self._state,
-                        generation,
-                        held_tokens=transfer.held_tokens,
-                        on_kv=sender.on_kv,
-                        restorer=self._restorer,
-                        sources=sources,
-                        shares=shares,
-                        called_s=called_s,
-                        span=prefill,
-                    ) as scope,
-                    running(_keep_lease(transfer)) as lease,
-                    sender.running() as sending,
-                ):
-                    first = await first_result(scope.first, sending, lease, sender.dropped.event)
-                    event = scope.event(first)
-                    yield event
-                    if first.output.finish_reason is not None:
-                        return
-                    await first_result(sending, lease, sender.dropped.event)
-                    await cancelled(lease)
-                    is_kept = generation.HasField("repeatable")
-                    commit = decode_pb2.HandoverCommit(
-                        first_token_id=first.output.token_id,
-                        first=event.first_token if is_kept else None,
-                        is_private=request.is_degraded and not codec.is_exact,
-                    )
-                    async with running(transfer.commit(commit.SerializeToString())) as done:
-                        await first_result(done, sender.dropped.event)
-                    done_s = now_s()
+                async with running(self._opened(sender, generation, body)) as opening:
+                    if self._state.compute_rate.model.seconds(num_tokens) > _MOST_UNRESERVED_S:
+                        await opening
+                    async with (
+                        PrefillRequestScope(
+                            self._engine,
+                            self._state,
+                            generation,
+                            held_tokens=transfer.held_tokens,
+                            on_kv=sender.on_kv,
+                            restorer=self._restorer,
+                            sources=sources,
+                            shares=shares,
+                            called_s=called_s,
+                            span=prefill,
+                        ) as scope,
+                        running(_keep_lease(transfer, opening)) as lease,
+                        sender.running(opening) as sending,
+                    ):
+                        first = await first_result(scope.first, sending, lease, sender.dropped.event)
+                        opened_s = await first_result(opening, sender.dropped.event)
+                        event = scope.event(first)
+                        yield event
+                        if first.output.finish_reason is not None:
+                            return
+                        await first_result(sending, lease, sender.dropped.event)
+                        await cancelled(lease)
+                        is_kept = generation.HasField("repeatable")
+                        commit = decode_pb2.HandoverCommit(
+                            first_token_id=first.output.token_id,
+                            first=event.first_token if is_kept else None,
+                            is_private=request.is_degraded and not sender.codec.is_exact,
+                        )
+                        async with running(transfer.commit(commit.SerializeToString())) as done:
+                            await first_result(done, sender.dropped.event)
+                        done_s = now_s()
             held_tokens = transfer.held_tokens
             phase = Phase("transfer", called_s, done_s, num_tokens - held_tokens, num_bytes=sender.num_bytes)
             phase.end(span)
-        self._metrics.handover_codecs.labels(codec.name.lower(), reason).inc()
+        self._metrics.handover_codecs.labels(sender.codec.name.lower(), reason).inc()
         if sender.num_raw_bytes:
-            self._codecs.note_ratio(codec, sender.num_raw_bytes, sender.num_bytes)
+            self._codecs.note_ratio(sender.codec, sender.num_raw_bytes, sender.num_bytes)
         self._metrics.handover_tokens.labels("held").inc(held_tokens)
         self._metrics.handover_tokens.labels("sent").inc(num_tokens - held_tokens)
-        self._note_handed_over(sender.num_bytes, done_s - opened_s, done_s - first.ended_s)
+        self._note_handed_over(sender.num_bytes, done_s - min(opened_s, first.ended_s), done_s - first.ended_s)
         yield prefill_pb2.PrefillEvent(
             handed_over=prefill_pb2.HandedOver(
                 kv_bytes=sender.num_bytes,
@@ -199,6 +199,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 held_tokens=held_tokens,
             )
         )
+
+    async def _opened(self, sender: LayerwiseSender, generation: types_pb2.Generation, body: bytes) -> float:
+        """Opens the transfer; returns when, on this worker's clock."""
+        await sender.open(body)
+        self._state.check_not_cancelled(generation)
+        return now_s()
 
     def _note_handed_over(self, num_bytes: int, transfer_s: float, exposed_s: float) -> None:
         self._metrics.handover_bytes.labels("out").inc(num_bytes)
@@ -237,8 +243,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             raise NoCapacity("this decode worker has no room for another prompt now")
 
 
-async def _keep_lease(transfer: TransferSender) -> None:
+async def _keep_lease(transfer: TransferSender, opening: asyncio.Future[float]) -> None:
     """Renews the decode worker's reservation until it is lost, then raises the reason."""
+    await asyncio.shield(opening)
     async with running(transfer.until_broken()) as broken:
         while True:
             done, _ = await asyncio.wait({broken}, timeout=RENEW_S)

@@ -8,6 +8,7 @@ from typing import cast
 import numpy as np
 import pytest
 
+from halfmoon.background import running
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.kv.codec import Codec
@@ -42,9 +43,8 @@ async def test_who_was_preempted_waits_without_room(transports: tuple[str, ...])
         ends(LinkSettings(transports=transports)) as it,
         transfer_to(it.link, LAYOUT, deadline_s=30) as transfer,
     ):
-        await transfer.open(WHOLE, b"1")
         outflow = LayerwiseSender(cast(AsyncEngine, engine), transfer, LAYOUT, "r", TOKENS, Codec.RAW)
-        async with outflow.running() as sending:
+        async with running(outflow.open(b"1")) as opening, outflow.running(opening) as sending:
             outflow.on_kv(Written(TOKENS))
             await engine.was_asked.wait()
             await until(lambda: it.link.window.free_bytes == it.link.window.limit_bytes)
