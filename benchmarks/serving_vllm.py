@@ -146,7 +146,7 @@ async def run(arguments: argparse.Namespace, state: Path) -> None:
         arguments.json.write_text(json.dumps(results, indent=1))
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Reads the arguments and runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python", type=Path, help="interpreter with vLLM, beside which `vllm` is")
@@ -160,7 +160,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine-args", default="", help="further options of vLLM, such as --enforce-eager")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every value here too")
     parser.add_argument("--verbose", action="store_true", help="show what vLLM says")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args()
     unknown = set(arguments.systems.split(",")) - {"vllm", "llama", *_SYSTEMS}
     if unknown:
         parser.error(f"unknown systems {sorted(unknown)}; known: vllm, llama, {', '.join(_SYSTEMS)}")

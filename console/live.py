@@ -23,9 +23,7 @@ Four = TypeVar("Four")
 REFRESH_S = 2.0
 
 
-def live(
-    key: str, fetch: Callable[[], State], draw: Callable[[State], None], every_s: float | None = REFRESH_S
-) -> None:
+def live(key: str, fetch: Callable[[], State], draw: Callable[[State], None]) -> None:
     """Fetches and draws repeatedly. While the gateway is away, the last known state stays, marked as stale."""
 
     def now() -> None:
@@ -40,7 +38,7 @@ def live(
         remembered[key] = (state, time.monotonic())
         draw(state)
 
-    st.fragment(now, run_every=every_s)()
+    st.fragment(now, run_every=REFRESH_S)()
 
 
 @overload

@@ -55,7 +55,7 @@ class LiveAutopilot:
         self._seen: Observation | None = None
         self.status: dict[str, Any] = {"own_mode": own_mode}
 
-    async def run(self, every_s: float = _EVERY_S) -> None:
+    async def run(self) -> None:
         """Looks and decides, forever."""
         async with running(logged(self._slow_loop.run(lambda: self._seen))):
             while True:
@@ -66,7 +66,7 @@ class LiveAutopilot:
                     self._note_failure(error.message)
                 except Exception:  # no answer of a gateway may end this loop
                     self._note_failure("internal error", is_bug=True)
-                await asyncio.sleep(every_s)
+                await asyncio.sleep(_EVERY_S)
 
     async def once(self) -> Decision:
         """One look and what follows from it. Raises Unavailable if no gateway answers."""

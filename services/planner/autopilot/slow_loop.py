@@ -52,10 +52,10 @@ class SlowLoop:
         self._was_wrong = False
         self.advice: Advice | None = None
 
-    async def run(self, seen: Callable[[], Observation | None], every_s: float = _EVERY_S) -> None:
+    async def run(self, seen: Callable[[], Observation | None]) -> None:
         """Looks ahead, forever, while there are requests."""
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(_EVERY_S)
             observation = seen()
             if observation is None:
                 continue
