@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.linear import pack_onednn
+from halfmoon.engine.models.rotary import Rotary
 from halfmoon.engine.models.weights import fill_dummy_weights, load_weights
 from halfmoon.errors import Incompatible
 from halfmoon.kv.kv_layout import KVLayout
@@ -180,3 +182,12 @@ def test_loading_tells_its_progress(tiny_checkpoint: Callable[[str], Checkpoint]
     assert list(done) == sorted(done)
     assert set(totals) == {checkpoint.weight_files[0].stat().st_size}
     assert done[-1] > 0.8 * totals[0]
+
+
+def test_the_rotary_tables_are_those_of_any_processor(tiny_checkpoint: Callable[[str], Checkpoint]) -> None:
+    """Cosines and sines in float32 differ in their last bits: prefill and decode may run on different processors."""
+    config = tiny_checkpoint("llama").model_config
+    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.rotary_size, 2) / config.rotary_size)
+    angles = torch.outer(torch.arange(config.context_tokens).float(), frequencies)
+    for got, function in zip(Rotary(config, torch.float32, "cpu").halves(), (math.cos, math.sin), strict=True):
+        assert torch.equal(got, torch.tensor([[function(angle) for angle in row] for row in angles.tolist()]))

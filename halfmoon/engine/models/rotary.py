@@ -12,15 +12,16 @@ from halfmoon.architectures.model_config import ModelConfig
 
 
 class Rotary:
-    """Owns the cosine and sine tables. Frequencies are computed in float32 and rounded to the model's dtype."""
+    """Owns the cosine and sine tables. Angles are float32; the tables are rounded to that, then to the model's dtype."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
         inv_freq, scaling = _frequencies(config)
         positions = torch.arange(config.context_tokens, dtype=torch.float32)
-        angles = torch.outer(positions, inv_freq.float())  # [context_tokens, rotary_size / 2]
-        self._cos = (angles.cos() * scaling).repeat(1, 2).to(device, dtype)  # [context_tokens, rotary_size]
+        # In float32 the last bit depends on the processor, and on ARM on the number of torch's threads.
+        angles = torch.outer(positions, inv_freq.float()).double()  # [context_tokens, rotary_size / 2]
+        self._cos = (angles.cos().float() * scaling).repeat(1, 2).to(device, dtype)  # [context_tokens, rotary_size]
         # The first half is negated here, so that a row needs no negation: x * cos + swap_halves(x) * sin.
-        sin = angles.sin() * scaling
+        sin = angles.sin().float() * scaling
         self._sin = torch.cat((-sin, sin), dim=1).to(device, dtype)  # [context_tokens, rotary_size]
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
