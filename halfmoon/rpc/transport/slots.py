@@ -8,6 +8,7 @@ count before and after reading has read that payload and no other (a seqlock who
 from __future__ import annotations
 
 import struct
+from threading import Lock
 from typing import NamedTuple
 
 from halfmoon.errors import InvalidRequest
@@ -66,6 +67,7 @@ class FreeSlots:
         self._words_at = words_at
         self._uses = [0] * num_slots
         self._free = [slot * slot_bytes for slot in reversed(range(num_slots))]  # the next one is last
+        self._fence = Lock()
 
     def take(self, num_bytes: int) -> Reference:
         """A free slot, whose earlier use ends here; the window guarantees that there is one."""
@@ -75,6 +77,9 @@ class FreeSlots:
         self._uses[slot] += 1
         use_at = self._words_at + slot * USE_BYTES
         _USE.pack_into(self._memory, use_at, self._uses[slot])
+        for _ in range(2):  # ARM may show a reader the payload first, unless a lock is released and then acquired
+            with self._fence:
+                pass
         return Reference(offset, use_at, self._uses[slot])
 
     def give_back(self, offset: int) -> None:
