@@ -12,7 +12,7 @@ from halfmoon.architectures.model_config import ModelConfig
 
 
 class Rotary:
-    """Owns the cosine and sine tables. Angles are float32; the tables are rounded to that, then to the model's dtype."""
+    """Owns the cosine and sine tables, whose angles are float32; rounded to that, then to the model's dtype."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
         inv_freq, scaling = _frequencies(config)
