@@ -313,3 +313,13 @@ def test_heads_that_do_not_fit_are_refused_by_name(num_heads: int, num_kv_heads:
 def test_a_dtype_without_kernels_is_refused() -> None:
     with pytest.raises(Incompatible, match="float16"):
         NativeLibrary(compiled(default_cache_dir()), torch.float16, 2)
+
+
+@pytest.mark.parametrize("size", [18, 36, 63])  # a whole vector, and some numbers behind it
+def test_a_norm_has_the_same_bits_whether_something_is_added_or_was_before(library: NativeLibrary, size: int) -> None:
+    x, residual = random(200, size, dtype=torch.float32), random(200, size, dtype=torch.float32, seed=1)
+    weight, out = random(size, dtype=library.dtype), torch.empty(200, size, dtype=library.dtype)
+    expected = library.add_rms_norm(x, residual, weight, 1e-6)
+    pointers = (tensor.data_ptr() for tensor in (residual, weight, out))
+    library._add_rms_norm(0, *pointers, 200, size, 1e-6, 1)
+    assert torch.equal(out, expected)

@@ -24,6 +24,12 @@ static int64_t end_row(long task, int64_t num_rows) {
   return num_rows < first_row(task + 1) ? num_rows : first_row(task + 1);
 }
 static const float *row_of(const float *rows, int64_t row, int64_t size) { return rows ? rows + row * size : 0; }
+/* Never inlined: the compiler may fuse its products in one place and not in another. */
+static __attribute__((noinline)) float sum_of_squares(const float *x, int64_t size) {
+  float sum = 0;
+  for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
+  return sum;
+}
 static void fetch_to_write(const void *memory, int64_t num_bytes) {
   for (int64_t at = 0; at < num_bytes; at += 64) __builtin_prefetch((const char *)memory + at, 1);
 }

@@ -29,17 +29,15 @@ static void NAME(norm_row)(const T *x, const T *weight, T *out, int64_t size, fl
  * 0: nothing is added. */
 static void NAME(add_norm_row)(const float *x, float *residual, const T *weight, T *out, int64_t size, float eps) {
   f32v squares = splat(0);
-  float tail = 0;
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) {
     f32v sum = load_f32(residual + i);
     if (x) store_f32(residual + i, sum = load_f32(x + i) + sum);
     squares += sum * sum;
   }
-  for (; i < size; i++) {
-    if (x) residual[i] += x[i];
-    tail += residual[i] * residual[i];
-  }
+  const int64_t whole = i;
+  for (; x && i < size; i++) residual[i] += x[i];
+  const float tail = whole < size ? sum_of_squares(residual + whole, size - whole) : 0;
   const float scale = NAME(norm_scale)(squares, tail, size, eps);
   for (i = 0; i + LANES <= size; i += LANES) STORE(out + i, load_f32(residual + i) * scale * LOAD(weight + i));
   for (; i < size; i++) out[i] = FROM_FLOAT(residual[i] * scale * TO_FLOAT(weight[i]));
