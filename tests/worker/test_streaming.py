@@ -191,4 +191,4 @@ async def test_what_computing_did_not_hide_is_measured(start_worker: Start, tiny
     exposed_s, whole_s = (read(f"halfmoon_handover_{name}_sum") for name in ("exposed_seconds", "seconds"))
     assert exposed_s is not None
     assert whole_s is not None
-    assert 0 < exposed_s < whole_s
+    assert 0 < exposed_s <= whole_s  # the same where the prompt was computed before the decode worker had room
