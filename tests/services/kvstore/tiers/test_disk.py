@@ -122,6 +122,7 @@ async def test_files_stay_within_the_budget_however_much_is_replaced(tmp_path: P
     budget = 64 * RECORD_BYTES
     async with opened(tmp_path, budget) as tier:
         live: list[bytes] = []
+        files: set[Path] = set()
         for block in IDS:
             while (len(live) + 1) * RECORD_BYTES > tier.live_budget_bytes:
                 tier.forget(live.pop(len(live) // 2))
@@ -129,6 +130,8 @@ async def test_files_stay_within_the_budget_however_much_is_replaced(tmp_path: P
             await tier.write([record(block)])
             live.append(block)
             assert sum(file.stat().st_size for file in block_files(tmp_path)) == tier.file_bytes <= budget
+            files.update(block_files(tmp_path))
+        assert len(files - set(block_files(tmp_path))) > 3  # were compacted
         assert [await whole(tier, block) for block in live] == [True] * len(live)
     async with opened(tmp_path, budget) as tier:
         assert [await whole(tier, block) for block in live] == [True] * len(live)
