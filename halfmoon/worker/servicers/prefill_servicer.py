@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import grpc
 
 from halfmoon.background import cancelled, first_result, running
 from halfmoon.errors import NoCapacity
+from halfmoon.kv.codec import Codec
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.telemetry.spans import current_span, operation
 from halfmoon.rpc.transfer import TransferSender, transfer_to
@@ -127,10 +128,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         sources: Sequence[NamedHolder],
         shares: prefill_pb2.PromptShares | None = None,
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """Reserves on the decode worker, computes here while sending, then commits.
-
-        A prompt that is computed soon begins meanwhile: its step would be for nothing if the decode worker refuses.
-        """
+        """Reserves on the decode worker, computes here while sending, then commits."""
         generation, address, wanted = request.generation, request.decode_address, codec_from(request.kv_codec)
         await self._state.decode_peers.check(address)
         layout = self._state.layout
@@ -144,44 +142,41 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             codec, reason = wanted, "configured"
             if request.chooses_codec:
                 codec, reason = self._codecs.choose(link.raw_estimator, wanted)
-            async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
-                sender = LayerwiseSender(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
-                async with running(self._opened(sender, generation, body)) as opening:
-                    if self._state.compute_rate.model.seconds(num_tokens) > _MOST_UNRESERVED_S:
-                        await opening
-                    async with (
-                        PrefillRequestScope(
-                            self._engine,
-                            self._state,
-                            generation,
-                            held_tokens=transfer.held_tokens,
-                            on_kv=sender.on_kv,
-                            restorer=self._restorer,
-                            sources=sources,
-                            shares=shares,
-                            called_s=called_s,
-                            span=prefill,
-                        ) as scope,
-                        running(_keep_lease(transfer, opening)) as lease,
-                        sender.running(opening) as sending,
-                    ):
-                        first = await first_result(scope.first, sending, lease, sender.dropped.event)
-                        opened_s = await first_result(opening, sender.dropped.event)
-                        event = scope.event(first)
-                        yield event
-                        if first.output.finish_reason is not None:
-                            return
-                        await first_result(sending, lease, sender.dropped.event)
-                        await cancelled(lease)
-                        is_kept = generation.HasField("repeatable")
-                        commit = decode_pb2.HandoverCommit(
-                            first_token_id=first.output.token_id,
-                            first=event.first_token if is_kept else None,
-                            is_private=request.is_degraded and not sender.codec.is_exact,
-                        )
-                        async with running(transfer.commit(commit.SerializeToString())) as done:
-                            await first_result(done, sender.dropped.event)
-                        done_s = now_s()
+            async with (
+                transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer,
+                self._opening(transfer, generation, body, num_tokens, codec) as (sender, opening),
+                PrefillRequestScope(
+                    self._engine,
+                    self._state,
+                    generation,
+                    held_tokens=transfer.held_tokens,
+                    on_kv=sender.on_kv,
+                    restorer=self._restorer,
+                    sources=sources,
+                    shares=shares,
+                    called_s=called_s,
+                    span=prefill,
+                ) as scope,
+                running(_keep_lease(transfer, opening)) as lease,
+                sender.running(opening) as sending,
+            ):
+                first = await first_result(scope.first, sending, lease, sender.dropped.event)
+                opened_s = await first_result(opening, sender.dropped.event)
+                event = scope.event(first)
+                yield event
+                if first.output.finish_reason is not None:
+                    return
+                await first_result(sending, lease, sender.dropped.event)
+                await cancelled(lease)
+                is_kept = generation.HasField("repeatable")
+                commit = decode_pb2.HandoverCommit(
+                    first_token_id=first.output.token_id,
+                    first=event.first_token if is_kept else None,
+                    is_private=request.is_degraded and not sender.codec.is_exact,
+                )
+                async with running(transfer.commit(commit.SerializeToString())) as done:
+                    await first_result(done, sender.dropped.event)
+                done_s = now_s()
             held_tokens = transfer.held_tokens
             phase = Phase("transfer", called_s, done_s, num_tokens - held_tokens, num_bytes=sender.num_bytes)
             phase.end(span)
@@ -200,11 +195,26 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             )
         )
 
-    async def _opened(self, sender: LayerwiseSender, generation: types_pb2.Generation, body: bytes) -> float:
-        """Opens the transfer; returns when, on this worker's clock."""
-        await sender.open(body)
-        self._state.check_not_cancelled(generation)
-        return now_s()
+    @asynccontextmanager
+    async def _opening(
+        self, transfer: TransferSender, generation: types_pb2.Generation, body: bytes, num_tokens: int, codec: Codec
+    ) -> AsyncIterator[tuple[LayerwiseSender, asyncio.Task[float]]]:
+        """Opens the transfer while inside; the task returns when it was open. Raises the decode worker's refusal.
+
+        A prompt that is computed soon is entered at once: its step is for nothing if the decode worker refuses. Others
+        are entered when the transfer is open.
+        """
+        sender = LayerwiseSender(self._engine, transfer, self._state.layout, generation.request_id, num_tokens, codec)
+
+        async def opened() -> float:
+            await sender.open(body)
+            self._state.check_not_cancelled(generation)
+            return now_s()
+
+        async with running(opened()) as opening:
+            if self._state.compute_rate.model.seconds(num_tokens) > _MOST_UNRESERVED_S:
+                await opening
+            yield sender, opening
 
     def _note_handed_over(self, num_bytes: int, transfer_s: float, exposed_s: float) -> None:
         self._metrics.handover_bytes.labels("out").inc(num_bytes)

@@ -65,8 +65,8 @@ class DecoderLayer:
         self._attention.arrange()
         for linear, _ in self._matrices:
             linear.pack(pack_weight)
-        for linear, _ in self._mlp.exact:
-            if pack_exact is not None:
+        if pack_exact is not None:
+            for linear, _ in self._mlp.exact:
                 linear.pack(pack_exact)
         if self._config.norm_offset:
             for norm in (self._norms | self._attention.tensors).values():
