@@ -65,11 +65,25 @@ static void emulate_dot(int sums, int a, int b) {
   }
 }
 
-#define AMX_CONFIG(config) emulate_config(config)
+/* Reads memory behind the compiler's back, like the instructions' own: what it does not see being read it may leave out. */
+#define EMULATE_UNSEEN(function, x, from, y)                                                                         \
+  do {                                                                                                               \
+    int64_t first = (int64_t)(x), third = (int64_t)(y);                                                              \
+    const void *second = (from);                                                                                     \
+    __asm__ volatile("movq %%rsp, %%rbx\n\tleaq -128(%%rsp), %%rsp\n\tandq $-64, %%rsp\n\tcall *%3\n\tmovq %%rbx, %%rsp" \
+                     : "+D"(first), "+S"(second), "+d"(third)                                                        \
+                     : "r"(function)                                                                                 \
+                     : "rax", "rbx", "rcx", "r8", "r9", "r10", "r11", "cc", EMULATE_VECTORS);                        \
+  } while (0)
+#define EMULATE_VECTORS                                                                                              \
+  "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", \
+      "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25",    \
+      "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31", "k1", "k2", "k3", "k4", "k5", "k6", "k7"
+#define CONFIG_TILES(config) EMULATE_UNSEEN(emulate_config, config, 0, 0)
+#define LOAD_TILE(tile, from, stride) EMULATE_UNSEEN(emulate_load, tile, from, stride)
+#define STREAM_TILE LOAD_TILE
 #define AMX_RELEASE() emulate_config(0)
 #define AMX_ZERO(tile) memset(emulated.items[tile], 0, sizeof emulated.items[tile])
-#define AMX_LOAD emulate_load
-#define AMX_STREAM emulate_load
 #define AMX_STORE emulate_store
 #define AMX_DOT emulate_dot
 
@@ -85,11 +99,24 @@ static void emulate_dot(int sums, int a, int b) {
 /* Whether the kernel lets this process use tiles. */
 static int ask_for_amx(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0; }
 
-#define AMX_CONFIG _tile_loadconfig
+#define CONFIG_TILES _tile_loadconfig
+#define LOAD_TILE _tile_loadd
+#define STREAM_TILE _tile_stream_loadd
 #define AMX_RELEASE _tile_release
 #define AMX_ZERO _tile_zero
-#define AMX_LOAD _tile_loadd
-#define AMX_STREAM _tile_stream_loadd /* what comes once: it need not stay in the first-level cache */
 #define AMX_STORE _tile_stored
 #define AMX_DOT _tile_dpbf16ps
+#endif
+
+#ifdef HAS_AMX
+/* GCC's intrinsics do not tell the compiler that they read memory (amxtileintrin.h, 12 to 15): it would leave out, or put
+ * behind them, stores of what only they read. AMX_STORE's is told. */
+#define WRITTEN(read)                  \
+  do {                                 \
+    __asm__ volatile("" ::: "memory"); \
+    read;                              \
+  } while (0)
+#define AMX_CONFIG(config) WRITTEN(CONFIG_TILES(config))
+#define AMX_LOAD(tile, from, stride) WRITTEN(LOAD_TILE(tile, from, stride))
+#define AMX_STREAM(tile, from, stride) WRITTEN(STREAM_TILE(tile, from, stride)) /* need not stay in the first cache */
 #endif
