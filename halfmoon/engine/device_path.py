@@ -184,9 +184,9 @@ def _flex_attention(config: EngineConfig, model: ModelConfig, context_tokens: in
 
     if not _attends("flex", model, context_tokens):
         return _torch_attention(config)
-    compiles = can_compile(config.device)
+    compiles = can_compile(config.device, config.block_tokens)
     if not compiles:
-        logger.warning("flex_attention.uncompiled", extra={"reason": "no C++ compiler, or no AVX2"})
+        logger.warning("flex_attention.uncompiled", extra={"reason": "no C++ compiler, no AVX2 or blocks of few tokens"})
     return FlexBackend(config.block_tokens, config.device, compiles)
 
 

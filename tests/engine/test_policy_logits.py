@@ -153,7 +153,7 @@ def test_logits_are_those_of_a_model_with_that_mask(
     reference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("halfmoon.engine.attention.flex_attention.can_compile", lambda device: False)
+    monkeypatch.setattr("halfmoon.engine.attention.flex_attention.can_compile", lambda device, block_tokens: False)
     one, other = asked(policy=policy), replace(request("full", 33, 9), tenant_salt=b"")
     engine = engine_of(attention=attention, **steps)
     for each in (one, other):

@@ -31,12 +31,15 @@ _MOST_PROGRAMS = 32  # beyond which torch would compute all scores; four serve, 
 Flex = Callable[..., Any]
 
 
-def can_compile(device: str) -> bool:
+_LEAST_BLOCK_TOKENS = 16  # on a CPU: what torch 2.13 compiles for AVX2 sums blocks of 8 wrongly
+
+
+def can_compile(device: str, block_tokens: int) -> bool:
     """Whether torch compiles for `device`: with Triton on CUDA, with a C++ compiler and AVX2 on a CPU."""
     if device.startswith("cuda"):
         return True
     has_vectors = torch.cpu.get_capabilities().get("avx2", False)
-    return bool(has_vectors) and shutil.which("g++") is not None
+    return bool(has_vectors) and block_tokens >= _LEAST_BLOCK_TOKENS and shutil.which("g++") is not None
 
 
 @dataclass(frozen=True, slots=True)
