@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from halfmoon.engine.kv_memory.quantised_rows import CODES, is_quantised, put_rows, round_rows
+
 if TYPE_CHECKING:
     from halfmoon.engine.kernels.paged_kv import PagedKV
 
 
 BLOCK_TOKENS = 64
+SCALE_ITEMS = 2  # of a row of codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +68,25 @@ def make_sequences(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.
     from halfmoon.engine.kernels.paged_kv import PagedKV
 
     per_seq = -(-context // BLOCK_TOKENS)
-    size = (shapes.num_kv_heads, num_seqs * per_seq * BLOCK_TOKENS, shapes.head_dim)
-    k, v = (torch.empty(size, dtype=kv_dtype, device=shapes.device) for _ in range(2))
-    for tensor in (k, v):
-        for head in tensor:  # one head at a time: the random numbers are wider than the stored values
-            head.copy_(torch.randn(head.shape, device=shapes.device))
+    num_slots, row_items = num_seqs * per_seq * BLOCK_TOKENS, shapes.head_dim + SCALE_ITEMS * is_quantised(kv_dtype)
+    layer = torch.empty(2, shapes.num_kv_heads, num_slots, row_items, dtype=kv_dtype, device=shapes.device)
+    for head in layer.flatten(0, 1):  # one at a time: the random numbers are wider than the stored values
+        numbers = torch.randn(num_slots, shapes.head_dim, device=shapes.device)
+        put_rows(head, slice(None), round_rows(numbers, kv_dtype) if is_quantised(kv_dtype) else numbers)
     table = torch.randperm(num_seqs * per_seq, device=shapes.device).int().view(num_seqs, per_seq)
     lens = torch.full((num_seqs,), context, dtype=torch.int32, device=shapes.device)
-    return Sequences(PagedKV(k, v, BLOCK_TOKENS), table, lens)
+    return Sequences(PagedKV.of_layer(layer, BLOCK_TOKENS), table, lens)
 
 
 def kv_bytes(kv: PagedKV, num_tokens: int) -> int:
     """Bytes of K and V of `num_tokens` tokens in one layer."""
-    return 2 * num_tokens * kv.k.shape[0] * kv.k.shape[2] * kv.k.element_size()
+    row_bytes = kv.k.shape[2] * kv.k.element_size() + SCALE_ITEMS * (kv.k_scales is not None)
+    return 2 * num_tokens * kv.k.shape[0] * row_bytes
+
+
+def kv_name(kv_dtype: torch.dtype) -> str:
+    """Of memory: where it has codes, theirs."""
+    return str(CODES.get(kv_dtype, kv_dtype)).removeprefix("torch.")
 
 
 def decode_case(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.dtype, num_sms: int) -> Case:
@@ -90,7 +99,7 @@ def decode_case(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.dty
     scale = shapes.head_dim**-0.5
     return Case(
         "decode_attention",
-        f"batch {num_seqs}, context {context}, {str(kv_dtype).removeprefix('torch.')}, {num_splits} splits",
+        f"batch {num_seqs}, context {context}, {kv_name(kv_dtype)}, {num_splits} splits",
         moved,
         lambda: decode_attention(q, seqs.kv, seqs.block_table, seqs.context_lens, scale, num_splits),
     )
@@ -99,11 +108,11 @@ def decode_case(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.dty
 def latent_case(device: str, num_seqs: int, context: int, num_sms: int) -> Case:
     """A decode of DeepSeek-V3's attention: 128 heads, rows of 512 + 64 numbers."""
     from halfmoon.engine.kernels.decode_attention import choose_num_splits
-    from halfmoon.engine.kernels.latent_attention import latent_attention, row_tile
+    from halfmoon.engine.kernels.latent_attention import PROGRAMS_PER_SM, latent_attention, row_tile
 
     seqs = make_sequences(Shapes(num_kv_heads=1, head_dim=288, device=device), num_seqs, context, torch.bfloat16)
     q = torch.randn(num_seqs, 128, 576, dtype=torch.bfloat16, device=device)
-    num_splits = choose_num_splits(num_seqs, 128 // row_tile(128, torch.bfloat16), context, num_sms)
+    num_splits = choose_num_splits(num_seqs, 128 // row_tile(128, torch.bfloat16), context, num_sms, PROGRAMS_PER_SM)
     return Case(
         "latent_attention",
         f"batch {num_seqs}, context {context}, {num_splits} splits",
@@ -182,8 +191,7 @@ def store_case(shapes: Shapes, num_tokens: int, kv_dtype: torch.dtype) -> Case:
     positions = torch.arange(num_tokens, device=shapes.device)
     slots = blocks[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
     moved = 2 * k.numel() * k.element_size() + kv_bytes(seqs.kv, num_tokens) + slots.nbytes
-    name = str(kv_dtype).removeprefix("torch.")
-    return Case("kv_write", f"{num_tokens} tokens, {name}", moved, lambda: kv_write(k, v, seqs.kv, slots))
+    return Case("kv_write", f"{num_tokens} tokens, {kv_name(kv_dtype)}", moved, lambda: kv_write(k, v, seqs.kv, slots))
 
 
 def norm_cases(shapes: Shapes, num_tokens: int) -> Iterator[Case]:
@@ -236,7 +244,8 @@ def cases(shapes: Shapes, num_sms: int) -> Iterator[tuple[str, Callable[[], Case
     """Measurements by kernel file; a case's tensors are created when it is called."""
     for num_seqs in (1, 8, 64):
         for context in (1024, 8192, 32768):
-            yield "decode_attention", partial(decode_case, shapes, num_seqs, context, shapes.dtype, num_sms)
+            for kv_dtype in (shapes.dtype, *CODES):
+                yield "decode_attention", partial(decode_case, shapes, num_seqs, context, kv_dtype, num_sms)
     for num_seqs in (1, 8, 64):
         for context in (1024, 8192):
             yield "latent_attention", partial(latent_case, shapes.device, num_seqs, context, num_sms)
@@ -245,7 +254,8 @@ def cases(shapes: Shapes, num_sms: int) -> Iterator[tuple[str, Callable[[], Case
     for num_seqs, context in ((8, 1024), (64, 1024), (8, 8192), (64, 8192)):
         for num_cached in (0, 8192):
             yield "mixed_attention", partial(mixed_case, shapes, num_seqs, context, num_cached, 512, num_sms)
-    yield "kv_write", partial(store_case, shapes, 8192, shapes.dtype)
+    for kv_dtype in (shapes.dtype, *CODES):
+        yield "kv_write", partial(store_case, shapes, 8192, kv_dtype)
     for num_tokens in (64, 8192):
         yield "rms_norm", partial(norm_cases, shapes, num_tokens)
         yield "rotary", partial(rotary_case, shapes, num_tokens)

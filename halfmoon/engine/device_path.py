@@ -164,17 +164,18 @@ def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, c
 
 def _triton_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:
     from halfmoon.engine.attention.triton_attention import TritonBackend
-    from halfmoon.engine.kernels.latent_attention import row_tile
+    from halfmoon.engine.kernels import decode_attention, latent_attention
     from halfmoon.engine.models.triton_ops import TRITON_OPS
 
     attention: AttentionBackend = _torch_attention(config)
     if _attends("triton", model, context_tokens):
-        num_programs = model.num_kv_heads
+        num_programs, per_sm = model.num_kv_heads, decode_attention.PROGRAMS_PER_SM
         if model.latent is not None:
             memory = dtype if config.kv_dtype == "auto" else TORCH_DTYPES[config.kv_dtype]
-            num_programs = -(-model.num_heads // row_tile(model.num_heads, memory))
+            num_programs = -(-model.num_heads // latent_attention.row_tile(model.num_heads, memory))
+            per_sm = latent_attention.PROGRAMS_PER_SM
         attention = TritonBackend(
-            config.block_tokens, num_programs, context_tokens, config.device, config.mixed_attention
+            config.block_tokens, num_programs, context_tokens, config.device, config.mixed_attention, per_sm
         )
     return DevicePath("triton", TRITON_OPS, pack_onednn, attention)
 
@@ -186,7 +187,9 @@ def _flex_attention(config: EngineConfig, model: ModelConfig, context_tokens: in
         return _torch_attention(config)
     compiles = can_compile(config.device, config.block_tokens)
     if not compiles:
-        logger.warning("flex_attention.uncompiled", extra={"reason": "no C++ compiler, no AVX2 or blocks of few tokens"})
+        logger.warning(
+            "flex_attention.uncompiled", extra={"reason": "no C++ compiler, no AVX2 or blocks of few tokens"}
+        )
     return FlexBackend(config.block_tokens, config.device, compiles)
 
 

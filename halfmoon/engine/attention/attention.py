@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.kv_memory.kv_arena import slot_runs
-from halfmoon.engine.kv_memory.quantised_rows import is_quantised, numbers_of, round_rows
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised, numbers_of, put_rows, round_rows, rows_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,10 @@ def _latest(runs: tuple[tuple[int, int], ...], num_slots: int | None) -> tuple[t
 def store(k: Tensor, v: Tensor, layer_kv: Tensor, slots: Tensor) -> None:
     """Writes k, v [num_tokens, num_kv_heads, head_dim] to their slots of one layer, rounded if that is of codes."""
     for rows, memory in ((k, layer_kv[0]), (v, layer_kv[1])):
-        rows = round_rows(rows, memory.dtype) if is_quantised(memory.dtype) else rows
-        memory.index_copy_(1, slots, rows.transpose(0, 1))
+        if is_quantised(memory.dtype):
+            put_rows(memory, slots, round_rows(rows, memory.dtype).transpose(0, 1))
+        else:
+            memory.index_copy_(1, slots, rows.transpose(0, 1))
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -180,7 +182,7 @@ def _reference_segment(q: Tensor, layer_kv: Tensor, slots: Tensor, segment: Segm
     first_sees = None if rule.window is None else rule.window - (num_tokens > 1)  # without the rows of a chunk
     pieces = [torch.arange(start, end, device=slots.device) for start, end in _latest(segment.runs, first_sees)]
     where = torch.cat(pieces if num_tokens == 1 else [*pieces, slots[rows]])  # [num_keys]
-    numbers = numbers_of(layer_kv[:, :, where])  # [2, num_kv_heads, num_keys, head_dim]
+    numbers = numbers_of(rows_at(layer_kv, where))  # [2, num_kv_heads, num_keys, head_dim]
     keys, values = rule.keys_and_values(numbers, q.shape[1])
     scores = rule.scores(q[rows].float().transpose(0, 1), keys)  # [num_heads, num_tokens, num_keys]
     probabilities = scores.masked_fill(_unseen(num_tokens, where, rule.window), float("-inf")).softmax(dim=-1)

@@ -18,7 +18,7 @@ from torch.nn.functional import avg_pool1d
 from halfmoon.engine.attention.attention_backend import AttentionRule, StepAttention
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.kv_memory.kv_arena import KVArena, slot_runs
-from halfmoon.engine.kv_memory.quantised_rows import numbers_of
+from halfmoon.engine.kv_memory.quantised_rows import numbers_of, put_rows, rows_at
 
 _QUERIES_AT_ONCE = 256  # whose scores are in memory for one head, with those of all keys
 
@@ -64,12 +64,12 @@ def choosing(attention: StepAttention, chunks: Sequence[Chunk], arena: KVArena) 
 
 def keep_chosen(q: Tensor, layer_kv: Tensor, prompt: ChosenSlots, rule: AttentionRule) -> None:
     """Copies one layer's chosen rows. q: [num_observers, num_heads, head_dim]; layer_kv: see `StepAttention.attend`."""
-    rows = layer_kv[:, :, prompt.slots]  # [2, num_kv_heads, num_tokens, row_items]
+    rows = rows_at(layer_kv, prompt.slots)  # [2, num_kv_heads, num_tokens, row_items]
     attention = observed_attention(q.float(), rule.keys(numbers_of(rows)), rule)[:, : prompt.num_candidates]
     smooth = avg_pool1d(attention[None], prompt.num_neighbours, 1, prompt.num_neighbours // 2)[0]
     chosen = smooth.topk(len(prompt.kept)).indices.sort().values  # [num_kv_heads, num_kept]
     where = chosen[None, :, :, None].expand(2, -1, -1, rows.shape[3])
-    layer_kv[:, :, prompt.kept] = rows.gather(2, where)
+    put_rows(layer_kv, prompt.kept, rows.gather(2, where))
 
 
 def observed_attention(q: Tensor, keys: Tensor, rule: AttentionRule) -> Tensor:

@@ -17,7 +17,7 @@ from triton import knobs
 
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.attention.attention_table import MixedAttention, fused_from
-from halfmoon.engine.kernels.decode_attention import choose_num_splits, decode_attention
+from halfmoon.engine.kernels.decode_attention import PROGRAMS_PER_SM, choose_num_splits, decode_attention
 from halfmoon.engine.kernels.kv_write import kv_write
 from halfmoon.engine.kernels.latent_attention import latent_attention
 from halfmoon.engine.kernels.mixed_attention import Decodes, Prefills, mixed_attention
@@ -108,17 +108,18 @@ class TritonBackend:
         context_tokens: int,
         device: str,
         mixed: MixedAttention = "auto",
+        programs_per_sm: int = PROGRAMS_PER_SM,
     ) -> None:
         """`num_programs` decode a sequence whose keys are not split: as many as KV heads, or tiles of rows of latents.
 
-        `context_tokens` bounds the length of a sequence; `mixed` has no effect on latents. Raises Incompatible on a CPU
-        without the interpreter.
+        `context_tokens` bounds the length of a sequence; `mixed` has no effect on latents; `programs_per_sm`: see
+        `choose_num_splits`. Raises Incompatible on a CPU without the interpreter.
         """
         self.block_tokens = block_tokens
         self.max_blocks = -(-context_tokens // block_tokens)
         self.device = device
         self._memories = LayerMemories(block_tokens)
-        self._num_programs = num_programs
+        self._num_programs, self._programs_per_sm = num_programs, programs_per_sm
         self._context_tokens = context_tokens
         self._num_sms = 1
         capability = None
@@ -174,7 +175,7 @@ class TritonBackend:
     def _num_splits(self, num_seqs: int) -> int:
         """Rounds the sequences up to the next power of two, the size of the graph that would run them."""
         size = padded(max(1, num_seqs))
-        return choose_num_splits(size, self._num_programs, self._context_tokens, self._num_sms)
+        return choose_num_splits(size, self._num_programs, self._context_tokens, self._num_sms, self._programs_per_sm)
 
     def _int32(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

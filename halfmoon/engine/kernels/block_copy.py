@@ -12,34 +12,44 @@ from torch import Tensor
 
 from halfmoon.engine.kernels.tensor_check import check_contiguous, check_same_device, check_shape, check_tensor
 from halfmoon.engine.kernels.tile_counts import num_tiles, padded
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised, put_rows, rows_at
 
 _TILE_TOKENS = 32
 
 
 @triton.jit(do_not_specialize=["start", "num_tokens"])
 def _copy_blocks_kernel(
-    arena: tl.tensor,  # [num_planes, num_slots, row_words]
-    buffer: tl.tensor,  # [num_planes, num_tokens, row_words]
+    arena: tl.tensor,  # [num_planes, num_slots, ROW_WORDS]; of codes: see `split_memory`
+    buffer: tl.tensor,  # [num_planes, num_tokens, ROW_WORDS]
     block_ids: tl.tensor,  # [num_blocks]
     start: tl.tensor,  # position in the sequence of the buffer's first token
     num_tokens: tl.tensor,
     num_slots: tl.tensor,
     BLOCK_TOKENS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
-    ROW_PAD: tl.constexpr,
+    NUMBER_WORDS: tl.constexpr,  # of a row without its scale, which is a word
+    WORDS_PAD: tl.constexpr,
     TILE: tl.constexpr,
     DIRECTION: tl.constexpr,
 ) -> None:
     plane = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    word = tl.arange(0, ROW_PAD)
+    word = tl.arange(0, WORDS_PAD)
     in_range = row < num_tokens
     position = start + row
     block = tl.load(block_ids + position // BLOCK_TOKENS, mask=in_range, other=0).to(tl.int64)
     slot = block * BLOCK_TOKENS + position % BLOCK_TOKENS
-    mask = in_range[:, None] & (word < ROW_WORDS)[None, :]
-    in_arena = arena + (plane * num_slots + slot)[:, None] * ROW_WORDS + word[None, :]
-    in_buffer = buffer + (plane * num_tokens + row)[:, None] * ROW_WORDS + word[None, :]
+    mask = in_range[:, None] & (word < NUMBER_WORDS)[None, :]
+    rows = buffer + (plane * num_tokens + row) * ROW_WORDS
+    numbers = arena + plane * num_slots * ROW_WORDS + slot * NUMBER_WORDS
+    _copy(numbers[:, None] + word[None, :], rows[:, None] + word[None, :], mask, DIRECTION)
+    if NUMBER_WORDS < ROW_WORDS:
+        scales = arena + (plane * ROW_WORDS + NUMBER_WORDS) * num_slots + slot
+        _copy(scales, rows + NUMBER_WORDS, in_range, DIRECTION)
+
+
+@triton.jit
+def _copy(in_arena: tl.tensor, in_buffer: tl.tensor, mask: tl.tensor, DIRECTION: tl.constexpr) -> None:
     if DIRECTION == "gather":
         tl.store(in_buffer, tl.load(in_arena, mask=mask), mask=mask)
     else:
@@ -111,28 +121,26 @@ def _check_buffer(name: str, buffer: Tensor, arena: Tensor) -> None:
 def _launch(layers: Tensor, buffer: Tensor, block_ids: Tensor, block_tokens: int, start: int, direction: str) -> None:
     integers = _integers(layers)
     num_tokens, row_words = buffer.shape[3], buffer.shape[4] * buffer.element_size() // integers.itemsize
+    number_words = row_words - is_quantised(layers.dtype)
     num_planes = layers.shape[0] * 2 * layers.shape[2]
     _copy_blocks_kernel[(num_tiles(num_tokens, _TILE_TOKENS), num_planes)](
         layers.view(integers), buffer.view(integers), block_ids, start, num_tokens, layers.shape[3],
-        BLOCK_TOKENS=block_tokens, ROW_WORDS=row_words, ROW_PAD=padded(row_words),
+        BLOCK_TOKENS=block_tokens, ROW_WORDS=row_words, NUMBER_WORDS=number_words, WORDS_PAD=padded(number_words),
         TILE=_TILE_TOKENS, DIRECTION=direction, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def _integers(layers: Tensor) -> torch.dtype:
-    """The widest integers that divide a row and fit the memory's alignment, up to 4 bytes."""
-    row_bytes = layers.shape[4] * layers.element_size()
-    for dtype in (torch.int32, torch.int16):
-        if row_bytes % dtype.itemsize == 0 and layers.storage_offset() * layers.element_size() % dtype.itemsize == 0:
-            return dtype
-    return torch.int8
+    """The words of rows: of 4 bytes if these divide a row of numbers and fit the memory's alignment, else of 2."""
+    row_bytes, offset = (items * layers.element_size() for items in (layers.shape[4], layers.storage_offset()))
+    return torch.int16 if is_quantised(layers.dtype) or row_bytes % 4 or offset % 4 else torch.int32
 
 
 def gather_blocks_reference(
     arena: Tensor, block_ids: Tensor, block_tokens: int, layer_start: int, layer_end: int, start: int, num_tokens: int
 ) -> Tensor:
     """`gather_blocks` in plain torch."""
-    return arena[layer_start:layer_end, :, :, _slots(block_ids, block_tokens, start, num_tokens)]
+    return rows_at(arena[layer_start:layer_end], _slots(block_ids, block_tokens, start, num_tokens))
 
 
 def scatter_blocks_reference(
@@ -140,7 +148,7 @@ def scatter_blocks_reference(
 ) -> None:
     """`scatter_blocks` in plain torch."""
     slots = _slots(block_ids, block_tokens, start, buffer.shape[3])
-    arena[layer_start : layer_start + buffer.shape[0], :, :, slots] = buffer
+    put_rows(arena[layer_start : layer_start + buffer.shape[0]], slots, buffer)
 
 
 def _slots(block_ids: Tensor, block_tokens: int, start: int, num_tokens: int) -> Tensor:

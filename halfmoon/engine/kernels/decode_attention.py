@@ -14,23 +14,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfmoon.engine.kernels.paged_kv import PagedKV, num_stages, tile_numbers, tile_scales, tile_slots
+from halfmoon.engine.kernels.paged_kv import PagedKV, num_sms, num_stages, tile_numbers, tile_scales, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
 from halfmoon.engine.kernels.tile_counts import num_tiles, padded
 
 MIN_SPLIT_TOKENS = 256  # below this a program costs more to start and merge than it saves
+PROGRAMS_PER_SM = 4  # so many run at once, or nearly
 _LOG2_E = math.log2(math.e)
 _MIN_ROWS = 16  # minimum of a tensor-core product; a smaller group of query heads is padded
+_CROWDED = 3  # programs to a multiprocessor, from which on those over numbers keep fewer tiles in flight, for one more
 _MERGED_NUMBERS = 8192  # that a program of the merge holds
 
 
-def choose_num_splits(num_seqs: int, num_programs: int, max_context_tokens: int, num_sms: int) -> int:
-    """Programs along the keys: about two waves of them over the device, each with at least MIN_SPLIT_TOKENS.
+def choose_num_splits(
+    num_seqs: int, num_programs: int, max_context_tokens: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM
+) -> int:
+    """Programs along the keys: about `programs_per_sm` on each multiprocessor, each with at least MIN_SPLIT_TOKENS.
 
-    A power of two (the nearest to 2 * num_sms / (num_seqs * num_programs)), so that few variants are compiled;
-    `num_programs` compute a sequence whose keys are not split.
+    A power of two (the nearest to programs_per_sm * num_sms / (num_seqs * num_programs)), so that few variants are
+    compiled; `num_programs` compute a sequence whose keys are not split.
     """
-    wanted = 2 * num_sms / max(1, num_seqs * num_programs)
+    wanted = programs_per_sm * num_sms / max(1, num_seqs * num_programs)
     lower = 1 << max(0, math.floor(math.log2(wanted)))
     nearest = 2 * lower if wanted > 1.5 * lower else lower
     most = max(1, max_context_tokens // MIN_SPLIT_TOKENS)
@@ -74,7 +78,6 @@ def decode_split(
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    ROW_ITEMS: tl.constexpr,  # between slots
     SCALED: tl.constexpr,
 ) -> None:
     """Attends from one sequence's row to one split of its keys in one KV head; to none where the split is empty."""
@@ -108,12 +111,12 @@ def decode_split(
     for start in range(first, last, TILE):
         seen = start + tl.arange(0, TILE) < last
         slots, next_slots = next_slots, tile_slots(block_row, start + TILE, last, TILE, BLOCK_TOKENS)
-        at = slots[:, None] * ROW_ITEMS + dim[None, :]
+        at = slots[:, None] * HEAD_DIM + dim[None, :]
         mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
         keys = tile_numbers(tl.load(k + at, mask=mask, other=0), query.dtype)  # [TILE, DIM_PAD]
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale_log2  # [ROWS, TILE]
         if SCALED:
-            scores = scores * tile_scales(k_scales, slots, seen, ROW_ITEMS)[None, :]
+            scores = scores * tile_scales(k_scales, slots, seen)[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         shrink = tl.exp2(best - new_best)
@@ -121,7 +124,7 @@ def decode_split(
         total = total * shrink + tl.sum(weights, axis=1)
         values = tile_numbers(tl.load(v + at, mask=mask, other=0), query.dtype)  # [TILE, DIM_PAD]
         if SCALED:
-            weights = weights * tile_scales(v_scales, slots, seen, ROW_ITEMS)[None, :]
+            weights = weights * tile_scales(v_scales, slots, seen)[None, :]
         acc = acc * shrink[:, None] + tl.dot(weights.to(query.dtype), values, input_precision="ieee")
         best = new_best
 
@@ -157,14 +160,13 @@ def _decode_attention_kernel(
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    ROW_ITEMS: tl.constexpr,  # between slots
     SCALED: tl.constexpr,
 ) -> None:
     decode_split(
         tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2),
         q, k, v, k_scales, v_scales, block_table, context_lens, out, out_lse, scale_log2,
         q_seq_stride, q_head_stride, kv_head_stride, table_stride,
-        NUM_Q_HEADS, GROUP, ROWS, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, NUM_SPLITS, MIN_SPLIT, ROW_ITEMS, SCALED,
+        NUM_Q_HEADS, GROUP, ROWS, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, NUM_SPLITS, MIN_SPLIT, SCALED,
     )  # fmt: skip
 
 
@@ -266,14 +268,17 @@ def decode_attention(
         return out
     parts, parts_lse = split_parts(out, num_splits)
     rows, tile, dim_pad = decode_tile_sizes(head_dim, group)
+    is_coded = kv.k_scales is not None
+    is_crowded = not is_coded and num_seqs * kv.k.shape[0] * num_splits >= _CROWDED * num_sms(q.device)
     _decode_attention_kernel[(num_seqs, kv.k.shape[0], num_splits)](
         q, kv.k, kv.v, *kv.scales, block_table, context_lens, parts, parts_lse, scale * _LOG2_E,
         q.stride(0), q.stride(1), kv.k.stride(0), block_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=rows,
         HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_TOKENS=kv.block_tokens, TILE=tile,
         NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
-        ROW_ITEMS=kv.k.stride(1), SCALED=kv.k_scales is not None,
-        num_warps=4, enable_fp_fusion=True, num_stages=num_stages(q.device, kv.tile_bytes(tile), 0),
+        SCALED=is_coded,
+        num_warps=2 if is_coded else 4, enable_fp_fusion=True,
+        num_stages=min(2 if is_crowded else 3, num_stages(q.device, kv.tile_bytes(tile), 0)),
     )  # fmt: skip
     if num_splits > 1:
         merge_splits(parts, parts_lse, context_lens, out, tile)

@@ -71,7 +71,6 @@ def _kv_write_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
-    ROW_ITEMS: tl.constexpr,  # between slots
     SCALED: tl.constexpr,
     LARGEST: tl.constexpr,
     LARGEST_CODE: tl.constexpr,
@@ -87,9 +86,9 @@ def _kv_write_kernel(
     values = tl.load(
         v_new + token[:, None] * v_token_stride + head * v_head_stride + dim[None, :], mask=mask, other=0.0
     )
-    to = head * kv_head_stride + slots[:, None] * ROW_ITEMS + dim[None, :]
+    to = head * kv_head_stride + slots[:, None] * HEAD_DIM + dim[None, :]
     if SCALED:
-        scales_to = head * (kv_head_stride // 2) + slots * (ROW_ITEMS // 2)
+        scales_to = head * (kv_head_stride // 2) + slots
         keys, key_bits = _rounded(keys, LARGEST, LARGEST_CODE, BELOW_SCALE, k.dtype.element_ty)
         values, value_bits = _rounded(values, LARGEST, LARGEST_CODE, BELOW_SCALE, k.dtype.element_ty)
         tl.store(k + to, keys, mask=mask)
@@ -119,7 +118,7 @@ def kv_write(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
         k, v, slot_mapping, kv.k, kv.v, *kv.scales, num_tokens,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv.k.stride(0),
         HEAD_DIM=head_dim, DIM_PAD=padded(head_dim), TILE=_TILE_TOKENS,
-        ROW_ITEMS=kv.k.stride(1), SCALED=kv.k_scales is not None,
+        SCALED=kv.k_scales is not None,
         LARGEST=LARGEST_OF[k.dtype], LARGEST_CODE=LARGEST_CODE.get(kv.k.dtype),
         BELOW_SCALE=BELOW_SCALE.get(kv.k.dtype),
         num_warps=4, enable_fp_fusion=False,  # codes are rounded twice, as everywhere

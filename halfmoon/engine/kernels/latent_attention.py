@@ -27,6 +27,7 @@ from halfmoon.engine.kernels.tile_counts import num_tiles, padded
 
 _LOG2_E = math.log2(math.e)
 _MIN_ROWS = 16  # minimum of a tensor-core product
+PROGRAMS_PER_SM = 2  # of decodes: one runs at a time, and two waves end nearly together
 _MOST_ROWS = 64  # their outputs, 512 numbers each, fill the registers of eight warps
 
 
@@ -41,7 +42,6 @@ def _latent_tile(
     SIZE: tl.constexpr,
     PAD: tl.constexpr,
     HALF: tl.constexpr,
-    ROW_ITEMS: tl.constexpr,
     SCALED: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
@@ -49,10 +49,10 @@ def _latent_tile(
     number = FIRST + tl.arange(0, PAD)
     within = number + tl.where(number < HALF, 0, to_second_half - HALF)
     mask = seen[:, None] & (number < FIRST + SIZE)[None, :]
-    tile = tl.load(rows + slots[:, None] * ROW_ITEMS + within[None, :], mask=mask, other=0)
+    tile = tl.load(rows + slots[:, None] * HALF + within[None, :], mask=mask, other=0)
     if SCALED:
-        first = tile_scales(scales, slots, seen, ROW_ITEMS)
-        second = tile_scales(scales + to_second_half // 2, slots, seen, ROW_ITEMS)
+        first = tile_scales(scales, slots, seen)
+        second = tile_scales(scales + to_second_half // 2, slots, seen)
         tile = tile_numbers(tile, tl.float32) * tl.where((number < HALF)[None, :], first[:, None], second[:, None])
     return tile.to(dtype)
 
@@ -83,7 +83,6 @@ def _latent_attention_kernel(
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    ROW_ITEMS: tl.constexpr,  # between slots
     SCALED: tl.constexpr,
     IS_DECODE: tl.constexpr,
 ) -> None:
@@ -129,10 +128,10 @@ def _latent_attention_kernel(
         seen = key < last
         slots, next_slots = next_slots, tile_slots(block_row, start + TILE, last, TILE, BLOCK_TOKENS)
         latent = _latent_tile(
-            rows, to_second_half, scales, slots, seen, 0, SIZE, SIZE_PAD, HALF, ROW_ITEMS, SCALED, query.dtype
+            rows, to_second_half, scales, slots, seen, 0, SIZE, SIZE_PAD, HALF, SCALED, query.dtype
         )  # [TILE, SIZE_PAD]
         shared = _latent_tile(
-            rows, to_second_half, scales, slots, seen, SIZE, SHARED, SHARED_PAD, HALF, ROW_ITEMS, SCALED, query.dtype
+            rows, to_second_half, scales, slots, seen, SIZE, SHARED, SHARED_PAD, HALF, SCALED, query.dtype
         )  # [TILE, SHARED_PAD]
         scores = tl.dot(query, tl.trans(latent), input_precision="ieee")  # [ROWS, TILE]
         scores = tl.dot(query_shared, tl.trans(shared), scores, input_precision="ieee") * scale_log2
@@ -217,7 +216,7 @@ def latent_attention(
         (kv.v.data_ptr() - kv.k.data_ptr()) // kv.k.element_size(), block_table.stride(0),
         NUM_HEADS=num_heads, ROWS=rows, SIZE=latent_size, SIZE_PAD=size_pad, SHARED=shared, SHARED_PAD=shared_pad,
         HALF=half, BLOCK_TOKENS=kv.block_tokens, TILE=tile, NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
-        ROW_ITEMS=kv.k.stride(1), SCALED=kv.k_scales is not None, IS_DECODE=cu_seqlens is None,
+        SCALED=kv.k_scales is not None, IS_DECODE=cu_seqlens is None,
         num_warps=8 if rows == _MOST_ROWS else 4, enable_fp_fusion=True,
         num_stages=stages,
     )  # fmt: skip

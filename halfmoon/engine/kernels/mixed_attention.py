@@ -101,7 +101,6 @@ def _mixed_attention_kernel(
     PREFILL_TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    ROW_ITEMS: tl.constexpr,  # between slots
     SCALED: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
@@ -117,7 +116,7 @@ def _mixed_attention_kernel(
             q + num_decodes * q_token_stride, k, v, k_scales, v_scales,
             prefill_block_table, cu_seqlens, prefill_context_lens, out + num_decodes * (NUM_Q_HEADS * HEAD_DIM),
             scale_log2, q_token_stride, q_head_stride, kv_head_stride, prefill_table_stride,
-            NUM_Q_HEADS, GROUP, PREFILL_ROWS, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, PREFILL_TILE, ROW_ITEMS, SCALED,
+            NUM_Q_HEADS, GROUP, PREFILL_ROWS, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, PREFILL_TILE, SCALED,
         )  # fmt: skip
         return
     rest = program - index.to(tl.int32)
@@ -126,7 +125,7 @@ def _mixed_attention_kernel(
         q, k, v, k_scales, v_scales, decode_block_table, decode_context_lens, parts, parts_lse,
         scale_log2, q_token_stride, q_head_stride, kv_head_stride, decode_table_stride,
         NUM_Q_HEADS, GROUP, DECODE_ROWS, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, DECODE_TILE, NUM_SPLITS, MIN_SPLIT,
-        ROW_ITEMS, SCALED,
+        SCALED,
     )  # fmt: skip
 
 
@@ -160,7 +159,7 @@ def mixed_attention(q: Tensor, kv: PagedKV, decodes: Decodes, prefills: Prefills
         NUM_Q_HEADS=num_q_heads, GROUP=group, DECODE_ROWS=decode_rows, PREFILL_ROWS=prefill_rows,
         HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_TOKENS=kv.block_tokens, DECODE_TILE=decode_tile, PREFILL_TILE=keys,
         NUM_SPLITS=decodes.num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
-        ROW_ITEMS=kv.k.stride(1), SCALED=kv.k_scales is not None,
+        SCALED=kv.k_scales is not None,
         num_warps=4, enable_fp_fusion=True,
         num_stages=num_stages(
             q.device, kv.tile_bytes(max(decode_tile, keys)), prefill_rows * dim_pad * q.element_size(), _PROGRAMS

@@ -13,21 +13,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, check_tensor
 from halfmoon.engine.kernels.tile_counts import padded
-from halfmoon.engine.kv_memory.quantised_rows import CODES, is_quantised, split_rows
+from halfmoon.engine.kv_memory.quantised_rows import CODES, is_quantised, split_memory
 
 _STAGES = 3
 _MAX_HEAD_DIM = 256  # the tiles of attention over K and V are sized for this
 # The device that is compiled for where there is none, an H100:
 _SHARED_BYTES = 227 << 10  # of a program
 _GENERATION = 9
+_NUM_SMS = 132
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """K and V of one layer: numbers or, with scales, codes (`quantised_rows.py`), whose rows their scales follow.
+    """K and V of one layer: numbers or, with scales, codes and their scales (`quantised_rows.py`).
 
     Raises ValueError or TypeError for tensors that do not fit together.
     """
@@ -43,7 +45,7 @@ class PagedKV:
         """The K and V of an arena's layer: [2, num_kv_heads, num_slots, row_items]."""
         if not is_quantised(layer_kv.dtype):
             return cls(layer_kv[0], layer_kv[1], block_tokens)
-        codes, scales = split_rows(layer_kv)
+        codes, scales = split_memory(layer_kv)
         scales = scales.view(torch.int16)
         return cls(codes[0], codes[1], block_tokens, scales[0], scales[1])
 
@@ -51,13 +53,12 @@ class PagedKV:
         check_tensor("k", self.k, (None, None, None), FLOATS if self.k_scales is None else tuple(CODES))
         check_tensor("v", self.v, self.k.shape, (self.k.dtype,))
         _, num_slots, head_dim = self.k.shape
-        row_items = head_dim
         if self.k_scales is not None and self.v_scales is not None:
-            row_items += 2
             for scales in (self.k_scales, self.v_scales):
-                if scales.shape != self.k.shape[:2] or scales.stride(1) * 2 != row_items:
-                    raise ValueError(f"scales: a row of {head_dim} codes must have its scale behind it")
-        if self.k.stride() != self.v.stride() or self.k.stride(1) != row_items:
+                is_apart = len(scales) > 1 and scales.stride(0) * 2 != self.k.stride(0)
+                if scales.shape != self.k.shape[:2] or scales.stride(1) != 1 or is_apart:
+                    raise ValueError("scales: those of a head must be dense, and heads as far apart as their codes")
+        if self.k.stride() != self.v.stride() or self.k.stride(1) != head_dim:
             raise ValueError(
                 f"k, v: slots must be dense and strides equal, not {self.k.stride()} and {self.v.stride()}"
             )
@@ -121,6 +122,11 @@ def generation(device: torch.device) -> int:
     return int(_properties(device).major) if device.type == "cuda" else _GENERATION
 
 
+def num_sms(device: torch.device) -> int:
+    """The multiprocessors of a GPU."""
+    return int(_properties(device).multi_processor_count) if device.type == "cuda" else _NUM_SMS
+
+
 @cache
 def _properties(device: torch.device) -> Any:  # torch's stubs lack a field
     """Asked for at every launch, and never another."""
@@ -151,10 +157,12 @@ def tile_slots(
 def tile_numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Returns K or V as loaded, or the values of codes, in `dtype`: exact in each that queries may have.
 
-    Codes of e4m3 are widened by shifts, on devices without the format, too: read as float16, seven bits further up,
-    they are 1/256 of their value.
+    Codes of e4m3 become float16 first: from 8.9 on there is an instruction for it. Others shift: read as float16, seven
+    bits further up, codes are 1/256 of their value.
     """
     if codes.dtype == tl.uint8:
+        if cuda_capability_geq(8, 9):
+            return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
         bits = codes.to(tl.int16)
         halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         return (halves.to(tl.float32) * 256.0).to(dtype)
@@ -163,11 +171,10 @@ def tile_numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def tile_scales(
-    scales: tl.tensor,  # one head's [num_slots] int16, ROW_ITEMS / 2 apart
+    scales: tl.tensor,  # one head's [num_slots] int16
     slots: tl.tensor,  # [TILE] int64
     seen: tl.tensor,  # [TILE], others are 0
-    ROW_ITEMS: tl.constexpr,
 ) -> tl.tensor:
     """Returns the scales of the rows in `slots`, float32 [TILE]."""
-    bits = tl.load(scales + slots * (ROW_ITEMS // 2), mask=seen, other=0).to(tl.int32)
+    bits = tl.load(scales + slots, mask=seen, other=0).to(tl.int32)
     return (bits << 16).to(tl.float32, bitcast=True)

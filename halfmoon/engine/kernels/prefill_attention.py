@@ -40,7 +40,6 @@ def _attend_tiles(
     DIM_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
-    ROW_ITEMS: tl.constexpr,  # between slots
     SCALED: tl.constexpr,
     VISIBILITY: tl.constexpr,  # "all" (every row sees whole tiles) or "causal"
 ) -> tl.tensor:
@@ -49,14 +48,14 @@ def _attend_tiles(
     for start in range(first, last, TILE):
         key = start + tl.arange(0, TILE)
         slots, next_slots = next_slots, tile_slots(block_row, start + TILE, last, TILE, BLOCK_TOKENS)
-        at = slots[:, None] * ROW_ITEMS + dim[None, :]
+        at = slots[:, None] * HEAD_DIM + dim[None, :]
         mask = (dim < HEAD_DIM)[None, :]
         if VISIBILITY == "causal":  # only then can a tile extend past the last key
             mask = (key < last)[:, None] & mask
         keys = tile_numbers(tl.load(k + at, mask=mask, other=0), query.dtype)  # [TILE, DIM_PAD]
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale_log2  # [ROWS, TILE]
         if SCALED:
-            scores = scores * tile_scales(k_scales, slots, key < last, ROW_ITEMS)[None, :]
+            scores = scores * tile_scales(k_scales, slots, key < last)[None, :]
         if VISIBILITY == "causal":
             scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
@@ -65,7 +64,7 @@ def _attend_tiles(
         total = total * shrink + tl.sum(weights, axis=1)
         values = tile_numbers(tl.load(v + at, mask=mask, other=0), query.dtype)  # [TILE, DIM_PAD]
         if SCALED:
-            weights = weights * tile_scales(v_scales, slots, key < last, ROW_ITEMS)[None, :]
+            weights = weights * tile_scales(v_scales, slots, key < last)[None, :]
         acc = tl.dot(weights.to(query.dtype), values, acc * shrink[:, None], input_precision="ieee")
         best = new_best
     return acc, best, total
@@ -97,7 +96,6 @@ def prefill_tile(
     DIM_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
-    ROW_ITEMS: tl.constexpr,
     SCALED: tl.constexpr,
 ) -> None:
     """Attends from ROWS rows of one sequence and KV head; from none past the sequence's last."""
@@ -132,11 +130,11 @@ def prefill_tile(
     total = tl.zeros([ROWS], tl.float32)
     acc, best, total = _attend_tiles(
         query, position, acc, best, total, k, v, k_scales, v_scales, block_row, 0, whole, scale_log2,
-        HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, ROW_ITEMS, SCALED, "all",
+        HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, SCALED, "all",
     )  # fmt: skip
     acc, best, total = _attend_tiles(
         query, position, acc, best, total, k, v, k_scales, v_scales, block_row, whole, num_cached + last_token + 1,
-        scale_log2, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, ROW_ITEMS, SCALED, "causal",
+        scale_log2, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, SCALED, "causal",
     )  # fmt: skip
     result = acc / total[:, None]
     to = out + (packed * NUM_Q_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
@@ -166,7 +164,6 @@ def _prefill_attention_kernel(
     DIM_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
-    ROW_ITEMS: tl.constexpr,
     SCALED: tl.constexpr,
 ) -> None:
     row_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
@@ -174,7 +171,7 @@ def _prefill_attention_kernel(
         row_tile, tl.program_id(1), tl.program_id(2).to(tl.int64),
         q, k, v, k_scales, v_scales, block_table, cu_seqlens, context_lens, out, scale_log2,
         q_token_stride, q_head_stride, kv_head_stride, table_stride,
-        NUM_Q_HEADS, GROUP, ROWS, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, ROW_ITEMS, SCALED,
+        NUM_Q_HEADS, GROUP, ROWS, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, SCALED,
     )  # fmt: skip
 
 
@@ -231,7 +228,7 @@ def prefill_attention(
         q, kv.k, kv.v, *kv.scales, block_table, cu_seqlens, context_lens, out, scale * _LOG2_E,
         q.stride(0), q.stride(1), kv.k.stride(0), block_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=rows, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
-        BLOCK_TOKENS=kv.block_tokens, TILE=tile, ROW_ITEMS=kv.k.stride(1), SCALED=kv.k_scales is not None,
+        BLOCK_TOKENS=kv.block_tokens, TILE=tile, SCALED=kv.k_scales is not None,
         num_warps=8 if rows == most_rows and dim_pad >= 128 else 4, enable_fp_fusion=True,
         num_stages=num_stages(q.device, kv.tile_bytes(tile), rows * dim_pad * q.element_size()),
     )  # fmt: skip

@@ -6,13 +6,15 @@ import math
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from halfmoon.engine.config import Kernels
 from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised, put_rows, rows_at, split_memory
 from halfmoon.errors import Incompatible
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
 from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
@@ -78,10 +80,13 @@ class KVArena:
         shape = layout.memory_shape(layout.num_layers, num_blocks * layout.block_tokens)
         if memory is None:
             memory = _new_memory(shape, TORCH_DTYPES[layout.dtype], device)
-        self.tensor = memory  # [layers, 2, kv_heads, slots, row_items]
+        self.tensor = memory  # [layers, 2, kv_heads, slots, row_items]; of codes: see `split_memory`
         self._canonical = CanonicalKV(layout)
         # The same memory as integers: numpy has no bfloat16, and copies without torch's threads.
-        self._integers = INTEGERS[layout.item_bytes]
+        self._numbers, self._scales = self.tensor.view(INTEGERS[layout.item_bytes]), None
+        if is_quantised(memory.dtype):
+            codes, scales = split_memory(memory)
+            self._numbers, self._scales = codes.view(torch.int8), scales.view(torch.int16)
         self._transfer = _transfer(self.tensor, layout.block_tokens) if kernels == "triton" else None
 
     @property
@@ -103,11 +108,11 @@ class KVArena:
         done = 0
         for first, last in slot_runs(blocks, self._layout.block_tokens, part.token_start, part.token_end):
             piece = values[:, :, :, done : done + last - first]
-            view = self.tensor[part.layers, :, :, first:last].view(self._integers)
-            if view.device.type == "cpu":
-                np.copyto(view.numpy(), piece)
-            else:
-                view.copy_(torch.from_numpy(piece.copy()))
+            for memory, same in self._same(part.layers, slice(first, last), piece):
+                if memory.device.type == "cpu":
+                    np.copyto(memory.numpy(), same)
+                else:
+                    memory.copy_(torch.from_numpy(same.copy()))
             done += last - first
 
     def read(self, blocks: Sequence[int], part: KVSlice, out: KVPlace | None = None) -> memoryview:
@@ -129,17 +134,27 @@ class KVArena:
         values = self._canonical.room(part.num_layers, part.num_tokens, out)
         done = 0
         for first, last in slot_runs(blocks, self._layout.block_tokens, part.token_start, part.token_end):
-            view = self.tensor[part.layers, :, :, first:last].view(self._integers)
-            values[:, :, :, done : done + last - first] = view.cpu().numpy()
+            piece = values[:, :, :, done : done + last - first]
+            for memory, same in self._same(part.layers, slice(first, last), piece):
+                same[...] = memory.cpu().numpy()
             done += last - first
         return values.reshape(-1).data.cast("B")
 
     def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
         """Copies K and V of a block's first tokens to another block. They are there when it returns."""
         first, to = source * self.block_tokens, target * self.block_tokens
-        self.tensor[:, :, :, to : to + num_tokens] = self.tensor[:, :, :, first : first + num_tokens]
+        put_rows(self.tensor, slice(to, to + num_tokens), rows_at(self.tensor, slice(first, first + num_tokens)))
         if self.tensor.is_cuda:  # other streams may read them next
             torch.cuda.current_stream().synchronize()
+
+    def _same(self, layers: slice, slots: slice, rows: NDArray[Any]) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
+        """Memory in `slots`, as integers, and views of canonical `rows` [layers, 2, kv_heads, slots, row_items]."""
+        numbers = self._numbers[layers, :, :, slots]
+        if self._scales is None:
+            yield numbers, rows
+        else:
+            yield numbers, rows[..., :-2]
+            yield self._scales[layers, :, :, slots], rows[..., -2:].view(np.int16)[..., 0]
 
     def _on_device(self, place: DeviceBytes) -> tuple[KVTransfer, torch.Tensor]:
         """The transfer kernels and `place` as a tensor. Raises Incompatible if no kernels copy."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES
 from halfmoon.kv.codec.floats import LARGEST
 
-LARGEST_OF = {TORCH_DTYPES[dtype]: float(limit) for dtype, limit in LARGEST.items()}
+LARGEST_OF = {getattr(torch, dtype): float(limit) for dtype, limit in LARGEST.items()}
 """What an infinity of each dtype counts as."""
 LARGEST_CODE = {torch.int8: 127.0, torch.uint8: 448.0}
 """The largest code, by the dtype of memory."""
@@ -53,6 +52,35 @@ def split_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[..., :-2], rows[..., -2:].view(torch.bfloat16)[..., 0]
 
 
-def numbers_of(memory: Tensor) -> Tensor:
-    """The float32 numbers of KV memory [..., row_items]: [..., head_dim]."""
-    return widen_rows(memory) if is_quantised(memory.dtype) else memory.float()
+def split_memory(memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of quantised KV memory [..., num_slots, row_items]: codes [..., num_slots, head_dim] and scales, bfloat16.
+
+    A head has first all codes, then all scales, [..., num_slots]: so GPUs load both in aligned pieces, as they could
+    not if each row's scale followed it.
+    """
+    num_slots, row_items = memory.shape[-2:]
+    head = memory.view(*memory.shape[:-2], num_slots * row_items)
+    codes, scales = torch.split(head, [num_slots * (row_items - 2), num_slots * 2], dim=-1)
+    return codes.view(*memory.shape[:-1], row_items - 2), scales.view(torch.bfloat16)
+
+
+def rows_at(memory: Tensor, slots: Tensor | slice) -> Tensor:
+    """The rows [..., num_tokens, row_items] of KV memory [..., num_slots, row_items] of any dtype."""
+    if not is_quantised(memory.dtype):
+        return memory[..., slots, :]
+    codes, scales = split_memory(memory)
+    return torch.cat((codes[..., slots, :], scales[..., slots].unsqueeze(-1).view(memory.dtype)), dim=-1)
+
+
+def put_rows(memory: Tensor, slots: Tensor | slice, rows: Tensor) -> None:
+    """Stores what `rows_at` gives back."""
+    if not is_quantised(memory.dtype):
+        memory[..., slots, :] = rows
+        return
+    codes, scales = split_memory(memory)
+    codes[..., slots, :], scales[..., slots] = split_rows(rows)
+
+
+def numbers_of(rows: Tensor) -> Tensor:
+    """The float32 numbers [..., head_dim] of rows [..., row_items] of any dtype."""
+    return widen_rows(rows) if is_quantised(rows.dtype) else rows.float()

@@ -28,7 +28,7 @@ _SILU = (*[c_void_p] * 2, *[c_int64] * 2, c_int)
 _ROTATE = (*[c_void_p] * 4, *[c_int64] * 5, c_int)
 _LINEAR = (*[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 3)
 _PACK_LINEAR = (*[c_void_p] * 2, *[c_int64] * 2)
-_ATTEND = (*[c_void_p] * 12, *[c_int64] * 10, c_float, c_int, c_int)
+_ATTEND = (*[c_void_p] * 12, *[c_int64] * 9, c_float, c_int, c_int)
 _PLAN = (c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_void_p, POINTER(c_int64))
 
 
@@ -181,7 +181,6 @@ class NativeLibrary:
             k.stride(0),
             v.stride(0),
             layer_kv.stride(1) * item_bytes,
-            layer_kv.stride(2) * item_bytes,
             num_kv_heads,
             num_heads // num_kv_heads,
             head_dim,

@@ -14,6 +14,7 @@ from torch import Tensor
 from halfmoon.engine.attention.attention import store
 from halfmoon.engine.attention.attention_backend import AttentionRule
 from halfmoon.engine.attention.running_softmax import RunningSoftmax, attend_part
+from halfmoon.engine.kv_memory.quantised_rows import rows_at
 from halfmoon.engine.parallel.links import Links
 from halfmoon.engine.parallel.token_shares import Run, TokenShares
 
@@ -34,7 +35,7 @@ class RingAttention:
         if num_rows:
             store(k, v, layer_kv, _slots(self._shares.rows(self._rank), layer_kv.device))
         own = self._step_keys(rule.window)[self._rank]
-        memory = layer_kv[:, :, _slots(own, layer_kv.device)]  # [2, num_kv_heads, num_keys, row_items]
+        memory = rows_at(layer_kv, _slots(own, layer_kv.device))  # [2, num_kv_heads, num_keys, row_items]
         sums = RunningSoftmax.empty(num_rows, q.shape[1], rule.out_size(q.shape[2]), q.device)
         if self._passes_queries(q, memory, sums, rule):
             sums = self._pass_queries(q[:num_rows].contiguous(), sums, memory, rule)

@@ -1,8 +1,8 @@
 """INT8 and FP8: codes of eight bits, and one scale for each row of `head_dim` values.
 
-A row is K or V of one token, layer and head. A payload has all codes, then all scales. In memory, and as the dtypes
-`int8` and `fp8` of a layout, a row's scale follows its codes, so that a row is one piece: `[..., head_dim + 2]` bytes.
-The two forms hold the same values exactly.
+A row is K or V of one token, layer and head. A payload has all codes, then all scales. As the dtypes `int8` and `fp8`
+of a layout, in canonical bytes, a row's scale follows its codes: `[..., head_dim + 2]` bytes. The two forms hold the
+same values exactly. (An arena has a third: `engine/kv_memory/quantised_rows.py`.)
 
     bytes                        content
     num_values                   codes, in canonical order: of INT8 two's complement, of FP8 e4m3 (OCP, no infinities)

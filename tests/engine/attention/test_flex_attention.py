@@ -18,8 +18,8 @@ from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.attention.flex_attention import FlexBackend, can_compile
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.kv_memory.quantised_rows import round_rows
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from tests.engine.coded_memory import coded_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 BLOCK_TOKENS = 16
@@ -82,7 +82,7 @@ def test_the_reference_computes_the_rest(rule: AttentionRule) -> None:
     heads, width = (1, 32) if rule.latent_size else (2, 16)
     q, k, v = torch.randn(20, 4, width), torch.randn(20, heads, 16), torch.randn(20, heads, 16)
     memory = torch.randn(2, heads, NUM_BLOCKS * BLOCK_TOKENS, 16)
-    memory = memory if rule.latent_size else round_rows(memory, torch.uint8)
+    memory = coded_memory(memory, None if rule.latent_size else torch.uint8)
     batch = SdpaBackend(BLOCK_TOKENS, "cpu").step(spans(PREFILL))
     expected = attend_reference(q, k, v, memory.clone(), batch, rule)
     step = FlexBackend(BLOCK_TOKENS, "cpu", compiles=False).step(spans(PREFILL))

@@ -12,7 +12,6 @@ from halfmoon.engine.attention import attention_table
 from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.attention.attention_table import MixedAttention, fused_from
-from halfmoon.engine.kv_memory.quantised_rows import round_rows
 from halfmoon.errors import Incompatible
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
@@ -20,6 +19,7 @@ from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the i
 from halfmoon.engine.attention import triton_attention  # isort: skip
 from halfmoon.engine.attention.triton_attention import TritonBackend  # isort: skip
 from halfmoon.engine.kernels.paged_kv import PagedKV  # isort: skip
+from tests.engine.coded_memory import coded_memory
 
 BLOCK_TOKENS = 8
 NUM_BLOCKS = 40
@@ -60,7 +60,7 @@ def test_a_step_is_that_of_the_reference(
     fused = torch.randn(rows, num_heads + 2 * num_kv_heads, 16, generator=generator).to(DEVICE)
     q, k, v = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)  # views, as a model hands them over
     memory = torch.randn(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, 16, generator=generator).to(DEVICE)
-    memory = memory if codes is None else round_rows(memory, codes)
+    memory = coded_memory(memory, codes)
     memories = [memory.clone(), memory.clone()]
     batch = SdpaBackend(BLOCK_TOKENS, DEVICE).step(spans(*ranges))
     expected = attend_reference(q, k, v, memories[0], batch, AttentionRule(0.25))
@@ -79,7 +79,7 @@ def test_latents_are_attended_as_by_the_reference(ranges: list[tuple[int, int]],
     q = torch.randn(rows, 4, 64, generator=generator).to(DEVICE)
     k, v = torch.randn(rows, 1, 64, generator=generator).to(DEVICE).chunk(2, dim=2)
     memory = torch.randn(2, 1, NUM_BLOCKS * BLOCK_TOKENS, 32, generator=generator).to(DEVICE)
-    memory = memory if codes is None else round_rows(memory, codes)
+    memory = coded_memory(memory, codes)
     memories, rule = [memory.clone(), memory.clone()], AttentionRule(0.25, latent_size=48)
     expected = attend_reference(q, k, v, memories[0], SdpaBackend(BLOCK_TOKENS, DEVICE).step(spans(*ranges)), rule)
     got = backend(1).step(spans(*ranges)).attend(q, k, v, memories[1], rule)
@@ -142,7 +142,7 @@ def test_splits_depend_on_the_size_of_the_graph_alone(monkeypatch: pytest.Monkey
     eager = [wide.step(spans(*[(start, start + 1)] * 3)).num_splits for start in (0, 30)]
     ids = torch.zeros(4, dtype=torch.int32)
     captured = wide.decode_step(ids.long(), ids.view(4, 1), ids).num_splits
-    assert eager == [captured, captured] == [32, 32]
+    assert eager == [captured, captured] == [64, 64]
 
 
 @pytest.mark.skipif(HAS_GPU, reason="is about a machine without")

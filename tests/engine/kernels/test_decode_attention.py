@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfmoon.engine.kv_memory.quantised_rows import CODES
+from halfmoon.engine.kv_memory.quantised_rows import CODES, put_rows
 from tests.engine.kernels.conftest import Close, MakePaged
 
 kernels = pytest.importorskip("halfmoon.engine.kernels.decode_attention", reason="triton is missing (extra `gpu`)")
@@ -81,10 +81,10 @@ def test_every_code_is_the_number_that_torch_reads(device: str, dtype: torch.dty
     """A sequence of one token gets its value: codes whose scale is 1."""
     rows = torch.arange(256, dtype=torch.uint8).view(2, 128)
     rows[:, 127] = 0 if codes is torch.uint8 else rows[:, 127]  # e4m3's NaN
-    layer = torch.zeros(2, 1, 2 * 64, 130, dtype=torch.uint8)
+    layer = torch.zeros(2, 1, 2 * 64, 130, dtype=codes)
     scale = torch.ones(2, 1, dtype=BF16).view(torch.uint8)
-    layer[1, 0, ::64] = torch.cat((rows, scale), dim=1)
-    kv = paged_kv.PagedKV.of_layer(layer.view(codes).to(device), 64)
+    put_rows(layer[1, 0], slice(0, None, 64), torch.cat((rows, scale), dim=1).view(codes))
+    kv = paged_kv.PagedKV.of_layer(layer.to(device), 64)
     table = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
     lens = torch.ones(2, dtype=torch.int32, device=device)
     out = kernels.decode_attention(torch.zeros(2, 1, 128, dtype=dtype, device=device), kv, table, lens, 1.0, 1)
@@ -110,13 +110,13 @@ def test_no_sequences(make_paged: MakePaged, device: str) -> None:
     ("num_seqs", "num_kv_heads", "context", "num_sms", "splits"),
     [
         (1, 8, 8192, 132, 32),
-        (8, 8, 8192, 132, 4),
+        (8, 8, 8192, 132, 8),
         (64, 8, 32768, 132, 1),
         (1, 8, 1024, 132, 4),
         (1, 8, 255, 132, 1),
         (0, 8, 0, 132, 1),
-        (1, 32, 32768, 132, 8),
-        (3, 4, 32768, 114, 16),  # 19 is nearer to 16 than to 32
+        (1, 32, 32768, 132, 16),
+        (3, 4, 32768, 114, 32),  # 38 is nearer to 32 than to 64
     ],
 )
 def test_choose_num_splits(num_seqs: int, num_kv_heads: int, context: int, num_sms: int, splits: int) -> None:

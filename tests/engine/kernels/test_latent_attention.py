@@ -16,7 +16,8 @@ pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from halfmoon.engine.kernels import latent_attention as kernels  # isort: skip
 from halfmoon.engine.kernels.decode_attention import MIN_SPLIT_TOKENS  # isort: skip
 from halfmoon.engine.kernels.paged_kv import PagedKV  # isort: skip
-from halfmoon.engine.kv_memory.quantised_rows import is_quantised, round_rows  # isort: skip
+from halfmoon.engine.kv_memory.quantised_rows import is_quantised  # isort: skip
+from tests.engine.coded_memory import coded_memory
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK_TOKENS = 16
@@ -37,7 +38,7 @@ def latents(
         for token in range(context):
             slot = int(blocks[token // block_tokens]) * block_tokens + token % block_tokens
             layer[:, 0, slot] = torch.randn(2, half, generator=generator)
-    layer = round_rows(layer.nan_to_num(), dtype) if is_quantised(dtype) else layer.to(dtype)
+    layer = coded_memory(layer.nan_to_num(), dtype) if is_quantised(dtype) else layer.to(dtype)
     lens = torch.tensor(contexts, dtype=torch.int32, device=device)
     return PagedKV.of_layer(layer.to(device), block_tokens), table.to(device), lens
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.engine.kv_memory.kv_arena import KVArena, slot_runs
+from halfmoon.engine.kv_memory.quantised_rows import put_rows, rows_at
 from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
 
 NUM_BLOCKS = 12
@@ -53,8 +54,9 @@ def test_bytes_come_out_as_they_went_in(
     arena.write(blocks, part, payload)
     assert bytes(arena.read(blocks, part)) == payload
     slots = [slot for run in slot_runs(blocks, BLOCK_TOKENS, start, start + num_tokens) for slot in range(*run)]
-    assert torch.equal(arena.tensor[layer_start:layer_end, :, :, slots], values)
-    arena.tensor[layer_start:layer_end, :, :, slots] = 0
+    written, at = arena.tensor[layer_start:layer_end], torch.tensor(slots)
+    assert torch.equal(rows_at(written, at), values)
+    put_rows(written, at, torch.zeros_like(values))
     assert not arena.tensor.any()
 
 

@@ -9,9 +9,19 @@ import pytest
 import torch
 
 from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES
-from halfmoon.engine.kv_memory.quantised_rows import is_quantised, numbers_of, round_rows, split_rows, widen_rows
+from halfmoon.engine.kv_memory.quantised_rows import (
+    is_quantised,
+    numbers_of,
+    put_rows,
+    round_rows,
+    rows_at,
+    split_memory,
+    split_rows,
+    widen_rows,
+)
 from halfmoon.kv.codec import Codec, decode
 from halfmoon.kv.kv_layout import QUANTISED, FloatDtype
+from tests.engine.coded_memory import memory_of
 
 SIGNED = {"float32": torch.int32, "float16": torch.int16, "bfloat16": torch.int16}
 
@@ -54,3 +64,23 @@ def test_only_codes_are_quantised() -> None:
     numbers = torch.randn(2, 1, 4, 8)
     assert torch.equal(numbers_of(numbers), numbers)
     assert torch.equal(numbers_of(round_rows(numbers, torch.int8)), widen_rows(round_rows(numbers, torch.int8)))
+
+
+@pytest.mark.parametrize("memory_dtype", [torch.int8, torch.uint8, torch.float16], ids=str)
+@pytest.mark.parametrize("slots", [slice(3, 9), torch.tensor([11, 0, 5])], ids=["run", "scattered"])
+def test_rows_are_found_again_and_others_left_alone(memory_dtype: torch.dtype, slots: slice | torch.Tensor) -> None:
+    rows = torch.arange(2 * 3 * 12 * 18).remainder(97).view(2, 3, 12, 18).to(memory_dtype)
+    memory = memory_of(rows)
+    assert torch.equal(rows_at(memory, slots), rows[..., slots, :])
+    put_rows(memory, slots, rows.flip(3)[..., slots, :])
+    rows[..., slots, :] = rows.flip(3)[..., slots, :]
+    assert torch.equal(rows_at(memory, slice(None)), rows)
+
+
+def test_codes_and_scales_of_a_head_are_dense_and_aligned() -> None:
+    memory = torch.zeros(3, 2, 2, 5 * 8, 66, dtype=torch.int8)  # blocks of 8
+    codes, scales = split_memory(memory[1])
+    assert (codes.shape, scales.shape) == ((2, 2, 40, 64), (2, 2, 40))
+    assert (codes.stride()[-2:], scales.stride(-1)) == ((64, 1), 1)
+    for part in (*codes.flatten(0, 1), *scales.flatten(0, 1)):
+        assert (part.data_ptr() - memory.data_ptr()) % 16 == 0

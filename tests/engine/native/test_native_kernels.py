@@ -18,13 +18,14 @@ from torch.nn import functional
 from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
-from halfmoon.engine.kv_memory.quantised_rows import CODES, round_rows
+from halfmoon.engine.kv_memory.quantised_rows import CODES, put_rows, round_rows, rows_at
 from halfmoon.engine.models.linear import KeepsSums
 from halfmoon.engine.models.rotary import rotate
 from halfmoon.engine.native.attention import NativeBackend
 from halfmoon.engine.native.compiler import _compilers, compiled
 from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.errors import Incompatible
+from tests.engine.coded_memory import coded_memory
 
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 160
@@ -93,8 +94,9 @@ def test_attention_equals_the_reference(
     heads = random(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=seed)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)  # with a stride, as a model has them
     memory = random(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, head_dim, dtype=dtype, seed=seed + 1)
-    memory = memory if codes is None else round_rows(memory, codes)
-    memory.view(torch.int8)[:, :, ~seen_slots(drawn)] = -1  # uncomputed rows, and scales, are NaN, and must not matter
+    memory = coded_memory(memory, codes)
+    unseen = ~seen_slots(drawn)  # uncomputed rows, and scales, are NaN, and must not matter
+    put_rows(memory, unseen, torch.full_like(rows_at(memory, unseen).view(torch.int8), -1).view(memory.dtype))
     memories = memory.clone(), memory.clone()
     backend = NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
     batch, plain = backend.step(drawn), SdpaBackend(BLOCK_TOKENS, "cpu").step(drawn)
@@ -140,7 +142,7 @@ def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
         backend = NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
         memory = torch.zeros(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, head_dim, dtype=dtype)
         memory[:, :, : 8 * BLOCK_TOKENS] = 1  # what the neighbours attend to
-        memory = memory if codes is None else round_rows(memory, codes)
+        memory = coded_memory(memory, codes)
         rows = []
         for start, end in chunks:
             spans = [TokenSpan(blocks, start, end), *(TokenSpan([number], 7, 8) for number in range(neighbours))]
@@ -172,7 +174,7 @@ def test_rows_are_rounded_as_by_torch(library: NativeLibrary, codes: torch.dtype
     memory = torch.zeros(2, 1, NUM_BLOCKS * BLOCK_TOKENS, head_dim + 2, dtype=codes)
     batch = NativeBackend(library, BLOCK_TOKENS, 1, 1, head_dim).step([TokenSpan(range(NUM_BLOCKS), 0, num_tokens)])
     batch.attend(torch.zeros_like(k), k, v, memory, AttentionRule(1.0))
-    assert torch.equal(memory[:, :, :num_tokens], round_rows(torch.stack((k, v)).transpose(1, 2), codes))
+    assert torch.equal(rows_at(memory, slice(num_tokens)), round_rows(torch.stack((k, v)).transpose(1, 2), codes))
 
 
 @pytest.mark.parametrize("codes", [torch.int8, torch.uint8], ids=["int8", "e4m3"])
@@ -182,7 +184,7 @@ def test_every_code_is_the_number_that_torch_reads(library: NativeLibrary, codes
     rows[:, 127] = 0 if codes is torch.uint8 else rows[:, 127]  # e4m3's NaN
     ones = torch.ones(2, 1, dtype=torch.bfloat16).view(torch.uint8)
     memory = torch.zeros(2, 1, NUM_BLOCKS * BLOCK_TOKENS, 130, dtype=codes)
-    memory[1, 0, : 2 * BLOCK_TOKENS : BLOCK_TOKENS] = torch.cat((rows, ones), dim=1).view(codes)
+    put_rows(memory[1, 0], slice(0, 2 * BLOCK_TOKENS, BLOCK_TOKENS), torch.cat((rows, ones), dim=1).view(codes))
     stored = memory.clone()
     backend = NativeBackend(library, BLOCK_TOKENS, 1, 1, 128)
     nothing = torch.zeros(1, 1, 128, dtype=library.dtype)

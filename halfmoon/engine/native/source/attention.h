@@ -200,14 +200,14 @@ static void NAME(store_task)(void *data, long task) {
   const NAME(store_args) *a = data;
   for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++)
     for (int64_t h = 0; h < a->num_kv_heads; h++) {
-      const int64_t at = h * a->kv_head_bytes + a->slots[row] * a->format.row_bytes, from = h * a->format.head_dim;
+      const int64_t head = h * a->kv_head_bytes, from = h * a->format.head_dim;
       if (row + ROWS_AHEAD < end) {
-        const int64_t ahead = h * a->kv_head_bytes + a->slots[row + ROWS_AHEAD] * a->format.row_bytes;
+        const int64_t ahead = head + a->slots[row + ROWS_AHEAD] * a->format.row_bytes;
         fetch_to_write(a->keys + ahead, a->format.row_bytes);
         fetch_to_write(a->values + ahead, a->format.row_bytes);
       }
-      NAME(store_row)(&a->format, a->k + row * a->k_stride + from, a->keys + at);
-      NAME(store_row)(&a->format, a->v + row * a->v_stride + from, a->values + at);
+      NAME(store_row)(&a->format, a->k + row * a->k_stride + from, a->keys + head, a->slots[row]);
+      NAME(store_row)(&a->format, a->v + row * a->v_stride + from, a->values + head, a->slots[row]);
     }
 }
 
@@ -217,9 +217,9 @@ static void NAME(store_task)(void *data, long task) {
 void NAME(attend)(const T *q, const T *k, const T *v, uint8_t *keys, uint8_t *values, T *out, const int64_t *slots,
                   const segment_t *segments, const run_t *runs, const task_t *tasks, float *partials,
                   atomic_long *done, int64_t num_tokens, int64_t num_tasks, int64_t q_stride, int64_t k_stride,
-                  int64_t v_stride, int64_t kv_head_bytes, int64_t row_bytes, int64_t num_kv_heads, int64_t group,
+                  int64_t v_stride, int64_t kv_head_bytes, int64_t num_kv_heads, int64_t group,
                   int64_t head_dim, float scale, int codes, int num_threads) {
-  const NAME(kv_format) format = {codes, row_bytes, head_dim};
+  const NAME(kv_format) format = NAME(format_of)(codes, head_dim, kv_head_bytes);
   NAME(store_args) stored = {k, v, keys, values, slots, num_tokens, num_kv_heads, k_stride, v_stride, kv_head_bytes,
                              format};
   run_tasks(NAME(store_task), &stored, num_row_tasks(num_tokens), num_threads);

@@ -10,6 +10,7 @@
 
 enum { ROWS_OF_NUMBERS, ROWS_OF_INT8, ROWS_OF_E4M3 };
 
+#define SCALE_BYTES 2
 #define LARGEST_CODE(rows) ((rows) == ROWS_OF_E4M3 ? 448.0f : 127.0f)
 #define BELOW_SCALE(rows) ((rows) == ROWS_OF_E4M3 ? 0x7fffff : 0xffff) /* bits of a float32 that a scale has not */
 #define CODE_UNIT(rows) ((rows) == ROWS_OF_E4M3 ? 256.0f : 1.0f) /* the value of what the loads give as 1 */

@@ -1,4 +1,5 @@
-/* Rows of K and V in memory, for one type T: head_dim numbers of T, or codes and their scale (kv/codec/scaled_rows.py).
+/* Rows of K and V in memory, for one type T: head_dim numbers of T, or codes with a scale (kv/codec/scaled_rows.py). A
+ * head has its rows one after the other; of codes, all scales follow all rows.
  *
  * The codes of a row are what the products read. Its scale is one number of a key, and so multiplies scores and
  * probabilities instead of every code.
@@ -7,10 +8,16 @@
 typedef struct {
   int codes; /* ROWS_OF_... */
   int64_t row_bytes, head_dim;
+  int64_t scales; /* where those of a head begin */
 } NAME(kv_format);
 
+static NAME(kv_format) NAME(format_of)(int codes, int64_t head_dim, int64_t kv_head_bytes) {
+  if (codes == ROWS_OF_NUMBERS) return (NAME(kv_format)){codes, head_dim * sizeof(T), head_dim, 0};
+  return (NAME(kv_format)){codes, head_dim, head_dim, kv_head_bytes / (head_dim + SCALE_BYTES) * head_dim};
+}
+
 /* Numbers [head_dim] -> codes and a bfloat16 scale, bit for bit those of the codec. A NaN counts as 0. */
-INLINE void NAME(round_row)(const T *row, uint8_t *out, int64_t head_dim, const int rows) {
+INLINE void NAME(round_row)(const T *row, uint8_t *out, uint8_t *out_scale, int64_t head_dim, const int rows) {
   i32v largest = {};
   for (int64_t d = 0; d < head_dim; d += LANES) largest = max_i32(largest, (i32v)LOAD(row + d) & 0x7fffffff);
   int32_t bits = max_of_i32(largest);
@@ -31,14 +38,16 @@ INLINE void NAME(round_row)(const T *row, uint8_t *out, int64_t head_dim, const 
     const i8v codes = narrow_i32(rows == ROWS_OF_E4M3 ? round_e4m3(x) : round_i32(x));
     memcpy(out + d, &codes, sizeof codes);
   }
-  memcpy(out + head_dim, &scale, sizeof scale);
+  memcpy(out_scale, &scale, sizeof scale);
 }
 
-static void NAME(store_row)(const NAME(kv_format) *format, const T *row, uint8_t *out) {
+/* Stores a row in a slot of a head. */
+static void NAME(store_row)(const NAME(kv_format) *format, const T *row, uint8_t *head, int64_t slot) {
+  uint8_t *out = head + slot * format->row_bytes, *scale = head + format->scales + slot * SCALE_BYTES;
   if (format->codes == ROWS_OF_INT8)
-    NAME(round_row)(row, out, format->head_dim, ROWS_OF_INT8);
+    NAME(round_row)(row, out, scale, format->head_dim, ROWS_OF_INT8);
   else if (format->codes == ROWS_OF_E4M3)
-    NAME(round_row)(row, out, format->head_dim, ROWS_OF_E4M3);
+    NAME(round_row)(row, out, scale, format->head_dim, ROWS_OF_E4M3);
   else
     memcpy(out, row, format->head_dim * sizeof(T));
 }
@@ -54,12 +63,12 @@ INLINE void NAME(row_items)(const NAME(kv_format) *format, const uint8_t *row, u
     ITEMS(items, row, format->head_dim);
 }
 
-/* The scales of num_keys rows times CODE_UNIT, 0 beyond; none are needed for numbers. */
-static void NAME(row_scales)(const NAME(kv_format) *format, const uint8_t *rows, const int64_t *slots, int64_t num_keys,
+/* The scales of num_keys rows of a head times CODE_UNIT, 0 beyond; none are needed for numbers. */
+static void NAME(row_scales)(const NAME(kv_format) *format, const uint8_t *head, const int64_t *slots, int64_t num_keys,
                              float *scales) {
   for (int64_t i = 0; i < KEYS; i++) {
     uint16_t scale = 0;
-    if (i < num_keys) memcpy(&scale, rows + slots[i] * format->row_bytes + format->head_dim, sizeof scale);
+    if (i < num_keys) memcpy(&scale, head + format->scales + slots[i] * SCALE_BYTES, sizeof scale);
     scales[i] = bf16_to_f32(scale) * CODE_UNIT(format->codes);
   }
 }

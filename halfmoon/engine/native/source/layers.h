@@ -30,7 +30,7 @@ typedef struct {
   float *partials;
   atomic_long *done;
   uint8_t *kv;
-  int64_t kv_layer_bytes, kv_values_bytes, kv_head_bytes, kv_row_bytes;
+  int64_t kv_layer_bytes, kv_values_bytes, kv_head_bytes;
   int64_t num_layers, num_tokens, num_tasks, num_heads, num_kv_heads, head_dim, hidden_size, table_stride;
   float eps, scale;
   int codes, num_threads; /* codes: what rows of KV are (codes.h) */
@@ -122,8 +122,7 @@ void NAME(run_layers)(const layer_t *layers, const layers_step_t *s) {
     if (s->calls && s->calls[i] & 1 && s->between(i, 0)) return;
     NAME(attend)(heads, k, v, kv, kv + s->kv_values_bytes, s->attended, s->slots, s->segments, s->runs, s->tasks,
                  s->partials, s->done, s->num_tokens, s->num_tasks, stride, stride, stride, s->kv_head_bytes,
-                 s->kv_row_bytes, s->num_kv_heads, s->num_heads / s->num_kv_heads, s->head_dim, s->scale, s->codes,
-                 s->num_threads);
+                 s->num_kv_heads, s->num_heads / s->num_kv_heads, s->head_dim, s->scale, s->codes, s->num_threads);
     if (s->calls && s->calls[i] & 2 && s->between(i, 1)) return;
     NAME(multiply)(s, &layer->output, s->attended, s->residual, SUMS_ADDED);
     NAME(add_perceptron)(s, layer);
