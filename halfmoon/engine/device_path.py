@@ -188,7 +188,7 @@ def _flex_attention(config: EngineConfig, model: ModelConfig, context_tokens: in
     compiles = can_compile(config.device, config.block_tokens)
     if not compiles:
         logger.warning(
-            "flex_attention.uncompiled", extra={"reason": "no C++ compiler, no AVX2 or blocks of few tokens"}
+            "flex_attention.uncompiled", extra={"reason": "no C++ compiler, no AVX2, or --block-tokens below 16"}
         )
     return FlexBackend(config.block_tokens, config.device, compiles)
 

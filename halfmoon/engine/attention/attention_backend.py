@@ -63,7 +63,7 @@ class StepAttention(Protocol):
         """Stores K and V, then attends causally: every row over its own sequence.
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; layer_kv: [2, num_kv_heads,
-        num_slots, row_items], in the model's dtype or quantised (`KVLayout`). Returns [num_tokens, num_heads *
+        num_slots, row_items], in the model's dtype or quantised (`split_memory`). Returns [num_tokens, num_heads *
         head_dim]. With latents, q has 2 * head_dim numbers a head, and what is returned `latent_size`.
         """
 

@@ -35,7 +35,7 @@ _LEAST_BLOCK_TOKENS = 16  # on a CPU: what torch 2.13 compiles for AVX2 sums blo
 
 
 def can_compile(device: str, block_tokens: int) -> bool:
-    """Whether torch compiles for `device`: with Triton on CUDA, with a C++ compiler and AVX2 on a CPU."""
+    """Whether torch compiles: for CUDA with Triton; for a CPU with a C++ compiler, AVX2 and blocks that are not small."""
     if device.startswith("cuda"):
         return True
     has_vectors = torch.cpu.get_capabilities().get("avx2", False)

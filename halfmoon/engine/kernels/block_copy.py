@@ -68,7 +68,7 @@ def gather_blocks(
 ) -> Tensor:
     """Copies tokens `start`..`start + num_tokens` of the sequence in `block_ids` out of the arena.
 
-    arena: [num_layers, 2, num_kv_heads, num_slots, head_dim]; block_ids: [num_blocks] int32 or int64. Returns
+    arena: [num_layers, 2, num_kv_heads, num_slots, row_items]; block_ids: [num_blocks] int32 or int64. Returns
     [layer_end - layer_start, 2, num_kv_heads, num_tokens, head_dim], which is `out`, if given. Raises ValueError or
     TypeError.
     """
@@ -121,7 +121,7 @@ def _check_buffer(name: str, buffer: Tensor, arena: Tensor) -> None:
 def _launch(layers: Tensor, buffer: Tensor, block_ids: Tensor, block_tokens: int, start: int, direction: str) -> None:
     integers = _integers(layers)
     num_tokens, row_words = buffer.shape[3], buffer.shape[4] * buffer.element_size() // integers.itemsize
-    number_words = row_words - is_quantised(layers.dtype)
+    number_words = row_words - 1 if is_quantised(layers.dtype) else row_words  # without the scale
     num_planes = layers.shape[0] * 2 * layers.shape[2]
     _copy_blocks_kernel[(num_tiles(num_tokens, _TILE_TOKENS), num_planes)](
         layers.view(integers), buffer.view(integers), block_ids, start, num_tokens, layers.shape[3],

@@ -22,7 +22,9 @@ MIN_SPLIT_TOKENS = 256  # below this a program costs more to start and merge tha
 PROGRAMS_PER_SM = 4  # so many run at once, or nearly
 _LOG2_E = math.log2(math.e)
 _MIN_ROWS = 16  # minimum of a tensor-core product; a smaller group of query heads is padded
-_CROWDED = 3  # programs to a multiprocessor, from which on those over numbers keep fewer tiles in flight, for one more
+# From so many programs to a multiprocessor on, those over numbers load two tiles ahead instead of three: then one more
+# fits. Programs over codes fit anyway.
+_CROWDED = 3
 _MERGED_NUMBERS = 8192  # that a program of the merge holds
 
 

@@ -17,7 +17,7 @@ from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
 from halfmoon.engine.kv_memory.quantised_rows import is_quantised, put_rows, rows_at, split_memory
 from halfmoon.errors import Incompatible
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
-from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
+from halfmoon.kv.kv_layout import QUANTISED, KVDtype, KVLayout, KVSlice
 
 if TYPE_CHECKING:
     from halfmoon.engine.kv_memory.kv_transfer import KVTransfer
@@ -29,6 +29,7 @@ TORCH_DTYPES: dict[KVDtype, torch.dtype] = {
     "int8": torch.int8,
     "fp8": torch.uint8,  # see `quantised_rows.py`
 }
+_ALIGNED_SLOTS = 8  # of an even number of bytes each
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by size in bytes
 
 
@@ -60,6 +61,12 @@ def _new_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
+def _num_slots(layout: KVLayout, num_blocks: int) -> int:
+    """Slots of so many blocks: of codes up to seven blocks more, so that each head begins where GPUs load 16 bytes."""
+    at_once = _ALIGNED_SLOTS // math.gcd(_ALIGNED_SLOTS, layout.block_tokens) if layout.dtype in QUANTISED else 1
+    return -(-num_blocks // at_once) * at_once * layout.block_tokens
+
+
 class KVArena:
     """Owns the KV tensor. Head-major: a run of neighbouring blocks is one view, `[heads, tokens, head_dim]`.
 
@@ -74,11 +81,16 @@ class KVArena:
         kernels: Kernels = "torch",
         memory: torch.Tensor | None = None,
     ) -> None:
-        """memory: used instead of new memory, of the shape of `tensor`."""
+        """memory: used instead of new memory, of the shape of `tensor`. Raises Incompatible for a head size."""
         self.num_blocks = num_blocks
         self._layout = layout
-        shape = layout.memory_shape(layout.num_layers, num_blocks * layout.block_tokens)
+        if layout.dtype in QUANTISED and layout.head_dim % 2:
+            raise Incompatible(
+                f"KV in {layout.dtype} needs an even head size, not {layout.head_dim}: leave --kv-dtype out",
+                param="kv_dtype",
+            )
         if memory is None:
+            shape = layout.memory_shape(layout.num_layers, _num_slots(layout, num_blocks))
             memory = _new_memory(shape, TORCH_DTYPES[layout.dtype], device)
         self.tensor = memory  # [layers, 2, kv_heads, slots, row_items]; of codes: see `split_memory`
         self._canonical = CanonicalKV(layout)
@@ -148,7 +160,7 @@ class KVArena:
             torch.cuda.current_stream().synchronize()
 
     def _same(self, layers: slice, slots: slice, rows: NDArray[Any]) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
-        """Memory in `slots`, as integers, and views of canonical `rows` [layers, 2, kv_heads, slots, row_items]."""
+        """Yields memory in `slots`, as integers, and the same part of canonical rows [layers, 2, heads, slots, items]."""
         numbers = self._numbers[layers, :, :, slots]
         if self._scales is None:
             yield numbers, rows

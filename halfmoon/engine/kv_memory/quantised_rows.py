@@ -56,7 +56,7 @@ def split_memory(memory: Tensor) -> tuple[Tensor, Tensor]:
     """Views of quantised KV memory [..., num_slots, row_items]: codes [..., num_slots, head_dim] and scales, bfloat16.
 
     A head has first all codes, then all scales, [..., num_slots]: so GPUs load both in aligned pieces, as they could
-    not if each row's scale followed it.
+    not if each row's scale followed it. Head sizes are even.
     """
     num_slots, row_items = memory.shape[-2:]
     head = memory.view(*memory.shape[:-2], num_slots * row_items)
@@ -73,7 +73,7 @@ def rows_at(memory: Tensor, slots: Tensor | slice) -> Tensor:
 
 
 def put_rows(memory: Tensor, slots: Tensor | slice, rows: Tensor) -> None:
-    """Stores what `rows_at` gives back."""
+    """Stores rows [..., num_tokens, row_items] where `rows_at` finds them."""
     if not is_quantised(memory.dtype):
         memory[..., slots, :] = rows
         return

@@ -121,6 +121,7 @@ CASES: dict[str, Callable[[], None]] = {
     "store int8": lambda: store(torch.int8),
     "store e4m3": lambda: store(torch.uint8),
     "decode int8 64": lambda: decode(torch.int8, 64, 4),  # blocks that are no whole tiles
+    "decode e4m3 128": lambda: decode(torch.uint8, 128, 4),
     "copies": copies,
     "pointwise": pointwise,
 }
@@ -129,7 +130,6 @@ MORE: dict[str, Callable[[], None]] = {  # not in the test, for its time
     "decode bf16 96": lambda: decode(BF16, 96, 1),
     "decode bf16 256": lambda: decode(BF16, 256, 1),
     "decode int8 128": lambda: decode(torch.int8, 128, 4),
-    "decode e4m3 128": lambda: decode(torch.uint8, 128, 4),
     "prefill int8 128": lambda: prefill(torch.int8, 128, 512),
     "prefill e4m3 128": lambda: prefill(torch.uint8, 128, 512),
     "decode fp32 128": lambda: decode(torch.float32, 128, 1, torch.float32),

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.engine.kv_memory.kv_arena import KVArena, slot_runs
-from halfmoon.engine.kv_memory.quantised_rows import put_rows, rows_at
+from halfmoon.engine.kv_memory.quantised_rows import put_rows, rows_at, split_memory
+from halfmoon.errors import Incompatible
 from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
 
 NUM_BLOCKS = 12
@@ -58,6 +59,23 @@ def test_bytes_come_out_as_they_went_in(
     assert torch.equal(rows_at(written, at), values)
     put_rows(written, at, torch.zeros_like(values))
     assert not arena.tensor.any()
+
+
+@pytest.mark.parametrize("block_tokens", [1, 3, 4, 8, 12, 64])
+def test_heads_of_codes_begin_where_gpus_load_16_bytes(block_tokens: int) -> None:
+    arena = KVArena(KVLayout(2, 3, 64, "int8", block_tokens), 5, "cpu")
+    assert arena.num_blocks == 5
+    assert arena.tensor.shape[3] % block_tokens == 0
+    assert 5 * block_tokens <= arena.tensor.shape[3] < (5 + 8) * block_tokens
+    for part in split_memory(arena.tensor):
+        assert part.stride(2) * part.element_size() % 16 == 0
+        assert part.data_ptr() % 16 == arena.tensor.data_ptr() % 16 == 0
+
+
+def test_codes_need_an_even_head_size() -> None:
+    with pytest.raises(Incompatible, match="even head size, not 5"):
+        KVArena(KVLayout(1, 1, 5, "fp8", 8), 4, "cpu")
+    assert KVArena(KVLayout(1, 1, 5, "float16", 8), 4, "cpu").tensor.shape == (1, 2, 1, 32, 5)
 
 
 def test_two_threads_write_two_sequences() -> None:

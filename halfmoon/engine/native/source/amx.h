@@ -65,20 +65,22 @@ static void emulate_dot(int sums, int a, int b) {
   }
 }
 
-/* Reads memory behind the compiler's back, like the instructions' own: what it does not see being read it may leave out. */
+/* Reads memory behind the compiler's back, as the intrinsics do: what it does not see being read it may leave out. */
 #define EMULATE_UNSEEN(function, x, from, y)                                                                         \
   do {                                                                                                               \
     int64_t first = (int64_t)(x), third = (int64_t)(y);                                                              \
     const void *second = (from);                                                                                     \
-    __asm__ volatile("movq %%rsp, %%rbx\n\tleaq -128(%%rsp), %%rsp\n\tandq $-64, %%rsp\n\tcall *%3\n\tmovq %%rbx, %%rsp" \
-                     : "+D"(first), "+S"(second), "+d"(third)                                                        \
+    __asm__ volatile("movq %%rsp, %%rbx\n\t"                                                                         \
+                     "leaq -128(%%rsp), %%rsp\n\tandq $-64, %%rsp\n\t"                                               \
+                     "call *%4\n\tmovq %%rbx, %%rsp"                                                                  \
+                     : "+D"(first), "+S"(second), "+d"(third), "+m"(emulated)                                        \
                      : "r"(function)                                                                                 \
                      : "rax", "rbx", "rcx", "r8", "r9", "r10", "r11", "cc", EMULATE_VECTORS);                        \
   } while (0)
 #define EMULATE_VECTORS                                                                                              \
   "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", \
       "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25",    \
-      "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31", "k1", "k2", "k3", "k4", "k5", "k6", "k7"
+      "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7"
 #define CONFIG_TILES(config) EMULATE_UNSEEN(emulate_config, config, 0, 0)
 #define LOAD_TILE(tile, from, stride) EMULATE_UNSEEN(emulate_load, tile, from, stride)
 #define STREAM_TILE LOAD_TILE
@@ -109,8 +111,9 @@ static int ask_for_amx(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PER
 #endif
 
 #ifdef HAS_AMX
-/* GCC's intrinsics do not tell the compiler that they read memory (amxtileintrin.h, 12 to 15): it would leave out, or put
- * behind them, stores of what only they read. AMX_STORE's is told. */
+/* GCC's intrinsics do not tell the compiler that they read memory (amxtileintrin.h, 12 to 15): it would leave out, or
+ * put behind them, stores of what only they read. AMX_STORE's does tell it: one has to stand between loads and anything
+ * that overwrites what they read. */
 #define WRITTEN(read)                  \
   do {                                 \
     __asm__ volatile("" ::: "memory"); \
