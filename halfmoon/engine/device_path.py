@@ -187,9 +187,8 @@ def _flex_attention(config: EngineConfig, model: ModelConfig, context_tokens: in
         return _torch_attention(config)
     compiles = can_compile(config.device, config.block_tokens)
     if not compiles:
-        logger.warning(
-            "flex_attention.uncompiled", extra={"reason": "no C++ compiler, no AVX2, or --block-tokens below 16"}
-        )
+        reason = "no C++ compiler, no AVX2, or --block-tokens is no multiple of 16"
+        logger.warning("flex_attention.uncompiled", extra={"reason": reason})
     return FlexBackend(config.block_tokens, config.device, compiles)
 
 

@@ -160,7 +160,7 @@ class KVArena:
             torch.cuda.current_stream().synchronize()
 
     def _same(self, layers: slice, slots: slice, rows: NDArray[Any]) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
-        """Yields memory in `slots`, as integers, and the same part of canonical rows [layers, 2, heads, slots, items]."""
+        """Yields memory in `slots` as integers, and the same part of canonical rows [layers, 2, heads, slots, item]."""
         numbers = self._numbers[layers, :, :, slots]
         if self._scales is None:
             yield numbers, rows
