@@ -153,15 +153,10 @@ class EngineCore:
             raise InvalidRequest("the first token ends the request; there is nothing to decode", param="first_token_id")
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request in any state and frees its blocks at once. Returns False if it is not here (any more).
-
-        A held one is computed: its last, partial block is kept as that of any that ends.
-        """
+        """Ends a request in any state and frees its blocks at once. Returns False if it is not here (any more)."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
-        if self._keeps_ends and sequence.state == "held":
-            self._cache.keep_partial(sequence)
         self._remove(sequence)
         return True
 
@@ -205,6 +200,13 @@ class EngineCore:
     def let_cached_go(self, blocks: SequenceOf[int]) -> None:
         """Ends a `hold_cached`."""
         self._cache.release(blocks)
+
+    def release(self, request_id: str) -> None:
+        """Drops the KV of a prefill-only request whose token was sampled. Raises NotFound."""
+        sequence = self.find_in("held", request_id)
+        if self._keeps_ends:
+            self._cache.keep_partial(sequence)
+        self._remove(sequence)
 
     def forget_prefixes(self) -> CacheChanges:
         """Empties the prefix cache, except for blocks in use. Returns the changes: no step reports them."""

@@ -97,7 +97,7 @@ def test_a_request_goes_on_on_another_engine(
             for start in range(0, num_tokens, 16):
                 part = KVSlice(layer, layer + 1, start, min(16, num_tokens - start))
                 target.kv_write(one.request_id, part, source.kv_read(one.request_id, part))
-        source.cancel(one.request_id)
+        source.release(one.request_id)
         target.start(one.request_id, first.token_id)
         rest = finish(target)
         assert rest[0].position == num_moved
@@ -159,19 +159,6 @@ def test_a_request_goes_on_within_a_block_that_was_computed_ahead(
             results.append(engine.step())
         outputs = [output for result in results for output in result.outputs]
         assert tokens(outputs, one.request_id) == answer[7:]
-        assert engine.stats().num_free_blocks == engine.num_blocks
-
-
-def test_a_prompt_that_was_handed_over_is_not_computed_again(make_engine: MakeEngine) -> None:
-    """A prefill worker cancels it then: also its last, partial block is found."""
-    engine = make_engine()
-    for name, num_known in (("a", 0), ("b", 29)):
-        engine.add(request(name, 30, prefill_only=True))
-        step = engine.step()
-        assert step.num_cached_tokens == {name: num_known}
-        assert engine.stats().num_held == 1
-        engine.cancel(name)
-        engine.check_integrity()
         assert engine.stats().num_free_blocks == engine.num_blocks
 
 
