@@ -21,7 +21,7 @@ from halfmoon.engine.kernels.decode_attention import PROGRAMS_PER_SM, choose_num
 from halfmoon.engine.kernels.kv_write import kv_write
 from halfmoon.engine.kernels.latent_attention import latent_attention
 from halfmoon.engine.kernels.mixed_attention import Decodes, Prefills, mixed_attention
-from halfmoon.engine.kernels.paged_kv import PagedKV
+from halfmoon.engine.kernels.paged_kv import PagedKV, num_sms
 from halfmoon.engine.kernels.prefill_attention import prefill_attention
 from halfmoon.engine.kernels.tile_counts import padded
 from halfmoon.engine.kv_memory.kv_arena import slot_runs
@@ -127,7 +127,7 @@ class TritonBackend:
         if where.type == "cuda":
             if where.index not in (None, torch.cuda.current_device()):  # kernels are launched on the current device
                 raise Incompatible(f"{device} is not the current CUDA device: choose it with CUDA_VISIBLE_DEVICES")
-            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            self._num_sms = num_sms(where)
             capability = torch.cuda.get_device_capability(device)
         elif not knobs.runtime.interpret:
             raise Incompatible("the triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1")
