@@ -138,12 +138,13 @@ class PrefixCache:
     def keep_partial(self, sequence: Sequence) -> None:
         """Keeps the last block of a sequence's computed tokens, unless it is whole, once the sequence releases it.
 
-        Without effect if another one has these tokens, on a sequence that shares nothing, and on one whose tokens do
-        not see all before them. One that nobody uses, and whose tokens these begin with, is given up for it.
+        Without effect if it is kept already, or another one has these tokens, on a sequence that shares nothing, and on
+        one whose tokens do not see all before them. One that nobody uses, and whose tokens these begin with, is given
+        up for it.
         """
         num_full, num_more = divmod(sequence.num_computed, self._block_tokens)
         is_known = self._root is not None and sequence.policy is None and sequence.num_known_blocks == num_full
-        if not is_known or not num_more or sequence.dropped:
+        if not is_known or not num_more or sequence.dropped or sequence.blocks[num_full] in self._parents:
             return
         parent = self._parent_key(sequence, num_full)
         token_ids = self._tokens(sequence, num_full, sequence.num_computed)
@@ -225,7 +226,8 @@ class PrefixCache:
         return array("i", sequence.token_ids[start : end if num_tokens is None else min(end, num_tokens)])
 
     def _add(self, block: int, parent: bytes, token_ids: array[int]) -> None:
-        """Takes a reference to a block with these tokens."""
+        """Takes a reference to a block with these tokens, the only one of the cache."""
+        assert block not in self._parents, f"block {block} is cached twice"
         self._token_ids[block] = token_ids
         self._parents[block] = parent
         self._behind.setdefault(parent, {})[block] = None

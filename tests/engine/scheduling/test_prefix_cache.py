@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.scheduling import prefix_cache
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.prefix_cache import Beginning, PrefixCache
 from halfmoon.engine.scheduling.sequence import Sequence
@@ -42,6 +44,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end
         self.in_use: list[int] = []
         self.told: set[bytes] = set()  # by the changes
+        self.patches = pytest.MonkeyPatch()
+        self.patches.setattr(prefix_cache, "_MOST_COMPARED", 2)  # there are often more
+
+    def teardown(self) -> None:
+        self.patches.undo()
 
     @rule(
         target=running,
@@ -79,6 +86,12 @@ class CacheMachine(RuleBasedStateMachine):
         sequence.num_computed = len(token_ids)
         self.cache.insert(sequence)
         return sequence
+
+    @rule(sequence=running)
+    def keep(self, sequence: Sequence | None) -> None:
+        """It ended, and others may still read it."""
+        if sequence is not None:
+            self.cache.keep_partial(sequence)
 
     @rule(sequence=consumes(running), keeps_partial=st.booleans())
     def finish(self, sequence: Sequence | None, keeps_partial: bool) -> None:
@@ -227,6 +240,18 @@ def test_of_two_partial_blocks_one_is_kept_if_the_other_has_its_tokens() -> None
     cache.allocate(NUM_BLOCKS - 2)
     assert begun(cache, [1, 2, 9], 0) is not None
     assert begun(cache, [1, 3, 9], 0) == (beside, 2)
+
+
+def test_a_partial_block_is_kept_once_however_many_are_behind_the_same_one() -> None:
+    cache = PrefixCache(BlockPool(20), BLOCK_TOKENS, lambda salt: b"root" + salt)
+    sequences = [computed(cache, [first]) for first in range(20)]
+    for sequence in (*sequences, *sequences):
+        cache.keep_partial(sequence)
+    for sequence in sequences:
+        cache.release(sequence.blocks)
+    cache.check_integrity()
+    assert cache.num_available == 20
+    assert begun(cache, [19, 1], 0) == (sequences[-1].blocks[0], 1)
 
 
 def test_a_partial_block_is_evicted_like_any_other_and_reported_by_no_change() -> None:
