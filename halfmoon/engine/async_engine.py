@@ -109,10 +109,6 @@ class AsyncEngine:
         """Calls `Engine.cancel`. Once it returns, no more output of the request is delivered."""
         return await self._thread.call(partial(self.engine.cancel, request_id))
 
-    async def release(self, request_id: str) -> None:
-        """Calls `Engine.release`."""
-        await self._thread.call(partial(self.engine.release, request_id))
-
     async def forget_prefixes(self) -> CacheChanges:
         """Calls `Engine.forget_prefixes` between two steps."""
         return await self._thread.call(self.engine.forget_prefixes)

@@ -98,7 +98,7 @@ class Engine(EngineCore):
         self._kv.write(self.find(request_id), part, payload)
 
     def kv_read(self, request_id: str, part: KVSlice, out: KVPlace | None = None) -> memoryview:
-        """Reads canonical KV bytes of a prefill-only request until its `release`, as far as they are written.
+        """Reads canonical KV bytes of a prefill-only request until it is cancelled, as far as they are written.
 
         Copies them to `out`, if given. May run on any thread, during a step that computes the rest. Raises NotWritten
         for KV not computed yet, or not recomputed after a preemption; NotFound for a request that is absent or not

@@ -72,7 +72,8 @@ class EngineCore:
     ) -> None:
         """`root` is the prefix cache's. `finish_reason` returns why a sequence's newest token is its last, or None.
 
-        paused_kv, copy_tokens: see `SequenceQueues`; with the latter the last, partial block of what ends is kept.
+        paused_kv, copy_tokens: see `SequenceQueues`; with the latter the last, partial block of what was
+        computed to its end is kept.
         """
         self.layout = limits.layout
         self.num_blocks = limits.num_blocks
@@ -200,13 +201,6 @@ class EngineCore:
     def let_cached_go(self, blocks: SequenceOf[int]) -> None:
         """Ends a `hold_cached`."""
         self._cache.release(blocks)
-
-    def release(self, request_id: str) -> None:
-        """Drops the KV of a prefill-only request whose token was sampled. Raises NotFound."""
-        sequence = self.find_in("held", request_id)
-        if self._keeps_ends:
-            self._cache.keep_partial(sequence)
-        self._remove(sequence)
 
     def forget_prefixes(self) -> CacheChanges:
         """Empties the prefix cache, except for blocks in use. Returns the changes: no step reports them."""
@@ -362,7 +356,8 @@ class EngineCore:
         position = sequence.num_output
         sequence.token_ids.append(token.token_id)
         reason = self._finish_reason(sequence)
-        if sequence.request.keeps_partial or (self._keeps_ends and reason is not None):
+        is_computed = reason is not None or sequence.request.prefill_only
+        if sequence.request.keeps_partial or (self._keeps_ends and is_computed):
             self._cache.keep_partial(sequence)
         if sequence.request.keeps_partial:
             self._remove(sequence)

@@ -98,7 +98,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to run. `prefill_only` computes one token, then keeps the KV until `release`.
+    """One prompt to run. `prefill_only` computes one token, then keeps the KV until it is cancelled.
 
     `output_token_ids` are tokens that another worker already generated for this request: they are prefilled with
     the prompt, count against `max_tokens`, and the first token computed here has position `len(output_token_ids)`.

@@ -78,7 +78,7 @@ async def test_a_hand_over(make_engine: MakeEngine) -> None:
         for layer in range(3):
             payload = await source.kv_read("a", KVSlice(layer, layer + 1, 0, 20))
             await target.kv_write("a", KVSlice(layer, layer + 1, 0, 20), payload)
-        await source.release("a")
+        await source.cancel("a")
         await target.start("a", token.token_id)
         assert [token.token_id, *await rest.finished("a")] == alone(make_engine, request())
 
@@ -90,8 +90,6 @@ async def test_errors_reach_the_one_who_asked(make_engine: MakeEngine) -> None:
         await engine.reserve(request("a"))
         with pytest.raises(NoCapacity):
             await engine.reserve(request("b"))
-        with pytest.raises(NotFound):
-            await engine.release("a")
         with pytest.raises(NotFound):
             await engine.start("c", 5)
         with pytest.raises(InvalidRequest, match="bytes"):
@@ -170,7 +168,7 @@ async def test_work_that_waits_for_blocks_does_not_spin(make_engine: MakeEngine)
         for _ in range(50):
             await engine.stats()
         assert steps <= 51
-        await engine.release("held")
+        await engine.cancel("held")
         assert len(await heard.finished("next")) == 2
 
 

@@ -16,12 +16,12 @@ import torch
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.request import TokenOutput
+from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.policy.models.chunk_length import ChunkRule
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from tests.engine.engine_runs import MakeEngine, finish, generate, request, requests, tokens
+from tests.engine.engine_runs import MakeEngine, finish, generate, prompt, request, requests, tokens
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_request_goes_on_on_another_engine(
             for start in range(0, num_tokens, 16):
                 part = KVSlice(layer, layer + 1, start, min(16, num_tokens - start))
                 target.kv_write(one.request_id, part, source.kv_read(one.request_id, part))
-        source.release(one.request_id)
+        source.cancel(one.request_id)
         target.start(one.request_id, first.token_id)
         rest = finish(target)
         assert rest[0].position == num_moved
@@ -160,6 +160,36 @@ def test_a_request_goes_on_within_a_block_that_was_computed_ahead(
         outputs = [output for result in results for output in result.outputs]
         assert tokens(outputs, one.request_id) == answer[7:]
         assert engine.stats().num_free_blocks == engine.num_blocks
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_prompt_for_another_worker_is_not_computed_again(is_held: bool, make_engine: MakeEngine) -> None:
+    """Its last, partial block is found, too: while it is handed over, and after a prefill worker cancelled it."""
+    engine = make_engine()
+    for name, num_known in (("a", 0), ("b", 29)):
+        engine.add(request(name, 30, prefill_only=True))
+        step = engine.step()
+        assert step.num_cached_tokens == {name: num_known}
+        if not is_held:
+            engine.cancel(name)
+        engine.check_integrity()
+    engine.cancel_all()
+    engine.check_integrity()
+    assert engine.stats().num_free_blocks == engine.num_blocks
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12], ids=["their first token ends them", "they go on elsewhere"])
+def test_many_prompts_for_another_worker_leave_no_block_in_use(max_tokens: int, make_engine: MakeEngine) -> None:
+    """More partial blocks behind the same one than are compared, all in use at once."""
+    engine = make_engine(max_running=20)
+    front, sampling = prompt(1, 12), SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    for number in range(20):
+        engine.add(EngineRequest(f"{number}", (*front, 100 + number), sampling, prefill_only=True))
+    finish(engine)
+    assert engine.stats().num_held == 20
+    engine.cancel_all()
+    engine.check_integrity()
+    assert engine.stats().num_free_blocks == engine.num_blocks
 
 
 def test_the_front_of_a_known_block_is_not_computed_again(make_engine: MakeEngine) -> None:

@@ -52,7 +52,7 @@ class TestEnds:
         assert output.finish_reason == "length"
         assert engine.stats().num_held == 1
         assert len(engine.kv_read("a", KVSlice(0, 3, 0, 20))) == 20 * engine.layout.token_bytes
-        engine.release("a")
+        engine.cancel("a")
         assert engine.stats().num_free_blocks == engine.num_blocks
 
 
@@ -123,7 +123,6 @@ class TestRefusals:
             lambda: engine.kv_read("a", KVSlice(0, 3, 0, 20)),
             lambda: engine.kv_read("nobody", KVSlice(0, 3, 0, 20)),
             lambda: engine.start("a", 5),
-            lambda: engine.release("a"),
         ):
             with pytest.raises(NotFound):
                 call()

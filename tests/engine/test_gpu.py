@@ -143,6 +143,6 @@ def test_kv_out_and_in_again_continues_the_request(engine: Engine) -> None:
     for layer in range(0, 32, 8):
         part = KVSlice(layer, layer + 8, num_here, 777 - num_here)
         engine.kv_write("target", part, engine.kv_read("source", part))
-    engine.release("source")
+    engine.cancel("source")
     engine.start("target", first.token_id)
     assert [first.token_id, *(token for _, _, token in tokens(run(engine)))] == expected

@@ -78,7 +78,7 @@ def test_layers_are_told_in_order_and_what_they_hold_is_final(
     for start, end in zip((0, *ends), ends, strict=False):
         told += [Written(start, end, layers) for layers in (1, 2, 3)] + [Written(end)]
     assert copier.heard == told
-    source.release("a")
+    source.cancel("a")
     assert copier.heard[-1] is None
     target.start("a", first)
     assert [first, *finish(target)["a"]] == expected

@@ -197,7 +197,7 @@ def copied(source: Engine, target: Engine, one: EngineRequest, outputs: list[Tok
         source.kv_read(one.request_id, KVSlice(0, 1, 0, num_tokens + 1))
     target.kv_write(one.request_id, where, payload)
     target.start(one.request_id, outputs[-1].token_id)
-    source.release(one.request_id)
+    source.cancel(one.request_id)
 
 
 @pytest.mark.parametrize("length", [17, 33, 61, 64])

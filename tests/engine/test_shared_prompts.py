@@ -207,6 +207,6 @@ def test_a_request_that_got_its_blocks_late_is_told_so(make_engine: MakeEngine) 
     engine.add(request("a", 100, prefill_only=True), order=RestoreOrder(12, 0, lambda *at: told.append(at)))
     engine.step()
     assert told == []
-    engine.release("before")
+    engine.cancel("before")
     engine.step()
     assert told == [(0, 0)]

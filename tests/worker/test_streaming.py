@@ -116,10 +116,11 @@ async def test_a_known_prefix_leaves_before_the_rest_is_computed(
         return run(*args)
 
     monkeypatch.setattr(prefill.engine._runner, "run", run_after_arrival)
-    first, twice = await handed_over(prefill, decode, tiny, prompt, "again")
+    other = [*prompt[:96], *reversed(prompt[96:])]
+    first, then = await handed_over(prefill, decode, tiny, other, "again")
     assert in_time == [True]
     assert first.first_token.num_cached_tokens == 96
-    assert once == twice == reference(tiny, prompt, 12)
+    assert (once, then) == (reference(tiny, prompt, 12), reference(tiny, other, 12))
 
 
 async def test_a_prompt_that_is_preempted_on_its_way_arrives_right(

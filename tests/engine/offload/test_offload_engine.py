@@ -142,7 +142,7 @@ def handed_over(prefill: Engine, decode: Engine, one: EngineRequest) -> int:
     decode.reserve(one)
     decode.kv_write(one.request_id, KVSlice(0, num_layers, 0, num_tokens), payload)
     decode.start(one.request_id, first)
-    prefill.release(one.request_id)
+    prefill.cancel(one.request_id)
     return first
 
 

@@ -58,7 +58,7 @@ def receive(engine: Engine, one: EngineRequest, roomy: Engine) -> list[int]:
         payload = roomy.kv_read(output.request_id, KVSlice(0, num_layers, held, num_tokens - held))
         engine.kv_write(one.request_id, KVSlice(0, num_layers, held, num_tokens - held), payload)
     engine.start(one.request_id, output.token_id)
-    roomy.release(output.request_id)
+    roomy.cancel(output.request_id)
     return [output.token_id]
 
 

@@ -175,7 +175,7 @@ def hand_over(source: Engine, target: Engine, one: EngineRequest, token_step: in
             target.kv_write(one.request_id, part, source.kv_read(one.request_id, part))
     whole = KVSlice(0, source.layout.num_layers, 0, length)
     source_kv = torch.frombuffer(bytearray(source.kv_read(one.request_id, whole)), dtype=torch.float32)
-    source.release(one.request_id)
+    source.cancel(one.request_id)
     target.start(one.request_id, first)
     tokens = [first, *finish(target)[one.request_id]]
     assert source_kv.isfinite().all()
@@ -281,7 +281,7 @@ def test_blocks_of_a_cancelled_prompt_are_written_after_its_last_chunk(
     expected = generate(one, wanted)["moved"]
     (first,) = generate(one, request("moved", 30, prefill_only=True))["moved"]
     payload = one.kv_read("moved", KVSlice(0, 3, 0, 30))
-    one.release("moved")
+    one.cancel("moved")
     engine.add(request("cancelled", 33))
     with stopped(pid(engine, 1)):
         assert in_time(engine.step).num_prefill_tokens == 16
@@ -439,7 +439,7 @@ def stream(source: Engine, target: Engine, one: EngineRequest) -> list[int]:
     source.add(EngineRequest(one.request_id, one.prompt_token_ids, one.sampling, prefill_only=True), copy)
     (first,) = finish(source)[one.request_id]
     assert sent == [len(one.prompt_token_ids)] * source.layout.num_layers
-    source.release(one.request_id)
+    source.cancel(one.request_id)
     target.start(one.request_id, first)
     return [first, *finish(target)[one.request_id]]
 
