@@ -108,6 +108,32 @@ def test_attention_equals_the_reference(
     torch.testing.assert_close(memories[0], memories[1], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("slope", [-0.3, -0.05, 0.0, 0.02, 0.05, 0.2, 0.3])
+@pytest.mark.parametrize("num_new", [1, 90])
+@pytest.mark.parametrize("codes", [None, torch.int8], ids=["", "int8"])
+def test_scores_that_climb_along_the_sequence(
+    library: NativeLibrary, codes: torch.dtype | None, num_new: int, slope: float
+) -> None:
+    """By less than what a kept maximum may be exceeded by in a tile, about as much, and more; or they fall."""
+    dtype, num_tokens, head_dim = library.dtype, 700, 32
+    q, k, v = (random(num_new, heads, head_dim, dtype=torch.float32, seed=heads) for heads in (6, 2, 2))
+    memory = random(2, 2, NUM_BLOCKS * BLOCK_TOKENS, head_dim, dtype=torch.float32, seed=3)
+    climbing = slope * (torch.arange(memory.shape[2]) - (num_tokens if slope > 0 else 0))
+    q[..., 0], memory[0, :, :, 0], k[..., 0] = 1, climbing, climbing[num_tokens - num_new : num_tokens, None]
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    memories = coded_memory(memory.to(dtype), codes), coded_memory(memory.to(dtype), codes)
+    span = TokenSpan(range(-(-num_tokens // BLOCK_TOKENS)), num_tokens - num_new, num_tokens)
+    got = (
+        NativeBackend(library, BLOCK_TOKENS, 6, 2, head_dim)
+        .step([span])
+        .attend(q, k, v, memories[0], AttentionRule(1.0))
+    )
+    plain = SdpaBackend(BLOCK_TOKENS, "cpu").step([span])
+    expected = attend_reference(q, k, v, memories[1], plain, AttentionRule(1.0))
+    tolerance = max(TOLERANCE[dtype], 1e-4)  # scores are up to 300
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
 @st.composite
 def ways(draw: st.DrawFn, num_tokens: int) -> list[tuple[int, int]]:
     """Chunks that together are a sequence of so many tokens."""

@@ -8,21 +8,31 @@ typedef struct {
   int64_t a_stride, b_stride, num_steps; /* of 16 items */
 } amx_operands_t;
 
-/* 17 to 32 rows by 16 or 32 columns, of which b stays near: sums in tiles 0 to 3, a in 4 and 5, b in 6 and 7. */
+/* 17 to 32 rows by 16 or 32 columns, of which b stays near: sums in tiles 0 to 3, a in 4 and 5, b in 6 and 7. A tile is
+ * loaded anew as soon as its last product is begun. */
 INLINE void amx_squares(const int num_columns, const amx_operands_t *o) {
-  for (int64_t k = 0; k < o->num_steps; k++) {
+  if (o->num_steps == 0) return;
+  AMX_STREAM(4, o->a, o->a_stride * 4);
+  AMX_LOAD(6, o->b, o->b_stride * 4);
+  if (num_columns > 1) AMX_LOAD(7, o->b + AMX_ITEMS, o->b_stride * 4);
+  AMX_STREAM(5, o->a + AMX_ROWS * o->a_stride, o->a_stride * 4);
+  for (int64_t k = 1; k < o->num_steps; k++) {
     const uint32_t *a = o->a + k * AMX_ITEMS, *b = o->b + k * AMX_ROWS * o->b_stride;
-    AMX_STREAM(4, a, o->a_stride * 4);
-    AMX_STREAM(5, a + AMX_ROWS * o->a_stride, o->a_stride * 4);
-    AMX_LOAD(6, b, o->b_stride * 4);
     AMX_DOT(0, 4, 6);
+    if (num_columns > 1) AMX_DOT(1, 4, 7);
+    AMX_STREAM(4, a, o->a_stride * 4);
     AMX_DOT(2, 5, 6);
+    AMX_LOAD(6, b, o->b_stride * 4);
     if (num_columns > 1) {
-      AMX_LOAD(7, b + AMX_ITEMS, o->b_stride * 4);
-      AMX_DOT(1, 4, 7);
       AMX_DOT(3, 5, 7);
+      AMX_LOAD(7, b + AMX_ITEMS, o->b_stride * 4);
     }
+    AMX_STREAM(5, a + AMX_ROWS * o->a_stride, o->a_stride * 4);
   }
+  AMX_DOT(0, 4, 6);
+  if (num_columns > 1) AMX_DOT(1, 4, 7);
+  AMX_DOT(2, 5, 6);
+  if (num_columns > 1) AMX_DOT(3, 5, 7);
 }
 
 /* At most 16 rows by 16 to 64 columns, so that a weight is read once from front to back. */
@@ -92,8 +102,14 @@ INLINE void amx_block(const int is_square, const int num_columns, int64_t num_ro
   if (has_3) AMX_STORE(3, c2 + AMX_ITEMS, c_stride * 4);
 }
 
+/* How this thread's tiles are configured, as one number; 0: not at all. */
+static _Thread_local int64_t tiles_now;
+
 /* Sums 2 and 3 and a's second tile have `more` rows, the other sums and a's first tile `rows`. */
 static void amx_rows(int64_t rows, int64_t more) {
+  const int64_t wanted = rows * (AMX_ROWS + 1) + more;
+  if (wanted == tiles_now) return;
+  tiles_now = wanted;
   amx_config_t config = {.palette = 1};
   const int64_t of[NUM_AMX_TILES] = {rows, rows, more, more, rows, more, AMX_ROWS, AMX_ROWS};
   for (int i = 0; i < NUM_AMX_TILES; i++) config.rows[i] = (uint8_t)of[i], config.row_bytes[i] = 64;
@@ -117,7 +133,13 @@ INLINE void amx_all_squares(int64_t num_rows, int64_t rows, int64_t num_columns,
     }
 }
 
-/* As `product`. */
+/* Once a task's last product is done. */
+static void release_tiles(void) {
+  if (tiles_now) AMX_RELEASE();
+  tiles_now = 0;
+}
+
+/* As `product`; the tiles stay configured until `release_tiles`. */
 static void product_amx(int64_t num_rows, int64_t num_columns, const uint32_t *a, int64_t a_stride, const uint32_t *b,
                         int64_t b_stride, float *c, int64_t c_stride, int64_t depth, int accumulate) {
   const int64_t whole = num_rows / (2 * AMX_ROWS) * 2 * AMX_ROWS, rows = num_rows - whole;
@@ -140,7 +162,6 @@ static void product_amx(int64_t num_rows, int64_t num_columns, const uint32_t *a
     STRIP(1);
 #undef STRIP
   }
-  AMX_RELEASE();
 }
 
 static int amx_is_permitted;

@@ -22,23 +22,35 @@ typedef struct {
 
 typedef struct {
   uint32_t q[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));     /* [rows, depth] items */
-  uint32_t packed[KEYS * MAX_HEAD_DIM] __attribute__((aligned(64)));    /* keys [depth, KEYS], then values */
-  float scores[MAX_ROWS * KEYS] __attribute__((aligned(64)));           /* then probabilities, as items */
+  uint32_t keys[KEYS * MAX_HEAD_DIM] __attribute__((aligned(64)));      /* [depth, KEYS] items */
+  uint32_t values[KEYS * MAX_HEAD_DIM] __attribute__((aligned(64)));    /* [KEYS / PACKED, head_dim] items */
+  float scores[BLOCK_ROWS * KEYS] __attribute__((aligned(64)));         /* then probabilities, as items */
   float out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));      /* of the part, like sums and most */
   f32v sums[MAX_ROWS];
-  float most[MAX_ROWS];
+  float most[MAX_ROWS]; /* what powers of two are relative to: the part's largest score but for MOST_ABOVE */
   float merged_most[MAX_ROWS], merged_sums[MAX_ROWS]; /* of the parts before */
   float merged_out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
   int64_t slots[KEYS];
   float key_scales[KEYS] __attribute__((aligned(64))), value_scales[KEYS] __attribute__((aligned(64))); /* of codes */
 } NAME(tile);
 
-/* One row's scores -> probabilities over its first `visible` keys; earlier sums are rescaled to the new maximum. Scores
- * and `most` are powers of two. */
-INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t head_dim, float scale,
+/* Rescales a row's earlier sums to a new maximum. */
+static __attribute__((noinline, cold)) void NAME(raise_most)(NAME(tile) *tile, int64_t row, int64_t head_dim, float most) {
+  const float before = tile->most[row];
+  tile->most[row] = most;
+  if (before == -INFINITY) return; /* nothing is there yet */
+  const float fade = exp2f(before - most);
+  tile->sums[row] *= fade;
+  for (float *out = tile->out + row * head_dim, *end = out + head_dim; out < end; out += LANES)
+    store_f32(out, load_f32(out) * fade);
+}
+
+/* One row's scores -> probabilities over its first `visible` keys. Scores and `most` are powers of two; a maximum that is
+ * little exceeded stays, so that nothing waits for this tile's (Zadouri et al., FlashAttention-4, conditional rescaling).
+ */
+INLINE void NAME(soften)(NAME(tile) *tile, float *scores, int64_t row, int64_t visible, int64_t head_dim, float scale,
                          const int has_scales, const int is_masked) {
   const i32v lanes = EACH_LANE;
-  float *scores = tile->scores + row * KEYS;
   f32v s[KEYS / LANES], most = splat(-INFINITY);
 #pragma GCC unroll 8
   for (int j = 0; j < KEYS / LANES; j++) {
@@ -48,13 +60,7 @@ INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t
     most = max_f32(most, s[j]);
   }
   const float tile_most = max_of(most) * scale;
-  if (tile_most > tile->most[row]) {
-    const float fade = exp2f(tile->most[row] - tile_most);
-    tile->most[row] = tile_most;
-    tile->sums[row] *= fade;
-    for (float *out = tile->out + row * head_dim, *end = out + head_dim; out < end; out += LANES)
-      store_f32(out, load_f32(out) * fade);
-  }
+  if (__builtin_expect(tile_most > tile->most[row] + MOST_ABOVE, 0)) NAME(raise_most)(tile, row, head_dim, tile_most);
   f32v sum = tile->sums[row]; /* not in memory: scores might lie there, for all the compiler knows */
   const f32v largest = splat(tile->most[row]);
 #pragma GCC unroll 8
@@ -67,41 +73,44 @@ INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t
   tile->sums[row] = sum;
 }
 
-/* The scores of one token's heads, from `row` on. */
-INLINE void NAME(soften_token)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t row, int64_t visible, float scale,
-                               const int has_scales, const int is_masked) {
-  for (int64_t g = 0; g < a->group; g++)
-    NAME(soften)(tile, row + g, visible, a->head_dim, scale, has_scales, is_masked);
+/* Adds packed keys to `num_rows` rows from `first_row` on; first_visible: how many of them the task's first token sees. */
+static void NAME(attend_rows)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t first_row, int64_t num_rows,
+                              int64_t first_visible, int64_t num_keys) {
+  const int64_t depth = a->head_dim / PACKED;
+  const int has_scales = a->format.codes != ROWS_OF_NUMBERS;
+  const float scale = a->scale * LOG2_E;
+  PRODUCT(num_rows, KEYS, tile->q + first_row * depth, depth, tile->keys, KEYS, tile->scores, KEYS, depth, 0);
+  int64_t seen = first_visible + first_row / a->group, head = first_row % a->group;
+  for (int64_t i = 0; i < num_rows; i++) {
+    const int64_t visible = seen < 0 ? 0 : seen > num_keys ? num_keys : seen, row = first_row + i;
+    float *scores = tile->scores + i * KEYS;
+    if (has_scales)
+      NAME(soften)(tile, scores, row, visible, a->head_dim, scale, 1, visible < KEYS);
+    else if (visible < KEYS)
+      NAME(soften)(tile, scores, row, visible, a->head_dim, scale, 0, 1);
+    else
+      NAME(soften)(tile, scores, row, visible, a->head_dim, scale, 0, 0);
+    if (++head == a->group) head = 0, seen++;
+  }
+  PRODUCT(num_rows, a->head_dim, (const uint32_t *)tile->scores, KEYS, tile->values, a->head_dim,
+          tile->out + first_row * a->head_dim, a->head_dim, KEYS / PACKED, 1);
 }
 
 /* Adds the `num_keys` keys in `tile->slots`, the first of which is the sequence's `first_key`, to the task's rows. */
 static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, const task_t *task, int64_t first_key,
                               int64_t num_keys) {
-  const int64_t depth = a->head_dim / PACKED, num_tokens = task->row_end - task->row_start;
+  const int64_t num_rows = (task->row_end - task->row_start) * a->group;
   const uint8_t *keys = a->keys + task->kv_head * a->kv_head_bytes;
   const uint8_t *values = a->values + task->kv_head * a->kv_head_bytes;
-  const int has_scales = a->format.codes != ROWS_OF_NUMBERS;
-  const float scale = a->scale * LOG2_E;
-  if (has_scales) {
+  if (a->format.codes != ROWS_OF_NUMBERS) {
     NAME(row_scales)(&a->format, keys, tile->slots, num_keys, tile->key_scales);
     NAME(row_scales)(&a->format, values, tile->slots, num_keys, tile->value_scales);
   }
-  NAME(pack_keys)(&a->format, keys, tile->slots, num_keys, tile->packed);
-  PRODUCT(num_tokens * a->group, KEYS, tile->q, depth, tile->packed, KEYS, tile->scores, KEYS, depth, 0);
-  for (int64_t i = 0; i < num_tokens; i++) {
-    int64_t visible = task->first_row_keys + i - first_key;
-    visible = visible < 0 ? 0 : visible > num_keys ? num_keys : visible;
-    const int is_masked = visible < KEYS;
-    if (has_scales)
-      NAME(soften_token)(a, tile, i * a->group, visible, scale, 1, is_masked);
-    else if (is_masked)
-      NAME(soften_token)(a, tile, i * a->group, visible, scale, 0, 1);
-    else
-      NAME(soften_token)(a, tile, i * a->group, visible, scale, 0, 0);
-  }
-  NAME(pack_values)(&a->format, values, tile->slots, num_keys, tile->packed);
-  PRODUCT(num_tokens * a->group, a->head_dim, (const uint32_t *)tile->scores, KEYS, tile->packed, a->head_dim,
-          tile->out, a->head_dim, KEYS / PACKED, 1);
+  NAME(pack_keys)(&a->format, keys, tile->slots, num_keys, tile->keys);
+  NAME(pack_values)(&a->format, values, tile->slots, num_keys, tile->values);
+  for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
+    NAME(attend_rows)(a, tile, row, num_rows - row < BLOCK_ROWS ? num_rows - row : BLOCK_ROWS,
+                      task->first_row_keys - first_key, num_keys);
 }
 
 static void NAME(write_row)(const float *sums, T *out, float total, int64_t head_dim) {
@@ -175,6 +184,7 @@ static void NAME(attend_task)(void *data, long index) {
     slots_of(&keys, key, num_keys, tile.slots);
     NAME(attend_tile)(a, &tile, task, key, num_keys);
   }
+  END_PRODUCTS();
   T *out = a->out + task->row_start * a->out_stride + head * a->head_dim;
   if (task->num_parts > 1) {
     NAME(merge)(a, &tile, task, out);

@@ -4,6 +4,7 @@
 #define KEYS 64       /* keys of a tile */
 #define MAX_ROWS 192  /* query rows of a tile: tokens times the query heads that share a KV head */
 #define MAX_HEAD_DIM 256
+#define MOST_ABOVE 8  /* how far scores, as powers of two, may exceed what they are relative to */
 #define PART_KEYS 512    /* keys that share a running softmax, whoever computes them */
 
 typedef struct {

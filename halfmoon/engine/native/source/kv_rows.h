@@ -77,21 +77,27 @@ static void NAME(row_scales)(const NAME(kv_format) *format, const uint8_t *head,
 static void NAME(pack_keys)(const NAME(kv_format) *format, const uint8_t *rows, const int64_t *slots, int64_t num_keys,
                             uint32_t *packed) {
   const int64_t depth = format->head_dim / PACKED;
-  uint32_t items[LANES * MAX_HEAD_DIM] __attribute__((aligned(64)));
+  const int are_items = format->codes == ROWS_OF_NUMBERS && sizeof(T) * PACKED == 4; /* as they lie there */
+  uint32_t made[LANES * MAX_HEAD_DIM] __attribute__((aligned(64)));
+  const uint32_t *items[LANES];
   for (int64_t key = 0; key < KEYS; key += LANES) {
     if (key >= num_keys) {
       for (int64_t k = 0; k < depth; k++) memset(packed + k * KEYS + key, 0, LANES * 4);
       continue;
     }
     const int64_t valid = num_keys - key < LANES ? num_keys - key : LANES;
-    for (int64_t i = 0; i < valid; i++)
-      NAME(row_items)(format, rows + slots[key + i] * format->row_bytes, items + i * depth);
-    for (int64_t i = valid; i < LANES; i++) memset(items + i * depth, 0, depth * 4);
+    for (int64_t i = 0; i < LANES; i++) {
+      const uint8_t *row = rows + slots[key + (i < valid ? i : 0)] * format->row_bytes;
+      items[i] = are_items && i < valid ? (const uint32_t *)row : made + i * depth;
+      if (i >= valid)
+        memset(made + i * depth, 0, depth * 4);
+      else if (!are_items)
+        NAME(row_items)(format, row, made + i * depth);
+    }
     int64_t k = 0;
-    for (; k + LANES <= depth; k += LANES)
-      transpose(items + k, depth, packed + k * KEYS + key, KEYS);
+    for (; k + LANES <= depth; k += LANES) transpose(items, k, packed + k * KEYS + key, KEYS);
     for (; k < depth; k++)
-      for (int64_t i = 0; i < LANES; i++) packed[k * KEYS + key + i] = items[i * depth + k];
+      for (int64_t i = 0; i < LANES; i++) packed[k * KEYS + key + i] = items[i][k];
   }
 }
 

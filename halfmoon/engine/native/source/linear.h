@@ -69,6 +69,7 @@ static void NAME(linear_task)(void *data, long task) {
   float sums[LINEAR_ROWS * PANEL] __attribute__((aligned(64))), up[LINEAR_ROWS * PANEL] __attribute__((aligned(64)));
   NAME(multiply_panel)(a, x, panel, num_rows, sums);
   if (a->is_gated) NAME(multiply_panel)(a, x, panel + a->num_columns * a->depth, num_rows, up);
+  END_PRODUCTS();
   const int64_t num_columns = a->num_columns - column < PANEL ? a->num_columns - column : PANEL;
   for (int64_t i = 0; i < num_rows; i++) {
     void *out = NAME(sums_at)(a->out, (row + i) * a->num_columns + column, a->kind);

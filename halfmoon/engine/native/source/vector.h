@@ -138,10 +138,10 @@ INLINE f32v add_f32(f32v a, f32v b) { return a + b; }
 INLINE float sum_of(f32v x) { FOLD(add_f32, x) return x[0] + (LANES == 16 ? x[LANES - 1] : 0); }
 INLINE float max_of(f32v x) { FOLD(max_f32, x) return x[0] > x[LANES - 1] ? x[0] : x[LANES - 1]; }
 
-/* LANES rows of LANES 32-bit items (rows `in_stride` items apart) as columns into rows `out_stride` items apart. */
-INLINE void transpose(const uint32_t *in, int64_t in_stride, uint32_t *out, int64_t out_stride) {
+/* LANES 32-bit items of each of LANES rows, from `first` on, as columns into rows `out_stride` items apart. */
+INLINE void transpose(const uint32_t *const rows[LANES], int64_t first, uint32_t *out, int64_t out_stride) {
   u32v a[LANES], b[LANES];
-  for (int i = 0; i < LANES; i++) a[i] = load_u32(in + i * in_stride);
+  for (int i = 0; i < LANES; i++) a[i] = load_u32(rows[i] + first);
   for (int i = 0; i < LANES; i += 2) {
     b[i] = SHUFFLE_8(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
     b[i + 1] = SHUFFLE_8(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
