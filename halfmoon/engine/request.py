@@ -117,7 +117,7 @@ class EngineRequest:
     arrival_s: float = 0.0
     tenant_salt: bytes = b""  # requests with the same salt share prefixes
     owner: KVOwner = SHARED  # who is charged for its KV in the store
-    keeps_partial: bool = False  # prefill-only, read by nobody: its last, partial block is kept for who goes on from it
+    keeps_partial: bool = False  # prefill-only, read by nobody: it ends once its last, partial block is kept
 
 
 @dataclass(frozen=True, slots=True)

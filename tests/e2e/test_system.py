@@ -49,8 +49,9 @@ async def test_it_is_ready_and_says_how_to_use_it(system: System, http: aiohttp.
 async def test_twenty_streams_at_once_each_with_its_own_text(
     http: aiohttp.ClientSession, reference: Reference, checkpoint: Checkpoint
 ) -> None:
-    prompts = [f"Question {index}: what is {index} plus {index + 3}? Answer:" for index in range(20)]
+    prompts = [f"Line {index}: the moon is {index + 3} days old and" for index in range(20)]
     texts = await asyncio.gather(*(streamed(http, prompt, 12) for prompt in prompts))
+    assert all(texts)
     tokenizer = Tokenizer(checkpoint)
     assert texts == [tokenizer.decode(reference(prompt, 12)) for prompt in prompts]
 

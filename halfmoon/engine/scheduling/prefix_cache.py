@@ -136,8 +136,9 @@ class PrefixCache:
         return True
 
     def keep_partial(self, sequence: Sequence) -> None:
-        """Keeps the last block of a sequence's computed tokens, unless it is whole, once the sequence releases it.
+        """Lets others find the last block of a sequence's computed tokens, unless it is whole, from now on.
 
+        The sequence computes no more; the block stays once it releases it.
         Without effect if it is kept already, or another one has these tokens, on a sequence that shares nothing, and on
         one whose tokens do not see all before them. One that nobody uses, and whose tokens these begin with, is given
         up for it.

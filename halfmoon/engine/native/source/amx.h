@@ -89,7 +89,7 @@ static void emulate_dot(int sums, int a, int b) {
 #define AMX_STORE emulate_store
 #define AMX_DOT emulate_dot
 
-#elif defined(__AMX_BF16__) && defined(__linux__)
+#elif defined(__AMX_BF16__) && defined(HAS_BF16_DOT) && defined(__linux__)
 #define HAS_AMX 1
 #include <immintrin.h>
 #include <sys/syscall.h>

@@ -46,8 +46,8 @@ static __attribute__((noinline, cold)) void NAME(raise_most)(NAME(tile) *tile, i
 }
 
 /* One row's scores -> probabilities over its first `visible` keys. Scores and `most` are powers of two; a maximum that is
- * little exceeded stays, so that nothing waits for this tile's (Zadouri et al., FlashAttention-4, conditional rescaling).
- */
+ * little exceeded stays, so that nothing waits for this tile's maximum (Zadouri et al., FlashAttention-4, conditional
+ * rescaling). */
 INLINE void NAME(soften)(NAME(tile) *tile, float *scores, int64_t row, int64_t visible, int64_t head_dim, float scale,
                          const int has_scales, const int is_masked) {
   const i32v lanes = EACH_LANE;
@@ -73,7 +73,8 @@ INLINE void NAME(soften)(NAME(tile) *tile, float *scores, int64_t row, int64_t v
   tile->sums[row] = sum;
 }
 
-/* Adds packed keys to `num_rows` rows from `first_row` on; first_visible: how many of them the task's first token sees. */
+/* Adds packed keys to `num_rows` rows from `first_row` on; first_visible: how many of them the task's first token
+ * sees; less than 0 if it ends before them, more than num_keys if behind. */
 static void NAME(attend_rows)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t first_row, int64_t num_rows,
                               int64_t first_visible, int64_t num_keys) {
   const int64_t depth = a->head_dim / PACKED;
@@ -117,7 +118,7 @@ static void NAME(write_row)(const float *sums, T *out, float total, int64_t head
   for (int64_t d = 0; d < head_dim; d += LANES) STORE(out + d, load_f32(sums + d) / total);
 }
 
-/* The room of one part's results: the largest score and the sum of each head, then their weighted values. */
+/* The room of one part's results: `most` and the sum of each head, then their weighted values. */
 static float *NAME(partial)(const NAME(attend_args) *a, int64_t part) {
   return a->partials + part * a->group * (a->head_dim + 2);
 }

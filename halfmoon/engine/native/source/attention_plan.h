@@ -25,8 +25,8 @@ typedef struct {
   int64_t part;
 } task_t;
 
-/* Adds a later part of each row's keys to the earlier ones: the largest scores (powers of two), the sums of the weights
- * that they give, and the weighted values [num_rows, head_dim]. Never inlined: the compiler may fuse other products elsewhere.
+/* Adds a later part of each row's keys to the earlier ones: what their powers of two are relative to, the sums of the
+ * weights, and the weighted values [num_rows, head_dim]. Never inlined: the compiler may fuse other products elsewhere.
  */
 static __attribute__((noinline)) void fold(int64_t num_rows, int64_t head_dim, float *most, float *sums, float *out,
                                            const float *part_most, const float *part_sums, const float *part_out) {

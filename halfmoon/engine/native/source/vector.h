@@ -106,7 +106,7 @@ INLINE f32v exp_f32(f32v x) {
   return exp_part(shifted, x - n * 0.693359375f + n * 2.12194440e-4f);
 }
 
-/* 2^x to 2 ulp for x in [-126, 0], saturated below, NaN of NaN: 2^n by its bits, 2^r by a minimax polynomial. */
+/* 2^x to 2 ulp for x in [-126, 126], saturated below, NaN of NaN: 2^n by its bits, 2^r by a minimax polynomial. */
 INLINE f32v exp2_f32(f32v x) {
   x = max_f32(splat(-126.0f), x);
   const f32v shifted = x + ROUNDING, r = x - (shifted - ROUNDING);
