@@ -138,10 +138,9 @@ class PrefixCache:
     def keep_partial(self, sequence: Sequence) -> None:
         """Lets others find the last block of a sequence's computed tokens, unless it is whole, from now on.
 
-        The sequence computes no more; the block stays once it releases it.
-        Without effect if it is kept already, or another one has these tokens, on a sequence that shares nothing, and on
-        one whose tokens do not see all before them. One that nobody uses, and whose tokens these begin with, is given
-        up for it.
+        The sequence computes no more; the block stays once it releases it. Without effect if it is kept already, or
+        another one has these tokens, on a sequence that shares nothing, and on one whose tokens do not see all before
+        them. One that nobody uses, and whose tokens these begin with, is given up for it.
         """
         num_full, num_more = divmod(sequence.num_computed, self._block_tokens)
         is_known = self._root is not None and sequence.policy is None and sequence.num_known_blocks == num_full

@@ -123,14 +123,11 @@ def test_scores_that_climb_along_the_sequence(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     memories = coded_memory(memory.to(dtype), codes), coded_memory(memory.to(dtype), codes)
     span = TokenSpan(range(-(-num_tokens // BLOCK_TOKENS)), num_tokens - num_new, num_tokens)
-    got = (
-        NativeBackend(library, BLOCK_TOKENS, 6, 2, head_dim)
-        .step([span])
-        .attend(q, k, v, memories[0], AttentionRule(1.0))
-    )
+    batch = NativeBackend(library, BLOCK_TOKENS, 6, 2, head_dim).step([span])
     plain = SdpaBackend(BLOCK_TOKENS, "cpu").step([span])
+    got = batch.attend(q, k, v, memories[0], AttentionRule(1.0))
     expected = attend_reference(q, k, v, memories[1], plain, AttentionRule(1.0))
-    tolerance = max(TOLERANCE[dtype], 1e-4)  # scores are up to 300
+    tolerance = max(TOLERANCE[dtype], 1e-4)  # scores are up to 210
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 

@@ -86,14 +86,12 @@ static void NAME(pack_keys)(const NAME(kv_format) *format, const uint8_t *rows, 
       continue;
     }
     const int64_t valid = num_keys - key < LANES ? num_keys - key : LANES;
-    for (int64_t i = 0; i < LANES; i++) {
-      const uint8_t *row = rows + slots[key + (i < valid ? i : 0)] * format->row_bytes;
-      items[i] = are_items && i < valid ? (const uint32_t *)row : made + i * depth;
-      if (i >= valid)
-        memset(made + i * depth, 0, depth * 4);
-      else if (!are_items)
-        NAME(row_items)(format, row, made + i * depth);
+    for (int64_t i = 0; i < valid; i++) {
+      const uint8_t *row = rows + slots[key + i] * format->row_bytes;
+      items[i] = are_items ? (const uint32_t *)row : made + i * depth;
+      if (!are_items) NAME(row_items)(format, row, made + i * depth);
     }
+    for (int64_t i = valid; i < LANES; i++) items[i] = memset(made + i * depth, 0, depth * 4);
     int64_t k = 0;
     for (; k + LANES <= depth; k += LANES) transpose(items, k, packed + k * KEYS + key, KEYS);
     for (; k < depth; k++)
