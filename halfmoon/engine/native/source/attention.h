@@ -1,4 +1,4 @@
-/* Causal attention over paged keys and values, for one type T: tiles of up to 192 query rows by 64 keys with a running
+/* Causal attention over paged keys and values, for one type T: tiles of up to MAX_ROWS query rows by 64 keys with a running
  * softmax (Dao et al., FlashAttention-2, section 3.1). A task is a KV head and some rows of a sequence; the parts of a
  * single row's keys may be tasks of their own, which the last one to end merges (flash-decoding).
  *
@@ -24,7 +24,7 @@ typedef struct {
   uint32_t q[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));     /* [rows, depth] items */
   uint32_t keys[KEYS * MAX_HEAD_DIM] __attribute__((aligned(64)));      /* [depth, KEYS] items */
   uint32_t values[KEYS * MAX_HEAD_DIM] __attribute__((aligned(64)));    /* [KEYS / PACKED, head_dim] items */
-  float scores[BLOCK_ROWS * KEYS] __attribute__((aligned(64)));         /* then probabilities, as items */
+  float scores[NUM_BLOCKS][BLOCK_ROWS * KEYS] __attribute__((aligned(64))); /* then probabilities, as items */
   float out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));      /* of the part, like sums and most */
   f32v sums[MAX_ROWS];
   float most[MAX_ROWS]; /* what powers of two are relative to: the part's largest score but for MOST_ABOVE */
@@ -59,8 +59,9 @@ INLINE void NAME(soften)(NAME(tile) *tile, float *scores, int64_t row, int64_t v
     if (is_masked) s[j] = choose(lanes + j * LANES < (int32_t)visible, s[j], splat(-INFINITY));
     most = max_f32(most, s[j]);
   }
-  const float tile_most = max_of(most) * scale;
-  if (__builtin_expect(tile_most > tile->most[row] + MOST_ABOVE, 0)) NAME(raise_most)(tile, row, head_dim, tile_most);
+  most *= scale;
+  if (__builtin_expect(any_above(most, splat(tile->most[row] + MOST_ABOVE)), 0))
+    NAME(raise_most)(tile, row, head_dim, max_of(most));
   f32v sum = tile->sums[row]; /* not in memory: scores might lie there, for all the compiler knows */
   const f32v largest = splat(tile->most[row]);
 #pragma GCC unroll 8
@@ -73,29 +74,75 @@ INLINE void NAME(soften)(NAME(tile) *tile, float *scores, int64_t row, int64_t v
   tile->sums[row] = sum;
 }
 
-/* Adds packed keys to `num_rows` rows from `first_row` on; first_visible: how many of them the task's first token
- * sees; less than 0 if it ends before them, more than num_keys if behind. */
-static void NAME(attend_rows)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t first_row, int64_t num_rows,
-                              int64_t first_visible, int64_t num_keys) {
+/* A block of a task's rows begins at `row`; its last one may be shorter. */
+#define SCORES_OF(row) (tile->scores[(row) / BLOCK_ROWS % NUM_BLOCKS])
+#define END_OF_BLOCK(row) ((row) + BLOCK_ROWS < num_rows ? (row) + BLOCK_ROWS : num_rows)
+
+/* A block's scores of the packed keys from `key` on. */
+INLINE void NAME(score_block)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t row, int64_t num_rows, int64_t key,
+                              int64_t num_keys) {
   const int64_t depth = a->head_dim / PACKED;
+  if (row < num_rows)
+    PRODUCT(END_OF_BLOCK(row) - row, num_keys, tile->q + row * depth, depth, tile->keys + key, KEYS,
+            SCORES_OF(row) + key, KEYS, depth, 0);
+}
+
+/* A block's probabilities, of its rows from `first` to `end`; first_visible: how many of the packed keys the task's first
+ * token sees; less than 0 if it ends before them, more than num_keys if behind. */
+INLINE void NAME(soften_block)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t row, int64_t first, int64_t end,
+                               int64_t first_visible, int64_t num_keys) {
   const int has_scales = a->format.codes != ROWS_OF_NUMBERS;
   const float scale = a->scale * LOG2_E;
-  PRODUCT(num_rows, KEYS, tile->q + first_row * depth, depth, tile->keys, KEYS, tile->scores, KEYS, depth, 0);
-  int64_t seen = first_visible + first_row / a->group, head = first_row % a->group;
-  for (int64_t i = 0; i < num_rows; i++) {
-    const int64_t visible = seen < 0 ? 0 : seen > num_keys ? num_keys : seen, row = first_row + i;
-    float *scores = tile->scores + i * KEYS;
+  int64_t seen = first_visible + first / a->group, head = first % a->group;
+  for (int64_t i = first; i < end; i++) {
+    const int64_t visible = seen < 0 ? 0 : seen > num_keys ? num_keys : seen;
+    float *scores = SCORES_OF(row) + (i - row) * KEYS;
     if (has_scales)
-      NAME(soften)(tile, scores, row, visible, a->head_dim, scale, 1, visible < KEYS);
+      NAME(soften)(tile, scores, i, visible, a->head_dim, scale, 1, visible < KEYS);
     else if (visible < KEYS)
-      NAME(soften)(tile, scores, row, visible, a->head_dim, scale, 0, 1);
+      NAME(soften)(tile, scores, i, visible, a->head_dim, scale, 0, 1);
     else
-      NAME(soften)(tile, scores, row, visible, a->head_dim, scale, 0, 0);
+      NAME(soften)(tile, scores, i, visible, a->head_dim, scale, 0, 0);
     if (++head == a->group) head = 0, seen++;
   }
-  PRODUCT(num_rows, a->head_dim, (const uint32_t *)tile->scores, KEYS, tile->values, a->head_dim,
-          tile->out + first_row * a->head_dim, a->head_dim, KEYS / PACKED, 1);
 }
+
+/* Adds a block's weighted values, of the columns from `first` to `end`. */
+INLINE void NAME(add_block)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t row, int64_t num_rows, int64_t first,
+                            int64_t end) {
+  if (row >= 0)
+    PRODUCT(END_OF_BLOCK(row) - row, end - first, (const uint32_t *)SCORES_OF(row), KEYS, tile->values + first,
+            a->head_dim, tile->out + row * a->head_dim + first, a->head_dim, KEYS / PACKED, 1);
+}
+
+/* Adds packed keys to the task's rows. */
+static void NAME(attend_rows)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t num_rows, int64_t first_visible,
+                              int64_t num_keys) {
+  if (NUM_BLOCKS == 1 || num_rows <= BLOCK_ROWS) {
+    for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS) {
+      NAME(score_block)(a, tile, row, num_rows, 0, KEYS);
+      NAME(soften_block)(a, tile, row, row, END_OF_BLOCK(row), first_visible, num_keys);
+      NAME(add_block)(a, tile, row, num_rows, 0, a->head_dim);
+    }
+    return;
+  }
+  /* By turns, so that tiles multiply while vectors compute: a block, the one before it, and the one before that. */
+  const int64_t half = (a->head_dim / 2 + LANES - 1) / LANES * LANES;
+  for (int64_t row = 0; row < num_rows + 2 * BLOCK_ROWS; row += BLOCK_ROWS) {
+    const int64_t before = row - BLOCK_ROWS, first = before - BLOCK_ROWS;
+    const int64_t num_before = before < 0 || before >= num_rows ? 0 : END_OF_BLOCK(before) - before;
+    for (int turn = 0; turn < 4; turn++) {
+      if (turn < 2)
+        NAME(score_block)(a, tile, row, num_rows, turn * KEYS / 2, KEYS / 2);
+      else
+        NAME(add_block)(a, tile, first, num_rows, turn == 2 ? 0 : half, turn == 2 ? half : a->head_dim);
+      NAME(soften_block)(a, tile, before, before + turn * num_before / 4, before + (turn + 1) * num_before / 4,
+                         first_visible, num_keys);
+    }
+  }
+}
+#undef SCORES_OF
+#undef END_OF_BLOCK
 
 /* Adds the `num_keys` keys in `tile->slots`, the first of which is the sequence's `first_key`, to the task's rows. */
 static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, const task_t *task, int64_t first_key,
@@ -109,9 +156,7 @@ static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, cons
   }
   NAME(pack_keys)(&a->format, keys, tile->slots, num_keys, tile->keys);
   NAME(pack_values)(&a->format, values, tile->slots, num_keys, tile->values);
-  for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
-    NAME(attend_rows)(a, tile, row, num_rows - row < BLOCK_ROWS ? num_rows - row : BLOCK_ROWS,
-                      task->first_row_keys - first_key, num_keys);
+  NAME(attend_rows)(a, tile, num_rows, task->first_row_keys - first_key, num_keys);
 }
 
 static void NAME(write_row)(const float *sums, T *out, float total, int64_t head_dim) {

@@ -2,7 +2,12 @@
 #pragma once
 
 #define KEYS 64       /* keys of a tile */
-#define MAX_ROWS 192  /* query rows of a tile: tokens times the query heads that share a KV head */
+/* Query rows of a tile: tokens times the query heads that share a KV head. */
+#ifdef HAS_AMX
+#define MAX_ROWS 384
+#else
+#define MAX_ROWS 192
+#endif
 #define MAX_HEAD_DIM 256
 #define MOST_ABOVE 8  /* how far scores, as powers of two, may exceed what they are relative to */
 #define PART_KEYS 512    /* keys that share a running softmax, whoever computes them */
@@ -36,8 +41,8 @@ static __attribute__((noinline)) void fold(int64_t num_rows, int64_t head_dim, f
     memcpy(fades, most + row, count * sizeof(float));
     memcpy(weights, part_most + row, count * sizeof(float));
     const f32v before = load_f32(fades), later = load_f32(weights), all = max_f32(before, later);
-    store_f32(fades, exp2_f32(before - all));
-    store_f32(weights, exp2_f32(later - all));
+    store_f32(fades, exp2_f32(max_f32(splat(-126.0f), before - all))); /* of no keys they are infinite */
+    store_f32(weights, exp2_f32(max_f32(splat(-126.0f), later - all)));
     memcpy(most + row, &all, count * sizeof(float));
     for (int64_t i = row; i < row + count; i++) {
       const float fade = fades[i - row], weight = weights[i - row];

@@ -56,6 +56,7 @@ static void fetch_to_write(const void *memory, int64_t num_bytes) {
 #define LINEAR_PRODUCT PRODUCT
 #define END_PRODUCTS() /* after the last one of a task */
 #define BLOCK_ROWS 48  /* rows whose scores stay near until they are used */
+#define NUM_BLOCKS 1   /* of which there are scores at a time */
 #include "rows.h"
 #include "product.h"
 #include "kv_rows.h"
@@ -115,12 +116,14 @@ static void widen_bf16(float *items, const void *numbers, int64_t size) {
 #undef PRODUCT
 #undef END_PRODUCTS
 #undef BLOCK_ROWS
+#undef NUM_BLOCKS
 #undef PANEL
 #undef LINEAR_ROWS
 #undef LINEAR_DEPTH
 #define PRODUCT product_fastest
 #define END_PRODUCTS release_tiles
 #define BLOCK_ROWS 32
+#define NUM_BLOCKS 3
 #define PANEL 32          /* with the depth: 40 KiB, in the first-level cache while tiles of rows pass */
 #define LINEAR_ROWS 512
 #define LINEAR_DEPTH 320

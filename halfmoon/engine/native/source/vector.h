@@ -106,17 +106,24 @@ INLINE f32v exp_f32(f32v x) {
   return exp_part(shifted, x - n * 0.693359375f + n * 2.12194440e-4f);
 }
 
-/* 2^x to 2 ulp for x in [-126, 126], saturated below, NaN of NaN: 2^n by its bits, 2^r by a minimax polynomial. */
+/* 2^x to 2 ulp for finite x up to 126, no less than 2^-126 unless AVX-512 has it so: 2^n, and 2^r by a minimax
+ * polynomial. */
 INLINE f32v exp2_f32(f32v x) {
+#ifndef __AVX512F__
   x = max_f32(splat(-126.0f), x);
-  const f32v shifted = x + ROUNDING, r = x - (shifted - ROUNDING);
+#endif
+  const f32v shifted = x + ROUNDING, n = shifted - ROUNDING, r = x - n;
   f32v y = splat(1.5594677610e-4f) * r + 1.3406643906e-3f;
   y = y * r + 9.6176929747e-3f;
   y = y * r + 5.5503105510e-2f;
   y = y * r + 2.4022652783e-1f;
   y = y * r + 6.9314721497e-1f;
   y = y * r + 1.0f;
+#ifdef __AVX512F__
+  return (f32v)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
   return (f32v)((i32v)y + ((i32v)shifted << 23)); /* what is above n in `shifted` leaves at the top */
+#endif
 }
 
 /* Shuffles are written for 8 lanes; with 16 the same happens in both halves. */
@@ -137,6 +144,20 @@ INLINE f32v exp2_f32(f32v x) {
 INLINE f32v add_f32(f32v a, f32v b) { return a + b; }
 INLINE float sum_of(f32v x) { FOLD(add_f32, x) return x[0] + (LANES == 16 ? x[LANES - 1] : 0); }
 INLINE float max_of(f32v x) { FOLD(max_f32, x) return x[0] > x[LANES - 1] ? x[0] : x[LANES - 1]; }
+
+/* Whether any lane of a is above b's. */
+INLINE int any_above(f32v a, f32v b) {
+#ifdef __AVX512F__
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#elif defined(__AVX__)
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
+#else
+  const i32v above = a > b;
+  int any = 0;
+  for (int i = 0; i < LANES; i++) any |= above[i];
+  return any != 0;
+#endif
+}
 
 /* LANES 32-bit items of each of LANES rows, from `first` on, as columns into rows `out_stride` items apart. */
 INLINE void transpose(const uint32_t *const rows[LANES], int64_t first, uint32_t *out, int64_t out_stride) {
