@@ -62,8 +62,10 @@ class Engine(EngineCore):
         self._kv = KVAccess(reached)
         self.ranks = reached.ranks  # that pass KV on to those of other workers; None: they cannot
         self.context_tokens = min(most_tokens, memory.num_blocks * config.block_tokens)  # prompt and output
+        self._memory = memory
+        self._pool = memory.pool if isinstance(memory, TieredKV | ParallelRunner) else BlockPool(memory.num_blocks)
         super().__init__(
-            memory.pool if isinstance(memory, TieredKV | ParallelRunner) else BlockPool(memory.num_blocks),
+            self._pool,
             RequestLimits(
                 checkpoint.model_config.vocab_size,
                 most_tokens,
@@ -122,6 +124,11 @@ class Engine(EngineCore):
     def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """Reads the canonical KV bytes of a held block, of all layers or of some successive ones. Any thread."""
         return self._kv.read_block(block, self.layout, layers)
+
+    def prefault(self) -> bool:
+        """Has some of the KV memory ready that comes next; returns whether there is more to do. For idle time."""
+        memory, pool = self._memory, self._pool
+        return isinstance(memory, KVArena) and isinstance(pool, BlockPool) and memory.prefault(pool.num_touched)
 
     def pause_s(self) -> float:
         """How long the next step may wait, from the end of the last one, for answers on their way; 0: not at all."""

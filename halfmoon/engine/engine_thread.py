@@ -121,6 +121,8 @@ class EngineThread:
     def _serve(self) -> None:
         idle = True
         while True:
+            while idle and self._commands.empty() and self._engine.prefault():
+                pass
             pause_s = 0.0 if idle else self._engine.pause_s() - (time.perf_counter() - self._stepped_s)
             try:
                 command = self._commands.get(block=idle or pause_s > 0, timeout=None if idle else max(pause_s, 0.0))

@@ -141,3 +141,28 @@ def test_a_worker_knows_whether_others_need_its_cores(
     monkeypatch.setattr("halfmoon.host_limits.num_cores", lambda: cores)
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     assert EngineConfig(**options).shares_cores is expected
+
+
+async def test_memory_is_prepared_in_idle_time_only(make_engine: MakeEngine) -> None:
+    engine, idle_again = make_engine(), threading.Event()
+    prepared: list[bool] = []  # at each call: whether there was work
+    left = [3]
+
+    def prefault() -> bool:
+        prepared.append(engine.has_work())
+        left[0] -= 1
+        if left[0] <= 0:
+            idle_again.set()
+        return left[0] > 0
+
+    engine.prefault = prefault  # type: ignore[method-assign]
+    thread = EngineThread(engine, ignore, None)
+    thread.start()
+    await asyncio.to_thread(idle_again.wait)
+    idle_again.clear()
+    assert prepared == [False] * 3, "once there is nothing to do, and until it is done"
+    await thread.call(partial(engine.add, request()))
+    await asyncio.to_thread(idle_again.wait)
+    assert not any(prepared), "steps and what waits for them come first"
+    assert not engine.has_work()
+    await thread.stop()

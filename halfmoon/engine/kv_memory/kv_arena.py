@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from numpy.typing import NDArray
 
 from halfmoon.engine.config import Kernels
 from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
+from halfmoon.engine.kv_memory.host_pages import HostPages
 from halfmoon.engine.kv_memory.quantised_rows import is_quantised, put_rows, rows_at, split_memory
 from halfmoon.errors import Incompatible
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
@@ -46,21 +45,6 @@ def slot_runs(blocks: Sequence[int], block_tokens: int, start: int, end: int) ->
         start = stop
 
 
-def _new_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """On a CPU in pages of 2 MiB where the system has them: every head of every layer is a page of its own otherwise.
-
-    Memory counts as used once it is touched, which huge pages are as a whole.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if device != "cpu" or num_bytes == 0:
-        return torch.empty(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
-
-
 def _num_slots(layout: KVLayout, num_blocks: int) -> int:
     """Slots of so many blocks: of codes up to seven blocks more, so that each head begins where GPUs load 16 bytes."""
     at_once = _ALIGNED_SLOTS // math.gcd(_ALIGNED_SLOTS, layout.block_tokens) if layout.dtype in QUANTISED else 1
@@ -89,9 +73,15 @@ class KVArena:
                 f"KV in {layout.dtype} needs an even head size, not {layout.head_dim}: leave --kv-dtype out",
                 param="kv_dtype",
             )
+        self._pages: HostPages | None = None
         if memory is None:
+            dtype = TORCH_DTYPES[layout.dtype]
             shape = layout.memory_shape(layout.num_layers, _num_slots(layout, num_blocks))
-            memory = _new_memory(shape, TORCH_DTYPES[layout.dtype], device)
+            if device == "cpu" and num_blocks > 0:
+                self._pages = HostPages(math.prod(shape[:3]), math.prod(shape[3:]) * dtype.itemsize)
+                memory = self._pages.memory.view(dtype).view(shape)
+            else:
+                memory = torch.empty(shape, dtype=dtype, device=device)
         self.tensor = memory  # [layers, 2, kv_heads, slots, row_items]; of codes: see `split_memory`
         self._canonical = CanonicalKV(layout)
         # The same memory as integers: numpy has no bfloat16, and copies without torch's threads.
@@ -105,6 +95,11 @@ class KVArena:
     def block_tokens(self) -> int:
         """Tokens of a block."""
         return self._layout.block_tokens
+
+    def prefault(self, num_blocks: int) -> bool:
+        """Has some memory of a CPU ready behind the first `num_blocks` blocks, as `HostPages.prefault` does."""
+        used_bytes = num_blocks * self.block_tokens * self.tensor.shape[-1] * self.tensor.itemsize
+        return self._pages is not None and self._pages.prefault(used_bytes)
 
     def write(self, blocks: Sequence[int], part: KVSlice, payload: KVSource) -> None:
         """Scatters canonical bytes. Raises InvalidRequest when the payload's size does not match the ranges."""

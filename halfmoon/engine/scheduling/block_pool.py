@@ -46,6 +46,11 @@ class BlockPool:
         """Returns the number of blocks without references."""
         return self._num_free
 
+    @property
+    def num_touched(self) -> int:
+        """Returns the first of the ids that were never used or claimed; all blocks from there on are free."""
+        return min(self._num_touched, self.num_blocks)
+
     def num_free_with(self, num_whole: int, num_half: int) -> int:
         """Returns how many blocks would be free if this many whole and halved ones were released."""
         return self._num_free + num_whole + (num_half + (self._odd is not None)) // 2

@@ -168,6 +168,16 @@ def test_a_claim_ends_with_its_sequence() -> None:
     assert pool.allocate(8) == list(range(8))
 
 
+def test_it_knows_what_was_never_used() -> None:
+    pool = BlockPool(NUM_BLOCKS)
+    assert pool.num_touched == 0
+    pool.release(pool.allocate(3, room=2))
+    assert pool.num_touched == 5, "a claim counts, since its sequence comes there next"
+    pool.allocate(NUM_BLOCKS)
+    assert pool.num_touched == NUM_BLOCKS
+    assert BlockPool(NUM_BLOCKS, 4).num_touched == NUM_BLOCKS, "of divisible blocks that is not known"
+
+
 def test_freeing_twice_is_our_bug() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(1)
