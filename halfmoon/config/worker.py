@@ -52,9 +52,9 @@ class WorkerConfig(Section):
     block_tokens: int = Field(64, ge=1, description="tokens in a KV block; must be the same on all workers")
     kv_memory: ByteSize | None = Field(
         None,
-        description="memory for KV blocks, such as 2GiB, on a CPU in huge pages, of which an idle worker has some "
-        "ready ahead of use; default on a CPU: an eighth of the free memory, or a quarter among more than two "
-        "host_workers, at most 2GiB",
+        description="memory for KV blocks, such as 2GiB, on a CPU in huge pages, of which an idle worker of one rank "
+        "without offload_kv has some ready ahead of use; default on a CPU: an eighth of the free memory, or a "
+        "quarter among more than two host_workers, at most 2GiB",
     )
     host_workers: int = Field(
         1,

@@ -128,7 +128,7 @@ class Engine(EngineCore):
     def prefault(self) -> bool:
         """Has some of the KV memory ready that comes next; returns whether there is more to do. For idle time."""
         memory, pool = self._memory, self._pool
-        return isinstance(memory, KVArena) and isinstance(pool, BlockPool) and memory.prefault(pool.num_touched)
+        return isinstance(memory, KVArena) and isinstance(pool, BlockPool) and memory.prefault(pool.num_ever_used)
 
     def pause_s(self) -> float:
         """How long the next step may wait, from the end of the last one, for answers on their way; 0: not at all."""

@@ -1,4 +1,4 @@
-"""Memory on a CPU for KV, in huge pages, most of it present before a request writes there."""
+"""Memory on a CPU for KV, in huge pages, some of it present before a request writes there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-AHEAD_BYTES = 512 << 10  # of each region, behind what was ever used
+AHEAD_BYTES = 512 << 10  # of each region, behind what was ever used; at most an eighth of it
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: pages become present, what is in them stays
 
 
@@ -34,13 +34,14 @@ class HostPages:
     def prefault(self, used_bytes: int) -> bool:
         """Makes some bytes present behind the first `used_bytes` of a region. One thread, also while others write.
 
-        Returns whether to call it again for the next region; never where the system cannot.
+        Returns whether to call it again for the next region; never again once the system could not.
         """
         if self._next == self._num_regions:
-            if self._present_bytes >= min(used_bytes + AHEAD_BYTES // 2, self._region_bytes):
+            ahead_bytes = min(AHEAD_BYTES, self._region_bytes // 8)
+            if self._present_bytes >= min(used_bytes + ahead_bytes // 2, self._region_bytes):
                 return False
             self._before_bytes = max(self._present_bytes, used_bytes)
-            self._present_bytes = min(used_bytes + AHEAD_BYTES, self._region_bytes)
+            self._present_bytes = min(used_bytes + ahead_bytes, self._region_bytes)
             self._next = 0
         begin = self._next * self._region_bytes
         self._can_populate = self._can_populate and self._populate(

@@ -97,7 +97,10 @@ class KVArena:
         return self._layout.block_tokens
 
     def prefault(self, num_blocks: int) -> bool:
-        """Has some memory of a CPU ready behind the first `num_blocks` blocks, as `HostPages.prefault` does."""
+        """Has some memory of a CPU ready behind the first `num_blocks` blocks, as `HostPages.prefault` does.
+
+        Not the scales of codes, which lie behind all of a head's rows.
+        """
         used_bytes = num_blocks * self.block_tokens * self.tensor.shape[-1] * self.tensor.itemsize
         return self._pages is not None and self._pages.prefault(used_bytes)
 

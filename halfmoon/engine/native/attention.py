@@ -14,7 +14,7 @@ from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.errors import Incompatible
 
 _LANES = 16  # numbers per vector, vector.h
-_MAX_ROWS = 192  # attention_plan.h, its least
+_MAX_ROWS = 192  # the smaller of attention_plan.h
 _MAX_HEAD_DIM = 256
 
 

@@ -39,6 +39,7 @@ class BlockPool:
         self._is_no_block: NDArray[np.bool_] = np.zeros(num_ids, dtype=np.bool_)  # second halves, and the odd one
         self._is_no_block[num_blocks:] = True
         self._num_touched = num_ids if num_divisible else 0  # ids from here on are blocks, free and unclaimed
+        self._num_ever_used = 0
         self._odd: int | None = None  # an unused half that belongs to no block
 
     @property
@@ -47,9 +48,9 @@ class BlockPool:
         return self._num_free
 
     @property
-    def num_touched(self) -> int:
-        """Returns the first of the ids that were never used or claimed; all blocks from there on are free."""
-        return min(self._num_touched, self.num_blocks)
+    def num_ever_used(self) -> int:
+        """Returns the lowest id from which on no block was ever in use."""
+        return min(self._num_ever_used, self.num_blocks)
 
     def num_free_with(self, num_whole: int, num_half: int) -> int:
         """Returns how many blocks would be free if this many whole and halved ones were released."""
@@ -80,6 +81,7 @@ class BlockPool:
                 taken = self._best_run(num_blocks - len(blocks), room)
             self._references[taken.start : taken.stop] = 1
             self._num_touched = max(self._num_touched, taken.stop)
+            self._num_ever_used = max(self._num_ever_used, taken.stop)
             blocks.extend(taken)
         self._num_free -= num_blocks
         if blocks:

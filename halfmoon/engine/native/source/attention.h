@@ -1,5 +1,5 @@
-/* Causal attention over paged keys and values, for one type T: tiles of up to MAX_ROWS query rows by 64 keys with a running
- * softmax (Dao et al., FlashAttention-2, section 3.1). A task is a KV head and some rows of a sequence; the parts of a
+/* Causal attention over paged keys and values, for one type T: tiles of up to MAX_ROWS query rows by 64 keys with a
+ * running softmax (Dao et al., FlashAttention-2, section 3.1). A task is a KV head and some rows of a sequence; the parts of a
  * single row's keys may be tasks of their own, which the last one to end merges (flash-decoding).
  *
  * A row's result has the same bits in any batch, chunk and blocks: tiles and parts begin at fixed positions of the
@@ -88,9 +88,11 @@ INLINE void NAME(score_block)(const NAME(attend_args) *a, NAME(tile) *tile, int6
 }
 
 /* A block's probabilities, of its rows from `first` to `end`; first_visible: how many of the packed keys the task's first
- * token sees; less than 0 if it ends before them, more than num_keys if behind. */
-INLINE void NAME(soften_block)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t row, int64_t first, int64_t end,
-                               int64_t first_visible, int64_t num_keys) {
+ * token sees; less than 0 if it ends before them, more than num_keys if behind. Never inlined: the compiler may fuse its
+ * products in one place and not in another. */
+static __attribute__((noinline)) void NAME(soften_block)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t row,
+                                                         int64_t first, int64_t end, int64_t first_visible,
+                                                         int64_t num_keys) {
   const int has_scales = a->format.codes != ROWS_OF_NUMBERS;
   const float scale = a->scale * LOG2_E;
   int64_t seen = first_visible + first / a->group, head = first % a->group;

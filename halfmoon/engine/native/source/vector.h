@@ -106,8 +106,8 @@ INLINE f32v exp_f32(f32v x) {
   return exp_part(shifted, x - n * 0.693359375f + n * 2.12194440e-4f);
 }
 
-/* 2^x to 2 ulp for finite x up to 126, no less than 2^-126 unless AVX-512 has it so: 2^n, and 2^r by a minimax
- * polynomial. */
+/* 2^x to 2 ulp for finite x up to 126: 2^n, and 2^r by a minimax polynomial. Below 2^-126 it stays there; with AVX-512 it
+ * goes on to 0. */
 INLINE f32v exp2_f32(f32v x) {
 #ifndef __AVX512F__
   x = max_f32(splat(-126.0f), x);
