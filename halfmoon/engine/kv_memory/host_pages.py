@@ -36,6 +36,8 @@ class HostPages:
 
         Returns whether to call it again for the next region; never again once the system could not.
         """
+        if not self._can_populate:
+            return False
         if self._next == self._num_regions:
             ahead_bytes = min(AHEAD_BYTES, self._region_bytes // 8)
             if self._present_bytes >= min(used_bytes + ahead_bytes // 2, self._region_bytes):
@@ -44,9 +46,7 @@ class HostPages:
             self._present_bytes = min(used_bytes + ahead_bytes, self._region_bytes)
             self._next = 0
         begin = self._next * self._region_bytes
-        self._can_populate = self._can_populate and self._populate(
-            begin + self._before_bytes, begin + self._present_bytes
-        )
+        self._can_populate = self._populate(begin + self._before_bytes, begin + self._present_bytes)
         self._next += 1
         return self._can_populate
 

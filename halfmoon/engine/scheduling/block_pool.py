@@ -50,7 +50,7 @@ class BlockPool:
     @property
     def num_ever_used(self) -> int:
         """Returns the lowest id from which on no block was ever in use."""
-        return min(self._num_ever_used, self.num_blocks)
+        return self._num_ever_used
 
     def num_free_with(self, num_whole: int, num_half: int) -> int:
         """Returns how many blocks would be free if this many whole and halved ones were released."""

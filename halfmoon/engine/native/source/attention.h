@@ -1,6 +1,6 @@
 /* Causal attention over paged keys and values, for one type T: tiles of up to MAX_ROWS query rows by 64 keys with a
- * running softmax (Dao et al., FlashAttention-2, section 3.1). A task is a KV head and some rows of a sequence; the parts of a
- * single row's keys may be tasks of their own, which the last one to end merges (flash-decoding).
+ * running softmax (Dao et al., FlashAttention-2, section 3.1). A task is a KV head and some rows of a sequence; the
+ * parts of a single row's keys may be tasks of their own, which the last one to end merges (flash-decoding).
  *
  * A row's result has the same bits in any batch, chunk and blocks: tiles and parts begin at fixed positions of the
  * sequence, each part has its own running softmax, and parts are merged in order, by `fold` alone.
@@ -60,7 +60,7 @@ INLINE void NAME(soften)(NAME(tile) *tile, float *scores, int64_t row, int64_t v
     most = max_f32(most, s[j]);
   }
   most *= scale;
-  if (__builtin_expect(any_above(most, splat(tile->most[row] + MOST_ABOVE)), 0))
+  if (__builtin_expect(any_above(most, tile->most[row] + MOST_ABOVE), 0))
     NAME(raise_most)(tile, row, head_dim, max_of(most));
   f32v sum = tile->sums[row]; /* not in memory: scores might lie there, for all the compiler knows */
   const f32v largest = splat(tile->most[row]);

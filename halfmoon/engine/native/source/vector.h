@@ -106,8 +106,8 @@ INLINE f32v exp_f32(f32v x) {
   return exp_part(shifted, x - n * 0.693359375f + n * 2.12194440e-4f);
 }
 
-/* 2^x to 2 ulp for finite x up to 126: 2^n, and 2^r by a minimax polynomial. Below 2^-126 it stays there; with AVX-512 it
- * goes on to 0. */
+/* 2^x to 2 ulp for finite x up to 126: 2^n, and 2^r by a minimax polynomial. It is no less than 2^-126, but with AVX-512,
+ * where it goes on to 0. */
 INLINE f32v exp2_f32(f32v x) {
 #ifndef __AVX512F__
   x = max_f32(splat(-126.0f), x);
@@ -145,17 +145,14 @@ INLINE f32v add_f32(f32v a, f32v b) { return a + b; }
 INLINE float sum_of(f32v x) { FOLD(add_f32, x) return x[0] + (LANES == 16 ? x[LANES - 1] : 0); }
 INLINE float max_of(f32v x) { FOLD(max_f32, x) return x[0] > x[LANES - 1] ? x[0] : x[LANES - 1]; }
 
-/* Whether any lane of a is above b's. */
-INLINE int any_above(f32v a, f32v b) {
+/* Whether any lane of x is above y. */
+INLINE int any_above(f32v x, float y) {
 #ifdef __AVX512F__
-  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+  return _mm512_cmp_ps_mask((__m512)x, (__m512)splat(y), _CMP_GT_OQ) != 0;
 #elif defined(__AVX__)
-  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)splat(y), _CMP_GT_OQ)) != 0;
 #else
-  const i32v above = a > b;
-  int any = 0;
-  for (int i = 0; i < LANES; i++) any |= above[i];
-  return any != 0;
+  return max_of(x) > y;
 #endif
 }
 
