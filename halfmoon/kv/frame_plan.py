@@ -69,6 +69,13 @@ class FramePlan:
         """Whether everything has been sent."""
         return not self._due and all(sent == self._num_tokens for sent in self._sent)
 
+    def is_batch(self, written: Written, num_bytes: float) -> bool:
+        """Whether what can be sent now is all that is left, or at least `num_bytes` of it."""
+        self._take_ahead(written)
+        num_cells = sum(max(self._here(layer, written) - sent, 0) for layer, sent in enumerate(self._sent))
+        due_bytes = num_cells * self._layout.token_layer_bytes + sum(part.num_bytes(self._layout) for part in self._due)
+        return due_bytes >= num_bytes or self._is_last(written)
+
     def next(self, written: Written) -> KVRange | None:
         """The next frame that is worth sending, or None until more is written.
 
@@ -80,7 +87,7 @@ class FramePlan:
         if self._due:
             return self._due[0]
         num_layers = self._layout.num_layers
-        is_final = written.num_tokens_of(num_layers - 1) == self._num_tokens
+        is_last = self._is_last(written)
         first = 0
         while first < num_layers:
             sent, here = self._sent[first], self._here(first, written)
@@ -90,7 +97,7 @@ class FramePlan:
             if here > sent:
                 shard = Shard(first, end, 0, self._layout.num_kv_heads)
                 part = next(plan_frames(self._layout, shard, sent, here - sent))
-                if is_final or self._is_worth(part, sent, here):
+                if is_last or self._is_worth(part, sent, here):
                     return part
             first = end
         return None
@@ -104,6 +111,9 @@ class FramePlan:
             assert self._sent[layer] == part.token_start, "frames are sent in another order than they were planned"
             self._sent[layer] += part.num_tokens
         self._skip()
+
+    def _is_last(self, written: Written) -> bool:
+        return written.num_tokens_of(self._layout.num_layers - 1) == self._num_tokens
 
     def _here(self, layer: int, written: Written) -> int:
         """How far the front of a layer can advance: to the first token that is unwritten, or sent ahead."""

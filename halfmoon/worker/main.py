@@ -9,6 +9,7 @@ import os
 import socket
 import uuid
 from contextlib import aclosing
+from dataclasses import replace
 
 import halfmoon
 from halfmoon.engine.async_engine import AsyncEngine
@@ -54,6 +55,8 @@ from halfmoon.worker.store.store_writer import StoreWriter
 from halfmoon.worker.store.write_delay import LONGEST_S
 
 log = logging.getLogger(__name__)
+
+_CPU_BATCH_S = 0.02  # each batch of KV stops the threads that compute: measured in docs/log/worker.md
 
 
 async def serve(settings: WorkerSettings, loaded: Engine | None) -> None:
@@ -115,7 +118,7 @@ async def _serve(settings: WorkerSettings, loaded: Engine | None, tracer: Tracer
         ranks = _rank_links(engine.engine, credential) if isinstance(engine, AsyncEngine) else None
         restorer = Restorer(engine, state, sources, metrics.store, codecs=LinkCodecs(state.layout))
         channels = KVChannels(
-            kv_links,
+            replace(kv_links, batch_s=_CPU_BATCH_S if host.facts.device == "cpu" else 0.0),
             lambda transport: metrics.kv_fallbacks.labels(transport).inc(),
             device,
             credential=credential,

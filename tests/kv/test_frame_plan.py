@@ -79,6 +79,41 @@ def test_layers_leave_while_later_ones_compute() -> None:
     assert [written.num_layers for written, _ in frames] == [5, 10, 15, 20, 25, 0] * 2
 
 
+@given(histories(), st.floats(0, 1))
+def test_a_batch_is_worth_its_bytes_or_the_rest(history: tuple[KVLayout, list[Written]], share: float) -> None:
+    layout, news = history
+    whole_bytes = news[-1].num_tokens * layout.token_bytes
+    plan, sent_bytes = FramePlan(layout, news[-1].num_tokens), 0
+    for written in news:
+        is_last = written.num_tokens_of(layout.num_layers - 1) == news[-1].num_tokens
+        if plan.is_batch(written, share * whole_bytes):
+            batch_bytes = sum(part.num_bytes(layout) for part in sent_by(plan, written))
+            sent_bytes += batch_bytes
+            assert is_last or share * whole_bytes - batch_bytes < max(
+                MIN_FRAME_BYTES, MIN_FRAME_TOKENS * layout.token_bytes
+            )
+        else:
+            assert not is_last
+    assert plan.is_done
+    assert sent_bytes == whole_bytes
+
+
+def test_loaded_runs_count_for_a_batch() -> None:
+    plan = FramePlan(DEMO, 600)
+    written = Written(64, loaded=((256, 512),))
+    assert plan.is_batch(written, 320 * DEMO.token_bytes)
+    assert not plan.is_batch(written, 320 * DEMO.token_bytes + 1)
+    assert sent_by(plan, written)
+    assert not plan.is_batch(Written(64, loaded=((256, 512),)), 64 * DEMO.token_bytes + 1)
+
+
+def test_what_a_preemption_took_is_not_due() -> None:
+    plan = FramePlan(LARGE, 512)
+    assert sent_by(plan, Written(256))
+    assert not plan.is_batch(Written(), 1)
+    assert plan.is_batch(Written(384), 128 * LARGE.token_bytes)
+
+
 def test_little_is_left_for_the_end() -> None:
     plan = FramePlan(DEMO, 512)
     layers = [

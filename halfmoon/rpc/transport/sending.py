@@ -85,6 +85,11 @@ class TransferSender:
         return frozenset({Codec.RAW}) if acceptance is None else acceptance.codecs
 
     @property
+    def batch_bytes(self) -> float:
+        """See `KVLink.batch_bytes`."""
+        return self._link.batch_bytes
+
+    @property
     def transport(self) -> str:
         """The name of the agreed transport."""
         return self._outlet.name

@@ -1,4 +1,4 @@
-"""A prompt whose KV was taken back by a preemption keeps nothing of the link from the others."""
+"""What of a prompt's KV is sent when: not before a batch is together, and nothing that a preemption took back."""
 
 from __future__ import annotations
 
@@ -53,4 +53,27 @@ async def test_who_was_preempted_waits_without_room(transports: tuple[str, ...])
             outflow.on_kv(Written(TOKENS))
             await sending
             await transfer.commit(b"")
+        assert b"".join(it.sink.arrived[b"1"].values()) == bytes([7]) * WHOLE.num_bytes(LAYOUT)
+
+
+async def test_nothing_leaves_before_a_batch_is_together() -> None:
+    """A link whose speed is known: what takes it less than `batch_s` waits for more, or for the end."""
+    engine = PreemptedEngine()
+    engine.is_computed = True
+    async with ends(LinkSettings(transports=(), batch_s=1.0)) as it:
+        assert it.link.batch_bytes == 0
+        for _ in range(2):
+            it.link.estimator.sent(WHOLE.num_bytes(LAYOUT), 0.0)
+            it.link.estimator.consumed(WHOLE.num_bytes(LAYOUT), 2.0)  # half of it in `batch_s`
+        assert it.link.batch_bytes == pytest.approx(WHOLE.num_bytes(LAYOUT) / 2)
+        async with transfer_to(it.link, LAYOUT, deadline_s=30) as transfer:
+            outflow = LayerwiseSender(cast(AsyncEngine, engine), transfer, LAYOUT, "r", TOKENS, Codec.RAW)
+            async with running(outflow.open(b"1")) as opening, outflow.running(opening) as sending:
+                await opening
+                outflow.on_kv(Written(0, TOKENS, 1))
+                await asyncio.sleep(0.05)
+                assert not engine.was_asked.is_set()
+                outflow.on_kv(Written(TOKENS))
+                await sending
+                await transfer.commit(b"")
         assert b"".join(it.sink.arrived[b"1"].values()) == bytes([7]) * WHOLE.num_bytes(LAYOUT)
