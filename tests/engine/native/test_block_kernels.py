@@ -21,6 +21,13 @@ from tests.engine.gguf_files import random_blocks
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # of all summands' sizes together
 FORMATS = list(BLOCK_SIZES)
+CODE_BYTES = {  # of a block
+    "Q4_0": slice(2, 18),
+    "Q4_1": slice(4, 20),
+    "Q8_0": slice(2, 34),
+    "Q4_K": slice(16, 144),
+    "Q6_K": slice(0, 192),
+}
 
 
 @pytest.fixture(params=DTYPES)
@@ -74,6 +81,18 @@ def test_blocks_multiply_as_their_numbers_do(
     summands = functional.linear(rounded(x).abs(), numbers(blocks).abs(), added.abs())
     got = packed(blocks, dtype)(x, bias)
     assert ((got.float() - expected).abs() <= TOLERANCE[dtype] * summands).all()
+
+
+@pytest.mark.parametrize("codes", [0, 0x7F, 0x80, 0xFF])
+@pytest.mark.parametrize("block_format", FORMATS)
+def test_the_largest_products_are_added_whole(block_format: BlockFormat, codes: int) -> None:
+    """All of one sign, and as large as they can be: nothing that is narrower than they holds them."""
+    blocks = blocks_of(block_format, 20, 512)
+    size = BLOCK_SIZES[block_format][1]
+    blocks.data.view(-1, size)[:, CODE_BYTES[block_format]] = codes
+    x = torch.ones(9, 512) * torch.tensor([1, -1, 1, -1, 3, -3, 1, 1, -1]).view(-1, 1)
+    expected = x.double() @ numbers(blocks).double().T
+    torch.testing.assert_close(packed(blocks, torch.float32)(x, None).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("block_format", FORMATS)

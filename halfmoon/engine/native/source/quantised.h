@@ -120,15 +120,39 @@ INLINE i32v dot_bytes(i32v sum, u32v codes, int32_t x) {
          (i32v)_mm512_madd_epi16((__m512i)(codes >> 8 & 0x00ff00ff), _mm512_srai_epi16(both, 8));
 #elif defined(__AVXVNNI__) && LANES == 8
   return (i32v)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
-#elif defined(__AVX2__) && LANES == 8
-  const __m256i both = _mm256_set1_epi32(x), even = _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8);
-  return sum + (i32v)_mm256_madd_epi16((__m256i)(codes & 0x00ff00ff), even) +
-         (i32v)_mm256_madd_epi16((__m256i)(codes >> 8 & 0x00ff00ff), _mm256_srai_epi16(both, 8));
 #else
   for (int byte = 0; byte < 4; byte++) sum += (i32v)(codes >> 8 * byte & 0xff) * (int8_t)(x >> 8 * byte);
   return sum;
 #endif
 }
+
+/* Without an instruction for four bytes, two products are added in 16 bits. Those of `codes` below 64 may be added
+ * further: SHORT_SUMS of them fit, 8 * 2 * 15 * 127 or 2 * 2 * 63 * 127. Larger ones are multiplied as signed numbers,
+ * IS_SIGNED: 2 * 128 * 127. GCC 12 would add products last, and keep them all in memory until then. */
+#define KEPT_IN_ORDER(sum) __asm__("" : "+x"(sum))
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && LANES == 8
+#define SHORT_SUMS(format) ((format) == Q8_0 ? 0 : (format) == Q6_K ? 2 : 8)
+#define IS_SIGNED(format) ((format) == Q8_0)
+INLINE i32v add_pairs(i32v pairs, u32v codes, int32_t x) {
+  pairs = (i32v)_mm256_add_epi16((__m256i)pairs, _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(x)));
+  KEPT_IN_ORDER(pairs);
+  return pairs;
+}
+INLINE i32v sum_of_pairs(i32v pairs) { return (i32v)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
+INLINE i32v dot_signed(i32v sum, u32v codes, int32_t x) { /* codes - 128 */
+  const __m256i numbers = (__m256i)(codes ^ 0x80808080);
+  const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(x), numbers);
+  sum += sum_of_pairs((i32v)_mm256_maddubs_epi16(_mm256_abs_epi8(numbers), signed_x));
+  KEPT_IN_ORDER(sum);
+  return sum;
+}
+#else
+#define SHORT_SUMS(format) 0
+#define IS_SIGNED(format) 0
+#define add_pairs(pairs, codes, x) (pairs)
+#define sum_of_pairs(pairs) (pairs)
+#define dot_signed dot_bytes
+#endif
 
 /* Inputs 4 * j to 4 * j + 3 of a block. */
 INLINE u32v load_codes(const int format, const uint8_t *codes, int j) {
@@ -143,6 +167,34 @@ INLINE int64_t strip_bytes(const int format, int64_t num_inputs) {
   const int lows = HAS_LOW(format) ? 2 : 1;
   const int inner = IS_NESTED(format) ? (HAS_LOW(format) ? 2 : PARTS(format)) : 0;
   return num_inputs / OUTER(format) * 2 * lows * LANES + num_inputs / BLOCK * (inner + 4 * CODE_BITS(format)) * LANES;
+}
+
+/* dots [num_rows] = x * codes of a part of a block. */
+INLINE void dot_part(const int format, const int num_rows, const int part, const x_block_t *x, const uint8_t *codes,
+                     i32v *dots) {
+  const int first = part * 8 / PARTS(format), last = (part + 1) * 8 / PARTS(format);
+  const int together = SHORT_SUMS(format) ? SHORT_SUMS(format) : 1, has_offset = !HAS_LOW(format) && !IS_SIGNED(format);
+#pragma GCC unroll 8
+  for (int i = 0; i < num_rows; i++) dots[i] = (i32v){} + (has_offset ? x[i].offset[part].whole : 0);
+#pragma GCC unroll 8
+  for (int j = first; j < last; j += together) {
+    i32v pairs[TILE_ROWS] = {};
+#pragma GCC unroll 8
+    for (int k = j; k < j + together; k++) {
+      const u32v four = load_codes(format, codes, k);
+#pragma GCC unroll 8
+      for (int i = 0; i < num_rows; i++) {
+        if (SHORT_SUMS(format))
+          pairs[i] = add_pairs(pairs[i], four, x[i].codes[k]);
+        else if (IS_SIGNED(format))
+          dots[i] = dot_signed(dots[i], four, x[i].codes[k]);
+        else
+          dots[i] = dot_bytes(dots[i], four, x[i].codes[k]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; SHORT_SUMS(format) && i < num_rows; i++) dots[i] += sum_of_pairs(pairs[i]);
+  }
 }
 
 /* out [num_rows, LANES] = x * strip; x: [blocks, num_rows]. */
@@ -163,14 +215,7 @@ INLINE void quantised_tile(const int format, const int num_rows, const x_block_t
 #pragma GCC unroll 2
       for (int part = 0; part < PARTS(format); part++) {
         i32v dots[TILE_ROWS];
-#pragma GCC unroll 8
-        for (int i = 0; i < num_rows; i++) dots[i] = (i32v){} + (HAS_LOW(format) ? 0 : x[i].offset[part].whole);
-#pragma GCC unroll 8
-        for (int j = part * 8 / PARTS(format); j < (part + 1) * 8 / PARTS(format); j++) {
-          const u32v codes = load_codes(format, strip, j);
-#pragma GCC unroll 8
-          for (int i = 0; i < num_rows; i++) dots[i] = dot_bytes(dots[i], codes, x[i].codes[j]);
-        }
+        dot_part(format, num_rows, part, x, strip, dots);
 #pragma GCC unroll 8
         for (int i = 0; i < num_rows; i++) {
           const f32v both = scale[part] * x[i].scale;
