@@ -69,8 +69,8 @@ class FramePlan:
         """Whether everything has been sent."""
         return not self._due and all(sent == self._num_tokens for sent in self._sent)
 
-    def is_batch(self, written: Written, num_bytes: float) -> bool:
-        """Whether what can be sent now is all that is left, or at least `num_bytes` of it."""
+    def has_batch(self, written: Written, num_bytes: float) -> bool:
+        """Whether `num_bytes` in memory (before any codec) can be sent now, or the last layer's last token."""
         self._take_ahead(written)
         num_cells = sum(max(self._here(layer, written) - sent, 0) for layer, sent in enumerate(self._sent))
         due_bytes = num_cells * self._layout.token_layer_bytes + sum(part.num_bytes(self._layout) for part in self._due)

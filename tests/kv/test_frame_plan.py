@@ -86,7 +86,7 @@ def test_a_batch_is_worth_its_bytes_or_the_rest(history: tuple[KVLayout, list[Wr
     plan, sent_bytes = FramePlan(layout, news[-1].num_tokens), 0
     for written in news:
         is_last = written.num_tokens_of(layout.num_layers - 1) == news[-1].num_tokens
-        if plan.is_batch(written, share * whole_bytes):
+        if plan.has_batch(written, share * whole_bytes):
             batch_bytes = sum(part.num_bytes(layout) for part in sent_by(plan, written))
             sent_bytes += batch_bytes
             assert is_last or share * whole_bytes - batch_bytes < max(
@@ -101,17 +101,17 @@ def test_a_batch_is_worth_its_bytes_or_the_rest(history: tuple[KVLayout, list[Wr
 def test_loaded_runs_count_for_a_batch() -> None:
     plan = FramePlan(DEMO, 600)
     written = Written(64, loaded=((256, 512),))
-    assert plan.is_batch(written, 320 * DEMO.token_bytes)
-    assert not plan.is_batch(written, 320 * DEMO.token_bytes + 1)
+    assert plan.has_batch(written, 320 * DEMO.token_bytes)
+    assert not plan.has_batch(written, 320 * DEMO.token_bytes + 1)
     assert sent_by(plan, written)
-    assert not plan.is_batch(Written(64, loaded=((256, 512),)), 64 * DEMO.token_bytes + 1)
+    assert not plan.has_batch(Written(64, loaded=((256, 512),)), 64 * DEMO.token_bytes + 1)
 
 
 def test_what_a_preemption_took_is_not_due() -> None:
     plan = FramePlan(LARGE, 512)
     assert sent_by(plan, Written(256))
-    assert not plan.is_batch(Written(), 1)
-    assert plan.is_batch(Written(384), 128 * LARGE.token_bytes)
+    assert not plan.has_batch(Written(), 1)
+    assert plan.has_batch(Written(384), 128 * LARGE.token_bytes)
 
 
 def test_little_is_left_for_the_end() -> None:

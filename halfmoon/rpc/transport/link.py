@@ -44,7 +44,7 @@ class LinkSettings:
     transports: tuple[str, ...] = (SHM,)  # offered in this order; `grpc` is the fallback
     window_bytes: int = 32 << 20  # most bytes in flight on one link
     stall_s: float = 10.0  # a link without progress for this long has failed
-    batch_s: float = 0.0  # of its time: frames wait for others to fill it; for senders whose cores compute meanwhile
+    batch_s: float = 0.0  # frames wait until they take the link this long; for senders whose cores compute meanwhile
     bytes_per_s: float | None = None  # for experiments: throttles the link
     delay_s: float = 0.0  # for experiments: one way
 
@@ -99,9 +99,11 @@ class KVLink:
 
     @property
     def batch_bytes(self) -> float:
-        """Bytes in `batch_s`, as far as the speed is known: those that are worth being sent before the last ones."""
+        """The fewest bytes that are sent while more will come: what fits in `batch_s`; 0 before the first transfer."""
         estimate = self.estimator.estimate
-        return 0.0 if estimate is None else self.settings.batch_s * estimate.bandwidth_bytes_per_s
+        if estimate is None or not self.settings.batch_s:
+            return 0.0
+        return min(self.settings.batch_s * estimate.bandwidth_bytes_per_s, self.settings.window_bytes)
 
     async def offers(self, codec: Codec = Codec.RAW) -> list[Offer]:
         """Offers to make now for a transfer in `codec`, best first."""

@@ -28,7 +28,8 @@ class LayerwiseSender:
     transfer has room for it, straight into the buffer that is sent. A slow receiver therefore slows only its own
     transfer, and the slower it is, the larger its frames become.
 
-    Nothing is sent before a batch of the link is together: see `LinkSettings.batch_s`.
+    Sending begins when a batch is together (`LinkSettings.batch_s`) or nothing more comes; what is written meanwhile
+    joins it.
 
     The engine may begin while the transfer is being opened. `codec` is what the receiver decodes once it is open.
     """
@@ -88,7 +89,7 @@ class LayerwiseSender:
         plan = FramePlan(self._layout, self._num_tokens, self._transfer.held_tokens)
         while not plan.is_done:
             written = await self._newer()
-            if not plan.is_batch(written, self._transfer.batch_bytes):
+            if not plan.has_batch(written, self._transfer.batch_bytes):
                 continue
             while (part := plan.next(written)) is not None:
                 self.num_bytes += await self._send(part)

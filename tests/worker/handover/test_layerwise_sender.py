@@ -77,3 +77,10 @@ async def test_nothing_leaves_before_a_batch_is_together() -> None:
                 await sending
                 await transfer.commit(b"")
         assert b"".join(it.sink.arrived[b"1"].values()) == bytes([7]) * WHOLE.num_bytes(LAYOUT)
+
+
+async def test_a_batch_is_no_larger_than_what_may_be_under_way() -> None:
+    async with ends(LinkSettings(transports=(), batch_s=1e9)) as it:
+        it.link.estimator.sent(1 << 20, 0.0)
+        it.link.estimator.consumed(1 << 20, 1e-9)
+        assert it.link.batch_bytes == it.link.settings.window_bytes

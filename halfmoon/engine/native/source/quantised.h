@@ -126,11 +126,11 @@ INLINE i32v dot_bytes(i32v sum, u32v codes, int32_t x) {
 #endif
 }
 
-/* Without an instruction for four bytes, two products are added in 16 bits. Those of `codes` below 64 may be added
- * further: SHORT_SUMS of them fit, 8 * 2 * 15 * 127 or 2 * 2 * 63 * 127. Larger ones are multiplied as signed numbers,
+/* Without an instruction for four bytes, two products are added in 16 bits. Those of codes below 64 may be added
+ * further, SHORT_SUMS times: 8 * 2 * 15 * 127 and 2 * 2 * 63 * 127 fit. Larger ones are multiplied as signed numbers,
  * IS_SIGNED: 2 * 128 * 127. GCC 12 would add products last, and keep them all in memory until then. */
-#define KEPT_IN_ORDER(sum) __asm__("" : "+x"(sum))
 #if defined(__AVX2__) && !defined(__AVXVNNI__) && LANES == 8
+#define KEPT_IN_ORDER(sum) __asm__("" : "+x"(sum))
 #define SHORT_SUMS(format) ((format) == Q8_0 ? 0 : (format) == Q6_K ? 2 : 8)
 #define IS_SIGNED(format) ((format) == Q8_0)
 INLINE i32v add_pairs(i32v pairs, u32v codes, int32_t x) {
@@ -271,7 +271,7 @@ INLINE void quantise_block(const f32v *x, x_block_t *out, int zero, int has_low,
   const int32_t bits = max_of_i32(largest);
   float most;
   memcpy(&most, &bits, sizeof most);
-  const float inverse = most > 0 ? 127.0f / most : 0;
+  const float inverse = most > 0x1p-120f ? 127.0f / most : 0; /* finite, so that no code is -128 */
   const f32v magic = splat(12582912.0f); /* as in exp_f32 */
   i32v totals[2] = {};
   for (int v = 0; v < BLOCK / LANES; v++) {

@@ -1,35 +1,46 @@
 /* Products over pairs of bfloat16 without dot instructions: as floats, the low number of each pair first.
  *
- * A few rows widen both sides in registers, so that a weight is read in pairs; more rows widen a part of the weight
- * once for all of them. Both add the same products in the same order, so a row's bits do not depend on the others.
+ * A single row widens both sides in registers, more rows widen a part of the weight once for all of them. Both add the
+ * same products in the same order, so a row's bits do not depend on the others.
  */
 
-#define WIDENED_ROWS 12 /* from which on a part of the weight is widened for all rows */
 #define WIDENED_DEPTH 128 /* pairs of a part, which stays in the second-level cache */
+#define FEW_ROWS 16       /* fewer read it too seldom to gain from that: their parts are of */
+#define FEW_ROWS_DEPTH 32 /* and stay in the first */
 
 #define LOW_HALF(x) ((f32v)((x) << 16))
 #define HIGH_HALF(x) ((f32v)((x) & 0xffff0000))
-#undef NAME
-#undef DOT
-#define NAME(x) x##_pairs
-#define DOT(sum, item, row)                                                                                    \
-  ((sum) + LOW_HALF((u32v){} + (item)) * LOW_HALF(row) + HIGH_HALF((u32v){} + (item)) * HIGH_HALF(row))
-#include "product.h"
-#undef NAME
-#define NAME(x) x##_bf16
+
+/* c [PANEL] (+)= a [depth] * b [depth, PANEL]: the weight is read in the order in which it lies. */
+static void product_of_row(const uint32_t *a, const uint32_t *b, float *c, int64_t depth, int accumulate) {
+  f32v sums[PANEL / LANES];
+#pragma GCC unroll 8
+  for (int j = 0; j < PANEL / LANES; j++) sums[j] = accumulate ? load_f32(c + j * LANES) : splat(0);
+  for (int64_t k = 0; k < depth; k++) {
+    const u32v item = (u32v){} + a[k];
+#pragma GCC unroll 8
+    for (int j = 0; j < PANEL / LANES; j++) {
+      const u32v pairs = load_u32(b + k * PANEL + j * LANES);
+      sums[j] = sums[j] + LOW_HALF(item) * LOW_HALF(pairs) + HIGH_HALF(item) * HIGH_HALF(pairs);
+    }
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < PANEL / LANES; j++) store_f32(c + j * LANES, sums[j]);
+}
 
 /* As `product`, of at most LINEAR_ROWS rows and PANEL columns, over pairs. */
 static void product_widened(int64_t num_rows, int64_t num_columns, const uint32_t *a, int64_t a_stride,
                             const uint32_t *b, int64_t b_stride, float *c, int64_t c_stride, int64_t depth,
                             int accumulate) {
-  if (num_rows < WIDENED_ROWS) {
-    product_pairs(num_rows, num_columns, a, a_stride, b, b_stride, c, c_stride, depth, accumulate);
+  if (num_rows == 1) {
+    product_of_row(a, b, c, depth, accumulate);
     return;
   }
   float wide_a[LINEAR_ROWS * 2 * WIDENED_DEPTH] __attribute__((aligned(64)));
   float wide_b[2 * WIDENED_DEPTH * PANEL] __attribute__((aligned(64)));
-  for (int64_t k = 0; k < depth; k += WIDENED_DEPTH) {
-    const int64_t part = depth - k < WIDENED_DEPTH ? depth - k : WIDENED_DEPTH;
+  const int64_t most = num_rows < FEW_ROWS ? FEW_ROWS_DEPTH : WIDENED_DEPTH;
+  for (int64_t k = 0; k < depth; k += most) {
+    const int64_t part = depth - k < most ? depth - k : most;
     for (int64_t i = 0; i < num_rows; i++) {
       const uint16_t *row = (const uint16_t *)(a + i * a_stride + k);
       float *wide = wide_a + i * 2 * WIDENED_DEPTH;
