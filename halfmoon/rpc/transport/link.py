@@ -99,11 +99,15 @@ class KVLink:
 
     @property
     def batch_bytes(self) -> float:
-        """The fewest bytes that are sent while more will come: what fits in `batch_s`; 0 before the first transfer."""
+        """The fewest bytes that are sent while more will come: what fits in `batch_s`.
+
+        0 before the first transfer, and over a slow link, to which a single frame is a batch.
+        """
         estimate = self.estimator.estimate
         if estimate is None or not self.settings.batch_s:
             return 0.0
-        return min(self.settings.batch_s * estimate.bandwidth_bytes_per_s, self.settings.window_bytes)
+        num_bytes = min(self.settings.batch_s * estimate.bandwidth_bytes_per_s, self.settings.window_bytes)
+        return num_bytes if num_bytes > MAX_PAYLOAD_BYTES else 0.0
 
     async def offers(self, codec: Codec = Codec.RAW) -> list[Offer]:
         """Offers to make now for a transfer in `codec`, best first."""

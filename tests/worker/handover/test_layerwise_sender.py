@@ -12,6 +12,7 @@ from halfmoon.background import running
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.kv.codec import Codec
+from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.rpc.transfer import transfer_to
@@ -60,23 +61,29 @@ async def test_nothing_leaves_before_a_batch_is_together() -> None:
     """A link whose speed is known: what takes it less than `batch_s` waits for more, or for the end."""
     engine = PreemptedEngine()
     engine.is_computed = True
-    async with ends(LinkSettings(transports=(), batch_s=1.0)) as it:
+    async with ends(LinkSettings(transports=(), batch_s=2.0)) as it:
         assert it.link.batch_bytes == 0
-        for _ in range(2):
-            it.link.estimator.sent(WHOLE.num_bytes(LAYOUT), 0.0)
-            it.link.estimator.consumed(WHOLE.num_bytes(LAYOUT), 2.0)  # half of it in `batch_s`
-        assert it.link.batch_bytes == pytest.approx(WHOLE.num_bytes(LAYOUT) / 2)
+        it.link.estimator.sent(4 * MAX_PAYLOAD_BYTES, 0.0)
+        it.link.estimator.consumed(4 * MAX_PAYLOAD_BYTES, 4.0)
+        assert it.link.batch_bytes == 2 * MAX_PAYLOAD_BYTES
         async with transfer_to(it.link, LAYOUT, deadline_s=30) as transfer:
             outflow = LayerwiseSender(cast(AsyncEngine, engine), transfer, LAYOUT, "r", TOKENS, Codec.RAW)
             async with running(outflow.open(b"1")) as opening, outflow.running(opening) as sending:
                 await opening
-                outflow.on_kv(Written(0, TOKENS, 1))
+                outflow.on_kv(Written(0, TOKENS, 3))
                 await asyncio.sleep(0.05)
                 assert not engine.was_asked.is_set()
                 outflow.on_kv(Written(TOKENS))
                 await sending
                 await transfer.commit(b"")
         assert b"".join(it.sink.arrived[b"1"].values()) == bytes([7]) * WHOLE.num_bytes(LAYOUT)
+
+
+async def test_a_slow_link_gets_each_frame_at_once() -> None:
+    async with ends(LinkSettings(transports=(), batch_s=1.0)) as it:
+        it.link.estimator.sent(MAX_PAYLOAD_BYTES, 0.0)
+        it.link.estimator.consumed(MAX_PAYLOAD_BYTES, 1.0)
+        assert it.link.batch_bytes == 0
 
 
 async def test_a_batch_is_no_larger_than_what_may_be_under_way() -> None:
