@@ -71,10 +71,12 @@ class FramePlan:
 
     def has_batch(self, written: Written, num_bytes: float) -> bool:
         """Whether `num_bytes` in memory (before any codec) can be sent now, or the last layer's last token."""
+        if not num_bytes or self._is_last(written):
+            return True
         self._take_ahead(written)
         num_cells = sum(max(self._here(layer, written) - sent, 0) for layer, sent in enumerate(self._sent))
         due_bytes = num_cells * self._layout.token_layer_bytes + sum(part.num_bytes(self._layout) for part in self._due)
-        return due_bytes >= num_bytes or self._is_last(written)
+        return due_bytes >= num_bytes
 
     def next(self, written: Written) -> KVRange | None:
         """The next frame that is worth sending, or None until more is written.

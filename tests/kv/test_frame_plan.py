@@ -80,22 +80,20 @@ def test_layers_leave_while_later_ones_compute() -> None:
 
 
 @given(histories(), st.floats(0, 1))
-def test_a_batch_is_worth_its_bytes_or_the_rest(history: tuple[KVLayout, list[Written]], share: float) -> None:
+def test_a_batch_is_worth_its_bytes_or_the_last_one(history: tuple[KVLayout, list[Written]], share: float) -> None:
     layout, news = history
-    whole_bytes = news[-1].num_tokens * layout.token_bytes
-    plan, sent_bytes = FramePlan(layout, news[-1].num_tokens), 0
+    num_tokens = news[-1].num_tokens
+    batch_bytes = share * num_tokens * layout.token_bytes
+    plan, sent = FramePlan(layout, num_tokens), [0] * layout.num_layers
     for written in news:
-        is_last = written.num_tokens_of(layout.num_layers - 1) == news[-1].num_tokens
-        if plan.has_batch(written, share * whole_bytes):
-            batch_bytes = sum(part.num_bytes(layout) for part in sent_by(plan, written))
-            sent_bytes += batch_bytes
-            assert is_last or share * whole_bytes - batch_bytes < max(
-                MIN_FRAME_BYTES, MIN_FRAME_TOKENS * layout.token_bytes
-            )
-        else:
-            assert not is_last
+        is_last = written.num_tokens_of(layout.num_layers - 1) == num_tokens
+        due = sum(max(written.num_tokens_of(layer) - sent[layer], 0) for layer in range(layout.num_layers))
+        has_batch = plan.has_batch(written, batch_bytes)
+        assert has_batch == (is_last or due * layout.token_layer_bytes >= batch_bytes)
+        for part in sent_by(plan, written) if has_batch else ():
+            for layer in range(part.layer_start, part.layer_end):
+                sent[layer] += part.num_tokens
     assert plan.is_done
-    assert sent_bytes == whole_bytes
 
 
 def test_loaded_runs_count_for_a_batch() -> None:

@@ -5,8 +5,8 @@
  */
 
 #define WIDENED_DEPTH 128 /* pairs of a part, which stays in the second-level cache */
-#define FEW_ROWS 16       /* fewer read it too seldom to gain from that: their parts are of */
-#define FEW_ROWS_DEPTH 32 /* and stay in the first */
+#define FEW_ROWS 16       /* fewer rows than these read a part too seldom for that */
+#define FEW_ROWS_DEPTH 32 /* pairs of theirs, which stays in the first-level cache */
 
 #define LOW_HALF(x) ((f32v)((x) << 16))
 #define HIGH_HALF(x) ((f32v)((x) & 0xffff0000))
@@ -28,7 +28,7 @@ static void product_of_row(const uint32_t *a, const uint32_t *b, float *c, int64
   for (int j = 0; j < PANEL / LANES; j++) store_f32(c + j * LANES, sums[j]);
 }
 
-/* As `product`, of at most LINEAR_ROWS rows and PANEL columns, over pairs. */
+/* As `product`, of at most LINEAR_ROWS rows and a whole panel, over pairs. */
 static void product_widened(int64_t num_rows, int64_t num_columns, const uint32_t *a, int64_t a_stride,
                             const uint32_t *b, int64_t b_stride, float *c, int64_t c_stride, int64_t depth,
                             int accumulate) {
