@@ -30,7 +30,7 @@ typedef struct {
   float most[MAX_ROWS]; /* what powers of two are relative to: the part's largest score but for MOST_ABOVE */
   float merged_most[MAX_ROWS], merged_sums[MAX_ROWS]; /* of the parts before */
   float merged_out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
-  int64_t slots[KEYS];
+  int64_t slots[2][KEYS]; /* of these keys and the next, by turns */
   float key_scales[KEYS] __attribute__((aligned(64))), value_scales[KEYS] __attribute__((aligned(64))); /* of codes */
 } NAME(tile);
 
@@ -146,19 +146,20 @@ static void NAME(attend_rows)(const NAME(attend_args) *a, NAME(tile) *tile, int6
 #undef SCORES_OF
 #undef END_OF_BLOCK
 
-/* Adds the `num_keys` keys in `tile->slots`, the first of which is the sequence's `first_key`, to the task's rows. */
+/* Adds the keys in `now`, the first of which is the sequence's `first_key`, to the task's rows, and fetches those in
+ * `next`. */
 static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, const task_t *task, int64_t first_key,
-                              int64_t num_keys) {
+                              slots_t now, slots_t next) {
   const int64_t num_rows = (task->row_end - task->row_start) * a->group;
   const uint8_t *keys = a->keys + task->kv_head * a->kv_head_bytes;
   const uint8_t *values = a->values + task->kv_head * a->kv_head_bytes;
   if (a->format.codes != ROWS_OF_NUMBERS) {
-    NAME(row_scales)(&a->format, keys, tile->slots, num_keys, tile->key_scales);
-    NAME(row_scales)(&a->format, values, tile->slots, num_keys, tile->value_scales);
+    NAME(row_scales)(&a->format, keys, now, tile->key_scales);
+    NAME(row_scales)(&a->format, values, now, tile->value_scales);
   }
-  NAME(pack_keys)(&a->format, keys, tile->slots, num_keys, tile->keys);
-  NAME(pack_values)(&a->format, values, tile->slots, num_keys, tile->values);
-  NAME(attend_rows)(a, tile, num_rows, task->first_row_keys - first_key, num_keys);
+  NAME(pack_keys)(&a->format, keys, now, tile->keys, values, now);
+  NAME(pack_values)(&a->format, values, now, tile->values, keys, next);
+  NAME(attend_rows)(a, tile, num_rows, task->first_row_keys - first_key, now.count);
 }
 
 static void NAME(write_row)(const float *sums, T *out, float total, int64_t head_dim) {
@@ -223,14 +224,15 @@ static void NAME(attend_task)(void *data, long index) {
   }
   NAME(begin_part)(&tile, num_rows, a->head_dim);
   keys_t keys = {a->runs + a->segments[task->segment].run_start, 0};
+  slots_t next = slots_of(&keys, task->first_key, task->end_key, tile.slots[0]);
   for (int64_t key = task->first_key; key < task->end_key; key += KEYS) {
     if (key > task->first_key && key % PART_KEYS == 0) {
       NAME(end_part)(&tile, num_rows, a->head_dim, key == PART_KEYS);
       NAME(begin_part)(&tile, num_rows, a->head_dim);
     }
-    const int64_t num_keys = task->end_key - key < KEYS ? task->end_key - key : KEYS;
-    slots_of(&keys, key, num_keys, tile.slots);
-    NAME(attend_tile)(a, &tile, task, key, num_keys);
+    const slots_t now = next;
+    next = slots_of(&keys, key + KEYS, task->end_key, tile.slots[now.slots == tile.slots[0]]);
+    NAME(attend_tile)(a, &tile, task, key, now, next);
   }
   END_PRODUCTS();
   T *out = a->out + task->row_start * a->out_stride + head * a->head_dim;

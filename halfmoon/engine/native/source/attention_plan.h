@@ -58,16 +58,25 @@ typedef struct {
   int64_t run_key; /* the position in the sequence of the run's first key */
 } keys_t;
 
-/* The slots of `num_keys` keys from `key` on; calls must go up. */
-static void slots_of(keys_t *keys, int64_t key, int64_t num_keys, int64_t *slots) {
-  for (int64_t end = key + num_keys; key < end;) {
+/* Where some keys of a sequence lie. */
+typedef struct {
+  const int64_t *slots; /* [count] */
+  int64_t count;
+} slots_t;
+
+/* Those of the keys from `key` on, at most KEYS and none from `end` on; calls must go up. slots: room [KEYS]. */
+static slots_t slots_of(keys_t *keys, int64_t key, int64_t end, int64_t *slots) {
+  const int64_t last = end - key < KEYS ? end : key + KEYS;
+  slots_t found = {slots, last > key ? last - key : 0};
+  while (key < last) {
     const int64_t next_run_key = keys->run_key + keys->run->end - keys->run->start;
     const int64_t first_slot = keys->run->start + key - keys->run_key;
-    const int64_t count = (next_run_key < end ? next_run_key : end) - key;
+    const int64_t count = (next_run_key < last ? next_run_key : last) - key;
     for (int64_t i = 0; i < count; i++) slots[i] = first_slot + i;
     if (count > 0) slots += count, key += count;
     if (key >= next_run_key) keys->run_key = next_run_key, keys->run++;
   }
+  return found;
 }
 
 static int64_t num_keys_of(const segment_t *segment, const run_t *runs) {

@@ -63,56 +63,84 @@ INLINE void NAME(row_items)(const NAME(kv_format) *format, const uint8_t *row, u
     ITEMS(items, row, format->head_dim);
 }
 
-/* The scales of num_keys rows of a head times CODE_UNIT, 0 beyond; none are needed for numbers. */
-static void NAME(row_scales)(const NAME(kv_format) *format, const uint8_t *head, const int64_t *slots, int64_t num_keys,
-                             float *scales) {
+/* Fetches row i of a head, if there is one: to be read soon. */
+INLINE void NAME(fetch_row)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of, int64_t i) {
+  if (i >= of.count) return;
+  const uint8_t *row = rows + of.slots[i] * format->row_bytes;
+  for (int64_t at = 0; at < format->row_bytes; at += 64) __builtin_prefetch(row + at);
+}
+
+/* The scales of a head's rows times CODE_UNIT, 0 beyond; none are needed for numbers. */
+static void NAME(row_scales)(const NAME(kv_format) *format, const uint8_t *head, slots_t of, float *scales) {
   for (int64_t i = 0; i < KEYS; i++) {
     uint16_t scale = 0;
-    if (i < num_keys) memcpy(&scale, head + format->scales + slots[i] * SCALE_BYTES, sizeof scale);
+    if (i < of.count) memcpy(&scale, head + format->scales + of.slots[i] * SCALE_BYTES, sizeof scale);
     scales[i] = bf16_to_f32(scale) * CODE_UNIT(format->codes);
   }
 }
 
-/* Rows, of which `slots` names num_keys -> items [depth, KEYS], zero beyond num_keys. */
-static void NAME(pack_keys)(const NAME(kv_format) *format, const uint8_t *rows, const int64_t *slots, int64_t num_keys,
-                            uint32_t *packed) {
-  const int64_t depth = format->head_dim / PACKED;
-  const int are_items = format->codes == ROWS_OF_NUMBERS && sizeof(T) * PACKED == 4; /* as they lie there */
+/* A word of each of LANES rows -> one row of items, or two. Returns where the next ones belong. */
+INLINE uint32_t *NAME(store_word)(u32v word, uint32_t *out, const int per_word) {
+  if (per_word == 1) return memcpy(out, &word, sizeof word), out + KEYS;
+  const u32v low = word << 16, high = word & 0xffff0000;
+  memcpy(out, &low, sizeof low);
+  memcpy(out + KEYS, &high, sizeof high);
+  return out + 2 * KEYS;
+}
+
+/* Rows of a head -> items [depth, KEYS], zero beyond them. Meanwhile fetches the rows `later`. */
+static void NAME(pack_keys)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of, uint32_t *packed,
+                            const uint8_t *later_rows, slots_t later) {
+  const int are_numbers = format->codes == ROWS_OF_NUMBERS;
+  /* Numbers are moved as they lie, 32 bits at a time: an item, or two that are told apart on arrival. */
+  const int per_word = are_numbers ? 4 / (PACKED * (int)sizeof(T)) : 1;
+  const int64_t depth = format->head_dim / PACKED, num_words = depth / per_word;
   uint32_t made[LANES * MAX_HEAD_DIM] __attribute__((aligned(64)));
-  const uint32_t *items[LANES];
+  const uint32_t *words[LANES];
   for (int64_t key = 0; key < KEYS; key += LANES) {
-    if (key >= num_keys) {
+    if (key >= of.count) {
       for (int64_t k = 0; k < depth; k++) memset(packed + k * KEYS + key, 0, LANES * 4);
       continue;
     }
-    const int64_t valid = num_keys - key < LANES ? num_keys - key : LANES;
+    const int64_t valid = of.count - key < LANES ? of.count - key : LANES;
     for (int64_t i = 0; i < valid; i++) {
-      const uint8_t *row = rows + slots[key + i] * format->row_bytes;
-      items[i] = are_items ? (const uint32_t *)row : made + i * depth;
-      if (!are_items) NAME(row_items)(format, row, made + i * depth);
+      const uint8_t *row = rows + of.slots[key + i] * format->row_bytes;
+      NAME(fetch_row)(format, later_rows, later, key + i);
+      words[i] = are_numbers ? (const uint32_t *)row : made + i * depth;
+      if (!are_numbers) NAME(row_items)(format, row, made + i * depth);
     }
-    for (int64_t i = valid; i < LANES; i++) items[i] = memset(made + i * depth, 0, depth * 4);
+    for (int64_t i = valid; i < LANES; i++) words[i] = memset(made + i * depth, 0, num_words * 4);
+    uint32_t *out = packed + key;
     int64_t k = 0;
-    for (; k + LANES <= depth; k += LANES) transpose(items, k, packed + k * KEYS + key, KEYS);
-    for (; k < depth; k++)
-      for (int64_t i = 0; i < LANES; i++) packed[k * KEYS + key + i] = items[i][k];
+    for (; k + LANES <= num_words; k += LANES) {
+      u32v columns[LANES];
+      transpose(words, k, columns);
+#pragma GCC unroll 16
+      for (int j = 0; j < LANES; j++) out = NAME(store_word)(columns[j], out, per_word);
+    }
+    for (; k < num_words; k++) {
+      u32v column;
+      for (int i = 0; i < LANES; i++) column[i] = words[i][k];
+      out = NAME(store_word)(column, out, per_word);
+    }
   }
 }
 
-/* Rows, of which `slots` names num_keys -> items [KEYS / PACKED, head_dim], zero beyond. */
-static void NAME(pack_values)(const NAME(kv_format) *format, const uint8_t *rows, const int64_t *slots,
-                              int64_t num_keys, uint32_t *packed) {
-  const int64_t head_dim = format->head_dim, used = (num_keys + PACKED - 1) / PACKED;
+/* Rows of a head -> items [KEYS / PACKED, head_dim], zero beyond them. Meanwhile fetches the rows `later`. */
+static void NAME(pack_values)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of, uint32_t *packed,
+                              const uint8_t *later_rows, slots_t later) {
+  const int64_t head_dim = format->head_dim, used = (of.count + PACKED - 1) / PACKED;
   for (int64_t i = 0; i < used; i++) {
+    for (int64_t j = 0; j < PACKED; j++) NAME(fetch_row)(format, later_rows, later, i * PACKED + j);
     if (PACKED == 1) {
-      NAME(row_items)(format, rows + slots[i] * format->row_bytes, packed + i * head_dim);
+      NAME(row_items)(format, rows + of.slots[i] * format->row_bytes, packed + i * head_dim);
       continue;
     }
     uint32_t items[2][MAX_HEAD_DIM] __attribute__((aligned(64)));
     const void *pair[2] = {items[0], items[1]};
     for (int64_t j = 0; j < 2; j++) {
-      const uint8_t *row = rows + slots[i * 2 + j < num_keys ? i * 2 + j : 0] * format->row_bytes;
-      if (i * 2 + j >= num_keys)
+      const uint8_t *row = rows + of.slots[i * 2 + j < of.count ? i * 2 + j : 0] * format->row_bytes;
+      if (i * 2 + j >= of.count)
         memset(items[j], 0, head_dim * sizeof(T)); /* a key without a partner */
       else if (format->codes)
         NAME(row_items)(format, row, items[j]);

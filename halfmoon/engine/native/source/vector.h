@@ -39,9 +39,13 @@ INLINE void store_f32(float *p, f32v x) { memcpy(p, &x, sizeof x); }
 INLINE u32v load_u32(const void *p) { u32v x; memcpy(&x, p, sizeof x); return x; }
 
 INLINE f32v load_bf16(const uint16_t *p) {
+#if defined(__AVX2__) && LANES == 8 /* GCC 12 widens half by half */
+  return (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
   u16v x;
   memcpy(&x, p, sizeof x);
   return (f32v)(__builtin_convertvector(x, u32v) << 16);
+#endif
 }
 
 /* Rounds to nearest, ties to even, as torch does; a NaN stays one. */
@@ -156,31 +160,38 @@ INLINE int any_above(f32v x, float y) {
 #endif
 }
 
-/* LANES 32-bit items of each of LANES rows, from `first` on, as columns into rows `out_stride` items apart. */
-INLINE void transpose(const uint32_t *const rows[LANES], int64_t first, uint32_t *out, int64_t out_stride) {
+/* LANES 32-bit items of each of LANES rows, from `first` on, as columns. */
+INLINE void transpose(const uint32_t *const rows[LANES], int64_t first, u32v out[LANES]) {
   u32v a[LANES], b[LANES];
+#pragma GCC unroll 16
   for (int i = 0; i < LANES; i++) a[i] = load_u32(rows[i] + first);
+#pragma GCC unroll 16
   for (int i = 0; i < LANES; i += 2) {
     b[i] = SHUFFLE_8(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
     b[i + 1] = SHUFFLE_8(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
   }
+#pragma GCC unroll 16
   for (int i = 0; i < LANES; i += 4)
+#pragma GCC unroll 16
     for (int j = i; j < i + 2; j++) {
       a[j] = SHUFFLE_8(b[j], b[j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
       a[j + 2] = SHUFFLE_8(b[j], b[j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
     }
+#pragma GCC unroll 16
   for (int i = 0; i < LANES; i += 8)
+#pragma GCC unroll 16
     for (int j = i; j < i + 4; j++) {
       b[j] = SHUFFLE_8(a[j], a[j + 4], 0, 1, 2, 3, 8, 9, 10, 11);
       b[j + 4] = SHUFFLE_8(a[j], a[j + 4], 4, 5, 6, 7, 12, 13, 14, 15);
     }
 #if LANES == 16
+#pragma GCC unroll 16
   for (int j = 0; j < 8; j++) {
-    a[j] = SHUFFLE(b[j], b[j + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-    a[j + 8] = SHUFFLE(b[j], b[j + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    out[j] = SHUFFLE(b[j], b[j + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    out[j + 8] = SHUFFLE(b[j], b[j + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
   }
-  for (int i = 0; i < LANES; i++) memcpy(out + i * out_stride, &a[i], sizeof a[i]);
 #else
-  for (int i = 0; i < LANES; i++) memcpy(out + i * out_stride, &b[i], sizeof b[i]);
+#pragma GCC unroll 16
+  for (int j = 0; j < LANES; j++) out[j] = b[j];
 #endif
 }
