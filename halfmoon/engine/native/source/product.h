@@ -52,6 +52,14 @@ static void NAME(product)(int64_t num_rows, int64_t num_columns, const uint32_t 
 #ifdef __AVX512F__ /* 24 sums, 4 vectors of b and an item of a: 29 of 32 registers */
   for (; j + 4 * LANES <= num_columns; j += 4 * LANES)
     NAME(product_columns)(4, num_rows, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
+#else /* few rows, as a decode's query heads: up to 12 sums, 3 items and a vector, and enough sums not to wait for each */
+#define FEW(n)                                                                        \
+  for (; num_rows == n && j + 4 * LANES <= num_columns; j += 4 * LANES)               \
+    NAME(product_tile)(n, 4, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
+  FEW(3)
+  FEW(2)
+  FEW(1)
+#undef FEW
 #endif /* 12 sums, 2 and 1: 15 of 16 */
   for (; j + 2 * LANES <= num_columns; j += 2 * LANES)
     NAME(product_columns)(2, num_rows, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
