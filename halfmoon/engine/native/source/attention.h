@@ -146,8 +146,8 @@ static void NAME(attend_rows)(const NAME(attend_args) *a, NAME(tile) *tile, int6
 #undef SCORES_OF
 #undef END_OF_BLOCK
 
-/* Adds the keys in `now`, the first of which is the sequence's `first_key`, to the task's rows, and fetches those in
- * `next`. */
+/* Adds the keys in `now`, the first of which is the sequence's `first_key`, to the task's rows. Fetches the rows of
+ * the keys in `next`. */
 static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, const task_t *task, int64_t first_key,
                               slots_t now, slots_t next) {
   const int64_t num_rows = (task->row_end - task->row_start) * a->group;

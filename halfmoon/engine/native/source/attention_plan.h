@@ -64,7 +64,7 @@ typedef struct {
   int64_t count;
 } slots_t;
 
-/* Those of the keys from `key` on, at most KEYS and none from `end` on; calls must go up. slots: room [KEYS]. */
+/* The slots of the keys from `key` on, at most KEYS and none from `end` on; calls must go up. slots: room [KEYS]. */
 static slots_t slots_of(keys_t *keys, int64_t key, int64_t end, int64_t *slots) {
   const int64_t last = end - key < KEYS ? end : key + KEYS;
   slots_t found = {slots, last > key ? last - key : 0};

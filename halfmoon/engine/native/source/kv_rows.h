@@ -92,7 +92,7 @@ INLINE uint32_t *NAME(store_word)(u32v word, uint32_t *out, const int per_word) 
 static void NAME(pack_keys)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of, uint32_t *packed,
                             const uint8_t *later_rows, slots_t later) {
   const int are_numbers = format->codes == ROWS_OF_NUMBERS;
-  /* Numbers are moved as they lie, 32 bits at a time: an item, or two that are told apart on arrival. */
+  /* Numbers are moved as they lie, 32 bits at a time: an item, or two that are parted when they are stored. */
   const int per_word = are_numbers ? 4 / (PACKED * (int)sizeof(T)) : 1;
   const int64_t depth = format->head_dim / PACKED, num_words = depth / per_word;
   uint32_t made[LANES * MAX_HEAD_DIM] __attribute__((aligned(64)));
@@ -120,7 +120,11 @@ static void NAME(pack_keys)(const NAME(kv_format) *format, const uint8_t *rows, 
     }
     for (; k < num_words; k++) {
       u32v column;
-      for (int i = 0; i < LANES; i++) column[i] = words[i][k];
+      for (int i = 0; i < LANES; i++) {
+        uint32_t word; /* maybe of two bfloat16 */
+        memcpy(&word, words[i] + k, sizeof word);
+        column[i] = word;
+      }
       out = NAME(store_word)(column, out, per_word);
     }
   }

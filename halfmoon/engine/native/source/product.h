@@ -52,7 +52,7 @@ static void NAME(product)(int64_t num_rows, int64_t num_columns, const uint32_t 
 #ifdef __AVX512F__ /* 24 sums, 4 vectors of b and an item of a: 29 of 32 registers */
   for (; j + 4 * LANES <= num_columns; j += 4 * LANES)
     NAME(product_columns)(4, num_rows, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
-#else /* few rows, as a decode's query heads: up to 12 sums, 3 items and a vector, and enough sums not to wait for each */
+#elif defined(__AVX__) /* few rows, as a decode's query heads, with more sums at a time: up to 12, 3 items and a vector */
 #define FEW(n)                                                                        \
   for (; num_rows == n && j + 4 * LANES <= num_columns; j += 4 * LANES)               \
     NAME(product_tile)(n, 4, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);

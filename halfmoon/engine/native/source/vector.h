@@ -39,7 +39,7 @@ INLINE void store_f32(float *p, f32v x) { memcpy(p, &x, sizeof x); }
 INLINE u32v load_u32(const void *p) { u32v x; memcpy(&x, p, sizeof x); return x; }
 
 INLINE f32v load_bf16(const uint16_t *p) {
-#if defined(__AVX2__) && LANES == 8 /* GCC 12 widens half by half */
+#if defined(__AVX2__) && LANES == 8 /* the same, which GCC 12 does half by half */
   return (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
 #else
   u16v x;
