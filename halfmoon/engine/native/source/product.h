@@ -30,12 +30,13 @@ INLINE void NAME(product_tile)(const int num_rows, const int num_vectors, const 
     for (int j = 0; j < num_vectors; j++) store_f32(c + i * c_stride + j * LANES, sums[i][j]);
 }
 
-INLINE void NAME(product_columns)(const int num_vectors, int64_t num_rows, const uint32_t *a, int64_t a_stride,
-                                  const uint32_t *b, int64_t b_stride, float *c, int64_t c_stride, int64_t depth,
-                                  int accumulate) {
+/* most_rows: of a tile. */
+INLINE void NAME(product_columns)(const int most_rows, const int num_vectors, int64_t num_rows, const uint32_t *a,
+                                  int64_t a_stride, const uint32_t *b, int64_t b_stride, float *c, int64_t c_stride,
+                                  int64_t depth, int accumulate) {
   int64_t i = 0;
 #define TILE(n)                                                                                                \
-  for (; i + n <= num_rows; i += n)                                                                            \
+  for (; n <= most_rows && i + n <= num_rows; i += n)                                                          \
     NAME(product_tile)(n, num_vectors, a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, accumulate)
   TILE(6);
   TILE(4);
@@ -51,18 +52,13 @@ static void NAME(product)(int64_t num_rows, int64_t num_columns, const uint32_t 
   int64_t j = 0;
 #ifdef __AVX512F__ /* 24 sums, 4 vectors of b and an item of a: 29 of 32 registers */
   for (; j + 4 * LANES <= num_columns; j += 4 * LANES)
-    NAME(product_columns)(4, num_rows, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
+    NAME(product_columns)(6, 4, num_rows, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
 #elif defined(__AVX__) /* few rows, as a decode's query heads, with more sums at a time: up to 12, 3 items and a vector */
-#define FEW(n)                                                                        \
-  for (; num_rows == n && j + 4 * LANES <= num_columns; j += 4 * LANES)               \
-    NAME(product_tile)(n, 4, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
-  FEW(3)
-  FEW(2)
-  FEW(1)
-#undef FEW
+  for (; num_rows <= 3 && j + 4 * LANES <= num_columns; j += 4 * LANES)
+    NAME(product_columns)(3, 4, num_rows, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
 #endif /* 12 sums, 2 and 1: 15 of 16 */
   for (; j + 2 * LANES <= num_columns; j += 2 * LANES)
-    NAME(product_columns)(2, num_rows, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
+    NAME(product_columns)(6, 2, num_rows, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
   for (; j < num_columns; j += LANES)
-    NAME(product_columns)(1, num_rows, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
+    NAME(product_columns)(6, 1, num_rows, a, a_stride, b + j, b_stride, c + j, c_stride, depth, accumulate);
 }
