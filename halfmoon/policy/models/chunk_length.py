@@ -14,7 +14,7 @@ from typing import NamedTuple
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 
 _MARGIN = 0.9  # share of the target that a predicted step may take
-_LEAST = 4  # a chunk has at least this part of the constant, whatever the target: prompts never starve
+_LEAST = 8  # a chunk has at least this part of the constant, whatever the target: prompts never starve
 _MULTIPLE = 16  # of tokens: rows that matrix products compute together
 
 

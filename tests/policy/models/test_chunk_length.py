@@ -30,7 +30,7 @@ TWO = StepDecodes(2, 100)
         (0.1, 0, 128),  # 68 ms are left for what it adds: 134 tokens, rounded down
         (0.1, 10_000, 32),  # attention to what is known takes twice as long as all else
         (0.05, 0, 32),  # 23 ms are left: 45 tokens
-        (0.001, 0, 32),  # a step of decodes alone misses it: a quarter of the constant
+        (0.001, 0, 16),  # a step of decodes alone misses it: an eighth of the constant
         (1.0, 0, 510),
     ],
 )

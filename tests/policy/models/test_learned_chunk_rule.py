@@ -93,4 +93,4 @@ def test_whatever_is_measured_a_chunk_is_neither_nothing_nor_more_than_fits(
     rule = LearnedChunkRule(RULE)
     for num_tokens, batch, seconds in steps:
         rule.note(MeasuredStep(batch, 50 * batch, seconds, num_tokens, num_tokens**2 / 2))
-        assert 32 <= rule.tokens(128, 512, TWO, 0) <= 510
+        assert 16 <= rule.tokens(128, 512, TWO, 0) <= 510
