@@ -231,17 +231,20 @@ INLINE void quantised_tile(const int format, const int num_rows, const x_block_t
   for (int i = 0; i < num_rows; i++) store_f32(out + i * LANES, sums[i]);
 }
 
-/* Rows of the tile that begins at a row: tiles of 8, then 4, 2 and 1. */
+/* Rows of the tile that begins at a row, a multiple of TILE_ROWS. */
 INLINE int tile_rows(int64_t row, int64_t num_rows) {
-  const int64_t left = num_rows - row;
-  return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+  return (int)(num_rows - row < TILE_ROWS ? num_rows - row : TILE_ROWS);
 }
 
 INLINE void quantised_rows(const int format, int num_rows, const x_block_t *x, const uint8_t *strip, float *out,
                            int64_t num_inputs) {
   switch (num_rows) {
     case 8: quantised_tile(format, 8, x, strip, out, num_inputs); break;
+    case 7: quantised_tile(format, 7, x, strip, out, num_inputs); break;
+    case 6: quantised_tile(format, 6, x, strip, out, num_inputs); break;
+    case 5: quantised_tile(format, 5, x, strip, out, num_inputs); break;
     case 4: quantised_tile(format, 4, x, strip, out, num_inputs); break;
+    case 3: quantised_tile(format, 3, x, strip, out, num_inputs); break;
     case 2: quantised_tile(format, 2, x, strip, out, num_inputs); break;
     default: quantised_tile(format, 1, x, strip, out, num_inputs);
   }

@@ -24,24 +24,21 @@ typedef struct {
 static void NAME(quantise_task)(void *data, long task) {
   const NAME(quantised_args) *a = data;
   const int64_t size = a->num_inputs, num_blocks = size / BLOCK, first = task * TILE_ROWS;
-  const int64_t end = a->num_rows - first < TILE_ROWS ? a->num_rows : first + TILE_ROWS;
+  const int64_t rows = tile_rows(first, a->num_rows);
   T made[size];
-  for (int64_t tile = first, rows; tile < end; tile += rows) {
-    rows = tile_rows(tile, end);
-    for (int64_t i = 0; i < rows; i++) {
-      const int64_t row = tile + i;
-      const T *of = (const T *)a->x + row * size * (a->is_gated ? 2 : 1);
-      if (a->norm) {
-        NAME(add_norm_row)(row_of(a->x, row, size), a->residual + row * size, a->norm, made, size, a->eps);
-        of = made;
-      }
-      if (a->is_gated) NAME(silu_row)(of, made, size), of = made;
-      for (int64_t block = 0; block < num_blocks; block++) {
-        f32v x[BLOCK / LANES];
-        for (int v = 0; v < BLOCK / LANES; v++) x[v] = LOAD(of + block * BLOCK + v * LANES);
-        quantise_block(x, a->blocks + tile * num_blocks + block * rows + i, ZERO(a->format), HAS_LOW(a->format),
-                       PARTS(a->format));
-      }
+  for (int64_t i = 0; i < rows; i++) {
+    const int64_t row = first + i;
+    const T *of = (const T *)a->x + row * size * (a->is_gated ? 2 : 1);
+    if (a->norm) {
+      NAME(add_norm_row)(row_of(a->x, row, size), a->residual + row * size, a->norm, made, size, a->eps);
+      of = made;
+    }
+    if (a->is_gated) NAME(silu_row)(of, made, size), of = made;
+    for (int64_t block = 0; block < num_blocks; block++) {
+      f32v x[BLOCK / LANES];
+      for (int v = 0; v < BLOCK / LANES; v++) x[v] = LOAD(of + block * BLOCK + v * LANES);
+      quantise_block(x, a->blocks + first * num_blocks + block * rows + i, ZERO(a->format), HAS_LOW(a->format),
+                     PARTS(a->format));
     }
   }
 }
@@ -57,8 +54,8 @@ static void NAME(quantised_task)(void *data, long task) {
   const int64_t row = task / num_groups * QUANTISED_ROWS, end = NAME(quantised_end)(a, row);
   const int64_t first = task % num_groups * a->strips_per_task;
   const int64_t last = num_strips - first < a->strips_per_task ? num_strips : first + a->strips_per_task;
-  for (int64_t tile = row, rows; tile < end; tile += rows) {
-    rows = tile_rows(tile, end);
+  for (int64_t tile = row; tile < end; tile += TILE_ROWS) {
+    const int64_t rows = tile_rows(tile, end);
     for (int64_t strip = first; strip < last; strip++) {
       const int64_t column = strip * LANES, left = a->num_columns - column;
       float sums[TILE_ROWS * LANES] __attribute__((aligned(64)));
