@@ -39,6 +39,7 @@ INLINE void NAME(product_columns)(const int most_rows, const int num_vectors, in
   for (; n <= most_rows && i + n <= num_rows; i += n)                                                          \
     NAME(product_tile)(n, num_vectors, a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, accumulate)
   TILE(6);
+  TILE(5);
   TILE(4);
   TILE(3);
   TILE(2);
