@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.ledger.ledger import open_ledger
-from halfmoon.ledger.measured_profiles import NamedProfile
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, read_profile, write_profile
+
+if TYPE_CHECKING:
+    from halfmoon.ledger.ledger import Ledger
+    from halfmoon.ledger.measured_profiles import NamedProfile
 
 DEFAULT_STATE_DIR = Path(".halfmoon")
 StateDir = Annotated[
@@ -42,6 +45,13 @@ def ledger_at(state_dir: Path, ledger_url: str | None) -> str:
     return ledger_url or f"sqlite:///{state_dir.resolve() / 'ledger.db'}"
 
 
+def ledger_in(state_dir: Path, ledger_url: str | None) -> AbstractAsyncContextManager[Ledger]:
+    """Opens that ledger, as `open_ledger` does."""
+    from halfmoon.ledger.ledger import open_ledger  # a third of the start of commands that need none
+
+    return open_ledger(ledger_at(state_dir, ledger_url))
+
+
 def stored_profile(name: str, state_dir: Path, ledger_url: str | None) -> MeasuredProfile:
     """Returns a profile by name. If there is none, raises InvalidRequest with the names that exist."""
     known = {stored.name: stored for stored in all_profiles(state_dir, ledger_url)}
@@ -55,7 +65,7 @@ def all_profiles(state_dir: Path, ledger_url: str | None) -> Sequence[NamedProfi
     """Returns all profiles; none if there is no ledger yet. Raises Unavailable if the ledger does not answer."""
 
     async def read() -> Sequence[NamedProfile]:
-        async with open_ledger(ledger_at(state_dir, ledger_url)) as ledger:
+        async with ledger_in(state_dir, ledger_url) as ledger:
             return await ledger.measured_profiles.all()
 
     if ledger_url is None and not (state_dir / "ledger.db").exists():
@@ -65,10 +75,12 @@ def all_profiles(state_dir: Path, ledger_url: str | None) -> Sequence[NamedProfi
 
 def keep_profile(name: str, profile: MeasuredProfile, state_dir: Path, ledger_url: str | None) -> None:
     """Stores a profile, replacing the one of that name. Raises Unavailable if the ledger does not answer."""
+    from halfmoon.ledger.measured_profiles import NamedProfile
+
     values = profile.as_json()
 
     async def put() -> None:
-        async with open_ledger(ledger_at(state_dir, ledger_url)) as ledger:
+        async with ledger_in(state_dir, ledger_url) as ledger:
             await ledger.measured_profiles.put(NamedProfile(name, datetime.now(UTC), values))
 
     if ledger_url is None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -15,14 +15,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from halfmoon.cli.profile_store import LedgerOptions, ledger_at
+from halfmoon.cli.profile_store import LedgerOptions, ledger_in
 from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.config.tenants import TenantConfig, check_tenant_classes, check_tenant_name
 from halfmoon.errors import HalfmoonError, InvalidRequest
-from halfmoon.ledger.edits.stored_tenants import StoredKey
-from halfmoon.ledger.ledger import Ledger, open_ledger
 from halfmoon.rpc.credentials.api_keys import key_digest, key_id, new_api_key
 from halfmoon.up.config.human_bytes import human_bytes
+
+if TYPE_CHECKING:
+    from halfmoon.ledger.edits.stored_tenants import StoredKey
+    from halfmoon.ledger.ledger import Ledger
 
 app = typer.Typer(no_args_is_help=True, help="Adds, lists and revokes API keys, and edits what tenants may use.")
 
@@ -81,6 +83,8 @@ def add(
 
     Where there is any key, gateways serve no request without one.
     """
+    from halfmoon.ledger.edits.stored_tenants import StoredKey
+
     key, now = new_api_key(), datetime.now(UTC)
     expires_at = None if expires_days is None else now + timedelta(days=expires_days)
     stored = StoredKey(key_digest(key), tenant, label[:128], now, expires_at)
@@ -195,7 +199,7 @@ def _run(options: LedgerOptions, work: Callable[[Ledger], Awaitable[Result]]) ->
     """Runs `work` on the ledger, which is made if it is absent. Exits with a message for a HalfmoonError."""
 
     async def run() -> Result:
-        async with open_ledger(ledger_at(options.state_dir, options.ledger_url)) as ledger:
+        async with ledger_in(options.state_dir, options.ledger_url) as ledger:
             return await work(ledger)
 
     try:
