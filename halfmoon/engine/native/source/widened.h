@@ -7,7 +7,7 @@
 #define WIDENED_DEPTH 128 /* pairs of a part, which stays in the second-level cache */
 #define FEW_ROWS 16       /* fewer rows than these read a part too seldom for that */
 #define FEW_ROWS_DEPTH 32 /* pairs of theirs, which stays in the first-level cache */
-#define PARTS_AHEAD 2     /* from which few rows fetch: they wait for memory, not for their sums */
+#define PARTS_AHEAD 2     /* of that depth, from which few rows fetch: they wait for memory, not for their sums */
 
 #define LOW_HALF(x) ((f32v)((x) << 16))
 #define HIGH_HALF(x) ((f32v)((x) & 0xffff0000))
