@@ -106,7 +106,9 @@ static void pair_bf16(uint32_t *items, const uint16_t *low_row, const uint16_t *
 
 static void widen_bf16(float *items, const void *numbers, int64_t size) {
   const uint16_t *row = numbers;
-  for (int64_t d = 0; d < size; d += LANES) store_f32(items + d, load_bf16(row + d));
+  int64_t d = 0;
+  for (; d + LANES <= size; d += LANES) store_f32(items + d, load_bf16(row + d));
+  for (; d < size; d++) items[d] = bf16_to_f32(row[d]);
 }
 #endif
 #include "rows.h"

@@ -29,14 +29,6 @@ static void product_of_row(const uint32_t *a, const uint32_t *b, float *c, int64
   for (int j = 0; j < PANEL / LANES; j++) store_f32(c + j * LANES, sums[j]);
 }
 
-/* items [2 * depth]: a row of pairs as floats. */
-INLINE void widen_pairs(float *items, const uint32_t *row, int64_t depth) {
-  const uint16_t *numbers = (const uint16_t *)row;
-  int64_t d = 0;
-  for (; d + LANES <= 2 * depth; d += LANES) store_f32(items + d, load_bf16(numbers + d));
-  for (; d < 2 * depth; d++) items[d] = bf16_to_f32(numbers[d]);
-}
-
 /* c [num_rows, PANEL] (+)= items [num_rows, 2 * depth] * b [depth, PANEL]. Meanwhile as much is fetched from `ahead`, in
  * the order in which it lies, which strips of columns are not; 0: nothing. */
 INLINE void few_rows_tile(const int num_rows, const float *items, const uint32_t *b, const uint32_t *ahead, float *c,
@@ -75,7 +67,7 @@ static void product_of_few_rows(int64_t num_rows, const uint32_t *a, int64_t a_s
   float items[FEW_ROWS * 2 * FEW_ROWS_DEPTH] __attribute__((aligned(64)));
   for (int64_t k = 0; k < depth; k += FEW_ROWS_DEPTH, b += FEW_ROWS_DEPTH * PANEL) {
     const int64_t part = depth - k < FEW_ROWS_DEPTH ? depth - k : FEW_ROWS_DEPTH;
-    for (int64_t i = 0; i < num_rows; i++) widen_pairs(items + i * 2 * FEW_ROWS_DEPTH, a + i * a_stride + k, part);
+    for (int64_t i = 0; i < num_rows; i++) widen_bf16(items + i * 2 * FEW_ROWS_DEPTH, a + i * a_stride + k, 2 * part);
     for (int64_t i = 0, rows; i < num_rows; i += rows) {
       const int64_t left = num_rows - i;
       rows = left <= 5 ? left : left <= 10 ? (left + 1) / 2 : 4; /* never one: its sums would wait for each other */
@@ -108,7 +100,7 @@ static void product_widened(int64_t num_rows, int64_t num_columns, const uint32_
   float wide_b[2 * WIDENED_DEPTH * PANEL] __attribute__((aligned(64)));
   for (int64_t k = 0; k < depth; k += WIDENED_DEPTH) {
     const int64_t part = depth - k < WIDENED_DEPTH ? depth - k : WIDENED_DEPTH;
-    for (int64_t i = 0; i < num_rows; i++) widen_pairs(wide_a + i * 2 * WIDENED_DEPTH, a + i * a_stride + k, part);
+    for (int64_t i = 0; i < num_rows; i++) widen_bf16(wide_a + i * 2 * WIDENED_DEPTH, a + i * a_stride + k, 2 * part);
     for (int64_t d = 0; d < part; d++)
       for (int64_t j = 0; j < num_columns; j += LANES) {
         const u32v pairs = load_u32(b + (k + d) * b_stride + j);
