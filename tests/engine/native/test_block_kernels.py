@@ -111,7 +111,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(
     for num_threads in (1, 3):
         multiply = packed(blocks, dtype, num_threads)
         few = [(num_rows, 2 * num_rows) for num_rows in range(1, 9)]
-        for start, end in (*few, (60, 70), (0, 64), (7, 150), (149, 150)):
+        for start, end in (*few, (0, 1), (1, 3), (2, 9), (60, 70), (0, 64), (7, 150), (149, 150)):
             assert torch.equal(multiply(x[start:end], None), whole[start:end]), (start, end, num_threads)
 
 

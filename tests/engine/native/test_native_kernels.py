@@ -300,7 +300,7 @@ def test_a_packed_weight_gives_a_row_the_same_bits_in_any_batch(
     assert multiply is not None
     x = random(1100, num_inputs, dtype=dtype, seed=1)
     whole = multiply(x, None)
-    for num_rows in (1, 2, 3, 5, 8, 17, 97, 128, 500):
+    for num_rows in (*range(1, 18), 97, 128, 500):
         for start in (0, 1, 130):
             assert torch.equal(multiply(x[start : start + num_rows], None), whole[start : start + num_rows]), num_rows
 
