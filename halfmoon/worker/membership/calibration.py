@@ -84,20 +84,29 @@ def calibrated(engine: Engine, role: str, how: Calibrate, seconds: float, state_
         return None
     kind = kind_of(engine, role)
     file = profile_file(state_dir, kind)
-    profile = load_profile(file, kind) if how == "auto" else None
+    profile = load_profile(file, kind, role) if how == "auto" else None
     if profile is None:
         profile, config = measure(engine, role, kind, seconds), engine.config
         ranks = {"tensor_parallel": config.tensor_parallel, "pipeline_parallel": config.pipeline_parallel}
         described = {"model": engine.checkpoint.name, "device": device_name(config.device), **ranks}
         keep_profile(file, profile, described, engine.layout, engine.num_blocks)
-    log_profile(profile)
+    log_profile(profile, role)
     return profile
 
 
-def log_profile(profile: Profile) -> None:
-    """Logs the fitted models."""
+def missing_of(profile: Profile, role: str) -> str:
+    """Returns what a worker of that role needs and the profile lacks; "" if nothing."""
+    needed = {"prompts": profile.prefills or role == "decode", "decode steps": profile.steps or role == "prefill"}
+    return " and ".join(name for name, measured in needed.items() if not measured)
+
+
+def log_profile(profile: Profile, role: str) -> None:
+    """Logs the fitted models, and what could not be measured in time."""
     models = {"prefill": profile.prefill_model._asdict(), "step": profile.step_model._asdict()}
     log.info("worker.calibrated", extra={"kind": profile.kind, **models})
+    if missing := missing_of(profile, role):
+        reason = f"no {missing} within calibrate_s: predictions begin without, and chunks have a constant length"
+        log.warning("worker.calibrated_in_part", extra={"reason": f"{reason}; a longer calibrate_s measures them"})
 
 
 def profile_file(state_dir: Path, kind: str) -> Path:
@@ -153,11 +162,20 @@ def measure(engine: Engine, role: str, kind: str, seconds: float) -> Profile:
 
 
 def trials(room: TrialRoom, role: str) -> Iterator[_Trial]:
-    """Yields the most informative trials first; leaves out trials that do not fit into the engine."""
+    """Yields the most informative trials first; leaves out trials that do not fit into the engine.
+
+    One of role `both` decodes behind its first prompts, so that a slow one, too, knows both of its models in time.
+    """
     step = min(room.step_tokens, room.context_tokens - room.block_tokens)
-    prompts = (_Trial(1, step // 8), _Trial(1, step), _Trial(1, step // 2), _Trial(1, 2 * step))
-    batches = (_Trial(1, 64, 8), _Trial(4, 32, 8), _Trial(1, step, 6), _Trial(16, 16, 4))
-    for trial in (*(prompts if role != "decode" else ()), *(batches if role != "prefill" else ())):
+    by_role = {
+        "prefill": (_Trial(1, step // 8), _Trial(1, step), _Trial(1, step // 2), _Trial(1, 2 * step)),
+        "decode": (_Trial(1, 64, 8), _Trial(4, 32, 8), _Trial(1, step, 6), _Trial(16, 16, 4)),
+        "both": (
+            *(_Trial(1, step // 8, 8), _Trial(1, step, 6), _Trial(4, 32, 8)),
+            *(_Trial(1, step // 2), _Trial(16, 16, 4), _Trial(1, 2 * step)),
+        ),
+    }
+    for trial in by_role[role]:
         num_tokens = trial.num_prompt_tokens + trial.num_steps + room.block_tokens
         fits = (
             num_tokens <= room.context_tokens
@@ -205,8 +223,8 @@ def note_step(profile: Profile, trial: _Trial, result: StepResult, role: str) ->
         profile.steps.append(StepSample(result.num_decode_rows, result.decode_context_tokens, result.duration_s))
 
 
-def load_profile(file: Path, kind: str) -> Profile | None:
-    """Loads a profile; None if the file is missing, unreadable or of another kind."""
+def load_profile(file: Path, kind: str, role: str) -> Profile | None:
+    """Loads a profile; None if the file is missing, unreadable, of another kind or lacks what the role needs."""
     try:
         stored: Mapping[str, Any] = json.loads(file.read_text())
         if stored["kind"] != kind:
@@ -218,7 +236,8 @@ def load_profile(file: Path, kind: str) -> Profile | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("profile.unreadable", extra={"file": str(file), "reason": str(error)})
         return None
-    return Profile(kind, prefills, steps)
+    profile = Profile(kind, prefills, steps)
+    return None if missing_of(profile, role) else profile
 
 
 def keep_profile(file: Path, profile: Profile, described: Mapping[str, Any], layout: KVLayout, num_blocks: int) -> None:

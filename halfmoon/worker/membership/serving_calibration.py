@@ -93,7 +93,7 @@ async def calibrated_serving(
     parts = (role, facts.fingerprint, device, layout.dtype, *(f"{name} {num}" for name, num in ranks.items()))
     kind = ", ".join((*parts, limits, options, f"halfmoon {halfmoon.__version__}"))
     file = profile_file(state_dir, kind)
-    profile = load_profile(file, kind) if how == "auto" else None
+    profile = load_profile(file, kind, role) if how == "auto" else None
     if profile is None:
         profile = Profile(kind)
         room = TrialRoom(
@@ -107,7 +107,7 @@ async def calibrated_serving(
             if time.monotonic() > give_up_s:
                 break
         keep_profile(file, profile, {"model": facts.model, "device": device, **ranks}, layout, facts.num_blocks)
-    log_profile(profile)
+    log_profile(profile, role)
     return profile
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,7 @@ from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.policy.models.latency import PrefillSample, StepSample
 from halfmoon.sim.latency_sources.measured_profile import read_profile
 from halfmoon.worker.engine_host import OwnHost
+from halfmoon.worker.membership import calibration
 from halfmoon.worker.membership.calibration import Profile, calibrated, kind_of, measure
 
 
@@ -66,6 +69,32 @@ def test_it_takes_no_longer_than_it_may(engine: Engine) -> None:
     profile = measure(engine, "both", "k", 0.0)
     assert (profile.prefills, profile.steps) == ([], [])
     assert engine.stats().num_running == 0
+
+
+def test_a_slow_worker_that_computes_and_decodes_knows_both_models(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that runs a second a look, and so about a second a step: two steps warm up, and one is a short prompt."""
+    seconds = count()
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    profile = measure(engine, "both", "k", 10)
+    assert any(profile.prefill_model)
+    assert any(profile.step_model)
+
+
+def test_a_profile_that_lacks_something_is_named_and_made_anew(
+    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calibrated(engine, "both", "auto", 60, tmp_path)
+    (file,) = (tmp_path / "profiles").iterdir()
+    file.write_text(json.dumps({**json.loads(file.read_text()), "step": []}))
+    anew = calibrated(engine, "both", "auto", 0.0, tmp_path)
+    assert anew is not None
+    assert (anew.prefills, anew.steps) == ([], [])
+    assert "worker.calibrated_in_part" in [record.message for record in caplog.records]
+    anew = calibrated(engine, "both", "auto", 60, tmp_path)
+    assert anew is not None
+    assert anew.steps
 
 
 def test_a_restart_measures_nothing(engine: Engine, tmp_path: Path) -> None:
