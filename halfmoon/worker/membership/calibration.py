@@ -8,6 +8,7 @@ import logging
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 
 import halfmoon
 from halfmoon.config.worker import Calibrate
+from halfmoon.engine.checkpoint.checkpoint import locked
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
@@ -82,16 +84,39 @@ def calibrated(engine: Engine, role: str, how: Calibrate, seconds: float, state_
     """Loads an earlier start's profile or measures one in about `seconds`; None if `how` is "never"."""
     if how == "never":
         return None
+    _run(engine, WARM_UP, time.monotonic() + seconds)  # for the first request, if nothing has to be measured
     kind = kind_of(engine, role)
     file = profile_file(state_dir, kind)
     profile = load_profile(file, kind, role) if how == "auto" else None
     if profile is None:
-        profile, config = measure(engine, role, kind, seconds), engine.config
-        ranks = {"tensor_parallel": config.tensor_parallel, "pipeline_parallel": config.pipeline_parallel}
-        described = {"model": engine.checkpoint.name, "device": device_name(config.device), **ranks}
-        keep_profile(file, profile, described, engine.layout, engine.num_blocks)
+        with alone_in_calibration(file, engine.config.device):
+            profile = load_profile(file, kind, role) if how == "auto" else None  # of one of its kind, by now
+            if profile is None:
+                profile = _measured(engine, role, kind, seconds, file)
     log_profile(profile, role)
     return profile
+
+
+def _measured(engine: Engine, role: str, kind: str, seconds: float, file: Path) -> Profile:
+    profile, config = measure(engine, role, kind, seconds), engine.config
+    ranks = {"tensor_parallel": config.tensor_parallel, "pipeline_parallel": config.pipeline_parallel}
+    described = {"model": engine.checkpoint.name, "device": device_name(config.device), **ranks}
+    keep_profile(file, profile, described, engine.layout, engine.num_blocks)
+    return profile
+
+
+@contextmanager
+def alone_in_calibration(file: Path, device: str) -> Iterator[None]:
+    """Waits until no worker of the same cores, or on GPUs of the same kind, measures itself for this state directory.
+
+    On the same cores each would measure the other along, and of workers of one kind one measures for all.
+    """
+    folder, name = file.parent.parent, "cpu" if device == "cpu" else file.stem
+    with ExitStack() as stack:
+        with suppress(OSError):  # where it cannot be written no profile is kept, either
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder / f"calibration-{name}.lock"))
+        yield
 
 
 def missing_of(profile: Profile, role: str) -> str:

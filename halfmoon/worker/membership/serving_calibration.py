@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from halfmoon.worker.membership.calibration import (
     WARM_UP,
     Profile,
     TrialRoom,
+    alone_in_calibration,
     device_name,
     keep_profile,
     load_profile,
@@ -93,21 +94,30 @@ async def calibrated_serving(
     parts = (role, facts.fingerprint, device, layout.dtype, *(f"{name} {num}" for name, num in ranks.items()))
     kind = ", ".join((*parts, limits, options, f"halfmoon {halfmoon.__version__}"))
     file = profile_file(state_dir, kind)
-    profile = load_profile(file, kind, role) if how == "auto" else None
-    if profile is None:
-        profile = Profile(kind)
-        room = TrialRoom(
-            facts.step_tokens, facts.context_tokens, layout.block_tokens, facts.num_blocks, facts.max_running
-        )
-        give_up_s = time.monotonic() + seconds
-        for number, trial in enumerate((WARM_UP, *trials(room, role))):
-            for result in await tap.steps(engine, trial_requests(trial, str(number)), give_up_s):
-                if number:
-                    note_step(profile, trial, result, role)
-            if time.monotonic() > give_up_s:
-                break
-        keep_profile(file, profile, {"model": facts.model, "device": device, **ranks}, layout, facts.num_blocks)
+    async with AsyncExitStack() as stack:
+        profile = load_profile(file, kind, role) if how == "auto" else None
+        if profile is None:
+            await asyncio.to_thread(stack.enter_context, alone_in_calibration(file, facts.device))
+            profile = load_profile(file, kind, role) if how == "auto" else None  # of one of its kind, by now
+        if profile is None:
+            profile = await _measured(engine, tap, facts, role, kind, seconds)
+            keep_profile(file, profile, {"model": facts.model, "device": device, **ranks}, layout, facts.num_blocks)
     log_profile(profile, role)
+    return profile
+
+
+async def _measured(
+    engine: ServingEngine, tap: StepTap, facts: EngineFacts, role: str, kind: str, seconds: float
+) -> Profile:
+    profile, block_tokens = Profile(kind), facts.layout.block_tokens
+    room = TrialRoom(facts.step_tokens, facts.context_tokens, block_tokens, facts.num_blocks, facts.max_running)
+    give_up_s = time.monotonic() + seconds
+    for number, trial in enumerate((WARM_UP, *trials(room, role))):
+        for result in await tap.steps(engine, trial_requests(trial, str(number)), give_up_s):
+            if number:
+                note_step(profile, trial, result, role)
+        if time.monotonic() > give_up_s:
+            break
     return profile
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from threading import Barrier, get_ident
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,7 @@ from halfmoon.policy.models.latency import PrefillSample, StepSample
 from halfmoon.sim.latency_sources.measured_profile import read_profile
 from halfmoon.worker.engine_host import OwnHost
 from halfmoon.worker.membership import calibration
-from halfmoon.worker.membership.calibration import Profile, calibrated, kind_of, measure
+from halfmoon.worker.membership.calibration import Profile, calibrated, kind_of, load_profile, measure
 
 
 @pytest.fixture
@@ -95,6 +97,33 @@ def test_a_profile_that_lacks_something_is_named_and_made_anew(
     anew = calibrated(engine, "both", "auto", 60, tmp_path)
     assert anew is not None
     assert anew.steps
+
+
+def test_of_workers_of_one_kind_one_measures_for_all(
+    tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three that find nothing at first."""
+    all_looked, have_looked, measured = Barrier(3, timeout=60), set[int](), list[Profile]()
+
+    def load_once_all_looked(file: Path, kind: str, role: str) -> Profile | None:
+        found = load_profile(file, kind, role)
+        if get_ident() not in have_looked:
+            have_looked.add(get_ident())
+            all_looked.wait()
+        return found
+
+    def counted_measure(engine: Engine, role: str, kind: str, seconds: float) -> Profile:
+        measured.append(measure(engine, role, kind, seconds))
+        return measured[-1]
+
+    monkeypatch.setattr(calibration, "load_profile", load_once_all_looked)
+    monkeypatch.setattr(calibration, "measure", counted_measure)
+    config = EngineConfig(num_blocks=64, block_tokens=8, max_batch_tokens=80, max_running=8, num_threads=1)
+    engines = [Engine(tiny, config) for _ in range(3)]
+    with ThreadPoolExecutor(3) as workers:
+        profiles = list(workers.map(lambda engine: calibrated(engine, "both", "auto", 60, tmp_path), engines))
+    assert len(measured) == 1
+    assert profiles == [measured[0]] * 3
 
 
 def test_a_restart_measures_nothing(engine: Engine, tmp_path: Path) -> None:
