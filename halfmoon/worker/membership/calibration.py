@@ -58,6 +58,7 @@ class TrialRoom(NamedTuple):
     max_running: int
 
 
+_MOST_STEPS = 8  # of a trial
 WARM_UP = _Trial(1, 8, 2)  # of memory, threads and caches
 
 
@@ -87,13 +88,13 @@ def calibrated(engine: Engine, role: str, how: Calibrate, seconds: float, state_
     _run(engine, WARM_UP, time.monotonic() + seconds)  # for the first request, if nothing has to be measured
     kind = kind_of(engine, role)
     file = profile_file(state_dir, kind)
-    profile = load_profile(file, kind, role) if how == "auto" else None
+    profile = load_profile(file, kind) if how == "auto" else None
     if profile is None:
         with alone_in_calibration(file, engine.config.device):
-            profile = load_profile(file, kind, role) if how == "auto" else None  # of one of its kind, by now
+            profile = load_profile(file, kind) if how == "auto" else None  # of one of its kind, by now
             if profile is None:
                 profile = _measured(engine, role, kind, seconds, file)
-    log_profile(profile, role)
+    log_profile(profile)
     return profile
 
 
@@ -119,19 +120,20 @@ def alone_in_calibration(file: Path, device: str) -> Iterator[None]:
         yield
 
 
-def missing_of(profile: Profile, role: str) -> str:
-    """Returns what a worker of that role needs and the profile lacks; "" if nothing."""
-    needed = {"prompts": profile.prefills or role == "decode", "decode steps": profile.steps or role == "prefill"}
-    return " and ".join(name for name, measured in needed.items() if not measured)
+def missing_of(profile: Profile) -> str:
+    """Returns what the profile lacks; "" if nothing."""
+    measured = {"prompts": profile.prefills, "decode steps": profile.steps}
+    return " and ".join(name for name, samples in measured.items() if not samples)
 
 
-def log_profile(profile: Profile, role: str) -> None:
-    """Logs the fitted models, and what could not be measured in time."""
+def log_profile(profile: Profile) -> None:
+    """Logs the fitted models, and what could not be measured."""
     models = {"prefill": profile.prefill_model._asdict(), "step": profile.step_model._asdict()}
     log.info("worker.calibrated", extra={"kind": profile.kind, **models})
-    if missing := missing_of(profile, role):
-        reason = f"no {missing} within calibrate_s: predictions begin without, and chunks have a constant length"
-        log.warning("worker.calibrated_in_part", extra={"reason": f"{reason}; a longer calibrate_s measures them"})
+    if missing := missing_of(profile):
+        reason = f"{missing} could not be measured: predictions begin without, and chunks have a constant length"
+        advice = "a longer calibrate_s gives them time; a longer context and more KV memory give them room"
+        log.warning("worker.calibrated_in_part", extra={"reason": f"{reason}; {advice}"})
 
 
 def profile_file(state_dir: Path, kind: str) -> Path:
@@ -151,7 +153,10 @@ def kind_of(engine: Engine, role: str) -> str:
         config.attention_backend,
         f"TP{config.tensor_parallel} PP{config.pipeline_parallel} SP{config.sequence_parallel}",
         f"{config.num_threads or num_threads()} threads",
-        f"steps of {config.step_tokens}",
+        f"steps of {config.step_tokens}, batches of {config.max_running}",
+        f"on the host {config.host_weights:.0%} of the weights, KV {config.offload or 'never'}",
+        f"attention {config.mixed_attention}, graphs {config.cuda_graphs}, speculation {config.speculation}",
+        f"{sum(1 for _ in trials(_room(engine), role))} trials",
         f"halfmoon {halfmoon.__version__}",
     )
     return ", ".join(parts)
@@ -166,46 +171,49 @@ def device_name(device: str) -> str:
 
 def measure(engine: Engine, role: str, kind: str, seconds: float) -> Profile:
     """Runs trials on an engine not yet in use until `seconds` are over. The engine is left as it was."""
-    give_up_s = time.monotonic() + seconds
     profile = Profile(kind)
-    _run(engine, WARM_UP, give_up_s)
-    config = engine.config
-    room = TrialRoom(
-        config.step_tokens,
-        engine.context_tokens,
-        engine.layout.block_tokens,
-        engine.stats().num_free_blocks,
-        config.max_running,
-    )
-    for trial in trials(room, role):
+    _run(engine, WARM_UP, time.monotonic() + seconds)
+    give_up_s = time.monotonic() + seconds
+    for trial in trials(_room(engine), role):
         for result in _run(engine, trial, give_up_s):
-            note_step(profile, trial, result, role)
+            note_step(profile, trial, result)
         if time.monotonic() > give_up_s:
             break
     engine.forget_prefixes()
     return profile
 
 
+def _room(engine: Engine) -> TrialRoom:
+    config = engine.config
+    return TrialRoom(
+        config.step_tokens,
+        engine.context_tokens,
+        engine.layout.block_tokens,
+        engine.stats().num_free_blocks,
+        config.max_running,
+    )
+
+
 def trials(room: TrialRoom, role: str) -> Iterator[_Trial]:
     """Yields the most informative trials first; leaves out trials that do not fit into the engine.
 
-    One of role `both` decodes behind its first prompts, so that a slow one, too, knows both of its models in time.
+    The first one of every role decodes behind a short prompt, so that a slow worker, too, knows both of its models in
+    time. One that only computes prompts may change its role.
     """
-    step = min(room.step_tokens, room.context_tokens - room.block_tokens)
+    step = min(room.step_tokens, room.context_tokens - _MOST_STEPS - 1)
+    short = _Trial(1, step // 8, _MOST_STEPS)
     by_role = {
-        "prefill": (_Trial(1, step // 8), _Trial(1, step), _Trial(1, step // 2), _Trial(1, 2 * step)),
-        "decode": (_Trial(1, 64, 8), _Trial(4, 32, 8), _Trial(1, step, 6), _Trial(16, 16, 4)),
+        "prefill": (short, _Trial(1, step), _Trial(1, 2 * step), _Trial(1, step // 2)),
+        "decode": (_Trial(1, min(64, step), _MOST_STEPS), _Trial(4, 32, 8), _Trial(1, step, 6), _Trial(16, 16, 4)),
         "both": (
-            *(_Trial(1, step // 8, 8), _Trial(1, step, 6), _Trial(4, 32, 8)),
-            *(_Trial(1, step // 2), _Trial(16, 16, 4), _Trial(1, 2 * step)),
+            *(short, _Trial(1, step, 6), _Trial(4, 32, 8)),
+            *(_Trial(1, 2 * step), _Trial(16, 16, 4), _Trial(1, step // 2)),
         ),
     }
     for trial in by_role[role]:
-        num_tokens = trial.num_prompt_tokens + trial.num_steps + room.block_tokens
-        fits = (
-            num_tokens <= room.context_tokens
-            and trial.num_sequences * num_tokens <= room.num_blocks * room.block_tokens
-        )
+        num_tokens = trial.num_prompt_tokens + trial.num_steps + 1
+        num_blocks = trial.num_sequences * -(-num_tokens // room.block_tokens)
+        fits = num_tokens <= room.context_tokens and num_blocks <= room.num_blocks
         if fits and trial.num_prompt_tokens > 0 and trial.num_sequences <= room.max_running:
             yield trial
 
@@ -235,7 +243,7 @@ def _run(engine: Engine, trial: _Trial, give_up_s: float) -> Sequence[StepResult
     return results
 
 
-def note_step(profile: Profile, trial: _Trial, result: StepResult, role: str) -> None:
+def note_step(profile: Profile, trial: _Trial, result: StepResult) -> None:
     """Adds a step to the profile. Prefills count only when a single prompt was computed.
 
     A decode worker's trials begin with prefills, too: it may have to restore a request alone.
@@ -244,12 +252,12 @@ def note_step(profile: Profile, trial: _Trial, result: StepResult, role: str) ->
     if is_prefill and trial.num_sequences == 1:
         sample = prefill_sample(result.num_prefill_tokens, result.num_prefill_pairs, result.duration_s)
         profile.prefills.append(sample)
-    elif result.num_decode_seqs and not result.num_prefill_tokens and role != "prefill":
+    elif result.num_decode_seqs and not result.num_prefill_tokens:
         profile.steps.append(StepSample(result.num_decode_rows, result.decode_context_tokens, result.duration_s))
 
 
-def load_profile(file: Path, kind: str, role: str) -> Profile | None:
-    """Loads a profile; None if the file is missing, unreadable, of another kind or lacks what the role needs."""
+def load_profile(file: Path, kind: str) -> Profile | None:
+    """Loads a profile; None if the file is missing, unreadable, of another kind or lacks something."""
     try:
         stored: Mapping[str, Any] = json.loads(file.read_text())
         if stored["kind"] != kind:
@@ -262,7 +270,7 @@ def load_profile(file: Path, kind: str, role: str) -> Profile | None:
         log.warning("profile.unreadable", extra={"file": str(file), "reason": str(error)})
         return None
     profile = Profile(kind, prefills, steps)
-    return None if missing_of(profile, role) else profile
+    return None if missing_of(profile) else profile
 
 
 def keep_profile(file: Path, profile: Profile, described: Mapping[str, Any], layout: KVLayout, num_blocks: int) -> None:

@@ -95,14 +95,14 @@ async def calibrated_serving(
     kind = ", ".join((*parts, limits, options, f"halfmoon {halfmoon.__version__}"))
     file = profile_file(state_dir, kind)
     async with AsyncExitStack() as stack:
-        profile = load_profile(file, kind, role) if how == "auto" else None
+        profile = load_profile(file, kind) if how == "auto" else None
         if profile is None:
             await asyncio.to_thread(stack.enter_context, alone_in_calibration(file, facts.device))
-            profile = load_profile(file, kind, role) if how == "auto" else None  # of one of its kind, by now
+            profile = load_profile(file, kind) if how == "auto" else None  # of one of its kind, by now
         if profile is None:
             profile = await _measured(engine, tap, facts, role, kind, seconds)
             keep_profile(file, profile, {"model": facts.model, "device": device, **ranks}, layout, facts.num_blocks)
-    log_profile(profile, role)
+    log_profile(profile)
     return profile
 
 
@@ -111,11 +111,11 @@ async def _measured(
 ) -> Profile:
     profile, block_tokens = Profile(kind), facts.layout.block_tokens
     room = TrialRoom(facts.step_tokens, facts.context_tokens, block_tokens, facts.num_blocks, facts.max_running)
+    await tap.steps(engine, trial_requests(WARM_UP, "0"), time.monotonic() + seconds)
     give_up_s = time.monotonic() + seconds
-    for number, trial in enumerate((WARM_UP, *trials(room, role))):
+    for number, trial in enumerate(trials(room, role), 1):
         for result in await tap.steps(engine, trial_requests(trial, str(number)), give_up_s):
-            if number:
-                note_step(profile, trial, result, role)
+            note_step(profile, trial, result)
         if time.monotonic() > give_up_s:
             break
     return profile
