@@ -18,6 +18,7 @@ import torch
 import halfmoon
 from halfmoon.config.worker import Calibrate
 from halfmoon.engine.checkpoint.checkpoint import locked
+from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
@@ -37,6 +38,15 @@ from halfmoon.rpc.processes.private_files import write_private
 log = logging.getLogger(__name__)
 
 _FOLDER = "profiles"  # inside the state directory
+_FOR_SPEED = (
+    "max_running",
+    "host_weights",
+    "offload",
+    "mixed_attention",
+    "cuda_graphs",
+    "speculation",
+)  # of the config
+_KIND_CHARACTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +153,9 @@ def profile_file(state_dir: Path, kind: str) -> Path:
 
 def kind_of(engine: Engine, role: str) -> str:
     """Describes everything on which a profile depends: a profile holds for workers with the same description."""
-    config = engine.config
-    parts = (
+    config, usual = engine.config, EngineConfig()
+    changed = (name for name in _FOR_SPEED if getattr(config, name) != getattr(usual, name))
+    return kind_text(
         role,
         engine.checkpoint.fingerprint,
         device_name(engine.config.device),
@@ -153,13 +164,19 @@ def kind_of(engine: Engine, role: str) -> str:
         config.attention_backend,
         f"TP{config.tensor_parallel} PP{config.pipeline_parallel} SP{config.sequence_parallel}",
         f"{config.num_threads or num_threads()} threads",
-        f"steps of {config.step_tokens}, batches of {config.max_running}",
-        f"on the host {config.host_weights:.0%} of the weights, KV {config.offload or 'never'}",
-        f"attention {config.mixed_attention}, graphs {config.cuda_graphs}, speculation {config.speculation}",
+        f"steps of {config.step_tokens}",
+        *(f"{name} {getattr(config, name)}" for name in changed),
         f"{sum(1 for _ in trials(_room(engine), role))} trials",
-        f"halfmoon {halfmoon.__version__}",
     )
-    return ", ".join(parts)
+
+
+def kind_text(*parts: str) -> str:
+    """Joins what describes a kind of worker and this version, in as many characters as the ledger has for it."""
+    text = ", ".join((*parts, f"halfmoon {halfmoon.__version__}"))
+    if len(text) <= _KIND_CHARACTERS:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"{text[: _KIND_CHARACTERS - len(digest) - 1]} {digest}"
 
 
 def device_name(device: str) -> str:

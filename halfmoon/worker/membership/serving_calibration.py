@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import halfmoon
 from halfmoon.config.worker import Calibrate
 from halfmoon.engine.engine_facts import EngineFacts
 from halfmoon.engine.request import EngineRequest
@@ -21,6 +20,7 @@ from halfmoon.worker.membership.calibration import (
     alone_in_calibration,
     device_name,
     keep_profile,
+    kind_text,
     load_profile,
     log_profile,
     note_step,
@@ -92,7 +92,7 @@ async def calibrated_serving(
     ranks = {"tensor_parallel": facts.tensor_parallel, "pipeline_parallel": facts.pipeline_parallel}
     limits = f"steps of {facts.step_tokens}, batches of {facts.max_running}"
     parts = (role, facts.fingerprint, device, layout.dtype, *(f"{name} {num}" for name, num in ranks.items()))
-    kind = ", ".join((*parts, limits, options, f"halfmoon {halfmoon.__version__}"))
+    kind = kind_text(*parts, limits, options)
     file = profile_file(state_dir, kind)
     async with AsyncExitStack() as stack:
         profile = load_profile(file, kind) if how == "auto" else None

@@ -16,11 +16,12 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.ledger.models import ProfileRow
 from halfmoon.policy.models.latency import PrefillSample, StepSample
 from halfmoon.sim.latency_sources.measured_profile import read_profile
 from halfmoon.worker.engine_host import OwnHost
 from halfmoon.worker.membership import calibration
-from halfmoon.worker.membership.calibration import Profile, calibrated, kind_of, load_profile, measure
+from halfmoon.worker.membership.calibration import Profile, calibrated, kind_of, kind_text, load_profile, measure
 
 
 @pytest.fixture
@@ -154,6 +155,14 @@ def test_other_weights_have_profiles_of_their_own(tiny: Checkpoint) -> None:
     names: tuple[Quantization, ...] = ("auto", "none")
     config = EngineConfig(dtype="float32", num_blocks=4)
     assert len({kind_of(Engine(replace(tiny, quantization=name), config), "both") for name in names}) == 2
+
+
+def test_a_kind_fits_into_the_ledger() -> None:
+    """However long the options are, and no two alike."""
+    kinds = [kind_text("both", "x" * length) for length in range(200, 400)]
+    assert len(set(kinds)) == len(kinds)
+    assert max(map(len, kinds)) == ProfileRow.__table__.c.kind.type.length  # type: ignore[attr-defined]
+    assert kind_text("both", "x").startswith("both, x, halfmoon ")
 
 
 def test_what_changes_speed_or_room_has_profiles_of_its_own(tiny: Checkpoint) -> None:
