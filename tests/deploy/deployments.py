@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def compose_others() -> dict[str, Document]:
     return {name: service for name, service in _services().items() if "build" not in service}
 
 
+@cache
 def _services() -> dict[str, Document]:
     services: dict[str, Document] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     return services

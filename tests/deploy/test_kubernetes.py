@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import kubernetes_validate
@@ -31,6 +33,14 @@ from tests.deploy.manifests import (
 
 ELSEWHERE = ("advertise", "gateway", "drain-s")  # options that differ from those of Compose
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _schemas_are_read_once() -> Iterator[None]:
+    """Not for each object that is validated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kubernetes_validate.utils, "schema_contents", cache(kubernetes_validate.utils.schema_contents))
+        yield
 
 
 @each_overlay
