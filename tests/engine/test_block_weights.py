@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization, prepare_checkpoint
+from halfmoon.engine.checkpoint.convert_gguf import convert_gguf
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import block_file, pack
 from halfmoon.engine.engine import Engine
@@ -35,6 +36,12 @@ MIXED: dict[str, BlockFormat] = {
     "token_embd": "Q8_0",
 }
 TOKENS = [3, 7, 1, 20, 5, 5, 9, 11, 0, 2, 30, 31, 4]
+
+
+@pytest.fixture(autouse=True)
+def _convert_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a process that loads transformers for each file; those of the tests of the conversion have one."""
+    monkeypatch.setattr("halfmoon.engine.checkpoint.checkpoint._convert", convert_gguf)
 
 
 def gguf(path: Path, formats: Mapping[str, BlockFormat], quantization: Quantization = "auto") -> Checkpoint:
