@@ -1,4 +1,7 @@
-"""Engines of several ranks on the CPU: gloo, one thread a process, ended with the test module."""
+"""Engines of several ranks on the CPU: gloo, one thread a process, ended with the test module.
+
+Their followers are forks; a test of the followers' processes themselves uses `own_processes`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ import torch
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.parallel.followers import LocalFollower
+from tests.engine.parallel.forked_follower import ForkedFollower, end_forking
+
+_FOLLOWER = "halfmoon.engine.parallel.followers.LocalFollower"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,6 +28,20 @@ def _one_thread() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forks(_one_thread: None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_FOLLOWER, ForkedFollower)
+        yield
+    end_forking()
+
+
+@pytest.fixture
+def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers are started as an engine starts them."""
+    monkeypatch.setattr(_FOLLOWER, LocalFollower)
 
 
 @pytest.fixture
@@ -38,7 +59,7 @@ def start_engine(tiny_checkpoint: Callable[[str], Checkpoint]) -> Iterator[Calla
 
 
 @pytest.fixture(scope="module")
-def shared_engine(tiny_checkpoint: Callable[[str], Checkpoint]) -> Iterator[Callable[..., Engine]]:
+def shared_engine(tiny_checkpoint: Callable[[str], Checkpoint], _forks: None) -> Iterator[Callable[..., Engine]]:
     """`shared_engine(2, 1)`: a Llama's engine without a prefix cache, for tests that leave it as they found it.
 
     Its `twin` is another one like it.

@@ -238,6 +238,7 @@ def test_kv_bytes_are_canonical_and_checked(shared_engine: StartEngine) -> None:
         engine.cancel_all()
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_successive_chunks_occupy_successive_stages(start_engine: StartEngine, shared_engine: StartEngine) -> None:
     """Each stage is held before a chunk while the one before it goes on to the next: order, not time, is the proof."""
     expected = generate(shared_engine(), request("a", 40))
@@ -272,6 +273,7 @@ def test_successive_chunks_occupy_successive_stages(start_engine: StartEngine, s
     assert events[:6] == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0)]
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_blocks_of_a_cancelled_prompt_are_written_after_its_last_chunk(
     start_engine: StartEngine, shared_engine: StartEngine
 ) -> None:
@@ -314,6 +316,7 @@ def test_a_failure_outside_the_exchange_ends_its_requests_only(
     assert generate(engine, request("later", 20)) == expected
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_a_failure_between_ranks_ends_all(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start_engine(2)
     gone = os.pidfd_open(pid(engine, 1))
@@ -330,6 +333,7 @@ def test_a_failure_between_ranks_ends_all(start_engine: StartEngine, monkeypatch
     wait_until_gone(gone)
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_a_killed_follower_ends_the_engine_in_mid_step(start_engine: StartEngine) -> None:
     engine = start_engine(2, 2)
     gone = [os.pidfd_open(pid(engine, rank)) for rank in (1, 2, 3)]
@@ -359,6 +363,7 @@ def test_a_killed_follower_ends_the_engine_in_mid_step(start_engine: StartEngine
     assert engine.stats().num_free_blocks == engine.num_blocks
 
 
+@pytest.mark.usefixtures("own_processes")
 async def test_a_follower_that_dies_while_nothing_runs_is_noticed(start_engine: StartEngine) -> None:
     engine = start_engine(2)
     death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -370,6 +375,7 @@ async def test_a_follower_that_dies_while_nothing_runs_is_noticed(start_engine: 
         assert error.message == "follower rank 1 was killed by signal 9"
 
 
+@pytest.mark.usefixtures("own_processes")
 async def test_the_followers_end_with_the_engine(start_engine: StartEngine) -> None:
     engine = start_engine(1, 2)
     gone = os.pidfd_open(pid(engine, 1))
@@ -404,6 +410,7 @@ def test_no_orphan_is_left_when_rank_0_is_killed(tiny_checkpoint: Callable[[str]
     wait_until_gone(gone)
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_what_a_follower_cannot_load_is_refused_and_nothing_is_left(
     tiny_checkpoint: Callable[[str], Checkpoint], tmp_path: Path
 ) -> None:

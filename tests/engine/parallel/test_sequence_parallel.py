@@ -126,6 +126,7 @@ def test_quantised_kv_goes_round(kv_dtype: str, start_engine: StartEngine, start
     torch.testing.assert_close(log_probabilities(ring, 60), log_probabilities(one, 60), atol=0.05, rtol=0.05)
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_a_killed_rank_ends_all_with_the_reason(start_ring: StartEngine) -> None:
     engine = start_ring(3)
     engine.add(request("long", 100, max_tokens=20))
