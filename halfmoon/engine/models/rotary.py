@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,15 +49,12 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     if config.rope_type in ("default", "dynamic"):
         exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         return 1.0 / (config.rope_theta**exponents), 1.0
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
-    hf_config = LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_heads,
-        head_dim=size,
-        max_position_embeddings=config.max_positions,
-        rope_parameters={**config.rope_parameters, "partial_rotary_factor": 1.0},  # of `size`
-    )
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[config.rope_type](hf_config, torch.device("cpu"))
+    described: Any = RotaryEmbeddingConfigMixin()  # all that they read; a LlamaConfig takes seconds to import
+    described.hidden_size, described.num_attention_heads = config.hidden_size, config.num_heads
+    described.head_dim = size
+    described.max_position_embeddings = config.max_positions
+    described.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": 1.0}  # of `size`
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[config.rope_type](described, torch.device("cpu"))
     return inv_freq, float(scaling)
