@@ -47,7 +47,7 @@ class Capabilities(NamedTuple):
     most_capacity_tokens: float  # of all members so far; 0 if there was none
     may_keep: Bools  # decode workers that can compute prompts themselves, at a known speed
     knows_prefills: bool  # the prefill model of some worker
-    knows_steps: bool  # the step model of some worker
+    knows_steps: bool  # the step model of some worker that decodes
     is_one_speed: bool  # workers of role `both` have equal prefill models
     is_one_step_time_of_both: bool  # and equal step models
     is_one_step_time_of_decode: bool  # decode workers have equal step models
@@ -70,7 +70,7 @@ def capabilities_of(
         float(capacity_tokens.max(initial=0.0)),
         present.decode & (chunk_tokens > 0) & prefill_coefficients.any(axis=1),
         bool(prefill_coefficients.any()),
-        bool(step_coefficients.any()),
+        bool(step_coefficients[present.decode | present.both].any()),
         _are_equal(prefill_coefficients[present.both]),
         _are_equal(step_coefficients[present.both]),
         _are_equal(step_coefficients[present.decode]),

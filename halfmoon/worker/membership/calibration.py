@@ -95,15 +95,16 @@ def calibrated(engine: Engine, role: str, how: Calibrate, seconds: float, state_
     """Loads an earlier start's profile or measures one in about `seconds`; None if `how` is "never"."""
     if how == "never":
         return None
-    _run(engine, WARM_UP, time.monotonic() + seconds)  # for the first request, if nothing has to be measured
     kind = kind_of(engine, role)
     file = profile_file(state_dir, kind)
-    profile = load_profile(file, kind) if how == "auto" else None
+    profile, is_measured = load_profile(file, kind) if how == "auto" else None, False
     if profile is None:
-        with alone_in_calibration(file, engine.config.device):
+        with _alone_in_calibration(file, engine.config.device):
             profile = load_profile(file, kind) if how == "auto" else None  # of one of its kind, by now
             if profile is None:
-                profile = _measured(engine, role, kind, seconds, file)
+                profile, is_measured = _measured(engine, role, kind, seconds, file), True
+    if not is_measured:
+        _warm_up(engine, seconds)  # for the first request
     log_profile(profile)
     return profile
 
@@ -117,7 +118,7 @@ def _measured(engine: Engine, role: str, kind: str, seconds: float, file: Path) 
 
 
 @contextmanager
-def alone_in_calibration(file: Path, device: str) -> Iterator[None]:
+def _alone_in_calibration(file: Path, device: str) -> Iterator[None]:
     """Waits until no worker of the same cores, or on GPUs of the same kind, measures itself for this state directory.
 
     On the same cores each would measure the other along, and of workers of one kind one measures for all.
@@ -166,7 +167,7 @@ def kind_of(engine: Engine, role: str) -> str:
         f"{config.num_threads or num_threads()} threads",
         f"steps of {config.step_tokens}",
         *(f"{name} {getattr(config, name)}" for name in changed),
-        f"{sum(1 for _ in trials(_room(engine), role))} trials",
+        trials_text(_room(engine), role),
     )
 
 
@@ -189,7 +190,7 @@ def device_name(device: str) -> str:
 def measure(engine: Engine, role: str, kind: str, seconds: float) -> Profile:
     """Runs trials on an engine not yet in use until `seconds` are over. The engine is left as it was."""
     profile = Profile(kind)
-    _run(engine, WARM_UP, time.monotonic() + seconds)
+    _warm_up(engine, seconds)
     give_up_s = time.monotonic() + seconds
     for trial in trials(_room(engine), role):
         for result in _run(engine, trial, give_up_s):
@@ -218,21 +219,34 @@ def trials(room: TrialRoom, role: str) -> Iterator[_Trial]:
     time. One that only computes prompts may change its role.
     """
     step = min(room.step_tokens, room.context_tokens - _MOST_STEPS - 1)
-    short = _Trial(1, step // 8, _MOST_STEPS)
+    short = _Trial(1, max(step // 8, 1), _MOST_STEPS)
     by_role = {
-        "prefill": (short, _Trial(1, step), _Trial(1, 2 * step), _Trial(1, step // 2)),
+        "prefill": (short, _Trial(1, step), _Trial(1, 2 * step), _Trial(1, step // 2), _Trial(4, 32, 8)),
         "decode": (_Trial(1, min(64, step), _MOST_STEPS), _Trial(4, 32, 8), _Trial(1, step, 6), _Trial(16, 16, 4)),
         "both": (
             *(short, _Trial(1, step, 6), _Trial(4, 32, 8)),
             *(_Trial(1, 2 * step), _Trial(16, 16, 4), _Trial(1, step // 2)),
         ),
     }
-    for trial in by_role[role]:
-        num_tokens = trial.num_prompt_tokens + trial.num_steps + 1
-        num_blocks = trial.num_sequences * -(-num_tokens // room.block_tokens)
-        fits = num_tokens <= room.context_tokens and num_blocks <= room.num_blocks
-        if fits and trial.num_prompt_tokens > 0 and trial.num_sequences <= room.max_running:
-            yield trial
+    return (trial for trial in by_role[role] if _fits(trial, room))
+
+
+def trials_text(room: TrialRoom, role: str) -> str:
+    """Describes the trials, for which a worker may have had more room at another start."""
+    lengths = [trial.num_prompt_tokens for trial in trials(room, role)]
+    return f"{len(lengths)} trials of at most {max(lengths, default=0)} tokens"
+
+
+def _fits(trial: _Trial, room: TrialRoom) -> bool:
+    num_tokens = trial.num_prompt_tokens + trial.num_steps + 1
+    num_blocks = trial.num_sequences * -(-num_tokens // room.block_tokens)
+    has_room = num_tokens <= room.context_tokens and num_blocks <= room.num_blocks
+    return has_room and trial.num_prompt_tokens > 0 and trial.num_sequences <= room.max_running
+
+
+def _warm_up(engine: Engine, seconds: float) -> None:
+    if _fits(WARM_UP, _room(engine)):
+        _run(engine, WARM_UP, time.monotonic() + seconds)
 
 
 def trial_requests(trial: _Trial, salt: str, vocab_size: int = 97) -> list[EngineRequest]:

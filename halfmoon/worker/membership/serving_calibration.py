@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from halfmoon.worker.membership.calibration import (
     WARM_UP,
     Profile,
     TrialRoom,
-    alone_in_calibration,
     device_name,
     keep_profile,
     kind_text,
@@ -27,6 +26,7 @@ from halfmoon.worker.membership.calibration import (
     profile_file,
     trial_requests,
     trials,
+    trials_text,
 )
 from halfmoon.worker.serving_engine import ServingEngine
 
@@ -92,25 +92,21 @@ async def calibrated_serving(
     ranks = {"tensor_parallel": facts.tensor_parallel, "pipeline_parallel": facts.pipeline_parallel}
     limits = f"steps of {facts.step_tokens}, batches of {facts.max_running}"
     parts = (role, facts.fingerprint, device, layout.dtype, *(f"{name} {num}" for name, num in ranks.items()))
-    kind = kind_text(*parts, limits, options)
+    room = TrialRoom(facts.step_tokens, facts.context_tokens, layout.block_tokens, facts.num_blocks, facts.max_running)
+    kind = kind_text(*parts, limits, trials_text(room, role), options)
     file = profile_file(state_dir, kind)
-    async with AsyncExitStack() as stack:
-        profile = load_profile(file, kind) if how == "auto" else None
-        if profile is None:
-            await asyncio.to_thread(stack.enter_context, alone_in_calibration(file, facts.device))
-            profile = load_profile(file, kind) if how == "auto" else None  # of one of its kind, by now
-        if profile is None:
-            profile = await _measured(engine, tap, facts, role, kind, seconds)
-            keep_profile(file, profile, {"model": facts.model, "device": device, **ranks}, layout, facts.num_blocks)
+    profile = load_profile(file, kind) if how == "auto" else None
+    if profile is None:
+        profile = await _measured(engine, tap, room, role, kind, seconds)
+        keep_profile(file, profile, {"model": facts.model, "device": device, **ranks}, layout, facts.num_blocks)
     log_profile(profile)
     return profile
 
 
 async def _measured(
-    engine: ServingEngine, tap: StepTap, facts: EngineFacts, role: str, kind: str, seconds: float
+    engine: ServingEngine, tap: StepTap, room: TrialRoom, role: str, kind: str, seconds: float
 ) -> Profile:
-    profile, block_tokens = Profile(kind), facts.layout.block_tokens
-    room = TrialRoom(facts.step_tokens, facts.context_tokens, block_tokens, facts.num_blocks, facts.max_running)
+    profile = Profile(kind)
     await tap.steps(engine, trial_requests(WARM_UP, "0"), time.monotonic() + seconds)
     give_up_s = time.monotonic() + seconds
     for number, trial in enumerate(trials(room, role), 1):

@@ -60,6 +60,14 @@ def test_load_leaves_capabilities_alone_and_everything_else_renews_them() -> Non
     assert view.capabilities is not known
 
 
+def test_what_a_prefill_worker_measured_of_decodes_is_no_knowledge_of_decode_workers() -> None:
+    may_change = replace(P, step_model=D.step_model)
+    unknown = replace(D, step_model=StepModel())
+    assert not ClusterView((may_change, unknown)).capabilities.knows_steps
+    assert ClusterView((may_change, D)).capabilities.knows_steps
+    assert ClusterView((may_change, B)).capabilities.knows_steps
+
+
 def test_equal_models_are_recognized_by_role() -> None:
     faster = replace(B, worker_id="c", prefill_model=PrefillModel(0.1, 0.02, 0.0))
     known = ClusterView((B, faster, P, D)).capabilities

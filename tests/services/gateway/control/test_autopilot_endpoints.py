@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.pb.gateway_pb2 import WorkerLoad
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.models.refinement import WorkerLatency
 from halfmoon.policy.scaling.observed_json import observation_from
 from tests.services.gateway.fakes import Fleet, running_fleet
 from tests.services.gateway.test_access import ask
@@ -36,6 +38,17 @@ async def test_it_sees_workers_and_what_ended(tmp_path: Path) -> None:
         ("d0", "decode", 0),
     ]
     assert (answer["num_gateways"], answer["mode"], shown.speed) == (3, None, seen.speed)
+
+
+async def test_the_speed_of_decodes_is_that_of_workers_that_decode(tmp_path: Path) -> None:
+    """Prefill workers measured a decode or two, in case that their role changes."""
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair()
+        members = [fleet.cluster.worker(name).member for name in ("p0", "d0")]
+        for member, step in zip(members, (StepModel(9.0), StepModel(0.1, 0.01)), strict=True):
+            member.latency = WorkerLatency(PrefillModel(), step)
+        seen = fleet.gateway.routing.telemetry.traffic.observation(members, 60, fleet.cluster.clock())
+    assert seen.speed.step == StepModel(0.1, 0.01)
 
 
 async def test_a_prompt_that_is_computed_does_not_count_as_an_answer(tmp_path: Path) -> None:
