@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,7 +21,6 @@ from halfmoon.config.worker import Calibrate
 from halfmoon.engine.checkpoint.checkpoint import locked
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
 from halfmoon.host_limits import num_cores, num_threads
 from halfmoon.kv.kv_layout import KVLayout
@@ -34,42 +34,14 @@ from halfmoon.policy.models.latency import (
     profile_step,
 )
 from halfmoon.rpc.processes.private_files import write_private
+from halfmoon.worker.membership.trials import WARM_UP, Trial, TrialRoom, fits, trial_requests, trials, trials_text
 
 log = logging.getLogger(__name__)
 
 _FOLDER = "profiles"  # inside the state directory
-_FOR_SPEED = (
-    "max_running",
-    "host_weights",
-    "offload",
-    "mixed_attention",
-    "cuda_graphs",
-    "speculation",
-)  # of the config
+# Of an engine's configuration; named in a kind where they differ from what is usual.
+_FOR_SPEED = ("max_running", "host_weights", "offload", "mixed_attention", "cuda_graphs", "speculation")
 _KIND_CHARACTERS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """Sequences computed together: their number, the tokens of each prompt and the decode steps."""
-
-    num_sequences: int
-    num_prompt_tokens: int
-    num_steps: int = 0
-
-
-class TrialRoom(NamedTuple):
-    """What an engine can compute at once."""
-
-    step_tokens: int
-    context_tokens: int
-    block_tokens: int
-    num_blocks: int
-    max_running: int
-
-
-_MOST_STEPS = 8  # of a trial
-WARM_UP = _Trial(1, 8, 2)  # of memory, threads and caches
 
 
 @dataclass(slots=True)
@@ -97,14 +69,12 @@ def calibrated(engine: Engine, role: str, how: Calibrate, seconds: float, state_
         return None
     kind = kind_of(engine, role)
     file = profile_file(state_dir, kind)
-    profile, is_measured = load_profile(file, kind) if how == "auto" else None, False
+    kept = partial(load_profile, file, kind) if how == "auto" else lambda: None
+    profile = kept()
     if profile is None:
         with _alone_in_calibration(file, engine.config.device):
-            profile = load_profile(file, kind) if how == "auto" else None  # of one of its kind, by now
-            if profile is None:
-                profile, is_measured = _measured(engine, role, kind, seconds, file), True
-    if not is_measured:
-        _warm_up(engine, seconds)  # for the first request
+            profile = kept() or _measured(engine, role, kind, seconds, file)  # kept by one of its kind, by now
+    _warm_up(engine, seconds)  # for the first request, where nothing was measured
     log_profile(profile)
     return profile
 
@@ -212,57 +182,12 @@ def _room(engine: Engine) -> TrialRoom:
     )
 
 
-def trials(room: TrialRoom, role: str) -> Iterator[_Trial]:
-    """Yields the most informative trials first; leaves out trials that do not fit into the engine.
-
-    The first one of every role decodes behind a short prompt, so that a slow worker, too, knows both of its models in
-    time. One that only computes prompts may change its role.
-    """
-    step = min(room.step_tokens, room.context_tokens - _MOST_STEPS - 1)
-    short = _Trial(1, max(step // 8, 1), _MOST_STEPS)
-    by_role = {
-        "prefill": (short, _Trial(1, step), _Trial(1, 2 * step), _Trial(1, step // 2), _Trial(4, 32, 8)),
-        "decode": (_Trial(1, min(64, step), _MOST_STEPS), _Trial(4, 32, 8), _Trial(1, step, 6), _Trial(16, 16, 4)),
-        "both": (
-            *(short, _Trial(1, step, 6), _Trial(4, 32, 8)),
-            *(_Trial(1, 2 * step), _Trial(16, 16, 4), _Trial(1, step // 2)),
-        ),
-    }
-    return (trial for trial in by_role[role] if _fits(trial, room))
-
-
-def trials_text(room: TrialRoom, role: str) -> str:
-    """Describes the trials, for which a worker may have had more room at another start."""
-    lengths = [trial.num_prompt_tokens for trial in trials(room, role)]
-    return f"{len(lengths)} trials of at most {max(lengths, default=0)} tokens"
-
-
-def _fits(trial: _Trial, room: TrialRoom) -> bool:
-    num_tokens = trial.num_prompt_tokens + trial.num_steps + 1
-    num_blocks = trial.num_sequences * -(-num_tokens // room.block_tokens)
-    has_room = num_tokens <= room.context_tokens and num_blocks <= room.num_blocks
-    return has_room and trial.num_prompt_tokens > 0 and trial.num_sequences <= room.max_running
-
-
 def _warm_up(engine: Engine, seconds: float) -> None:
-    if _fits(WARM_UP, _room(engine)):
+    if fits(WARM_UP, _room(engine)):
         _run(engine, WARM_UP, time.monotonic() + seconds)
 
 
-def trial_requests(trial: _Trial, salt: str, vocab_size: int = 97) -> list[EngineRequest]:
-    """salt: keeps the prompts of one trial from another's."""
-    prompts = [
-        tuple((7 + 13 * number + 31 * place) % vocab_size for place in range(trial.num_prompt_tokens))
-        for number in range(trial.num_sequences)
-    ]
-    sampling = SamplingParams(max_tokens=trial.num_steps + 1, temperature=0.0, ignore_eos=True)
-    return [
-        EngineRequest(f"calibration-{salt}-{number}", prompt, sampling, tenant_salt=f"calibration {salt}".encode())
-        for number, prompt in enumerate(prompts)
-    ]
-
-
-def _run(engine: Engine, trial: _Trial, give_up_s: float) -> Sequence[StepResult]:
+def _run(engine: Engine, trial: Trial, give_up_s: float) -> Sequence[StepResult]:
     """Runs one trial; returns its steps."""
     for request in trial_requests(trial, "", engine.checkpoint.model_config.vocab_size):
         engine.add(request)
@@ -274,7 +199,7 @@ def _run(engine: Engine, trial: _Trial, give_up_s: float) -> Sequence[StepResult
     return results
 
 
-def note_step(profile: Profile, trial: _Trial, result: StepResult) -> None:
+def note_step(profile: Profile, trial: Trial, result: StepResult) -> None:
     """Adds a step to the profile. Prefills count only when a single prompt was computed.
 
     A decode worker's trials begin with prefills, too: it may have to restore a request alone.

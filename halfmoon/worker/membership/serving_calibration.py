@@ -14,9 +14,7 @@ from halfmoon.engine.engine_facts import EngineFacts
 from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.step_result import StepResult
 from halfmoon.worker.membership.calibration import (
-    WARM_UP,
     Profile,
-    TrialRoom,
     device_name,
     keep_profile,
     kind_text,
@@ -24,10 +22,8 @@ from halfmoon.worker.membership.calibration import (
     log_profile,
     note_step,
     profile_file,
-    trial_requests,
-    trials,
-    trials_text,
 )
+from halfmoon.worker.membership.trials import WARM_UP, TrialRoom, trial_requests, trials, trials_text
 from halfmoon.worker.serving_engine import ServingEngine
 
 

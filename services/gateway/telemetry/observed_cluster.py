@@ -78,7 +78,7 @@ def _worker(member: Member) -> ObservedWorker:
 
 
 def _speed(members: Sequence[Member]) -> WorkerSpeed:
-    """The median worker: each coefficient of those that are measured. Prefill workers measured one decode at most."""
+    """The median worker: each coefficient of those that are measured; of decode steps, of those that decode."""
     prefills = [member.latency.prefill for member in members if any(member.latency.prefill)]
     steps = [member.latency.tbt for member in members if member.role != "prefill" and any(member.latency.step)]
     return WorkerSpeed(
