@@ -141,6 +141,7 @@ class PlacementRequest:
     least_tokens: int = 0  # the answer has at least as many
     is_failover: bool = False  # it had workers, and lost one of them; its prompt includes the tokens that it has
     targets: AdmissionTargets = NO_TARGETS  # workers that meet them are preferred
+    tbt_target_s: float = math.inf  # bounds prompts beside its answer; inf: none
     qos_class: str = ""
     class_priority: int | None = None  # None: nobody is paused for it
     max_pause_s: float = 0.0  # how long it may be paused at a time

@@ -133,6 +133,7 @@ class AdmissionController:
         return replace(
             request,
             targets=self.applied(qos),
+            tbt_target_s=qos.tbt_target_s,
             num_output=self._num_output(request, qos),
             class_priority=qos.priority,
             max_pause_s=qos.max_pause_s,

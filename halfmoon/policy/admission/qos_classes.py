@@ -50,6 +50,7 @@ class QosClass:
     early_rejection: EarlyRejection = "strict"  # overload: reject only what an idle cluster would serve in time
     max_pause_s: float = 0.0  # how long its answers may be paused for higher classes at a time; 0: never
     kv_policy: str | None = None  # of requests that name none (`halfmoon.kv.kv_policy`); None: all KV is kept
+    has_promises: bool = True  # False: its targets are other classes', by which its own requests are only admitted
 
     def __post_init__(self) -> None:
         _check(bool(self.name), "name", "must not be empty")
@@ -62,6 +63,11 @@ class QosClass:
         _check(len(set(self.degradation)) == len(self.degradation), "degradation", "must name each step once")
         _check(all(rule.kind != "header" or rule.header for rule in self.rules), "rules", "must name the header")
         _check(all(rule.value for rule in self.rules), "rules", "must name a value")
+
+    @property
+    def tbt_target_s(self) -> float:
+        """What bounds prompts that are computed beside its answers, in seconds a step; inf: nothing."""
+        return math.inf if self.tbt_s is None or not self.has_promises else self.tbt_s
 
 
 NO_PROMISES = QosClass(DEFAULT_CLASS)
@@ -109,7 +115,7 @@ class ClassTable:
             return own
         ttft_s = min((qos.ttft_s for qos in self.classes if qos.ttft_s is not None), default=None)
         tbt_s = min((qos.tbt_s for qos in self.classes if qos.tbt_s is not None), default=None)
-        return QosClass(BATCH_CLASS, _LAST, ttft_s=ttft_s, tbt_s=tbt_s, early_rejection="overload")
+        return QosClass(BATCH_CLASS, _LAST, ttft_s=ttft_s, tbt_s=tbt_s, early_rejection="overload", has_promises=False)
 
     def named(self, name: str) -> QosClass:
         """The class of this name, or else that of requests that match no rule."""

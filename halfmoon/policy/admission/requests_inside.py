@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Set
 from dataclasses import dataclass
 
@@ -117,10 +116,9 @@ class RequestsInside:
             self.reservations.give_back(before.qos.name, before.reserved_tokens)
         self.reservations.take(admitted.qos.name, num_tokens)
         tbt_s = max(admitted.mean_tbt_s, admitted.placement.tbt_s)
-        target_s = math.inf if admitted.qos.tbt_s is None else admitted.qos.tbt_s
-        level = admitted.qos.priority, admitted.qos.max_pause_s
-        num_output, seen = admitted.num_output, admitted.most_seen
-        work = RunningRequest(num_prompt_tokens, num_output, tbt_s, admitted.priority, target_s, *level, seen)
+        qos, num_output, seen = admitted.qos, admitted.num_output, admitted.most_seen
+        level = qos.priority, qos.max_pause_s
+        work = RunningRequest(num_prompt_tokens, num_output, tbt_s, admitted.priority, qos.tbt_target_s, *level, seen)
         context_tokens = min(num_prompt_tokens + num_output / 2, seen.answer)
         unloaded = self._forecast.unloaded_latency(admitted.placement, context_tokens, num_output)
         handover_s = admitted.placement.handover_s

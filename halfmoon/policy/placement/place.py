@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass, replace
 
@@ -148,8 +147,7 @@ def place(
     load = forecast.load_beside(view, request, decode, load, now_s + chosen.ttft_s, now_s)
     worker = view.worker(decode)
     tbt_s = worker.step_model.seconds(load.batch + 1, load.context_tokens + request.context_tokens())
-    target_s = math.inf if request.targets.tbt_s is None else request.targets.tbt_s
-    chosen = replace(chosen, decode=worker, tbt_s=tbt_s, tbt_target_s=target_s)
+    chosen = replace(chosen, decode=worker, tbt_s=tbt_s, tbt_target_s=request.tbt_target_s)
     return forecast.refine_decode(view, request, chosen, now_s)
 
 

@@ -93,7 +93,7 @@ class Attempt:
                 priority=output.priority,
                 class_priority=output.qos.priority,
                 max_pause_s=output.qos.max_pause_s,
-                tbt_target_s=chunk_target_s(output.qos.tbt_s, placement.decode.role),
+                tbt_target_s=chunk_target_s(output.qos.tbt_target_s, placement.decode.role),
                 gateway_id=cluster.gateway_id,
                 tenant_salt=output.tenant_salt,
                 tenant=output.tenant.name,

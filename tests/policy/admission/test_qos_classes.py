@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ def test_the_first_rule_that_holds_by_priority() -> None:
 def test_batches_come_after_all_classes_and_make_none_miss_its_targets() -> None:
     lowest = ClassTable((BULK, GOLD, QosClass("last", 1_000, tbt_s=0.1))).of_batches
     assert (lowest.name, lowest.priority, lowest.ttft_s, lowest.tbt_s) == ("batch", 1_001, 1.0, 0.1)
+    assert lowest.tbt_target_s == math.inf  # nobody waits for their tokens, so prompts beside them are whole
+    assert QosClass("last", tbt_s=0.1).tbt_target_s == 0.1
     assert ClassTable((BULK,)).of_batches.tbt_s is None
     own = QosClass("batch", 3)
     assert ClassTable((BULK, own)).of_batches is own

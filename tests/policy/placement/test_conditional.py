@@ -19,7 +19,7 @@ from halfmoon.policy.placement.candidates import ranked_candidates
 from halfmoon.policy.placement.conditional import ConditionalMode
 from halfmoon.policy.placement.place import PlacementRules, place
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.policy.values import NO_TARGETS, NOTHING_CACHED, AdmissionTargets, Placement, PlacementRequest
+from halfmoon.policy.values import NOTHING_CACHED, Placement, PlacementRequest
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import Role, WorkerView
 from tests.policy.reported_state import ReportedState
@@ -46,14 +46,19 @@ def placed(
     max_tokens: int = 50,
     mode: PlacementMode = "kvcache-centric",
     cached_blocks: np.ndarray[Any, Any] = NOTHING_CACHED,
-    targets: AdmissionTargets = NO_TARGETS,
+    tbt_target_s: float = math.inf,
     handover_s: float = 0.0,
     seed: int = 0,
     is_failover: bool = False,
     exclude: tuple[str, ...] = (),
 ) -> Placement:
     request = PlacementRequest(
-        num_prompt_tokens, max_tokens, exclude, targets=targets, cached_blocks=cached_blocks, is_failover=is_failover
+        num_prompt_tokens,
+        max_tokens,
+        exclude,
+        tbt_target_s=tbt_target_s,
+        cached_blocks=cached_blocks,
+        is_failover=is_failover,
     )
     view, rules = ClusterView(workers), PlacementRules(mode, conditional=conditional)
     forecast = ReportedState(view, rules)
@@ -103,7 +108,7 @@ def test_chunks_share_steps_with_the_decodes_there() -> None:
 
 @pytest.mark.parametrize(("target_s", "reason"), [(0.1, "neighbours"), (0.15, "kept_short")])
 def test_no_step_takes_longer_than_the_class_allows(target_s: float, reason: str) -> None:
-    placement = placed(P, replace(D, num_running=10), targets=AdmissionTargets(None, target_s))
+    placement = placed(P, replace(D, num_running=10), tbt_target_s=target_s)
     assert placement.disaggregation == reason  # a step of 20 ms, and a chunk of 100 ms
 
 
@@ -116,8 +121,7 @@ def test_without_targets_others_wait_for_a_failover_as_long_as_it_gains() -> Non
     busy, soon = replace(D, num_running=10), replace(P, prefill_free_s=0.05)
     assert placed(P, busy, is_failover=True).disaggregation == "kept_short"  # 0.1 s of chunk, 0.48 s gained
     assert placed(soon, busy, is_failover=True).disaggregation == "neighbours"  # 0.03 s gained
-    tight = AdmissionTargets(None, 0.1)
-    assert placed(P, busy, is_failover=True, targets=tight).disaggregation == "neighbours"
+    assert placed(P, busy, is_failover=True, tbt_target_s=0.1).disaggregation == "neighbours"
 
 
 def test_a_failover_needs_no_prefill_worker() -> None:
