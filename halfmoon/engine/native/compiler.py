@@ -72,13 +72,15 @@ def _compilers() -> list[tuple[str, ...]]:
 
 def _fingerprint(command: tuple[str, ...]) -> str:
     parts = [path.read_bytes() for path in sorted(_SOURCES.iterdir())]
-    parts += [" ".join((*command, *_flags())).encode(), _processor().encode()]
+    parts += [" ".join((*command, *_flags())).encode(), processor().encode()]
     return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
 
 
-def _processor() -> str:
-    """What the compiled code depends on: machines may share a cache directory, and an emulated one shows its host's
-    /proc/cpuinfo."""
+def processor() -> str:
+    """The processor's name and instructions, a line each: what compiled code and its speed depend on.
+
+    Machines may share a cache directory, and an emulated one shows its host's /proc/cpuinfo.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return f"{platform.machine()} {platform.processor()}"

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import platform
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,6 +22,7 @@ from halfmoon.config.worker import Calibrate
 from halfmoon.engine.checkpoint.checkpoint import locked
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.native.compiler import processor
 from halfmoon.engine.step_result import StepResult
 from halfmoon.host_limits import num_cores, num_threads
 from halfmoon.kv.kv_layout import KVLayout
@@ -151,10 +153,13 @@ def kind_text(*parts: str) -> str:
 
 
 def device_name(device: str) -> str:
-    """The device and its processor."""
+    """The device and its processor. Hosts may share profiles, and those of a cloud call different processors alike."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    return f"{device} {platform.processor() or platform.machine()} x{num_cores()}"
+    described = processor()
+    named = re.search(r"^model name\s*: (.+)$", described, re.MULTILINE)
+    digest = hashlib.blake2b(described.encode(), digest_size=3).hexdigest()
+    return f"{device} {named[1] if named else platform.machine()} {digest} x{num_cores()}"
 
 
 def measure(engine: Engine, role: str, kind: str, seconds: float) -> Profile:

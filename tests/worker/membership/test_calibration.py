@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
@@ -21,7 +22,15 @@ from halfmoon.policy.models.latency import PrefillSample, StepSample
 from halfmoon.sim.latency_sources.measured_profile import read_profile
 from halfmoon.worker.engine_host import OwnHost
 from halfmoon.worker.membership import calibration
-from halfmoon.worker.membership.calibration import Profile, calibrated, kind_of, kind_text, load_profile, measure
+from halfmoon.worker.membership.calibration import (
+    Profile,
+    calibrated,
+    device_name,
+    kind_of,
+    kind_text,
+    load_profile,
+    measure,
+)
 
 
 @pytest.fixture
@@ -185,6 +194,17 @@ def test_what_changes_speed_or_room_has_profiles_of_its_own(tiny: Checkpoint) ->
     assert kind_of(Engine(tiny, config), "both") == kind_of(Engine(tiny, replace(config, num_blocks=65)), "both")
     contexts = [Engine(tiny, replace(config, max_context_tokens=length)) for length in (64, 128)]
     assert kind_of(contexts[0], "both") != kind_of(contexts[1], "both")
+
+
+def test_processors_that_share_a_name_have_profiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(described: str) -> str:
+        monkeypatch.setattr(calibration, "processor", lambda: described)
+        return device_name("cpu")
+
+    names = [named(f"x86_64\nmodel name\t: AMD EPYC\nflags\t\t: {flags}") for flags in ("avx2", "avx2 avx512f")]
+    assert len(set(names)) == 2
+    assert all(name.startswith("cpu AMD EPYC ") for name in names)
+    assert named("aarch64\nCPU part\t: 0xd40").startswith(f"cpu {platform.machine()} ")
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"kind": "another"}', '{"prefill": 3}'])
