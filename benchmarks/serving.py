@@ -20,10 +20,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
+import psutil
 
 _VOCABULARY = range(1000, 30000)  # ordinary text in every common tokenizer with 32k ids or more
 _TIMEOUT_S = 600
-_SETTLE_S = 1.0  # pause between two servers' turns: threads waiting for work spin for up to a fifth of a second
+_SETTLE_S = 3.0  # pause between turns, at least: threads spin for a while, and blocks go to a store when nothing runs
+_MOST_SETTLE_S = 15.0
+_IDLE_CORES = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,17 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
+async def _settle() -> None:
+    """Waits until this machine is idle, so that no server's turn pays for the one before it."""
+    began_s = time.monotonic()
+    await asyncio.sleep(_SETTLE_S)
+    psutil.cpu_percent(percpu=True)
+    while time.monotonic() < began_s + _MOST_SETTLE_S:
+        await asyncio.sleep(0.5)
+        if sum(psutil.cpu_percent(percpu=True)) < 100 * _IDLE_CORES:
+            return
+
+
 async def measure(servers: Sequence[Server], names: Sequence[str], repeat: int) -> dict[str, dict[str, list[float]]]:
     """All figures of all repeats: figure -> server -> values."""
     results: dict[str, dict[str, list[float]]] = {}
@@ -200,7 +214,7 @@ async def measure(servers: Sequence[Server], names: Sequence[str], repeat: int) 
         for _ in range(repeat):
             for name in names:
                 for client in clients:
-                    await asyncio.sleep(_SETTLE_S)
+                    await _settle()
                     for figure, value in (await SCENARIOS[name](client)).items():
                         results.setdefault(figure, {}).setdefault(client.server.name, []).append(value)
     return results
