@@ -141,9 +141,9 @@ async def run(arguments: argparse.Namespace, state: Path) -> None:
             servers.append(Server(name, url, "demo"))
         results = await measure(servers, arguments.scenarios.split(","), arguments.repeat)
         exposed = [_exposed(state / name) for name in arguments.systems.split(",")]
-    sys.stdout.write(table(results, servers) + "\n" + "".join(exposed))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
+    sys.stdout.write(table(results, servers) + "\n" + "".join(exposed))
 
 
 def main() -> None:
