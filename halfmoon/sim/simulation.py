@@ -168,7 +168,7 @@ class _Run:
         if workload.classes is not None:
             position = int(workload.classes[index])
             job.classify(position, self._classes[position])
-        job.tbt_target_s = self._classes[job.qos_class].tbt_s
+        job.tbt_target_s = self._classes[job.qos_class].tbt_target_s
         job.keep_by(self._classes[job.qos_class].kv_policy)
         job.prefix_blocks = self._prefix_blocks(job)
         self._jobs[index] = job

@@ -77,7 +77,7 @@ class Job:
         self.index = index
         self.rank_by(0)
         self.qos_class = 0  # position among the cluster's classes
-        self.tbt_target_s: float | None = None  # of its class
+        self.tbt_target_s = math.inf  # of its class
         self.pauses = Pauses()
         self.policy: KVPolicy | None = None  # what is kept of its KV; None: all
         self.start_s = start_s
