@@ -100,7 +100,7 @@ def engine_results(
                 priority=qos.priority,
                 class_priority=qos.priority,
                 max_pause_s=qos.max_pause_s,
-                tbt_target_s=chunk_target_s(qos.tbt_s, "both"),
+                tbt_target_s=chunk_target_s(qos.tbt_target_s, "both"),
                 tenant_salt=policy_salt(policy_of(qos.kv_policy), b""),
             )
             scheduler.queues.add(Sequence(request, following))

@@ -128,8 +128,9 @@ class ConditionalDisaggregation:
         """
         worker, model, num_tokens = kept.prefill, kept.prefill.step_model, self.request.num_prompt_tokens
         neighbours = self.forecast.neighbours(self.view, row, self.now_s + kept.ttft_s, self.now_s)
-        load, own_target_s = neighbours.load, self.request.tbt_target_s if self.request.max_tokens > 1 else math.inf
-        target_s = min(neighbours.tbt_target_s, own_target_s)
+        load, target_s = neighbours.load, neighbours.tbt_target_s
+        if self.request.max_tokens > 1:
+            target_s = min(target_s, self.request.tbt_target_s)
         if model.seconds(load.batch + 1, load.context_tokens + self.request.context_tokens()) > target_s:
             return False
         if not load.batch:

@@ -289,8 +289,8 @@ async def test_workers_are_told_the_target_for_which_chunks_are_short(tmp_path: 
     """None where a decode worker decodes: there the constant holds for who has no target."""
     patient = QosClass("patient", tbt_s=60.0, rules=STRICT.rules)
     cases: tuple[tuple[tuple[Role, ...], list[float | None]], ...] = (
-        (("prefill", "decode"), [None, 60.0]),
-        (("both",), [math.inf, 60.0]),
+        (("prefill", "decode"), [None, 60.0, None]),
+        (("both",), [math.inf, 60.0, math.inf]),
     )
     for roles, expected in cases:
         async with running_fleet(tmp_path / roles[0]) as fleet:
@@ -298,6 +298,8 @@ async def test_workers_are_told_the_target_for_which_chunks_are_short(tmp_path: 
             workers = [await fleet.add(role, role) for role in roles]
             for tier in ("", "strict"):
                 assert (await complete(fleet, tier))[0] == 200
+            fleet.gateway.routing.admission.classes = ClassTable((replace(patient, has_promises=False),))
+            assert (await complete(fleet, "strict"))[0] == 200
         found = [call.generation for call in workers[0].calls.prefills]
         assert [one.tbt_target_s if one.HasField("tbt_target_s") else None for one in found] == expected
         assert [request_from(one, prefill_only=True, arrival_s=0.0).tbt_target_s for one in found] == expected
