@@ -255,10 +255,10 @@ def main() -> None:
         if name not in SCENARIOS:
             parser.error(f"unknown scenario {name!r}; known: {', '.join(SCENARIOS)}")
     results = asyncio.run(measure(arguments.servers, names, arguments.repeat))
-    print(table(results, arguments.servers))
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(results, file, indent=1)
+    print(table(results, arguments.servers))
 
 
 if __name__ == "__main__":
