@@ -18,14 +18,18 @@ from tests.e2e.system import System
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 
-async def streamed(http: aiohttp.ClientSession, prompt: str, max_tokens: int) -> str:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+async def streamed(http: aiohttp.ClientSession, prompt: str, max_tokens: int) -> tuple[str, list[int]]:
+    """The text, and its tokens."""
+    greedy = {"temperature": 0, "return_token_ids": True}
+    body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "stream": True, **greedy}
     async with http.post("/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()
         lines = [line.decode().strip() async for line in response.content]
     events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
-    return "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
+    choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+    tokens = [token for choice in choices for token in choice.get("token_ids") or ()]
+    return "".join(choice["text"] for choice in choices), tokens
 
 
 async def blocks_in_use(system: System, http: aiohttp.ClientSession) -> dict[str, int]:
@@ -50,10 +54,12 @@ async def test_twenty_streams_at_once_each_with_its_own_text(
     http: aiohttp.ClientSession, reference: Reference, checkpoint: Checkpoint
 ) -> None:
     prompts = [f"Line {index}: the moon is {index + 3} days old and" for index in range(20)]
-    texts = await asyncio.gather(*(streamed(http, prompt, 12) for prompt in prompts))
-    assert all(texts)
+    answers = await asyncio.gather(*(streamed(http, prompt, 12) for prompt in prompts))
     tokenizer = Tokenizer(checkpoint)
-    assert texts == [tokenizer.decode(reference(prompt, 12)) for prompt in prompts]
+    for prompt, (text, tokens) in zip(prompts, answers, strict=True):
+        assert text
+        assert tokens == reference(prompt, 12, tokens)
+        assert text == tokenizer.decode(tokens)
 
 
 async def test_the_openai_client_chats_streaming_and_not(system: System) -> None:
