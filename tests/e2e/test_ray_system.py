@@ -38,30 +38,6 @@ async def answer(system: System, session: aiohttp.ClientSession, number: int) ->
         return str((await response.json())["choices"][0]["text"])
 
 
-async def test_a_lost_node_loses_no_answer_and_its_worker_comes_back(cluster: RayCluster, tmp_path: Path) -> None:
-    model, state = small_model(tmp_path / "small"), tmp_path / "state"
-    options = ("--on", "ray", "--ray-address", cluster.address, "--model", str(model), "--dtype", "float32")
-    workers = ("--decode", "2", "--set", "workers.all.calibrate=never")
-    async with (
-        running_system(state, *options, *workers, start_timeout_s=START_S) as system,
-        aiohttp.ClientSession() as session,
-    ):
-        listed = read_services(state)
-        assert listed is not None
-        pids = {service.name: service.pid for service in listed.services}
-        assert {"kvstore-0", "kvstore-1", "kvstore-2", "prefill-0", "decode-0", "decode-1"} <= pids.keys()
-        alone = [await answer(system, session, number) for number in range(6)]
-        running = [asyncio.create_task(answer(system, session, number)) for number in range(6)]
-        await asyncio.sleep(0.3)  # some compute, some wait
-        cluster.kill(cluster.node_of(pids["decode-0"]))
-        assert [await task for task in running] == alone
-        cluster.add()
-        async with asyncio.timeout(START_S):
-            while len(await system.cluster(session)) < 3:
-                await asyncio.sleep(0.1)
-        assert await answer(system, session, 0) == alone[0]
-
-
 def planned(model: Path) -> str:
     """A plan as `halfmoon plan --nodes 2` writes it: a pair of prefill and decode on each of two nodes."""
     workers = [
@@ -88,6 +64,7 @@ async def test_a_plan_of_two_nodes_survives_one_of_them(cluster: RayCluster, tmp
         listed = read_services(state)
         assert listed is not None
         pids = {service.name: service.pid for service in listed.services}
+        assert {"kvstore-0", "kvstore-1"} <= pids.keys()
         nodes = {name: cluster.node_of(pid) for name, pid in pids.items() if name.startswith(("prefill", "decode"))}
         assert nodes["prefill-0"] == nodes["decode-0"] != nodes["prefill-1"] == nodes["decode-1"]
         alone = [await answer(system, session, number) for number in range(6)]
