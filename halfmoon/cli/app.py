@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,13 +16,14 @@ from halfmoon.cli.chat import ChatOptions, chat, typed_questions
 from halfmoon.cli.credentials.certs import app as certs_app
 from halfmoon.cli.credentials.keys import app as keys_app
 from halfmoon.cli.credentials.secret import app as secret_app
+from halfmoon.cli.gateway_options import GatewayOptions
 from halfmoon.cli.kv import app as kv_app
 from halfmoon.cli.planning.plan import plan
 from halfmoon.cli.profile import profile, profiles
-from halfmoon.cli.profile_store import DEFAULT_STATE_DIR
 from halfmoon.cli.replay import replay
 from halfmoon.cli.simulate import simulate
 from halfmoon.cli.status import status
+from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.cli.top import TopOptions, top
 from halfmoon.cli.up.config import app as config_app
 from halfmoon.cli.up.config import configured
@@ -33,18 +33,9 @@ from halfmoon.cli.workers.drain import drain
 from halfmoon.cli.workers.restart import restart
 from halfmoon.cli.workers.role import role
 from halfmoon.errors import HalfmoonError, InvalidRequest
-from halfmoon.rpc.credentials.operator_token import TOKEN_HELP, client_token
-from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.run import run_up
 from halfmoon.up.terminal import unfailing_console
-
-GatewayUrl = Annotated[str, typer.Option(help="URL of the gateway.", rich_help_panel="Gateway")]
-OperatorToken = Annotated[
-    str | None, typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help=TOKEN_HELP, rich_help_panel="Gateway")
-]
-StateDir = Annotated[Path, typer.Option(help="State directory of `halfmoon up`.", rich_help_panel="Gateway")]
-Authorities = Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP, rich_help_panel="Gateway")]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(certs_app, name="certs")
@@ -93,11 +84,9 @@ def up(config: SystemConfig) -> None:
 
 
 @app.command("top")
+@with_option_groups
 def top_command(
-    gateway: GatewayUrl = "http://127.0.0.1:8000",
-    token: OperatorToken = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    ca: Authorities = None,
+    gateway: GatewayOptions,
     interval_s: Annotated[
         float, typer.Option(min=0.2, help="Seconds between two refreshes.", rich_help_panel="Display")
     ] = 2.0,
@@ -110,7 +99,7 @@ def top_command(
 ) -> None:
     """Shows the console's figures in the terminal, refreshed until Ctrl-C."""
     try:
-        options = TopOptions(gateway.rstrip("/"), client_token(token, gateway, state_dir), interval_s, ca, workers)
+        options = TopOptions(gateway.url, gateway.operator_token, interval_s, gateway.ca, workers)
         with suppress(KeyboardInterrupt):
             raise typer.Exit(asyncio.run(top(options, Console(), once=once)))
     except InvalidRequest as error:
@@ -118,15 +107,13 @@ def top_command(
 
 
 @app.command("chat")
+@with_option_groups
 def chat_command(
-    gateway: GatewayUrl = "http://127.0.0.1:8000",
+    gateway: GatewayOptions,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="HALFMOON_API_KEY", help="API key, where one is needed.", rich_help_panel="Gateway"),
     ] = None,
-    token: OperatorToken = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    ca: Authorities = None,
     model: Annotated[
         str | None, typer.Option(help="Name of the model; default: the served one.", rich_help_panel="Answers")
     ] = None,
@@ -142,14 +129,14 @@ def chat_command(
 
     Lines that are piped in are asked one after the other.
     """
-    url, terminal = gateway.rstrip("/"), unfailing_console(sys.stdout)
+    terminal = unfailing_console(sys.stdout)
     optional = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
     try:
-        operator = client_token(token, gateway, state_dir)
+        operator = gateway.operator_token
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error
     parameters = {name: value for name, value in optional.items() if value is not None}
-    options = ChatOptions(url, api_key, operator, ca, system, parameters)
+    options = ChatOptions(gateway.url, api_key, operator, gateway.ca, system, parameters)
     questions = typed_questions(terminal) if sys.stdin.isatty() else (line.rstrip("\n") for line in sys.stdin)
     raise typer.Exit(chat(options, terminal, questions))
 

@@ -27,7 +27,7 @@ _HELP = "/system TEXT sets the system message, /new begins a new conversation, /
 class ChatOptions:
     """Options of `halfmoon chat`."""
 
-    gateway: str = "http://127.0.0.1:8000"
+    gateway: str
     api_key: str | None = None
     token: str | None = None  # the operator token: without one, where it is needed, workers are not named
     ca: Path | None = None  # authorities of the gateway's certificate; None: the system's
@@ -161,8 +161,9 @@ def _take(answer: Answer, event: dict[str, Any], at_s: float, write: Callable[..
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:
+    advice = " (--api-key or HALFMOON_API_KEY)" if response.status == 401 else ""
     try:
-        return f"{response.status}: {(await response.json(content_type=None))['error']['message']}"
+        return f"{response.status}: {(await response.json(content_type=None))['error']['message']}{advice}"
     except (ValueError, KeyError, TypeError):
         return f"{response.status}: this is no gateway of Halfmoon"
 

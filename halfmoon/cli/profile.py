@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from halfmoon.cli.gateway_options import GATEWAY_HELP, gateway_url
 from halfmoon.cli.profile_store import LedgerOptions, all_profiles, keep_profile
 from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.cli.terminal.progress_bars import stage_bars
@@ -55,7 +56,7 @@ class AccessOptions:
     """The gateway and its secrets."""
 
     PANEL: ClassVar[str] = "Gateway"
-    gateway: Annotated[str, typer.Option(help="URL of the gateway.")] = "http://127.0.0.1:8000"
+    gateway: Annotated[str | None, typer.Option(help=GATEWAY_HELP)] = None
     token: Annotated[str | None, typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help=TOKEN_HELP)] = None
     ca: Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP)] = None
     api_key: Annotated[str | None, typer.Option(help="API key, if the gateway requires one.")] = None
@@ -117,7 +118,7 @@ def _profile_options(
     limits = SweepLimits(sweep.longest_prompt, sweep.largest_batch, sweep.longest_context, sweep.repeats)
     transports = tuple(text.strip() for text in target.transports.split(",") if text.strip())
     workers = tuple(target.worker or ())
-    url = access.gateway.rstrip("/")
+    url = gateway_url(access.gateway, state_dir)
     credential = partial(client_credential, "profiler", state_dir=state_dir)
     token = client_token(access.token, url, state_dir)
     return ProfileOptions(url, token, access.api_key, workers, transports, limits, target.beside, credential, access.ca)

@@ -35,7 +35,7 @@ Worker = Mapping[str, Any]
 class TopOptions:
     """Options of `halfmoon top`."""
 
-    gateway: str = "http://127.0.0.1:8000"
+    gateway: str
     token: str | None = None  # the operator token
     interval_s: float = 2.0
     ca: Path | None = None  # authorities of the gateway's certificate; None: the system's

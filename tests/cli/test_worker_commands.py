@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from halfmoon.cli.app import app
+from halfmoon.cli.gateway_options import GatewayOptions, gateway_url
 from halfmoon.cli.workers.drain import until_left
-from halfmoon.cli.workers.gateway_options import GatewayOptions
 from halfmoon.cli.workers.restart import restart_one
 from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.up.state.state_lock import locked_state_dir
+from halfmoon.up.state.written_state import SERVICES_FILE
 from tests.services.gateway.fakes import FakeWorker, Fleet, running_fleet
 from tests.services.gateway.test_access import ask
 
@@ -87,3 +90,24 @@ async def test_a_gateway_that_is_not_there() -> None:
     async with GatewayOptions(gateway="http://127.0.0.1:9").control_api() as api:
         with pytest.raises(Unavailable, match="does not answer"):
             await api.workers()
+
+
+def test_a_command_asks_what_runs_with_its_state_directory(tmp_path: Path) -> None:
+    (tmp_path / SERVICES_FILE).write_text(json.dumps({"url": "http://127.0.0.1:8123", "services": []}))
+    assert gateway_url(None, tmp_path) == "http://127.0.0.1:8000", "what was written has ended"
+    with locked_state_dir(tmp_path):
+        assert gateway_url(None, tmp_path) == "http://127.0.0.1:8123"
+        assert gateway_url("http://elsewhere/", tmp_path) == "http://elsewhere"
+
+
+def test_a_gateway_that_was_not_named_and_does_not_answer_can_be(tmp_path: Path) -> None:
+    (tmp_path / SERVICES_FILE).write_text(json.dumps({"url": "http://127.0.0.1:9", "services": []}))
+    command = ["drain", "decode", "--state-dir", str(tmp_path)]
+    with locked_state_dir(tmp_path):
+        found, named = (
+            CliRunner().invoke(app, [*command, *more]) for more in ((), ("--gateway", "http://127.0.0.1:9"))
+        )
+    assert "does not answer" in found.stderr
+    assert "name it by --gateway" in found.stderr
+    assert "does not answer" in named.stderr
+    assert "name it by" not in named.stderr

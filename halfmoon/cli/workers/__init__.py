@@ -1,2 +1,1 @@
-"""Commands about single workers of a running system. Reading order: `gateway_options`, `drain`, `restart`,
-`role`."""
+"""Commands about single workers of a running system. Reading order: `drain`, `restart`, `role`."""

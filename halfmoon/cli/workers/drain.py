@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from halfmoon.cli.gateway_options import GatewayOptions, run_command
 from halfmoon.cli.terminal.option_groups import with_option_groups
-from halfmoon.cli.workers.gateway_options import GatewayOptions, run_command
 from halfmoon.rpc.control_api import ControlApi
 
 DRAIN_S = 660.0  # a request runs for ten minutes at most, unless gateways were told otherwise

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from halfmoon.cli.gateway_options import GatewayOptions, run_command
 from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.cli.workers.drain import Force, until_left
-from halfmoon.cli.workers.gateway_options import GatewayOptions, run_command
 from halfmoon.rpc.control_api import ControlApi, Worker
 
 _RETURN_S = 900.0  # to load the weights and join

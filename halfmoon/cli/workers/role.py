@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from halfmoon.cli.gateway_options import GatewayOptions, run_command
 from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.cli.workers.drain import Force, Name
-from halfmoon.cli.workers.gateway_options import GatewayOptions, run_command
 from halfmoon.policy.view.worker_view import ROLES
 from halfmoon.rpc.control_api import ControlApi
 
