@@ -17,7 +17,7 @@ from typing import NamedTuple
 import aiohttp
 from rich.console import Console
 
-from halfmoon.errors import UnknownModel
+from halfmoon.errors import InvalidRequest, UnknownModel
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.addresses.loopback import is_loopback
 from halfmoon.rpc.credentials.access import CallAccess
@@ -29,6 +29,7 @@ from halfmoon.rpc.credentials.sources import (
     secret_text,
     state_secret,
 )
+from halfmoon.sim.latency_sources.model_catalogue import is_short_name
 from halfmoon.up.fleet.fleet import WorkerFleet
 from halfmoon.up.fleet.fleet_servicer import fleet_address, fleet_server
 from halfmoon.up.fleet.from_plan import applied_options
@@ -48,7 +49,7 @@ from halfmoon.up.supervision.announcements import (
 )
 from halfmoon.up.supervision.child import ServiceSpec, children_ready
 from halfmoon.up.this_host.gpus import visible_gpus
-from halfmoon.up.this_host.reserved_ports import ReservedPorts
+from halfmoon.up.this_host.reserved_ports import ReservedPorts, check_free
 from halfmoon.up.until_stopped import UpContext, exit_status, until_stopped
 from halfmoon.up.up_options import PreparedModel, UpOptions, WorkerStart, engines
 
@@ -93,6 +94,14 @@ async def _run(context: UpContext) -> None:
 
 async def _start(context: UpContext, ports: ReservedPorts, fleet: str) -> _Started:
     options, supervisor, hosts, written, terminal, bars = context
+    if options.console:
+        check_free(options.host, options.console_port, "console_port")
+    if is_short_name(options.model):
+        raise InvalidRequest(
+            f"{options.model!r} is a name that only the planner knows: give --model a directory, a .gguf file or a "
+            "Hugging Face id, or simulate a plan's workers with --engine sim",
+            param="model",
+        )
     model = await prepared_model(options.model, terminal, for_any_engine="vllm" in engines(options))
     model = replace(model, name=options.model_name or model.name)
     if options.simulation is not None:

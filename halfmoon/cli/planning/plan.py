@@ -32,6 +32,7 @@ from halfmoon.plan.targets.map_plot import map_spec
 from halfmoon.plan.targets.map_summary import map_summary
 from halfmoon.plan.targets.target_grid import around
 from halfmoon.plan.targets.target_map import make_map
+from halfmoon.sim.latency_sources.model_catalogue import is_short_name
 
 
 @with_option_groups
@@ -66,7 +67,7 @@ def _plan(request: PlanRequest, jobs: int | None, output: OutputOptions) -> None
     if output.as_json:
         print(json.dumps(summary))
     else:
-        _print(summary, output)
+        _print(summary, request.model, output)
 
 
 def _map(request: PlanRequest, targets: TargetOptions, jobs: int | None, output: OutputOptions) -> None:
@@ -101,10 +102,11 @@ def _write(result: PlanResult, summary: dict[str, Any], output: OutputOptions) -
         write_plot(output.plot, plot_spec(summary))
 
 
-def _print(summary: dict[str, Any], output: OutputOptions) -> None:
+def _print(summary: dict[str, Any], model: str, output: OutputOptions) -> None:
     console = Console()
     print_plan(summary, console)
     if output.plot is not None:
         console.print(f"plot: {output.plot}", soft_wrap=True, highlight=False)
     path = output.output
-    console.print(f"plan: {path}; start it with `halfmoon up --plan {path}`", soft_wrap=True, highlight=False)
+    where = " --model DIRECTORY" if is_short_name(model) else ""
+    console.print(f"plan: {path}; start it with `halfmoon up --plan {path}{where}`", soft_wrap=True, highlight=False)

@@ -238,6 +238,13 @@ def known_shape(name: str) -> ModelShape | None:
     return None if known is None else _written(known, marks)
 
 
+def is_short_name(name: str) -> bool:
+    """Whether only the catalogue knows a model by this name: nothing can be loaded or fetched by it."""
+    base = name.partition("+")[0]
+    is_elsewhere = base == "demo" or "/" in base or Path(base).expanduser().exists()
+    return not is_elsewhere and known_shape(name) is not None
+
+
 def model_shape(name: str) -> ModelShape:
     """The shape of a known model, of a config.json (or the directory with one), or of a Hugging Face id.
 

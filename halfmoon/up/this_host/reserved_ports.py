@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -56,18 +57,32 @@ class ReservedPorts:
         accepted wait here for its successor. Raises InvalidRequest.
         """
         try:
+            check_free(host, port, "port")  # another system would not notice that it shares its port
             addresses = _addresses(host, port)
-            for family, address in addresses:  # another system would not notice that it shares its port
-                socket.create_server(address, family=family).close()
             return [
                 tuple([self._listening(family, address) for family, address in addresses]) for _ in range(num_acceptors)
             ]
         except OSError as err:
-            raise InvalidRequest(f"cannot listen on {host}:{port}: {err.strerror}", param="port") from err
+            raise _taken(host, port, err, "port") from err
 
     def _listening(self, family: socket.AddressFamily, address: Any) -> int:
         listener = socket.create_server(address, family=family, backlog=HTTP_BACKLOG, reuse_port=True)
         return self._held.enter_context(listener).fileno()
+
+
+def check_free(host: str, port: int, setting: str) -> None:
+    """Raises InvalidRequest, which names the option of the setting, if nobody can listen on the port."""
+    try:
+        for family, address in _addresses(host, port):
+            socket.create_server(address, family=family).close()
+    except OSError as err:
+        raise _taken(host, port, err, setting) from err
+
+
+def _taken(host: str, port: int, err: OSError, setting: str) -> InvalidRequest:
+    reason = err.strerror if isinstance(err, socket.gaierror) else os.strerror(err.errno or 0)
+    advice = f"give another port by --{setting.replace('_', '-')}"
+    return InvalidRequest(f"cannot listen on {host}:{port}: {reason}: {advice}", param=setting)
 
 
 def _addresses(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from halfmoon.errors import Incompatible
 from halfmoon.plan.planning import problem_from
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.search.feasible import NoLayout, feasible_models, options
-from halfmoon.sim.latency_sources.model_catalogue import MODELS, known_shape, model_shape
+from halfmoon.sim.latency_sources.model_catalogue import MODELS, is_short_name, known_shape, model_shape
 
 
 def request(**changed: object) -> PlanRequest:
@@ -93,3 +94,12 @@ def test_names_of_repositories_are_those_of_known_models() -> None:
     assert known_shape("meta-llama/Llama-2-70b-chat-hf") is MODELS["llama-2-70b"]
     assert model_shape("demo") is MODELS["smollm2-135m"]
     assert known_shape("someone/else") is None
+
+
+def test_a_short_name_is_one_that_only_the_catalogue_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_short_name("llama-3.1-8b")
+    assert is_short_name("llama-3.1-8b+awq")
+    assert not any(map(is_short_name, ("demo", "meta-llama/Llama-3.1-8B-Instruct", "./llama-3.1-8b", "unheard-of")))
+    (tmp_path / "llama-3.1-8b").mkdir()
+    assert not is_short_name("llama-3.1-8b")

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
-from halfmoon.up.this_host.reserved_ports import ReservedPorts
+from halfmoon.up.this_host.reserved_ports import ReservedPorts, check_free
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port is not held")
 
@@ -80,9 +80,17 @@ def test_a_port_in_use_is_refused_with_the_reason() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         ReservedPorts() as ports,
-        pytest.raises(InvalidRequest, match="in use"),
+        pytest.raises(InvalidRequest, match="in use: give another port by --port"),
     ):
         ports.listening("127.0.0.1", taken.getsockname()[1], 2)
+
+
+def test_a_port_is_looked_at_before_others_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidRequest, match="give another port by --console-port"):
+            check_free("127.0.0.1", port, "console_port")
+    check_free("127.0.0.1", port, "console_port")
 
 
 @pytest.mark.parametrize("host", ["localhost", "0.0.0.0", ""])
