@@ -24,7 +24,7 @@ from halfmoon.engine.device_path import (
 )
 from halfmoon.engine.kv_memory.kv_access import KVMemory
 from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES, KVArena
-from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes
+from halfmoon.engine.kv_memory.kv_budget import blocks_in, kv_budget_bytes
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.linear import alike
@@ -37,7 +37,6 @@ from halfmoon.engine.offload.link import Throttle
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.weights import WeightStream, layers_on_host, weight_stream
 from halfmoon.engine.parallel.runner import ParallelRunner
-from halfmoon.errors import Incompatible
 from halfmoon.kv.kv_layout import FloatDtype, KVLayout
 
 
@@ -88,9 +87,7 @@ def _on_one_device(
     assert config.dtype != "auto"
     dtype, model_config = TORCH_DTYPES[config.dtype], checkpoint.model_config
     most_tokens = most_context_tokens(checkpoint, config)
-    num_blocks = config.num_blocks or kv_budget_bytes(config, model_config, dtype) // layout.block_bytes
-    if num_blocks < 1:
-        raise Incompatible(f"the KV memory does not hold one block of {layout.block_bytes} bytes")
+    num_blocks = config.num_blocks or blocks_in(kv_budget_bytes(config, model_config, dtype), layout)
     path = choose_path(config, model_config, dtype, most_tokens)
     device, throttle = torch.device(config.device), Throttle(config.link_bytes_per_s)
     host_layers = layers_on_host(model_config.num_layers, config.host_weights)

@@ -189,7 +189,8 @@ def _convert(file: Path, target: Path) -> None:
     if done.returncode:
         shutil.rmtree(partial, ignore_errors=True)
         last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise Incompatible(f"{file.name} could not be converted: {last_line}", param="model")
+        advice = "" if "Incompatible" in last_line else "; if it is damaged or cut off, get it again"
+        raise Incompatible(f"{file.name} could not be converted: {last_line}{advice}", param="model")
     partial.rename(target)
 
 

@@ -29,18 +29,26 @@ def fingerprint(path: Path, raw: dict[str, Any], files: tuple[Path, ...]) -> str
         try:
             _hash_tensors(hasher, file)
         except (ValueError, KeyError, struct.error) as error:
-            raise HalfmoonError(f"{file} is not a whole safetensors file: {error}") from error
+            raise HalfmoonError(f"{file} is damaged or cut off ({error}): get it again") from error
     return hasher.hexdigest()
 
 
 def _hash_tensors(hasher: hashlib.blake2b, file: Path) -> None:
-    """Hashes a safetensors file: the header's length (u64 LE), a JSON header, then the tensors' bytes."""
+    """Hashes a safetensors file: the header's length (u64 LE), a JSON header, then the tensors' bytes.
+
+    Raises ValueError, KeyError or struct.error for a broken one.
+    """
+    file_bytes = file.stat().st_size
     with file.open("rb") as stream:
         (header_bytes,) = struct.unpack("<Q", stream.read(8))
+        if header_bytes > file_bytes:
+            raise ValueError(f"a header of {header_bytes} bytes in a file of {file_bytes}")
         header = json.loads(stream.read(header_bytes))
         header.pop("__metadata__", None)
         for name in sorted(header):
             start, end = header[name]["data_offsets"]
+            if 8 + header_bytes + end > file_bytes:
+                raise ValueError(f"{name} ends behind the file's {file_bytes} bytes")
             hasher.update(f"{name} {header[name]['dtype']} {header[name]['shape']}".encode())
             stream.seek(8 + header_bytes + start)
             hasher.update(stream.read(min(end - start, _SAMPLE_BYTES)))

@@ -8,6 +8,9 @@ from contextlib import suppress
 
 import torch
 
+from halfmoon.errors import Incompatible
+from halfmoon.host_limits import free_memory_bytes
+
 AHEAD_BYTES = 512 << 10  # of each region, behind what was ever used; at most an eighth of it
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: pages become present, what is in them stays
 
@@ -20,8 +23,17 @@ class HostPages:
     """
 
     def __init__(self, num_regions: int, region_bytes: int) -> None:
+        """Raises Incompatible if the system has not so much memory."""
         self._region_bytes, self._num_regions = region_bytes, num_regions
-        pages = mmap.mmap(-1, num_regions * region_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        num_bytes = num_regions * region_bytes
+        try:
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise Incompatible(
+                f"this host has no {num_bytes >> 20} MiB for KV, {free_memory_bytes() >> 20} MiB are free: make "
+                "kv_memory smaller",
+                param="kv_memory",
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them
                 pages.madvise(mmap.MADV_HUGEPAGE)

@@ -12,6 +12,7 @@ from halfmoon.engine.models import build_model
 from halfmoon.engine.offload.weights import layers_on_host
 from halfmoon.errors import Incompatible
 from halfmoon.host_limits import free_memory_bytes
+from halfmoon.kv.kv_layout import KVLayout
 
 _MAX_HOST_BYTES = 2 << 30
 _HOST_SHARE = 8  # divisor of the free memory; two workers and the weights must fit on a laptop
@@ -50,6 +51,17 @@ def kv_budget_bytes(
             "gpu_memory_utilization"
         )
     return left
+
+
+def blocks_in(kv_bytes: int, layout: KVLayout) -> int:
+    """Blocks of a layout that fit. Raises Incompatible if there is no room for one."""
+    if kv_bytes < layout.block_bytes:
+        raise Incompatible(
+            f"KV memory of {kv_bytes} bytes does not hold one block of {layout.block_tokens} tokens, "
+            f"{layout.block_bytes} bytes: raise kv_memory, or make block_tokens smaller",
+            param="kv_memory",
+        )
+    return kv_bytes // layout.block_bytes
 
 
 def usable_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device_bytes: int | None = None) -> int:

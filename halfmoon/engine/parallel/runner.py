@@ -15,7 +15,7 @@ from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.chunk import chunk_of
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes
+from halfmoon.engine.kv_memory.kv_budget import blocks_in, kv_budget_bytes
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.offload.weights import WeightStream
@@ -209,8 +209,5 @@ def _num_rank_blocks(config: EngineConfig, model: ModelConfig, shards: Sequence[
     """Number of blocks that the rank with the largest shard can hold. Raises Incompatible if it has no room for one."""
     if config.num_blocks is not None:
         return -(-config.num_blocks // config.sequence_parallel)
-    block_bytes = max(shard_layout(layout, shard).block_bytes for shard in shards)
     budget = kv_budget_bytes(config, model, getattr(torch, config.dtype))
-    if budget < block_bytes:
-        raise Incompatible(f"the KV memory of a rank does not hold one block of {block_bytes} bytes")
-    return budget // block_bytes
+    return min(blocks_in(budget, shard_layout(layout, shard)) for shard in shards)

@@ -192,5 +192,7 @@ def load_fast_tokenizer(path: Path) -> FastTokenizer:
     try:
         fast: FastTokenizer = AutoTokenizer.from_pretrained(path).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
-        raise InvalidRequest(f"{path} holds no tokenizer that can be read: {error}", param="model") from error
+        raise InvalidRequest(
+            f"{path} holds no tokenizer.json, and no older kind of tokenizer that can be read: {error}", param="model"
+        ) from error
     return fast

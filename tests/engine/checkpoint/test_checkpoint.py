@@ -78,7 +78,9 @@ def test_weights_in_several_files(copy: Path) -> None:
     [
         (lambda path: (path / "config.json").unlink(), InvalidRequest, "no config.json"),
         (lambda path: (path / "config.json").write_text("{"), InvalidRequest, "is not JSON"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"torn"), HalfmoonError, "not a whole safetensors"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"torn"), HalfmoonError, "damaged or cut off"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"\xff" * 99), HalfmoonError, "damaged or cut off"),
+        (lambda path: os.truncate(path / "model.safetensors", 9_000), HalfmoonError, "cut off .*: get it again"),
         (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), Incompatible, "safetensors"),
     ],
 )

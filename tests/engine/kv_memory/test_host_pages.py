@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from halfmoon.engine.kv_memory.host_pages import AHEAD_BYTES, HostPages
 from halfmoon.engine.kv_memory.kv_arena import KVArena
+from halfmoon.errors import Incompatible
 from halfmoon.kv.kv_layout import KVLayout
 
 NUM_REGIONS = 3
@@ -42,6 +43,11 @@ def pages() -> HostPages:
         pytest.skip("the system makes no pages present (Linux before 5.14)")
     assert not present(pages).any()
     return pages
+
+
+def test_more_than_the_host_has_is_refused() -> None:
+    with pytest.raises(Incompatible, match=r"no \d+ MiB for KV, \d+ MiB are free: make kv_memory smaller"):
+        HostPages(1 << 20, 1 << 40)
 
 
 def test_the_front_of_every_region_is_present(pages: HostPages) -> None:
