@@ -1,9 +1,9 @@
 """Draws tokens from logits. Stateless: the token at output position i depends on logits, parameters and (seed, i).
 
 Order of operations as in vLLM (v1/sample/sampler.py): bans and bias, penalties, temperature, min-p, top-k, top-p;
-tokens that a constraint does not allow are also banned. Bans of `min_tokens` and `bad_words` that would leave no token
-give way. The remaining distribution is inverted at one uniform number,
-which Philox (Salmon et al., 2011) generates from (seed, i).
+tokens that a constraint does not allow are banned before all. Bans of `min_tokens` and `bad_words` that would leave no
+token give way. The remaining distribution is inverted at one uniform number, which Philox (Salmon et al., 2011)
+generates from (seed, i).
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ def _sample(
     logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], masks: TokenMasks | None
 ) -> list[SampledToken]:
     if all(is_plain_greedy(row.params, row.position) for row in rows):
-        return [SampledToken(token_id) for token_id in logits.max(dim=-1).indices.tolist()]
+        return [SampledToken(token_id) for token_id in _argmax(logits)]
     raw = logits.float()
     adjusted = raw.clone()
     for row, values in zip(rows, adjusted, strict=True):
-        adjust_logits(values, row, eos_token_ids)
         if row.params.constraint is not None:
             assert masks is not None
             allowed = masks.allowed(row.params.constraint, row.token_ids[row.num_prompt :])
             values.masked_fill_(torch.from_numpy(~allowed).to(values.device), float("-inf"))
-    token_ids = adjusted.argmax(dim=-1).tolist()
+        adjust_logits(values, row, eos_token_ids)
+    token_ids = _argmax(adjusted)
     random = [index for index, row in enumerate(rows) if not _is_greedy(row.params)]
     random.sort(key=lambda index: _is_cut(rows[index].params, logits.shape[1]))
     if random:
@@ -87,6 +87,15 @@ def _sample(
         SampledToken(token_id, _logprobs(values, token_id, row.params.num_top_logprobs))
         for token_id, values, row in zip(token_ids, raw, rows, strict=True)
     ]
+
+
+def _argmax(logits: Tensor) -> list[int]:
+    """The likeliest token of each row. Raises ValueError for NaN or infinity, and where no token is allowed."""
+    most, token_ids = logits.max(dim=-1)
+    found: list[int] = torch.where(most.isfinite(), token_ids, -1).tolist()  # read back at once
+    if min(found) < 0:
+        raise ValueError("the logits hold NaN or infinity, or every token is banned")
+    return found
 
 
 def is_plain_greedy(params: SamplingParams, position: int) -> bool:
@@ -157,8 +166,6 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """
     temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
     probabilities = torch.softmax(logits / temperatures.unsqueeze(1), dim=-1)
-    if probabilities[:, 0].isnan().any():  # NaN or inf anywhere in a row makes all of its softmax NaN
-        raise ValueError("the logits hold NaN or infinity, or every token is banned")
     points = [uniform(row.params.seed, row.position) for row in rows]
     num_whole = sum(not _is_cut(row.params, logits.shape[1]) for row in rows)
     drawn: list[int] = []

@@ -227,6 +227,16 @@ def test_a_row_that_cannot_be_drawn_leaves_the_others_alone(broken: float) -> No
     assert got == [good[0], ERROR_TOKEN_ID, good[1]]
 
 
+@pytest.mark.parametrize("more", [{}, {"logit_bias": {1: 1.0}}], ids=["plain", "biased"])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_a_greedy_row_without_a_likeliest_token_fails_alone(broken: float, more: dict[str, Any]) -> None:
+    values = logits(rows=2)
+    values[1] = broken
+    rows = [row(temperature=0.0, **more)] * 2
+    good = sample(values[:1], rows[:1], EOS)[0].token_id
+    assert [token.token_id for token in sample(values, rows, EOS)] == [good, ERROR_TOKEN_ID]
+
+
 def test_a_row_that_raises_leaves_the_others_alone() -> None:
     values, impossible = logits(rows=2), row(temperature=0.0, logit_bias={VOCAB_SIZE: 1.0})
     got = [token.token_id for token in sample(values, [impossible, row(temperature=0.0)], EOS)]
