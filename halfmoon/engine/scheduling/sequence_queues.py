@@ -264,6 +264,8 @@ class SequenceQueues:
     def _reclaim(self, num_blocks: int, now_s: float) -> bool:
         """Moves paused sequences out until `num_blocks` more are available; none if they have too few in all.
 
+        Halved blocks may turn out to be too few when all are out.
+
         Where there is no room for a copy, its K and V are computed again later.
         """
         if num_blocks > len(self._paused.reclaimable()):
@@ -271,7 +273,8 @@ class SequenceQueues:
         wanted = self.blocks.num_available + num_blocks
         while self.blocks.num_available < wanted:
             sequence = self._paused.last_in_blocks(now_s)
-            assert sequence is not None, "reclaimable blocks are of paused sequences"
+            if sequence is None:
+                return False
             if not self._paused.save(sequence):
                 self._paused.take_out(sequence)
                 self._start_over(sequence)

@@ -44,9 +44,16 @@ class World:
     """A scheduler whose steps take a second each."""
 
     def __init__(
-        self, num_blocks: int = 16, max_running: int = 8, most_copies: int = 99, *, caches: bool = False
+        self,
+        num_blocks: int = 16,
+        max_running: int = 8,
+        most_copies: int = 99,
+        *,
+        caches: bool = False,
+        num_divisible: int = 0,
     ) -> None:
-        self.cache = PrefixCache(BlockPool(num_blocks), BLOCK_TOKENS, bytes if caches else None)
+        self.pool = BlockPool(num_blocks, num_divisible=num_divisible)
+        self.cache = PrefixCache(self.pool, BLOCK_TOKENS, bytes if caches else None)
         self.copies = CountedCopies(most_copies)
         limits = SchedulerLimits(max_batch_tokens=32, max_running=max_running)
         self.scheduler = Scheduler(SequenceQueues(self.cache, BLOCK_TOKENS, limits, self.copies))
@@ -88,6 +95,18 @@ class World:
     def run(self) -> None:
         while self.scheduler.queues.has_work():
             self.step()
+
+
+def test_halved_blocks_that_give_too_little_room_leave_others_waiting() -> None:
+    world = World(num_blocks=6, num_divisible=6)
+    low = world.add(15, 9, level=1, max_pause_s=60)
+    other = world.add(6, 6)
+    world.step()
+    for block in low.blocks[:3]:
+        world.pool.halve(block)
+    high = world.add(19, 2)  # five blocks of six
+    world.run()
+    assert [one.num_output for one in (low, other, high)] == [9, 6, 2]
 
 
 def states(*sequences: Sequence) -> list[str]:
