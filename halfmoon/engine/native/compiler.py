@@ -6,10 +6,12 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -48,8 +50,22 @@ def _compile(command: tuple[str, ...], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
         arguments = [*command, *_flags(), str(_SOURCES / "kernels.c"), "-o", str(made), "-lm"]
-        subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        _run(arguments)
         made.replace(target)  # atomic: another worker may be looking for it
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Raises SubprocessError if it fails, or takes too long: then its own processes end with it."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            out, err = process.communicate(timeout=_TIMEOUT_S)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, arguments, out, err)
 
 
 def _flags() -> tuple[str, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import stat
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from halfmoon.engine.native import compiler
@@ -57,6 +59,16 @@ def test_what_the_compiler_says_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("CC", script(tmp_path / "fake-cc", "echo no room on this disk >&2; exit 1"))
     with pytest.raises(Incompatible, match="no room on this disk"):
         compiled(tmp_path / "cache")
+
+
+def test_a_compiler_that_hangs_ends_with_its_own_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = tmp_path / "pids"
+    monkeypatch.setattr(compiler, "_TIMEOUT_S", 1)
+    monkeypatch.setenv("CC", script(tmp_path / "fake-cc", f"sleep 999 & echo $! >> {pids}; wait"))
+    with pytest.raises(Incompatible, match="timed out"):
+        compiled(tmp_path / "cache")
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(pids.read_text())).wait(timeout=60)
 
 
 def test_a_cache_that_nothing_can_be_put_into_is_told(tmp_path: Path) -> None:
