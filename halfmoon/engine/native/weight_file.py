@@ -15,6 +15,7 @@ import stat
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ class WeightFiles:
         header = _read_header(mapped, key)
         if header is None:
             return None
-        os.utime(path)  # it was used
+        with suppress(OSError):  # it was dropped just now, or the directory cannot be written to
+            os.utime(path)  # it was used
         return WeightFile(header, np.frombuffer(mapped, np.uint8))
 
     def write(self, key: str, pieces: Sequence[tuple[str, str, tuple[int, ...], Memory]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def test_a_cut_changed_or_foreign_file_is_not_used(files: WeightFiles) -> None:
     assert files.find("b") is None  # its header has another key
     path.chmod(0o620)
     assert files.find("a") is None  # others may write to it
+
+
+def test_a_file_that_cannot_be_marked_as_used_is_used(files: WeightFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, "read-only file system", path)
+
+    assert files.write("a", PIECES)
+    monkeypatch.setattr(os, "utime", refuse)
+    assert files.find("a") is not None
 
 
 def test_a_link_is_not_followed(files: WeightFiles) -> None:
