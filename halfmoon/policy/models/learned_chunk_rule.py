@@ -33,7 +33,8 @@ class LearnedChunkRule:
         predicted_s = self._start.step_s(step.batch, step.context_tokens, new_tokens, known_tokens)
         if seconds > 0 < predicted_s:
             self._slowness.append(seconds / predicted_s)
-            self.rule = self._start.slowed(sorted(self._slowness)[-2:][0])
+        if len(self._slowness) > 1:
+            self.rule = self._start.slowed(sorted(self._slowness)[-2])
 
     def tokens(self, constant: int, step_tokens: int, decodes: StepDecodes, known_tokens: float) -> int:
         """See `ChunkRule.tokens`."""

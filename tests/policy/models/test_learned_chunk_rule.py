@@ -55,6 +55,9 @@ def test_the_old_length_comes_back_with_the_old_speed() -> None:
 
 def test_one_long_pause_changes_little() -> None:
     rule = LearnedChunkRule(RULE)
+    rule.note(mixed(176, 50.0))
+    assert rule.tokens(128, 512, TWO, 0) == 176
+    rule = LearnedChunkRule(RULE)
     lengths(rule, 1.0, 20)
     rule.note(mixed(176, 50.0))
     assert lengths(rule, 1.0, 8)[-1] == pytest.approx(176, abs=16)
