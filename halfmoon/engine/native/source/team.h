@@ -12,7 +12,6 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <time.h>
-#include <unistd.h>
 
 #define MAX_THREADS 256
 #define TASKS_PER_THREAD 8       /* at least, where work can be cut so, for threads to end together */
@@ -39,7 +38,6 @@ typedef struct {
   pthread_mutex_t sleep;
   pthread_cond_t wake;
   int num_started; /* threads, besides callers */
-  pid_t process;
 } team_t;
 
 static team_t team = {.is_busy = ATOMIC_FLAG_INIT, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
@@ -106,16 +104,19 @@ static void *serve_team(void *data) {
   return 0;
 }
 
+/* In a child process: the parent's threads did not survive the fork, in whatever they were. */
+static void forget_team(void) {
+  team.num_started = 0;
+  atomic_store(&team.num_asleep, 0);
+  atomic_flag_clear(&team.is_busy);
+  pthread_mutex_init(&team.sleep, 0);
+  pthread_cond_init(&team.wake, 0);
+}
+__attribute__((constructor)) static void expect_forks(void) { pthread_atfork(0, 0, forget_team); }
+
 /* Starts threads until there are `num_threads` with the caller. Returns how many there are. */
 static int started(int num_threads) {
   if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
-  if (team.process != getpid()) { /* the parent's threads did not survive a fork */
-    team.process = getpid();
-    team.num_started = 0;
-    atomic_store(&team.num_asleep, 0);
-    pthread_mutex_init(&team.sleep, 0);
-    pthread_cond_init(&team.wake, 0);
-  }
   sigset_t all, before;
   pthread_attr_t attributes;
   while (team.num_started < num_threads - 1) {
@@ -135,7 +136,7 @@ static int started(int num_threads) {
 }
 
 /* How many threads the team of this process has, besides callers. */
-int num_team_threads(void) { return team.process == getpid() ? team.num_started : 0; }
+int num_team_threads(void) { return team.num_started; }
 
 /* Runs task(args, 0 .. num_tasks - 1), each once, the first ones first. A second caller at the same time runs alone. */
 static void run_tasks(task_function task, void *args, long num_tasks, int num_threads) {
