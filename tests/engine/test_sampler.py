@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -21,7 +24,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from halfmoon.engine.request import ERROR_TOKEN_ID, SamplingParams
+from halfmoon.engine.constraint import TokenMasks
+from halfmoon.engine.request import ERROR_TOKEN_ID, Constraint, SamplingParams
 from halfmoon.engine.sampler import SamplingRow, adjust_logits, num_kept, prompt_logprobs, sample, uniform
 
 EOS = frozenset({2})
@@ -235,6 +239,22 @@ def test_a_greedy_row_without_a_likeliest_token_fails_alone(broken: float, more:
     rows = [row(temperature=0.0, **more)] * 2
     good = sample(values[:1], rows[:1], EOS)[0].token_id
     assert [token.token_id for token in sample(values, rows, EOS)] == [good, ERROR_TOKEN_ID]
+
+
+class OnlyFive(TokenMasks):
+    def __init__(self) -> None:
+        pass
+
+    def allowed(self, constraint: Constraint, output: Sequence[int]) -> NDArray[np.bool_]:
+        allowed: NDArray[np.bool_] = np.arange(VOCAB_SIZE) == 5
+        return allowed
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bans", [{"bad_words": ((5,),)}, {"min_tokens": 9}])
+def test_bans_give_way_to_a_constraint(bans: dict[str, Any], temperature: float) -> None:
+    only = row(temperature=temperature, constraint=Constraint("choice", '["x"]'), stop_token_ids=(5,), **bans)
+    assert [token.token_id for token in sample(logits(), [only], EOS, OnlyFive())] == [5]
 
 
 def test_a_row_that_raises_leaves_the_others_alone() -> None:
