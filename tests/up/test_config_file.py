@@ -110,6 +110,13 @@ def test_a_wrong_flag_is_told_by_its_name() -> None:
         parse_config("", "halfmoon.yaml", [Override("gateway.port", 65536, "--port")])
 
 
+def test_options_that_contradict_each_other_are_both_named() -> None:
+    options = {"port": 8124, "max_prefill_degree": 2, "placement": "random"}
+    overrides = [Override(f"gateway.{name}", value, f"--{name.replace('_', '-')}") for name, value in options.items()]
+    with pytest.raises(InvalidRequest, match="--max-prefill-degree, --placement: gateway: max_prefill_degree 2 has no"):
+        parse_config("", "halfmoon.yaml", overrides)
+
+
 def test_without_a_file_one_worker_prefills_and_one_decodes() -> None:
     options = options_of("")
     assert (options.num_prefill, options.num_decode, options.num_both, options.port) == (1, 1, 0, 8000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -112,19 +113,23 @@ def _mistakes(error: ValidationError, name: str, root: yaml.Node | None, sources
         if problem["type"] == "extra_forbidden":
             message = f"unknown field; {_known_names(loc)}"
         line = _line(root, loc)
-        source = _source(place, sources, line is not None)
+        source = _source(place, message, sources, line is not None)
         where = name if line is None else f"{name}:{line}"
         yield f"{source}: {message}" if source else ": ".join(part for part in (where, place, message) if part)
 
 
-def _source(place: str, sources: Mapping[str, str], is_in_file: bool) -> str | None:
-    """Returns what wrote the value at a place, or a part of it; None for the file."""
+def _source(place: str, message: str, sources: Mapping[str, str], is_in_file: bool) -> str | None:
+    """Returns what wrote the value at a place, or its parts (those that the message names); None for the file."""
     for path, source in sources.items():
         if place == path or place.startswith(f"{path}["):
             return source
-        if place.startswith(f"{path}.") or (place and not is_in_file and path.startswith(f"{place}.")):
+        if place.startswith(f"{path}."):
             return f"{source}: {place}"
-    return None
+    if not place or is_in_file:
+        return None
+    parts = {path.rpartition(".")[2]: source for path, source in sources.items() if path.startswith(f"{place}.")}
+    named = [source for name, source in parts.items() if re.search(rf"\b{name}\b", message)]
+    return f"{', '.join(named or parts.values())}: {place}" if parts else None
 
 
 def _known_names(loc: Loc) -> str:
