@@ -109,7 +109,7 @@ class Generation:
             request.qos = offer.in_class(request.qos, self._early_rejection.classes, request.tenant)
             request.is_offered, cache_salt = True, offer.cache_salt
         tenant_salt = kv_salt(request.tenant, cache_salt, is_shared=self._is_cache_shared)
-        kv_policy = body.kv_policy or request.qos.kv_policy
+        kv_policy = request.qos.kv_policy if body.kv_policy is None else body.kv_policy
         if kv_policy is not None:
             tenant_salt = policy_salt(parse_kv_policy(kv_policy), tenant_salt)
         request.tenant_salt = adapter_salt(self._model.adapters.get(request.model, ""), tenant_salt)

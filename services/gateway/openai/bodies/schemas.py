@@ -54,7 +54,7 @@ class ComputedBody(Part):
     kv_policy: str | None = Field(
         None,
         max_length=32,
-        pattern=f"^({PATTERN})$",
+        json_schema_extra={"pattern": f"^({PATTERN})$"},
         description="sinks:S+W: KV of the first S and the latest W tokens alone is kept; snapkv:B+W: of the B that the "
         "prompt's end attends to; h2o:B+W: that all of it attends to; whole: all of it; default: what the class says, "
         "or whole",
@@ -111,7 +111,7 @@ class OpenAIBody(SampledBody):
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(partial(at_most_entries, _MAX_BIASES))] | None = Field(
         None, description="by token id, added to the logits"
     )
-    allowed_token_ids: Annotated[Items[int], Field(max_length=_MAX_ALLOWED)] | None = Field(
+    allowed_token_ids: Annotated[Items[int], Field(min_length=1, max_length=_MAX_ALLOWED)] | None = Field(
         None,
         description="no other tokens are drawn, ends of sequence neither; where `min_tokens` or `bad_words` ban all of"
         " them, these give way; not with a structured output",
