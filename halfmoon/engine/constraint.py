@@ -69,7 +69,8 @@ def _grammar(constraint: Constraint) -> str:
             case "regex" | "grammar":
                 return grammar_from(constraint.kind, constraint.source)
     except ValueError as error:
-        raise InvalidRequest(f"the {constraint.kind.replace('_', ' ')} cannot be used: {error}") from error
+        forms = ", neither as Lark's nor as GBNF" if constraint.kind == "grammar" else ""
+        raise InvalidRequest(f"the {constraint.kind.replace('_', ' ')} cannot be used{forms}: {error}") from error
 
 
 def _cost(constraint: Constraint) -> int:

@@ -158,7 +158,7 @@ def sentence(description: str) -> str:
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    if value in (None, ()):
+    if value in (None, (), ""):
         return ""
     if isinstance(value, bool):
         return f" Default: {'yes' if value else 'no'}."

@@ -179,4 +179,4 @@ def _check_version(name: str, version: int, present: int) -> None:
         return
     if present == 0:
         raise VersionConflict(f"class {name} is not there any more, or never was: to make it, send version 0")
-    raise VersionConflict(f"class {name} has version {present} by now, not {version}: read it again")
+    raise VersionConflict(f"class {name} has version {present} by now, not {version}: read it again, and send that one")

@@ -134,4 +134,6 @@ async def _next_revision(session: AsyncSession) -> None:
 async def _check_version(session: AsyncSession, name: str, version: int) -> None:
     present = await session.scalar(select(TenantRow.version).where(TenantRow.name == name)) or 0
     if version != present:
-        raise VersionConflict(f"tenant {name} has version {present} by now, not {version}: read it again")
+        raise VersionConflict(
+            f"tenant {name} has version {present} by now, not {version}: read it again, and send that one"
+        )
