@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
@@ -16,7 +14,7 @@ def warm_up_steps(engine: Engine) -> list[StepResult]:
     """The results of a few prefill steps over made-up prompts, computed in turn. Nothing of them remains."""
     most = min(engine.config.step_tokens, engine.context_tokens - 1)
     results = []
-    for number, share in zip(count(), _SHARES, strict=False):
+    for number, share in enumerate(_SHARES):
         length = max(1, int(most * share))
         prompt = tuple((31 * number + 7 * token) % 97 for token in range(length))
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

@@ -13,7 +13,7 @@ from halfmoon.engine.kv_memory.kv_arena import slot_runs
 from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.errors import Incompatible
 
-_LANES = 16  # numbers per vector, vector.h
+_LANES = 16  # numbers per vector at most, vector.h
 _MAX_ROWS = 192  # the smaller of attention_plan.h
 _MAX_HEAD_DIM = 256
 

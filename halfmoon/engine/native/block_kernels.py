@@ -30,11 +30,11 @@ class BlockKernels:
     def __init__(self, library: ctypes.CDLL, suffix: str, dtype: torch.dtype, num_threads: Callable[[], int]) -> None:
         self.dtype = dtype
         self.num_threads = num_threads
-        self.packed_bytes = _function(library.packed_bytes, (c_int, *[c_int64] * 2), c_int64)
-        self.pack = _function(library.pack_blocks, _PACK)
-        self.linear = _function(library[f"quantised_linear_{suffix}"], _LINEAR)
+        self.packed_bytes = c_function(library, "packed_bytes", (c_int, *[c_int64] * 2), c_int64)
+        self.pack = c_function(library, "pack_blocks", _PACK)
+        self.linear = c_function(library, f"quantised_linear_{suffix}", _LINEAR)
         self._room = torch.empty(0, dtype=torch.uint8)
-        self.lookup = _function(library[f"quantised_lookup_{suffix}"], _LOOKUP)
+        self.lookup = c_function(library, f"quantised_lookup_{suffix}", _LOOKUP)
 
     def room(self, num_bytes: int) -> int:
         """The address of memory for x in eight bits, until the next call. Engines compute in one thread."""
@@ -127,6 +127,8 @@ def x_room_bytes(num_rows: int, num_inputs: int) -> int:
     return num_rows * num_inputs // 32 * _X_BLOCK_BYTES
 
 
-def _function(function: Any, arguments: tuple[Any, ...], result: Any = None) -> Any:
+def c_function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...], result: Any = None) -> Any:
+    """A function of the library that takes and returns these types."""
+    function = getattr(library, name)
     function.argtypes, function.restype = arguments, result
     return function

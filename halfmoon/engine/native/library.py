@@ -8,14 +8,13 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfmoon.engine.models.blocks import Blocks
 from halfmoon.engine.models.linear import Multiply, pack_onednn
-from halfmoon.engine.native.block_kernels import BlockKernels, PackedBlocks
+from halfmoon.engine.native.block_kernels import BlockKernels, PackedBlocks, c_function
 from halfmoon.engine.native.weight_file import Memory
 from halfmoon.errors import Incompatible
 
@@ -40,23 +39,23 @@ class NativeLibrary:
         if dtype not in _SUFFIXES:
             raise Incompatible(f"the CPU kernels compute in float32 or bfloat16, not {dtype}")
         library = _loaded(file)
-        self.suffix = suffix = _SUFFIXES[dtype]  # suffix of the function names
+        suffix = _SUFFIXES[dtype]  # of the function names
         self.packing = f"{file.name} {suffix}"  # equal where packed weights have equal bytes
         self.num_threads = num_threads  # of each call, the caller included
-        self._rms_norm = _function(library, f"rms_norm_{suffix}", _NORM)
-        self._add_rms_norm = _function(library, f"add_rms_norm_{suffix}", _ADD_NORM)
-        self._silu_mul = _function(library, f"silu_mul_{suffix}", _SILU)
-        self._rotate = _function(library, f"rotate_{suffix}", _ROTATE)
-        self._attend = _function(library, f"attend_{suffix}", _ATTEND)
+        self._rms_norm = c_function(library, f"rms_norm_{suffix}", _NORM)
+        self._add_rms_norm = c_function(library, f"add_rms_norm_{suffix}", _ADD_NORM)
+        self._silu_mul = c_function(library, f"silu_mul_{suffix}", _SILU)
+        self._rotate = c_function(library, f"rotate_{suffix}", _ROTATE)
+        self._attend = c_function(library, f"attend_{suffix}", _ATTEND)
         self.dtype, self.item_size = dtype, 4 // dtype.itemsize  # product.h: numbers per item
-        self.bf16_instructions: str = _function(library, "bf16_instructions", (), c_char_p)().decode()
-        self.linear = _function(library, f"linear_{suffix}", _LINEAR)
-        self.panel_columns = int(_function(library, f"panel_columns_{suffix}", (), c_int64)())
-        self.pack_linear = _function(library, f"pack_linear_{suffix}", _PACK_LINEAR)
+        self.bf16_instructions: str = c_function(library, "bf16_instructions", (), c_char_p)().decode()
+        self.linear = c_function(library, f"linear_{suffix}", _LINEAR)
+        self.panel_columns = int(c_function(library, f"panel_columns_{suffix}", (), c_int64)())
+        self.pack_linear = c_function(library, f"pack_linear_{suffix}", _PACK_LINEAR)
         self.block_kernels = BlockKernels(library, suffix, dtype, lambda: self.num_threads)
-        self.run_layers = _function(library, f"run_layers_{suffix}", (c_void_p, c_void_p))
-        self._plan = _function(library, "plan_attention", _PLAN, c_int64)
-        self._num_team_threads = _function(library, "num_team_threads", (), c_int)
+        self.run_layers = c_function(library, f"run_layers_{suffix}", (c_void_p, c_void_p))
+        self._plan = c_function(library, "plan_attention", _PLAN, c_int64)
+        self._num_team_threads = c_function(library, "num_team_threads", (), c_int)
 
     @property
     def num_team_threads(self) -> int:
@@ -240,13 +239,6 @@ class PackedNumbers:
 def row_codes(memory: torch.dtype) -> int:
     """The number by which kv_rows.h knows what rows of KV in this dtype are."""
     return {torch.int8: 1, torch.uint8: 2}.get(memory, 0)
-
-
-def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...], result: Any = None) -> Any:
-    function = getattr(library, name)
-    function.argtypes = arguments
-    function.restype = result
-    return function
 
 
 def _loaded(file: Path) -> ctypes.CDLL:

@@ -36,7 +36,7 @@ class LayerGate:
     def fail(self) -> None:
         """Notes that no more layers will arrive. No effect once all are here."""
         with self._changed:
-            self._has_failed = self._num_here < self._num_layers
+            self._has_failed |= self._num_here < self._num_layers
             self._changed.notify_all()
 
     @property

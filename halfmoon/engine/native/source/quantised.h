@@ -15,7 +15,7 @@
 #include <immintrin.h>
 #endif
 
-enum { Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, NUM_FORMATS }; /* library.py has the same order */
+enum { Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, NUM_FORMATS }; /* block_kernels.py has the same order */
 
 #define BLOCK 32
 #define IS_NESTED(format) ((format) >= Q4_K)
@@ -275,7 +275,7 @@ INLINE void quantise_block(const f32v *x, x_block_t *out, int zero, int has_low,
   float most;
   memcpy(&most, &bits, sizeof most);
   const float inverse = most > 0x1p-120f ? 127.0f / most : 0; /* finite, so that no code is -128 */
-  const f32v magic = splat(12582912.0f); /* as in exp_f32 */
+  const f32v magic = splat(ROUNDING); /* as in exp_f32 */
   i32v totals[2] = {};
   for (int v = 0; v < BLOCK / LANES; v++) {
     const i32v whole = (i32v)(x[v] * inverse + magic) - (i32v)magic;
