@@ -108,6 +108,9 @@ def test_a_mistake_is_told_with_its_place(text: str, says: list[str]) -> None:
 def test_a_wrong_flag_is_told_by_its_name() -> None:
     with pytest.raises(InvalidRequest, match=r"^--port: Input should be less than or equal to 65535"):
         parse_config("", "halfmoon.yaml", [Override("gateway.port", 65536, "--port")])
+    for size in ("lots", "3 bananas"):
+        with pytest.raises(InvalidRequest, match="^--kv-memory: must be a size, such as 512MiB"):
+            parse_config("", "halfmoon.yaml", [Override("workers.all.kv_memory", size, "--kv-memory")])
 
 
 def test_options_that_contradict_each_other_are_both_named() -> None:

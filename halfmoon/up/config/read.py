@@ -27,6 +27,8 @@ _MESSAGES: Mapping[str, str] = {  # by pydantic's type of mistake, where its own
     "dict_type": "must be a mapping",
     "model_type": "must be a mapping",
     "model_attributes_type": "must be a mapping",
+    "byte_size": "must be a size, such as 512MiB or 2GiB",
+    "byte_size_unit": "must be a size, such as 512MiB or 2GiB",
 }
 
 
