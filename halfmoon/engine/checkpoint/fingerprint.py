@@ -28,7 +28,7 @@ def fingerprint(path: Path, raw: dict[str, Any], files: tuple[Path, ...]) -> str
     for file in files:
         try:
             _hash_tensors(hasher, file)
-        except (ValueError, KeyError, struct.error) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             raise HalfmoonError(f"{file} is damaged or cut off ({error}): get it again") from error
     return hasher.hexdigest()
 
@@ -36,7 +36,7 @@ def fingerprint(path: Path, raw: dict[str, Any], files: tuple[Path, ...]) -> str
 def _hash_tensors(hasher: hashlib.blake2b, file: Path) -> None:
     """Hashes a safetensors file: the header's length (u64 LE), a JSON header, then the tensors' bytes.
 
-    Raises ValueError, KeyError or struct.error for a broken one.
+    Raises ValueError, KeyError, TypeError, AttributeError or struct.error for a broken one.
     """
     file_bytes = file.stat().st_size
     with file.open("rb") as stream:

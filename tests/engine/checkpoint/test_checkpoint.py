@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -80,6 +81,11 @@ def test_weights_in_several_files(copy: Path) -> None:
         (lambda path: (path / "config.json").write_text("{"), InvalidRequest, "is not JSON"),
         (lambda path: (path / "model.safetensors").write_bytes(b"torn"), HalfmoonError, "damaged or cut off"),
         (lambda path: (path / "model.safetensors").write_bytes(b"\xff" * 99), HalfmoonError, "damaged or cut off"),
+        (
+            lambda path: (path / "model.safetensors").write_bytes(struct.pack("<Q", 10) + b'{"x":true}'),
+            HalfmoonError,
+            "damaged or cut off",
+        ),
         (lambda path: os.truncate(path / "model.safetensors", 9_000), HalfmoonError, "cut off .*: get it again"),
         (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), Incompatible, "safetensors"),
     ],
