@@ -22,7 +22,7 @@ def named(name: str, members: Sequence[Member]) -> Member:
     if found:
         ids = ", ".join(sorted(member.worker_id for member in found))
         raise InvalidRequest(f"several workers have ids that begin with {name}: {ids}", param="name")
-    raise NotFound(f"no worker is called {name}: GET /halfmoon/v1/cluster lists them")
+    raise NotFound(f"no worker is called {name}: `halfmoon top` shows them, and GET /halfmoon/v1/cluster")
 
 
 def check_without(worker: Member, members: Iterable[Member], role: Role | None = None) -> None:
