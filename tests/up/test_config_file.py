@@ -109,7 +109,7 @@ def test_a_wrong_flag_is_told_by_its_name() -> None:
     with pytest.raises(InvalidRequest, match=r"^--port: Input should be less than or equal to 65535"):
         parse_config("", "halfmoon.yaml", [Override("gateway.port", 65536, "--port")])
     for size in ("lots", "3 bananas"):
-        with pytest.raises(InvalidRequest, match="^--kv-memory: must be a size, such as 512MiB"):
+        with pytest.raises(InvalidRequest, match=r"^--kv-memory: must be a size, such as 512MiB"):
             parse_config("", "halfmoon.yaml", [Override("workers.all.kv_memory", size, "--kv-memory")])
 
 
