@@ -20,10 +20,10 @@ from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.rpc.control_api import ControlApi, control_api
 from halfmoon.rpc.credentials.operator_token import TOKEN_HELP, client_token
 from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
-from halfmoon.up.state.state_lock import is_locked
-from halfmoon.up.state.written_state import read_services
+from halfmoon.up.state.written_state import running_services
 
-GATEWAY_HELP = "URL of the gateway. Default: that of what runs with the state directory, else http://127.0.0.1:8000."
+_DEFAULT_URL = "http://127.0.0.1:8000"
+GATEWAY_HELP = f"URL of the gateway. Default: that of what runs with the state directory, else {_DEFAULT_URL}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ class GatewayOptions:
 
 def gateway_url(given: str | None, state_dir: Path) -> str:
     """The URL of the gateway that a command asks: the given one, else that of what runs with the state directory."""
-    listed = read_services(state_dir) if given is None and is_locked(state_dir) else None
-    return (given or (listed and listed.url) or "http://127.0.0.1:8000").rstrip("/")
+    listed = running_services(state_dir) if given is None else None
+    return (given or (listed and listed.url) or _DEFAULT_URL).rstrip("/")
 
 
 def _user() -> str:

@@ -15,8 +15,7 @@ from rich.table import Table
 from halfmoon.cli.profile_store import DEFAULT_STATE_DIR
 from halfmoon.cli.terminal.host_tables import Cluster, hosts_tables
 from halfmoon.rpc.credentials.operator_token import client_token
-from halfmoon.up.state.state_lock import is_locked
-from halfmoon.up.state.written_state import ServiceList, read_services
+from halfmoon.up.state.written_state import ServiceList, running_services
 
 _ANSWER_S = 3.0
 
@@ -28,7 +27,7 @@ def status(
 ) -> None:
     """Shows which services run, on which hosts and since when. The exit status is 1 unless they serve, or only join."""
     terminal = Console()
-    listed = read_services(state_dir) if is_locked(state_dir) else None
+    listed = running_services(state_dir)
     if listed is None:
         terminal.print(f"no `halfmoon up` runs with the state directory {state_dir}: name its own by --state-dir")
         raise typer.Exit(1)

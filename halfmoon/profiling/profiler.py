@@ -34,7 +34,7 @@ from halfmoon.sim.latency_sources.measured_profile import (
 class ProfileOptions:
     """What to measure."""
 
-    gateway: str = "http://127.0.0.1:8000"
+    gateway: str
     token: str | None = None  # the operator's
     api_key: str | None = None
     workers: tuple[str, ...] = ()  # ids; none: one worker of each role

@@ -54,7 +54,7 @@ def kv_budget_bytes(
 
 
 def blocks_in(kv_bytes: int, layout: KVLayout) -> int:
-    """Blocks of a layout that fit. Raises Incompatible if there is no room for one."""
+    """How many blocks of a layout fit into `kv_bytes`. Raises Incompatible if not even one does."""
     if kv_bytes < layout.block_bytes:
         raise Incompatible(
             f"KV memory of {kv_bytes} bytes does not hold one block of {layout.block_tokens} tokens, "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from halfmoon.up.state.state_files import replace_file
+from halfmoon.up.state.state_lock import is_locked
 from halfmoon.up.supervision.child import Child, ServiceSpec
 from halfmoon.up.supervision.log_files import OnTrouble
 
@@ -60,6 +61,11 @@ class WrittenState:
         text = json.dumps(listed, indent=2)
         replace_file(self._path, text + "\n", self._on_trouble)
         self._write_targets([child.spec for child in children])
+
+
+def running_services(state_dir: Path) -> ServiceList | None:
+    """Returns what the `halfmoon up` that runs with this state directory wrote; None if none runs."""
+    return read_services(state_dir) if is_locked(state_dir) else None
 
 
 def read_services(state_dir: Path) -> ServiceList | None:
