@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +9,11 @@ from types import MappingProxyType
 from typing import Any
 from urllib.request import Request, urlopen
 
-from halfmoon.architectures.config_json import parse_architecture
-from halfmoon.architectures.weight_format import FORMATS, weight_format
-from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.architectures.weight_format import FORMATS
+from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import row_items
-from halfmoon.sim.latency_sources.model_shape import ModelShape, shape_of
+from halfmoon.sim.latency_sources.config_shape import parse_shape, read_shape, shape_of_config
+from halfmoon.sim.latency_sources.model_shape import ModelShape
 
 _HUB_TIMEOUT_S = 5.0
 _SUFFIXES = ("-hf", "-chat", "-instruct", "-it", "-base")
@@ -40,7 +39,7 @@ def _parsed(name: str, family: str, layers: int, hidden: int, heads: int, inner:
         "vocab_size": vocab,
         **more,
     }
-    return shape_of(name, parse_architecture(config), weight_format(config.get("quantization_config")))
+    return shape_of_config(name, config)
 
 
 def _deepseek(name: str, family: str, layers: int, hidden: int, heads: int, inner: int, vocab: int, **more: Any) -> Any:
@@ -254,12 +253,12 @@ def model_shape(name: str) -> ModelShape:
     base, *marks = (name,) if name and Path(name).expanduser().exists() else name.split("+")
     path = Path(base).expanduser()
     if base and path.exists() and base.lower() not in (*MODELS, *_ALIASES):
-        return _written(_read_file(path / "config.json" if path.is_dir() else path), marks)
+        return _written(read_shape(path / "config.json" if path.is_dir() else path), marks)
     known = known_shape(name)
     if known is not None:
         return known
     if base.count("/") == 1 and not base.startswith((".", "~", "/")) and not base.endswith(".json"):
-        return _written(_read(_fetched(base), base, f"the config.json of {base}"), marks)
+        return _written(parse_shape(_fetched(base), base, f"the config.json of {base}"), marks)
     raise InvalidRequest(f"unknown model {base!r}: {_choices()}", param="model")
 
 
@@ -298,23 +297,3 @@ def _fetched(name: str) -> str:
             f"Hugging Face did not give the config.json of {name!r} ({type(error).__name__}): {_choices()}",
             param="model",
         ) from error
-
-
-def _read_file(path: Path) -> ModelShape:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} cannot be read: {error}", param="model") from error
-    return _read(text, path.resolve().parent.name, str(path))
-
-
-def _read(text: str, name: str, where: str) -> ModelShape:
-    try:
-        document = json.loads(text)
-        if not isinstance(document, dict):
-            raise ValueError("it is not a JSON object")
-        return shape_of(name, parse_architecture(document), weight_format(document.get("quantization_config")))
-    except Incompatible as error:
-        raise InvalidRequest(f"{where} describes no model that is served: {error.message}", param="model") from error
-    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
-        raise InvalidRequest(f"{where} describes no model that is served: {error}", param="model") from error
