@@ -123,8 +123,8 @@ class PackedBlocks:
 
 
 def x_room_bytes(num_rows: int, num_inputs: int) -> int:
-    """The size of x in eight bits."""
-    return num_rows * num_inputs // 32 * _X_BLOCK_BYTES
+    """The size of x in eight bits; tiles take it 16 rows at a time."""
+    return -(-num_rows // 16) * 16 * num_inputs // 32 * _X_BLOCK_BYTES
 
 
 def c_function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...], result: Any = None) -> Any:

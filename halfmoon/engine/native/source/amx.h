@@ -1,4 +1,4 @@
-/* Tiles: registers of up to 16 rows of 64 bytes, and the product of two in bfloat16 (AMX).
+/* Tiles: registers of up to 16 rows of 64 bytes, and the product of two in bfloat16 or in bytes (AMX).
  *
  * EMULATE_AMX computes the same in plain C, for tests on machines without them: CC='cc -DEMULATE_AMX'.
  */
@@ -65,6 +65,16 @@ static void emulate_dot(int sums, int a, int b) {
   }
 }
 
+/* a: four signed bytes to an item, as many items as its rows hold; b: as many rows. */
+static void emulate_dot_bytes(int sums, int a, int b) {
+  for (int i = 0; i < emulated.config.rows[sums]; i++)
+    for (int k = 0; k < emulated.config.row_bytes[a] / 4; k++)
+      for (int j = 0; j < AMX_ITEMS; j++)
+        for (int byte = 0; byte < 4; byte++)
+          emulated.items[sums][i][j] += (uint32_t)((int8_t)(emulated.items[a][i][k] >> 8 * byte) *
+                                                   (int8_t)(emulated.items[b][k][j] >> 8 * byte));
+}
+
 /* Reads memory behind the compiler's back, as the intrinsics do: what it does not see being read it may leave out. */
 #define EMULATE_UNSEEN(function, x, from, y)                                                                         \
   do {                                                                                                               \
@@ -88,8 +98,9 @@ static void emulate_dot(int sums, int a, int b) {
 #define AMX_ZERO(tile) memset(emulated.items[tile], 0, sizeof emulated.items[tile])
 #define AMX_STORE emulate_store
 #define AMX_DOT emulate_dot
+#define AMX_DOT_BYTES emulate_dot_bytes
 
-#elif defined(__AMX_BF16__) && defined(HAS_BF16_DOT) && defined(__linux__)
+#elif defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(HAS_BF16_DOT) && defined(__linux__)
 #define HAS_AMX 1
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -108,6 +119,7 @@ static int ask_for_amx(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PER
 #define AMX_ZERO _tile_zero
 #define AMX_STORE _tile_stored
 #define AMX_DOT _tile_dpbf16ps
+#define AMX_DOT_BYTES _tile_dpbssd
 #endif
 
 #ifdef HAS_AMX
@@ -122,4 +134,16 @@ static int ask_for_amx(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PER
 #define AMX_CONFIG(config) WRITTEN(CONFIG_TILES(config))
 #define AMX_LOAD(tile, from, stride) WRITTEN(LOAD_TILE(tile, from, stride))
 #define AMX_STREAM(tile, from, stride) WRITTEN(STREAM_TILE(tile, from, stride)) /* need not stay in the first cache */
+
+static int amx_is_permitted;
+__attribute__((constructor)) static void permit_amx(void) { amx_is_permitted = ask_for_amx(); }
+
+/* How this thread's tiles are configured, as one number; 0: not at all. */
+static _Thread_local int64_t tiles_now;
+
+/* Once a task's last product is done. */
+static void release_tiles(void) {
+  if (tiles_now) AMX_RELEASE();
+  tiles_now = 0;
+}
 #endif

@@ -102,9 +102,6 @@ INLINE void amx_block(const int is_square, const int num_columns, int64_t num_ro
   if (has_3) AMX_STORE(3, c2 + AMX_ITEMS, c_stride * 4);
 }
 
-/* How this thread's tiles are configured, as one number; 0: not at all. */
-static _Thread_local int64_t tiles_now;
-
 /* Sums 2 and 3 and a's second tile have `more` rows, the other sums and a's first tile `rows`. */
 static void amx_rows(int64_t rows, int64_t more) {
   const int64_t wanted = rows * (AMX_ROWS + 1) + more;
@@ -133,12 +130,6 @@ INLINE void amx_all_squares(int64_t num_rows, int64_t rows, int64_t num_columns,
     }
 }
 
-/* Once a task's last product is done. */
-static void release_tiles(void) {
-  if (tiles_now) AMX_RELEASE();
-  tiles_now = 0;
-}
-
 /* As `product`; the tiles stay configured until `release_tiles`. */
 static void product_amx(int64_t num_rows, int64_t num_columns, const uint32_t *a, int64_t a_stride, const uint32_t *b,
                         int64_t b_stride, float *c, int64_t c_stride, int64_t depth, int accumulate) {
@@ -163,9 +154,6 @@ static void product_amx(int64_t num_rows, int64_t num_columns, const uint32_t *a
 #undef STRIP
   }
 }
-
-static int amx_is_permitted;
-__attribute__((constructor)) static void permit_amx(void) { amx_is_permitted = ask_for_amx(); }
 
 static void product_fastest(int64_t num_rows, int64_t num_columns, const uint32_t *a, int64_t a_stride,
                             const uint32_t *b, int64_t b_stride, float *c, int64_t c_stride, int64_t depth,

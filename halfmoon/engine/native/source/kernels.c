@@ -10,6 +10,8 @@
 
 #include "quantised.h"
 
+#include "amx_quantised.h"
+
 #include "codes.h"
 
 #include "quantised_pack.h"

@@ -12,8 +12,9 @@ typedef struct {
   const T *bias;
   const uint8_t *strips;
   x_block_t *blocks; /* x in eight bits, tile after tile, each [blocks, rows] */
+  x_tile_t *tiles;   /* 0, or the same memory, for products by tiles: [num_rows / 16, blocks] */
   void *out;
-  int64_t num_rows, num_inputs, num_columns, strips_per_task;
+  int64_t num_rows, num_inputs, num_columns, strips_per_task, rows_per_task, rows_per_tile;
   int format, kind; /* kind: SUMS_… of linear.h */
   const T *norm; /* 0, or x is the norm of x + residual by these weights [num_inputs] */
   float *residual;
@@ -23,8 +24,9 @@ typedef struct {
 
 static void NAME(quantise_task)(void *data, long task) {
   const NAME(quantised_args) *a = data;
-  const int64_t size = a->num_inputs, num_blocks = size / BLOCK, first = task * TILE_ROWS;
-  const int64_t rows = tile_rows(first, a->num_rows);
+  const int64_t size = a->num_inputs, num_blocks = size / BLOCK, first = task * a->rows_per_tile;
+  const int64_t rows = part_size(first, a->num_rows, a->rows_per_tile);
+  x_block_t *blocks = a->blocks + first * num_blocks;
   T made[size];
   for (int64_t i = 0; i < rows; i++) {
     const int64_t row = first + i;
@@ -36,51 +38,78 @@ static void NAME(quantise_task)(void *data, long task) {
     if (a->is_gated) NAME(silu_row)(of, made, size), of = made;
     for (int64_t block = 0; block < num_blocks; block++) {
       f32v x[BLOCK / LANES];
+      x_block_t out;
       for (int v = 0; v < BLOCK / LANES; v++) x[v] = LOAD(of + block * BLOCK + v * LANES);
-      quantise_block(x, a->blocks + first * num_blocks + block * rows + i, ZERO(a->format), HAS_LOW(a->format),
-                     PARTS(a->format));
+      quantise_block(x, &out, ZERO(a->format), HAS_LOW(a->format), PARTS(a->format));
+      if (a->tiles)
+        put_block(a->tiles + task * num_blocks + block, i, &out);
+      else
+        blocks[block * rows + i] = out;
     }
   }
 }
 
-static int64_t NAME(quantised_end)(const NAME(quantised_args) *a, int64_t row) {
-  return a->num_rows - row < QUANTISED_ROWS ? a->num_rows : row + QUANTISED_ROWS;
+/* sums: [num_rows, width] of the columns from `column` on. */
+static void NAME(store_rows)(const NAME(quantised_args) *a, int64_t row, int64_t num_rows, int64_t column,
+                             int64_t width, const float *sums) {
+  const int64_t num_columns = part_size(column, a->num_columns, width);
+  const int64_t num_bytes = num_columns * (a->kind == SUMS_ROUNDED ? sizeof(T) : sizeof(float));
+  for (int64_t i = 0; i < num_rows; i++) {
+    void *out = NAME(sums_at)(a->out, (row + i) * a->num_columns + column, a->kind);
+    if (i + ROWS_AHEAD < num_rows) fetch_to_write(NAME(sums_at)(out, ROWS_AHEAD * a->num_columns, a->kind), num_bytes);
+    NAME(store_sums)(out, sums + i * width, a->bias ? a->bias + column : 0, num_columns, a->kind);
+  }
 }
 
 static void NAME(quantised_task)(void *data, long task) {
   const NAME(quantised_args) *a = data;
-  const int64_t num_strips = (a->num_columns + LANES - 1) / LANES, bytes = strip_bytes(a->format, a->num_inputs);
-  const int64_t num_groups = (num_strips + a->strips_per_task - 1) / a->strips_per_task;
-  const int64_t row = task / num_groups * QUANTISED_ROWS, end = NAME(quantised_end)(a, row);
+  const int64_t num_strips = ceil_div(a->num_columns, LANES), bytes = strip_bytes(a->format, a->num_inputs);
+  const int64_t num_groups = ceil_div(num_strips, a->strips_per_task);
+  const int64_t row = task / num_groups * a->rows_per_task, num_rows = part_size(row, a->num_rows, a->rows_per_task);
   const int64_t first = task % num_groups * a->strips_per_task;
-  const int64_t last = num_strips - first < a->strips_per_task ? num_strips : first + a->strips_per_task;
-  for (int64_t tile = row; tile < end; tile += TILE_ROWS) {
-    const int64_t rows = tile_rows(tile, end);
+  const int64_t last = first + part_size(first, num_strips, a->strips_per_task);
+#ifdef HAS_AMX
+  if (a->tiles) {
+    float sums[TILED_ROWS * TILED_COLUMNS] __attribute__((aligned(64)));
+    const x_tile_t *x = a->tiles + row / a->rows_per_tile * (a->num_inputs / BLOCK);
+    for (int64_t strip = first; strip < last; strip++)
+      tiled_product(a->format, num_rows, x, a->strips + strip * bytes, sums + (strip - first) * LANES, a->num_inputs);
+    release_tiles();
+    NAME(store_rows)(a, row, num_rows, first * LANES, TILED_COLUMNS, sums);
+    return;
+  }
+#endif
+  float sums[TILE_ROWS * LANES] __attribute__((aligned(64)));
+  for (int64_t tile = row; tile < row + num_rows; tile += TILE_ROWS) {
+    const int64_t rows = part_size(tile, row + num_rows, TILE_ROWS);
+    const x_block_t *x = a->blocks + tile * (a->num_inputs / BLOCK);
     for (int64_t strip = first; strip < last; strip++) {
-      const int64_t column = strip * LANES, left = a->num_columns - column;
-      float sums[TILE_ROWS * LANES] __attribute__((aligned(64)));
-      quantised_product(a->format, (int)rows, a->blocks + tile * (a->num_inputs / BLOCK), a->strips + strip * bytes,
-                        sums, a->num_inputs);
-      for (int64_t i = 0; i < rows; i++)
-        NAME(store_sums)(NAME(sums_at)(a->out, (tile + i) * a->num_columns + column, a->kind), sums + i * LANES,
-                         a->bias ? a->bias + column : 0, left < LANES ? left : LANES, a->kind);
+      quantised_product(a->format, (int)rows, x, a->strips + strip * bytes, sums, a->num_inputs);
+      NAME(store_rows)(a, tile, rows, strip * LANES, LANES, sums);
     }
   }
 }
 
 /* out [num_rows, num_columns], of a `kind` of linear.h; x: [num_rows, num_inputs]; bias: [num_columns] or 0;
- * room: [num_rows, num_inputs / 32] x_block_t. */
+ * room: [num_rows up to a multiple of 16, num_inputs / 32] x_block_t, as far from 0 as tiles want it. */
 void NAME(quantised_linear)(const void *x, const uint8_t *strips, const T *bias, void *out, x_block_t *room, int format,
                             int64_t num_rows, int64_t num_inputs, int64_t num_columns, int kind, const T *norm,
                             float *residual, float eps, int is_gated, int num_threads) {
-  const int64_t num_chunks = (num_rows + QUANTISED_ROWS - 1) / QUANTISED_ROWS;
-  const int64_t num_strips = (num_columns + LANES - 1) / LANES, fitting = STRIPS_BYTES / strip_bytes(format, num_inputs);
-  const int64_t share = (num_strips + 2 * num_threads - 1) / (2 * num_threads);
-  const int64_t strips_per_task = num_rows <= TILE_ROWS ? share : fitting > 1 ? fitting : 1;
-  NAME(quantised_args) args = {x, bias, strips, room, out, num_rows, num_inputs, num_columns, strips_per_task, format,
+  const int64_t num_strips = ceil_div(num_columns, LANES), fitting = STRIPS_BYTES / strip_bytes(format, num_inputs);
+  const int64_t share = ceil_div(num_strips, 2 * num_threads);
+  const int is_tiled = can_tile(num_rows);
+  int64_t strips_per_task = num_rows <= TILE_ROWS ? share : fitting > 1 ? fitting : 1, rows_per_task = QUANTISED_ROWS;
+  if (is_tiled) {
+    strips_per_task = TILED_STRIPS, rows_per_task = TILED_ROWS;
+    while (ceil_div(num_strips, TILED_STRIPS) * ceil_div(num_rows, rows_per_task) < TASKS_PER_THREAD * num_threads &&
+           rows_per_task >= 2 * LEAST_TILED)
+      rows_per_task /= 2;
+  }
+  NAME(quantised_args) args = {x, bias, strips, room, is_tiled ? (x_tile_t *)room : 0, out, num_rows, num_inputs,
+                               num_columns, strips_per_task, rows_per_task, is_tiled ? AMX_ROWS : TILE_ROWS, format,
                                kind, norm, residual, eps, is_gated};
-  run_tasks(NAME(quantise_task), &args, (num_rows + TILE_ROWS - 1) / TILE_ROWS, num_threads);
-  run_tasks(NAME(quantised_task), &args, num_chunks * ((num_strips + strips_per_task - 1) / strips_per_task),
+  run_tasks(NAME(quantise_task), &args, ceil_div(num_rows, args.rows_per_tile), num_threads);
+  run_tasks(NAME(quantised_task), &args, ceil_div(num_rows, rows_per_task) * ceil_div(num_strips, strips_per_task),
             num_threads);
 }
 

@@ -33,7 +33,8 @@ typedef uint16_t u16v __attribute__((vector_size(2 * LANES)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (u32v){__VA_ARGS__})
 #endif
 
-INLINE f32v splat(float x) { return (f32v){} + x; }
+/* By its bits: 0 + x is not -0 where x is, so the compiler would add. */
+INLINE f32v splat(float x) { int32_t bits; memcpy(&bits, &x, sizeof bits); return (f32v)((i32v){} + bits); }
 INLINE f32v load_f32(const float *p) { f32v x; memcpy(&x, p, sizeof x); return x; }
 INLINE void store_f32(float *p, f32v x) { memcpy(p, &x, sizeof x); }
 INLINE u32v load_u32(const void *p) { u32v x; memcpy(&x, p, sizeof x); return x; }
