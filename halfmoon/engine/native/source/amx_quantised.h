@@ -16,12 +16,6 @@ typedef struct {
   float scales[AMX_ROWS], lows[AMX_ROWS];
 } x_tile_t;
 
-INLINE void put_block(x_tile_t *tile, int64_t row, const x_block_t *block) {
-  memcpy(tile->codes[row], block->codes, BLOCK);
-  tile->scales[row] = block->scale;
-  tile->lows[row] = block->offset[0].real;
-}
-
 #ifndef HAS_AMX
 INLINE int can_tile(int64_t num_rows) { return 0; }
 #else

@@ -267,7 +267,8 @@ INLINE int32_t max_of_i32(i32v x) { FOLD(max_i32, x) return x[0] > x[LANES - 1] 
 
 /* A row of x [BLOCK] in eight bits, for weights with this zero and these parts. The largest is found by its bits, of
  * which those of a NaN are the largest: it or an infinity makes the scale, and so the row's results, not finite. */
-INLINE void quantise_block(const f32v *x, x_block_t *out, int zero, int has_low, int num_parts) {
+INLINE void quantise_block(const f32v *x, int8_t codes[BLOCK], float *scale, offset_t offset[2], int zero, int has_low,
+                           int num_parts) {
   i32v largest = {};
   for (int v = 0; v < BLOCK / LANES; v++) largest = max_i32(largest, (i32v)x[v] & 0x7fffffff);
   const int32_t bits = max_of_i32(largest);
@@ -279,16 +280,16 @@ INLINE void quantise_block(const f32v *x, x_block_t *out, int zero, int has_low,
   for (int v = 0; v < BLOCK / LANES; v++) {
     const i32v whole = (i32v)(x[v] * inverse + magic) - (i32v)magic;
     const i8v narrow = narrow_i32(whole);
-    memcpy((int8_t *)out->codes + v * LANES, &narrow, sizeof narrow);
+    memcpy(codes + v * LANES, &narrow, sizeof narrow);
     totals[v * LANES * num_parts / BLOCK] += whole;
   }
-  out->scale = most / 127.0f;
+  *scale = most / 127.0f;
   for (int part = 0; part < num_parts; part++) {
     const int32_t total = sum_of_i32(totals[part]);
     if (has_low)
-      out->offset[part].real = out->scale * (float)total;
+      offset[part].real = *scale * (float)total;
     else
-      out->offset[part].whole = -zero * total;
+      offset[part].whole = -zero * total;
   }
 }
 

@@ -37,14 +37,14 @@ static void NAME(quantise_task)(void *data, long task) {
     }
     if (a->is_gated) NAME(silu_row)(of, made, size), of = made;
     for (int64_t block = 0; block < num_blocks; block++) {
+      x_block_t *out = blocks + block * rows + i;
+      x_tile_t *tile = a->tiles + task * num_blocks + block;
+      offset_t offset[2];
       f32v x[BLOCK / LANES];
-      x_block_t out;
       for (int v = 0; v < BLOCK / LANES; v++) x[v] = LOAD(of + block * BLOCK + v * LANES);
-      quantise_block(x, &out, ZERO(a->format), HAS_LOW(a->format), PARTS(a->format));
-      if (a->tiles)
-        put_block(a->tiles + task * num_blocks + block, i, &out);
-      else
-        blocks[block * rows + i] = out;
+      quantise_block(x, a->tiles ? tile->codes[i] : (int8_t *)out->codes, a->tiles ? &tile->scales[i] : &out->scale,
+                     a->tiles ? offset : out->offset, ZERO(a->format), HAS_LOW(a->format), PARTS(a->format));
+      if (a->tiles) tile->lows[i] = offset[0].real;
     }
   }
 }
