@@ -20,6 +20,7 @@ from tests.engine.gguf_files import random_blocks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # of all summands' sizes together
+ROUNDED = {torch.float32: 1e-3, torch.bfloat16: 1e-2}  # of the largest result
 FORMATS = list(BLOCK_SIZES)
 CODE_BYTES = {  # of a block
     "Q4_0": slice(2, 18),
@@ -83,14 +84,15 @@ def test_blocks_multiply_as_their_numbers_do(
     assert ((got.float() - expected).abs() <= TOLERANCE[dtype] * summands).all()
 
 
+@pytest.mark.parametrize("num_rows", [9, 36])
 @pytest.mark.parametrize("codes", [0, 0x7F, 0x80, 0xFF])
 @pytest.mark.parametrize("block_format", FORMATS)
-def test_the_largest_products_are_added_whole(block_format: BlockFormat, codes: int) -> None:
+def test_the_largest_products_are_added_whole(block_format: BlockFormat, codes: int, num_rows: int) -> None:
     """All of one sign, and as large as they can be: nothing that is narrower than they holds them."""
     blocks = blocks_of(block_format, 20, 512)
     size = BLOCK_SIZES[block_format][1]
     blocks.data.view(-1, size)[:, CODE_BYTES[block_format]] = codes
-    x = torch.ones(9, 512) * torch.tensor([1, -1, 1, -1, 3, -3, 1, 1, -1]).view(-1, 1)
+    x = torch.ones(num_rows, 512) * torch.tensor([1, -1, 1, -1, 3, -3, 1, 1, -1]).repeat(4)[:num_rows].view(-1, 1)
     expected = x.double() @ numbers(blocks).double().T
     torch.testing.assert_close(packed(blocks, torch.float32)(x, None).double(), expected, rtol=1e-5, atol=1e-4)
 
@@ -126,22 +128,29 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(
         "-mno-avx2 -mno-fma",
     ],
 )
-def test_other_processors_compute_the_same(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit where products and sums are rounded together; else to the last of float32."""
-    if "avx512_vnni" not in Path("/proc/cpuinfo").read_text():
+def test_other_processors_compute_the_same(flags: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit where products and sums are rounded together; else to the last of float32.
+
+    Rows are enough for tiles; columns and inputs make a last task of one strip and parts of a strip that differ.
+    """
+    processor = Path("/proc/cpuinfo").read_text()
+    if "avx512_vnni" not in processor or ("amx" in flags and "amx_int8" not in processor):
         pytest.skip("this processor's own path is one of those")
     monkeypatch.setenv("CC", f"cc {flags}")
-    other = NativeLibrary(compiled(default_cache_dir()), torch.float32, 2)
+    other = NativeLibrary(compiled(default_cache_dir()), dtype, 2)
     monkeypatch.delenv("CC")
     for block_format in FORMATS:
-        blocks, x = blocks_of(block_format, 83, 768), random_x(85, 768, torch.float32)
-        multiply = other.pack_weight(blocks)
-        assert multiply is not None
-        own, others = packed(blocks, torch.float32)(x, None), multiply(x, None)
-        if "fma" in flags:
-            torch.testing.assert_close(others, own, atol=1e-3 * float(own.abs().max()), rtol=0)
-        else:
-            assert torch.equal(others, own), block_format
+        for num_inputs in (768, 1792, 800):
+            if num_inputs % BLOCK_SIZES[block_format][0]:
+                continue
+            blocks, x = blocks_of(block_format, 70, num_inputs), random_x(85, num_inputs, dtype)
+            multiply = other.pack_weight(blocks)
+            assert multiply is not None
+            own, others = packed(blocks, dtype)(x, None), multiply(x, None)
+            if "fma" in flags:
+                torch.testing.assert_close(others, own, atol=ROUNDED[dtype] * float(own.abs().max()), rtol=0)
+            else:
+                assert torch.equal(others, own), (block_format, num_inputs)
 
 
 @pytest.mark.parametrize("num_rows", [1, 70])
@@ -165,12 +174,14 @@ def test_sums_are_what_is_rounded(dtype: torch.dtype, num_rows: int) -> None:
     assert torch.equal(sums.to(dtype), multiply(x, bias))
 
 
+@pytest.mark.parametrize("num_rows", [3, 40])
 @pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
-def test_a_broken_number_is_not_hidden(dtype: torch.dtype, what: float) -> None:
-    x = random_x(3, 64, dtype)
+def test_a_broken_number_is_not_hidden(dtype: torch.dtype, what: float, num_rows: int) -> None:
+    x = random_x(num_rows, 64, dtype)
     x[1, 40] = what
     out = packed(blocks_of("Q4_1", 20, 64), dtype)(x, None)
-    assert out[[0, 2]].isfinite().all()
+    assert out[0].isfinite().all()
+    assert out[2:].isfinite().all()
     assert not out[1].isfinite().any()
 
 

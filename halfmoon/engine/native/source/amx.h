@@ -85,7 +85,7 @@ static void emulate_dot_bytes(int sums, int a, int b) {
                      "call *%4\n\tmovq %%rbx, %%rsp"                                                                  \
                      : "+D"(first), "+S"(second), "+d"(third), "+m"(emulated)                                        \
                      : "r"(function)                                                                                 \
-                     : "rax", "rbx", "rcx", "r8", "r9", "r10", "r11", "cc", EMULATE_VECTORS);                        \
+                     : "rax", "rbx", "rcx", "r8", "r9", "r10", "r11", "cc", "memory", EMULATE_VECTORS);              \
   } while (0)
 #define EMULATE_VECTORS                                                                                              \
   "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", \
@@ -109,7 +109,7 @@ static void emulate_dot_bytes(int sums, int a, int b) {
 #define ARCH_REQ_XCOMP_PERM 0x1023 /* Linux, Documentation/arch/x86/xstate.rst */
 #define XFEATURE_XTILEDATA 18
 
-/* Whether the kernel lets this process use tiles. */
+/* Whether the kernel lets this process use tiles. Every processor with one of the two products has the other. */
 static int ask_for_amx(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0; }
 
 #define CONFIG_TILES _tile_loadconfig
@@ -138,7 +138,7 @@ static int ask_for_amx(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PER
 static int amx_is_permitted;
 __attribute__((constructor)) static void permit_amx(void) { amx_is_permitted = ask_for_amx(); }
 
-/* How this thread's tiles are configured, as one number; 0: not at all. */
+/* How this thread's tiles are configured: above 0 for numbers (amx_product.h), below for bytes (amx_quantised.h). */
 static _Thread_local int64_t tiles_now;
 
 /* Once a task's last product is done. */

@@ -8,7 +8,7 @@
 #define TILED_STRIPS 2    /* of a task: what it writes of a row is a line of the cache in bfloat16 */
 #define TILED_COLUMNS (TILED_STRIPS * LANES)
 #define LEAST_TILED 32    /* rows; with fewer, opening a strip takes longer than its products save */
-#define OPENED_INPUTS 768 /* in the first-level cache while rows pass */
+#define OPENED_INPUTS 768 /* in the first-level cache while rows pass; a multiple of any OUTER */
 
 /* A block of 16 rows of x, those of x_block_t. lows: scale * sum of codes, for weights with a low. */
 typedef struct {
@@ -20,6 +20,10 @@ typedef struct {
 INLINE int can_tile(int64_t num_rows) { return 0; }
 #else
 INLINE int can_tile(int64_t num_rows) { return amx_is_permitted && num_rows >= LEAST_TILED; }
+
+_Static_assert(OPENED_INPUTS % OUTER(Q4_K) == 0, "a strip is opened from where a float16 scale begins");
+_Static_assert(LEAST_TILED % AMX_ROWS == 0 && TILED_ROWS % LEAST_TILED == 0, "rows of a task are whole tiles");
+_Static_assert(sizeof(x_tile_t) <= AMX_ROWS * sizeof(x_block_t), "both fit into the same room");
 
 /* A strip's next inputs: codes less the zero, four of each column in a row; scales of parts and lows of blocks. */
 typedef struct {
@@ -58,13 +62,13 @@ INLINE void begin_step(const int format, const int is_odd, const x_tile_t *x, co
                        int32_t *dots) {
   const int8_t *rows = x[step / PARTS(format)].codes[0] + step % PARTS(format) * (BLOCK / PARTS(format));
   const u32v *columns = opened->codes + step * (BLOCK / 4 / PARTS(format));
-#define STEP(sums, a, b)                       \
-  do {                                         \
-    AMX_LOAD(a, rows, BLOCK);                  \
-    AMX_LOAD(b, columns, sizeof *columns);     \
-    AMX_ZERO(sums);                            \
-    AMX_DOT_BYTES(sums, a, b);                 \
-    AMX_STORE(sums, dots, sizeof *columns);    \
+#define STEP(sums, a, b)                         \
+  do {                                           \
+    AMX_LOAD(a, rows, BLOCK);                    \
+    AMX_LOAD(b, columns, sizeof *columns);       \
+    AMX_ZERO(sums);                              \
+    AMX_DOT_BYTES(sums, a, b);                   \
+    AMX_STORE(sums, dots, LANES * sizeof *dots); \
   } while (0)
   if (is_odd)
     STEP(1, 5, 7);

@@ -231,10 +231,6 @@ INLINE void quantised_tile(const int format, const int num_rows, const x_block_t
   for (int i = 0; i < num_rows; i++) store_f32(out + i * LANES, sums[i]);
 }
 
-/* How many parts of `size` are in `total`, and how large the one is that begins at `first`. */
-INLINE int64_t ceil_div(int64_t total, int64_t size) { return (total + size - 1) / size; }
-INLINE int64_t part_size(int64_t first, int64_t total, int64_t size) { return total - first < size ? total - first : size; }
-
 INLINE void quantised_rows(const int format, int num_rows, const x_block_t *x, const uint8_t *strip, float *out,
                            int64_t num_inputs) {
   switch (num_rows) {

@@ -14,7 +14,7 @@ typedef struct {
   x_block_t *blocks; /* x in eight bits, tile after tile, each [blocks, rows] */
   x_tile_t *tiles;   /* 0, or the same memory, for products by tiles: [num_rows / 16, blocks] */
   void *out;
-  int64_t num_rows, num_inputs, num_columns, strips_per_task, rows_per_task, rows_per_tile;
+  int64_t num_rows, num_inputs, num_columns, strips_per_task, rows_per_task;
   int format, kind; /* kind: SUMS_… of linear.h */
   const T *norm; /* 0, or x is the norm of x + residual by these weights [num_inputs] */
   float *residual;
@@ -22,11 +22,12 @@ typedef struct {
   int is_gated; /* x is [num_rows, 2 * num_inputs], gate and up */
 } NAME(quantised_args);
 
+/* TILE_ROWS rows; of those that only fill up a tile nothing but scales, which are 0. */
 static void NAME(quantise_task)(void *data, long task) {
   const NAME(quantised_args) *a = data;
-  const int64_t size = a->num_inputs, num_blocks = size / BLOCK, first = task * a->rows_per_tile;
-  const int64_t rows = part_size(first, a->num_rows, a->rows_per_tile);
-  x_block_t *blocks = a->blocks + first * num_blocks;
+  const int64_t size = a->num_inputs, num_blocks = size / BLOCK, first = task * TILE_ROWS;
+  const int64_t rows = part_size(first, a->num_rows, TILE_ROWS), row_of_tile = first % AMX_ROWS;
+  x_tile_t *tiles = a->tiles ? a->tiles + first / AMX_ROWS * num_blocks : 0;
   T made[size];
   for (int64_t i = 0; i < rows; i++) {
     const int64_t row = first + i;
@@ -37,27 +38,29 @@ static void NAME(quantise_task)(void *data, long task) {
     }
     if (a->is_gated) NAME(silu_row)(of, made, size), of = made;
     for (int64_t block = 0; block < num_blocks; block++) {
-      x_block_t *out = blocks + block * rows + i;
-      x_tile_t *tile = a->tiles + task * num_blocks + block;
-      offset_t offset[2];
+      x_block_t *alone = a->blocks + first * num_blocks + block * rows + i;
+      offset_t of_tile[2], *offset = tiles ? of_tile : alone->offset;
+      int8_t *codes = tiles ? tiles[block].codes[row_of_tile + i] : (int8_t *)alone->codes;
+      float *scale = tiles ? tiles[block].scales + row_of_tile + i : &alone->scale;
       f32v x[BLOCK / LANES];
       for (int v = 0; v < BLOCK / LANES; v++) x[v] = LOAD(of + block * BLOCK + v * LANES);
-      quantise_block(x, a->tiles ? tile->codes[i] : (int8_t *)out->codes, a->tiles ? &tile->scales[i] : &out->scale,
-                     a->tiles ? offset : out->offset, ZERO(a->format), HAS_LOW(a->format), PARTS(a->format));
-      if (a->tiles) tile->lows[i] = offset[0].real;
+      quantise_block(x, codes, scale, offset, ZERO(a->format), HAS_LOW(a->format), PARTS(a->format));
+      if (tiles) tiles[block].lows[row_of_tile + i] = HAS_LOW(a->format) ? offset[0].real : 0;
     }
   }
+  for (int64_t i = rows > 0 ? rows : 0; tiles && i < TILE_ROWS; i++)
+    for (int64_t block = 0; block < num_blocks; block++)
+      tiles[block].scales[row_of_tile + i] = tiles[block].lows[row_of_tile + i] = 0;
 }
 
-/* sums: [num_rows, width] of the columns from `column` on. */
+/* sums: [num_rows, num_columns], `stride` apart, of the columns from `column` on. */
 static void NAME(store_rows)(const NAME(quantised_args) *a, int64_t row, int64_t num_rows, int64_t column,
-                             int64_t width, const float *sums) {
-  const int64_t num_columns = part_size(column, a->num_columns, width);
+                             int64_t num_columns, const float *sums, int64_t stride) {
   const int64_t num_bytes = num_columns * (a->kind == SUMS_ROUNDED ? sizeof(T) : sizeof(float));
   for (int64_t i = 0; i < num_rows; i++) {
     void *out = NAME(sums_at)(a->out, (row + i) * a->num_columns + column, a->kind);
     if (i + ROWS_AHEAD < num_rows) fetch_to_write(NAME(sums_at)(out, ROWS_AHEAD * a->num_columns, a->kind), num_bytes);
-    NAME(store_sums)(out, sums + i * width, a->bias ? a->bias + column : 0, num_columns, a->kind);
+    NAME(store_sums)(out, sums + i * stride, a->bias ? a->bias + column : 0, num_columns, a->kind);
   }
 }
 
@@ -71,27 +74,29 @@ static void NAME(quantised_task)(void *data, long task) {
 #ifdef HAS_AMX
   if (a->tiles) {
     float sums[TILED_ROWS * TILED_COLUMNS] __attribute__((aligned(64)));
-    const x_tile_t *x = a->tiles + row / a->rows_per_tile * (a->num_inputs / BLOCK);
+    const x_tile_t *x = a->tiles + row / AMX_ROWS * (a->num_inputs / BLOCK);
+    const int64_t column = first * LANES, width = (last - first) * LANES;
     for (int64_t strip = first; strip < last; strip++)
       tiled_product(a->format, num_rows, x, a->strips + strip * bytes, sums + (strip - first) * LANES, a->num_inputs);
     release_tiles();
-    NAME(store_rows)(a, row, num_rows, first * LANES, TILED_COLUMNS, sums);
+    NAME(store_rows)(a, row, num_rows, column, part_size(column, a->num_columns, width), sums, TILED_COLUMNS);
     return;
   }
 #endif
   float sums[TILE_ROWS * LANES] __attribute__((aligned(64)));
-  for (int64_t tile = row; tile < row + num_rows; tile += TILE_ROWS) {
-    const int64_t rows = part_size(tile, row + num_rows, TILE_ROWS);
-    const x_block_t *x = a->blocks + tile * (a->num_inputs / BLOCK);
+  for (int64_t begin = row; begin < row + num_rows; begin += TILE_ROWS) {
+    const int64_t rows = part_size(begin, row + num_rows, TILE_ROWS);
+    const x_block_t *x = a->blocks + begin * (a->num_inputs / BLOCK);
     for (int64_t strip = first; strip < last; strip++) {
+      const int64_t column = strip * LANES;
       quantised_product(a->format, (int)rows, x, a->strips + strip * bytes, sums, a->num_inputs);
-      NAME(store_rows)(a, tile, rows, strip * LANES, LANES, sums);
+      NAME(store_rows)(a, begin, rows, column, part_size(column, a->num_columns, LANES), sums, LANES);
     }
   }
 }
 
 /* out [num_rows, num_columns], of a `kind` of linear.h; x: [num_rows, num_inputs]; bias: [num_columns] or 0;
- * room: [num_rows up to a multiple of 16, num_inputs / 32] x_block_t, as far from 0 as tiles want it. */
+ * room: [num_rows up to a multiple of 16, num_inputs / 32] x_block_t. */
 void NAME(quantised_linear)(const void *x, const uint8_t *strips, const T *bias, void *out, x_block_t *room, int format,
                             int64_t num_rows, int64_t num_inputs, int64_t num_columns, int kind, const T *norm,
                             float *residual, float eps, int is_gated, int num_threads) {
@@ -104,11 +109,13 @@ void NAME(quantised_linear)(const void *x, const uint8_t *strips, const T *bias,
     while (ceil_div(num_strips, TILED_STRIPS) * ceil_div(num_rows, rows_per_task) < TASKS_PER_THREAD * num_threads &&
            rows_per_task >= 2 * LEAST_TILED)
       rows_per_task /= 2;
+    if (ceil_div(num_strips, TILED_STRIPS) * ceil_div(num_rows, rows_per_task) < 2 * num_threads) strips_per_task = 1;
   }
   NAME(quantised_args) args = {x, bias, strips, room, is_tiled ? (x_tile_t *)room : 0, out, num_rows, num_inputs,
-                               num_columns, strips_per_task, rows_per_task, is_tiled ? AMX_ROWS : TILE_ROWS, format,
-                               kind, norm, residual, eps, is_gated};
-  run_tasks(NAME(quantise_task), &args, ceil_div(num_rows, args.rows_per_tile), num_threads);
+                               num_columns, strips_per_task, rows_per_task, format, kind, norm, residual, eps,
+                               is_gated};
+  const int64_t rows_of_x = is_tiled ? ceil_div(num_rows, AMX_ROWS) * AMX_ROWS : num_rows;
+  run_tasks(NAME(quantise_task), &args, ceil_div(rows_of_x, TILE_ROWS), num_threads);
   run_tasks(NAME(quantised_task), &args, ceil_div(num_rows, rows_per_task) * ceil_div(num_strips, strips_per_task),
             num_threads);
 }

@@ -33,7 +33,7 @@ typedef uint16_t u16v __attribute__((vector_size(2 * LANES)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (u32v){__VA_ARGS__})
 #endif
 
-/* By its bits: 0 + x is not -0 where x is, so the compiler would add. */
+/* By its bits: 0 + x would have to be computed, since 0 + -0 is 0. */
 INLINE f32v splat(float x) { int32_t bits; memcpy(&bits, &x, sizeof bits); return (f32v)((i32v){} + bits); }
 INLINE f32v load_f32(const float *p) { f32v x; memcpy(&x, p, sizeof x); return x; }
 INLINE void store_f32(float *p, f32v x) { memcpy(p, &x, sizeof x); }
@@ -89,6 +89,13 @@ INLINE f32v min_f32(f32v a, f32v b) { return (f32v)_mm256_min_ps((__m256)a, (__m
 INLINE f32v max_f32(f32v a, f32v b) { return choose(a > b, a, b); }
 INLINE f32v min_f32(f32v a, f32v b) { return choose(a < b, a, b); }
 #endif
+
+/* How many parts of `size` there are in `total`. */
+INLINE int64_t ceil_div(int64_t total, int64_t size) { return (total + size - 1) / size; }
+/* The size of the part that begins at `first`. */
+INLINE int64_t part_size(int64_t first, int64_t total, int64_t size) {
+  return total - first < size ? total - first : size;
+}
 
 #define LOG2_E 1.44269504f
 #define ROUNDING 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold */
