@@ -33,21 +33,13 @@ typedef struct {
 
 /* Returns where the strip goes on. */
 INLINE const uint8_t *open_strip(const int format, const uint8_t *strip, int64_t num_inputs, opened_t *out) {
-  f32v outer = splat(0), outer_low = splat(0);
+  scales_t scales = {};
   u32v *codes = out->codes;
-  f32v *scales = out->scales;
+  f32v *scale = out->scales;
   for (int64_t k = 0; k < num_inputs; k += BLOCK) {
-    if (k % OUTER(format) == 0) {
-      outer = load_f16(strip);
-      if (HAS_LOW(format)) outer_low = load_f16(strip + 2 * LANES);
-      strip += (HAS_LOW(format) ? 4 : 2) * LANES;
-    }
-    for (int part = 0; part < PARTS(format); part++) {
-      *scales++ = IS_NESTED(format) ? outer * load_i8(strip) : outer;
-      if (IS_NESTED(format)) strip += LANES;
-    }
-    if (HAS_LOW(format)) out->lows[k / BLOCK] = IS_NESTED(format) ? outer_low * load_i8(strip) : outer_low;
-    if (HAS_LOW(format) && IS_NESTED(format)) strip += LANES;
+    strip = read_scales(format, strip, k, &scales);
+    for (int part = 0; part < PARTS(format); part++) *scale++ = scales.scale[part];
+    if (HAS_LOW(format)) out->lows[k / BLOCK] = scales.low;
 #pragma GCC unroll 8
     for (int j = 0; j < BLOCK / 4; j++)
       *codes++ = (u32v)_mm512_sub_epi8((__m512i)load_codes(format, strip, j), _mm512_set1_epi8((char)ZERO(format)));
@@ -137,12 +129,6 @@ INLINE void tiled_strip(const int format, int64_t num_rows, const x_tile_t *x, c
 
 static void tiled_product(int format, int64_t num_rows, const x_tile_t *x, const uint8_t *strip, float *out,
                           int64_t num_inputs) {
-  switch (format) {
-    case Q4_0: tiled_strip(Q4_0, num_rows, x, strip, out, num_inputs); break;
-    case Q4_1: tiled_strip(Q4_1, num_rows, x, strip, out, num_inputs); break;
-    case Q8_0: tiled_strip(Q8_0, num_rows, x, strip, out, num_inputs); break;
-    case Q4_K: tiled_strip(Q4_K, num_rows, x, strip, out, num_inputs); break;
-    default: tiled_strip(Q6_K, num_rows, x, strip, out, num_inputs);
-  }
+  FOR_FORMAT(format, tiled_strip, num_rows, x, strip, out, num_inputs)
 }
 #endif

@@ -49,7 +49,7 @@ INLINE void NAME(multiply_panel)(const NAME(linear_args) *a, const uint32_t *x, 
                                  float *sums) {
   for (int64_t k = 0; k < a->depth; k += a->part)
     LINEAR_PRODUCT(num_rows, PANEL, x + k, a->depth, panel + k * PANEL, PANEL, sums, PANEL,
-                   a->depth - k < a->part ? a->depth - k : a->part, k > 0);
+                   part_size(k, a->depth, a->part), k > 0);
 }
 
 /* out [PANEL] = silu(gate) * up, of sums that are rounded to T first, as if they had been stored. */
@@ -63,14 +63,14 @@ static void NAME(store_gated)(T *out, const float *gate, const float *up, const 
 static void NAME(linear_task)(void *data, long task) {
   const NAME(linear_args) *a = data;
   const int64_t column = task % a->num_panels * PANEL, row = task / a->num_panels * a->rows_per_task;
-  const int64_t num_rows = a->num_rows - row < a->rows_per_task ? a->num_rows - row : a->rows_per_task;
+  const int64_t num_rows = part_size(row, a->num_rows, a->rows_per_task);
   const uint32_t *x = (const uint32_t *)(a->x) + row * a->depth, *panel = a->packed + column * a->depth;
   const T *bias = a->bias ? a->bias + column : 0;
   float sums[LINEAR_ROWS * PANEL] __attribute__((aligned(64))), up[LINEAR_ROWS * PANEL] __attribute__((aligned(64)));
   NAME(multiply_panel)(a, x, panel, num_rows, sums);
   if (a->is_gated) NAME(multiply_panel)(a, x, panel + a->num_columns * a->depth, num_rows, up);
   END_PRODUCTS();
-  const int64_t num_columns = a->num_columns - column < PANEL ? a->num_columns - column : PANEL;
+  const int64_t num_columns = part_size(column, a->num_columns, PANEL);
   for (int64_t i = 0; i < num_rows; i++) {
     void *out = NAME(sums_at)(a->out, (row + i) * a->num_columns + column, a->kind);
     if (i + ROWS_AHEAD < num_rows)
@@ -96,7 +96,7 @@ void NAME(pack_linear)(const uint32_t *weight, uint32_t *packed, int64_t num_col
 
 /* Whether `linear` can have is_gated without threads that wait for the others: a task is twice as long. */
 INLINE int NAME(can_gate)(int64_t num_rows, int64_t num_columns, int num_threads) {
-  const int64_t num_tasks = num_columns / PANEL * ((num_rows + LEAST_ROWS - 1) / LEAST_ROWS);
+  const int64_t num_tasks = num_columns / PANEL * ceil_div(num_rows, LEAST_ROWS);
   return num_columns % PANEL == 0 && num_tasks >= TASKS_PER_THREAD * num_threads;
 }
 
@@ -104,10 +104,9 @@ INLINE int NAME(can_gate)(int64_t num_rows, int64_t num_columns, int num_threads
  * [num_columns, twice as many if gated] or 0. */
 void NAME(linear)(const T *x, const uint32_t *packed, const T *bias, void *out, int64_t num_rows, int64_t depth,
                   int64_t num_columns, int kind, int is_gated, int num_threads) {
-  const int64_t num_panels = (num_columns + PANEL - 1) / PANEL, num_parts = (depth + LINEAR_DEPTH - 1) / LINEAR_DEPTH;
-  const int64_t part = ((depth + num_parts - 1) / num_parts + 15) / 16 * 16;
-  int64_t rows = LINEAR_ROWS;
-  while (num_panels * ((num_rows + rows - 1) / rows) < TASKS_PER_THREAD * num_threads && rows >= 2 * LEAST_ROWS) rows /= 2;
+  const int64_t num_panels = ceil_div(num_columns, PANEL), num_parts = ceil_div(depth, LINEAR_DEPTH);
+  const int64_t part = ceil_div(ceil_div(depth, num_parts), 16) * 16;
+  const int64_t rows = rows_of_tasks(num_rows, num_panels, LINEAR_ROWS, LEAST_ROWS, num_threads);
   NAME(linear_args) args = {x, bias, packed, out, num_rows, depth, num_columns, num_panels, rows, part, kind, is_gated};
-  run_tasks(NAME(linear_task), &args, num_panels * ((num_rows + rows - 1) / rows), num_threads);
+  run_tasks(NAME(linear_task), &args, num_panels * ceil_div(num_rows, rows), num_threads);
 }

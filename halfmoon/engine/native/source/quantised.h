@@ -169,6 +169,28 @@ INLINE int64_t strip_bytes(const int format, int64_t num_inputs) {
   return num_inputs / OUTER(format) * 2 * lows * LANES + num_inputs / BLOCK * (inner + 4 * CODE_BITS(format)) * LANES;
 }
 
+/* Of LANES columns: the scale of each part of a block, its low, and the float16 ones that they are made of. */
+typedef struct {
+  f32v outer, outer_low, scale[2], low;
+} scales_t;
+
+/* Reads what a strip has before the codes of the block at input `k`, in turn from 0 on; returns where the codes are. */
+INLINE const uint8_t *read_scales(const int format, const uint8_t *strip, int64_t k, scales_t *out) {
+  if (k % OUTER(format) == 0) {
+    out->outer = load_f16(strip);
+    if (HAS_LOW(format)) out->outer_low = load_f16(strip + 2 * LANES);
+    strip += (HAS_LOW(format) ? 4 : 2) * LANES;
+  }
+#pragma GCC unroll 2
+  for (int part = 0; part < PARTS(format); part++) {
+    out->scale[part] = IS_NESTED(format) ? out->outer * load_i8(strip) : out->outer;
+    if (IS_NESTED(format)) strip += LANES;
+  }
+  out->low = out->outer_low;
+  if (HAS_LOW(format) && IS_NESTED(format)) out->low = out->outer_low * load_i8(strip), strip += LANES;
+  return strip;
+}
+
 /* dots [num_rows] = x * codes of a part of a block. */
 INLINE void dot_part(const int format, const int num_rows, const int part, const x_block_t *x, const uint8_t *codes,
                      i32v *dots) {
@@ -203,29 +225,22 @@ INLINE void quantised_tile(const int format, const int num_rows, const x_block_t
   f32v sums[TILE_ROWS];
 #pragma GCC unroll 8
   for (int i = 0; i < num_rows; i++) sums[i] = splat(0);
-  for (int64_t k = 0; k < num_inputs; k += OUTER(format)) {
-    const f32v outer = load_f16(strip), outer_low = HAS_LOW(format) ? load_f16(strip + 2 * LANES) : splat(0);
-    strip += (HAS_LOW(format) ? 4 : 2) * LANES;
-    for (int block = 0; block < OUTER(format) / BLOCK; block++) {
-      f32v scale[2] = {outer, outer}, low = outer_low;
-      if (IS_NESTED(format)) {
-        for (int part = 0; part < PARTS(format); part++, strip += LANES) scale[part] = outer * load_i8(strip);
-        if (HAS_LOW(format)) low = outer_low * load_i8(strip), strip += LANES;
-      }
+  scales_t scales = {};
+  for (int64_t k = 0; k < num_inputs; k += BLOCK) {
+    strip = read_scales(format, strip, k, &scales);
 #pragma GCC unroll 2
-      for (int part = 0; part < PARTS(format); part++) {
-        i32v dots[TILE_ROWS];
-        dot_part(format, num_rows, part, x, strip, dots);
+    for (int part = 0; part < PARTS(format); part++) {
+      i32v dots[TILE_ROWS];
+      dot_part(format, num_rows, part, x, strip, dots);
 #pragma GCC unroll 8
-        for (int i = 0; i < num_rows; i++) {
-          const f32v both = scale[part] * x[i].scale;
-          sums[i] = fused(sums[i], __builtin_convertvector(dots[i], f32v), both);
-          if (HAS_LOW(format)) sums[i] = fused(sums[i], low, splat(x[i].offset[0].real));
-        }
+      for (int i = 0; i < num_rows; i++) {
+        const f32v both = scales.scale[part] * x[i].scale;
+        sums[i] = fused(sums[i], __builtin_convertvector(dots[i], f32v), both);
+        if (HAS_LOW(format)) sums[i] = fused(sums[i], scales.low, splat(x[i].offset[0].real));
       }
-      strip += 4 * CODE_BITS(format) * LANES;
-      x += num_rows;
     }
+    strip += 4 * CODE_BITS(format) * LANES;
+    x += num_rows;
   }
 #pragma GCC unroll 8
   for (int i = 0; i < num_rows; i++) store_f32(out + i * LANES, sums[i]);
@@ -245,15 +260,19 @@ INLINE void quantised_rows(const int format, int num_rows, const x_block_t *x, c
   }
 }
 
+/* Calls a function that is compiled for each format. */
+#define FOR_FORMAT(format, function, ...)             \
+  switch (format) {                                   \
+    case Q4_0: function(Q4_0, __VA_ARGS__); break;    \
+    case Q4_1: function(Q4_1, __VA_ARGS__); break;    \
+    case Q8_0: function(Q8_0, __VA_ARGS__); break;    \
+    case Q4_K: function(Q4_K, __VA_ARGS__); break;    \
+    default: function(Q6_K, __VA_ARGS__);             \
+  }
+
 static void quantised_product(int format, int num_rows, const x_block_t *x, const uint8_t *strip, float *out,
                               int64_t num_inputs) {
-  switch (format) {
-    case Q4_0: quantised_rows(Q4_0, num_rows, x, strip, out, num_inputs); break;
-    case Q4_1: quantised_rows(Q4_1, num_rows, x, strip, out, num_inputs); break;
-    case Q8_0: quantised_rows(Q8_0, num_rows, x, strip, out, num_inputs); break;
-    case Q4_K: quantised_rows(Q4_K, num_rows, x, strip, out, num_inputs); break;
-    default: quantised_rows(Q6_K, num_rows, x, strip, out, num_inputs);
-  }
+  FOR_FORMAT(format, quantised_rows, num_rows, x, strip, out, num_inputs)
 }
 
 INLINE i32v add_i32(i32v a, i32v b) { return a + b; }
@@ -291,22 +310,15 @@ INLINE void quantise_block(const f32v *x, int8_t codes[BLOCK], float *scale, off
 
 /* Columns of a strip as numbers: out [num_inputs] = the weights of one column. */
 static void quantised_column(int format, const uint8_t *strip, int column, float *out, int64_t num_inputs) {
-  const int num_inner = IS_NESTED(format) ? PARTS(format) : 0;
-  f32v outer, outer_low = splat(0);
+  scales_t scales = {};
   for (int64_t k = 0; k < num_inputs; k += BLOCK) {
-    if (k % OUTER(format) == 0) {
-      outer = load_f16(strip);
-      if (HAS_LOW(format)) outer_low = load_f16(strip + 2 * LANES);
-      strip += (HAS_LOW(format) ? 4 : 2) * LANES;
-    }
-    float scale[2] = {outer[column], outer[column]}, low = outer_low[column];
-    for (int part = 0; part < num_inner; part++, strip += LANES) scale[part] *= (float)(int8_t)strip[column];
-    if (num_inner && HAS_LOW(format)) low *= (float)(int8_t)strip[column], strip += LANES;
+    strip = read_scales(format, strip, k, &scales);
     for (int j = 0; j < BLOCK / 4; j++) {
       const uint32_t codes = load_codes(format, strip, j)[column];
       for (int byte = 0; byte < 4; byte++)
         out[k + 4 * j + byte] =
-            scale[j * PARTS(format) / 8] * (float)((int)(codes >> 8 * byte & 0xff) - ZERO(format)) + low;
+            scales.scale[j * PARTS(format) / 8][column] * (float)((int)(codes >> 8 * byte & 0xff) - ZERO(format)) +
+            scales.low[column];
     }
     strip += 4 * CODE_BITS(format) * LANES;
   }

@@ -105,11 +105,9 @@ void NAME(quantised_linear)(const void *x, const uint8_t *strips, const T *bias,
   const int is_tiled = can_tile(num_rows);
   int64_t strips_per_task = num_rows <= TILE_ROWS ? share : fitting > 1 ? fitting : 1, rows_per_task = QUANTISED_ROWS;
   if (is_tiled) {
-    strips_per_task = TILED_STRIPS, rows_per_task = TILED_ROWS;
-    while (ceil_div(num_strips, TILED_STRIPS) * ceil_div(num_rows, rows_per_task) < TASKS_PER_THREAD * num_threads &&
-           rows_per_task >= 2 * LEAST_TILED)
-      rows_per_task /= 2;
-    if (ceil_div(num_strips, TILED_STRIPS) * ceil_div(num_rows, rows_per_task) < 2 * num_threads) strips_per_task = 1;
+    const int64_t num_groups = ceil_div(num_strips, TILED_STRIPS);
+    rows_per_task = rows_of_tasks(num_rows, num_groups, TILED_ROWS, LEAST_TILED, num_threads);
+    strips_per_task = num_groups * ceil_div(num_rows, rows_per_task) < 2 * num_threads ? 1 : TILED_STRIPS;
   }
   NAME(quantised_args) args = {x, bias, strips, room, is_tiled ? (x_tile_t *)room : 0, out, num_rows, num_inputs,
                                num_columns, strips_per_task, rows_per_task, format, kind, norm, residual, eps,

@@ -79,12 +79,12 @@ static void pack_strip(void *data, long index) {
 }
 
 int64_t packed_bytes(int format, int64_t num_columns, int64_t num_inputs) {
-  return (num_columns + LANES - 1) / LANES * strip_bytes(format, num_inputs);
+  return ceil_div(num_columns, LANES) * strip_bytes(format, num_inputs);
 }
 
 /* blocks: [num_columns, num_inputs] as in a GGUF file; strips: [packed_bytes]. */
 void pack_blocks(const uint8_t *blocks, uint8_t *strips, int format, int64_t num_columns, int64_t num_inputs,
                  int num_threads) {
   pack_args args = {blocks, strips, num_columns, num_inputs, format};
-  run_tasks(pack_strip, &args, (num_columns + LANES - 1) / LANES, num_threads);
+  run_tasks(pack_strip, &args, ceil_div(num_columns, LANES), num_threads);
 }

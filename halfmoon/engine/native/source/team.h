@@ -167,3 +167,11 @@ static void run_tasks(task_function task, void *args, long num_tasks, int num_th
   }
   atomic_flag_clear(&team.is_busy);
 }
+
+/* Rows of a task where as many rows are `times` tasks: `most`, or half as many and again, down to `least`, until there
+ * are tasks enough for threads to end together. */
+static int64_t rows_of_tasks(int64_t num_rows, int64_t times, int64_t most, int64_t least, int num_threads) {
+  int64_t rows = most;
+  while (times * ceil_div(num_rows, rows) < TASKS_PER_THREAD * num_threads && rows >= 2 * least) rows /= 2;
+  return rows;
+}
