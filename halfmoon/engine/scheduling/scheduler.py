@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import itemgetter
 
 from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence
 from halfmoon.engine.scheduling.sequence import Sequence
@@ -17,6 +18,7 @@ from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, decodes_with_targets
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.policy.preemption import Turns, in_turn
+from halfmoon.policy.shared_step import is_shared, shares
 
 _MOST_AHEAD = 16  # tokens of an answer that came from another worker, if it goes ahead of the decodes
 _AHEAD_SHARE = 0.7  # of the time of the step with the decodes that a step without them takes then
@@ -105,13 +107,13 @@ class Scheduler:
     def _prefills(
         self, budget: int, now_s: float, decodes: list[ScheduledSequence] | None = None
     ) -> Iterable[ScheduledSequence]:
-        """Chunks within `budget` tokens, by rank; what a long prompt leaves to shorter ones goes to the shortest first.
+        """Chunks within `budget` tokens, by rank; a long prompt shares them with shorter ones (`shared_step`).
 
         After the first sequence that cannot be admitted, none is: no sequence starves.
         """
         running = [one for one in self.queues.running if one.num_uncomputed > 1 and one.num_ready(self._block_tokens)]
         queue = in_turn([*running, *self.queues.waiting], now_s)
-        num_logits = _MOST_LOGITS
+        num_logits, step_tokens = _MOST_LOGITS, self._limits.max_batch_tokens
         while queue and budget > 0:
             sequence = queue.pop(0)
             if sequence.state == "waiting":
@@ -124,13 +126,12 @@ class Scheduler:
                 continue
             if decodes:
                 budget, decodes = min(budget, self._chunk_tokens(decodes, sequence)), None
-            room = budget
-            if num_ready > budget:
-                shorter = self._shorter(sequence, queue)
-                room -= min(sum(other.num_ready(self._block_tokens) for other in shorter), budget // 2)
-                overtaking = set(shorter)
-                queue = shorter + [other for other in queue if other not in overtaking]
-            num_tokens = min(num_ready, room)
+            num_tokens = min(num_ready, budget)
+            if is_shared(num_ready, budget, step_tokens):
+                shorter = self._shorter(sequence, num_ready, queue)
+                num_tokens, others = shares(num_ready, (num for num, _ in shorter), budget, step_tokens)
+                if others:
+                    budget, queue = num_tokens + sum(others), [other for _, other in shorter[: len(others)]]
             # Computed blocks cannot be loaded any more: a little at a time, unless others make the step a long one.
             if sequence.restore is not None and not sequence.restore.is_shared and not queue:
                 num_tokens = min(num_tokens, self._limits.chunk_tokens)
@@ -155,11 +156,10 @@ class Scheduler:
             return []
         return [ScheduledSequence(first, min(first.num_ready(tokens, num_arriving), budget), num_arriving)]
 
-    def _shorter(self, long: Sequence, later: Iterable[Sequence]) -> list[Sequence]:
-        """The `later` sequences that may share a step with a prompt too long for it, shortest first.
+    def _shorter(self, long: Sequence, most: int, later: Iterable[Sequence]) -> list[tuple[int, Sequence]]:
+        """The `later` sequences that may share a step with a prompt of `most` tokens, and their tokens, which ascend.
 
-        They have its priority, less left to do, and blocks and a place. So a long prompt takes at most twice as long,
-        and a short one behind it waits for a step instead of for all of it.
+        They have its priority, and blocks and a place.
         """
         shorter = []
         free, places = self._blocks.num_available, self.queues.num_places
@@ -169,9 +169,10 @@ class Scheduler:
                 places -= 1
                 if self.queues.is_short or free < 0 or places < 0:
                     break
-            if sequence.request.priority == long.request.priority and sequence.num_uncomputed < long.num_uncomputed:
-                shorter.append(sequence)
-        return sorted(shorter, key=lambda sequence: sequence.num_uncomputed)
+            num_ready = sequence.num_ready(self._block_tokens)
+            if sequence.request.priority == long.request.priority and 0 < num_ready < most:
+                shorter.append((num_ready, sequence))
+        return sorted(shorter, key=itemgetter(0))
 
     def _rows(self, items: Iterable[ScheduledSequence]) -> tuple[int, int]:
         """Tokens that run, and those that their sequences see, as a step model counts them (`step_counts`)."""

@@ -6,7 +6,8 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, StepRoom, by_rank, form_step
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, StepRoom, by_rank, form_step, share_step
+from halfmoon.policy.shared_step import is_shared
 
 _rank = attrgetter("priority", "order")
 _length = attrgetter("new_tokens", "priority", "order")
@@ -51,10 +52,14 @@ class PendingPrompts:
         for prompt in self._queue:
             if prompt.ready_s > now_s:
                 continue
-            if prompt.new_tokens >= budget:
-                return step + self._shared(prompt, budget, now_s)
+            if is_shared(prompt.new_tokens, budget, room.step_tokens):
+                shared = share_step(prompt, self._shorter(prompt, now_s), budget, room.step_tokens)
+                if len(shared) > 1 or prompt.new_tokens > budget:
+                    return step + shared
             step.append(PredictedChunk(prompt, prompt.new_tokens))
             budget -= prompt.new_tokens
+            if not budget:
+                break
         return step
 
     def end(self, step: Sequence[PredictedChunk]) -> list[Prompt]:
@@ -76,20 +81,13 @@ class PendingPrompts:
         at = next(at for at, prompt in enumerate(self._queue) if prompt.order == order)
         return [PredictedChunk(prompt, prompt.new_tokens) for prompt in self._queue[: at + 1]]
 
-    def _shared(self, first: Prompt, budget: int, now_s: float) -> list[PredictedChunk]:
-        """The rest of a step for a prompt that fills it: up to half goes to shorter ones behind it."""
-        if first.new_tokens == budget:
-            return [PredictedChunk(first, budget)]
-        left = budget // 2
-        shares: list[PredictedChunk] = []
+    def _shorter(self, first: Prompt, now_s: float) -> Iterable[Prompt]:
+        """The prompts that may share a step with a long one, the shortest first."""
         for prompt in self._ascending():
-            if prompt.new_tokens >= first.new_tokens or not left:
-                break
+            if prompt.new_tokens >= first.new_tokens:
+                return
             if prompt.priority == first.priority and prompt.order > first.order and prompt.ready_s <= now_s:
-                num_tokens = min(prompt.new_tokens, left)
-                left -= num_tokens
-                shares.append(PredictedChunk(prompt, num_tokens))
-        return [PredictedChunk(first, budget - budget // 2 + left), *shares]
+                yield prompt
 
     def _ascending(self) -> list[Prompt]:
         """The prompts by length, then by rank."""

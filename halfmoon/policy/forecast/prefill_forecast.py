@@ -23,9 +23,9 @@ class _Queues(NamedTuple):
 class PrefillForecast:
     """Owns the prompts of this gateway that are not computed yet, each with its seconds of work alone.
 
-    A worker computes by rank: smaller priority first, then by arrival. While its first prompt is longer than a step,
-    shorter ones of the same priority share each step with it, half and half, the shortest first, as in
-    `engine/scheduling/scheduler.py`. Workers are rows of the cluster view.
+    A worker computes by rank: smaller priority first, then by arrival. While its first prompt is longer than
+    half a step, shorter ones of the same priority share each step with it, half and half, the shortest first
+    (`policy/shared_step.py`). Workers are rows of the cluster view.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class PrefillForecast:
         num_rows = len(takes_s)
         waits = _sums(queues.rows, queues.left_s, num_rows)
         first = _first_of_each(queues.rows)
-        shares = queues.left_s[first] > self._steps_s[queues.slots[first]]
+        shares = 2 * queues.left_s[first] > self._steps_s[queues.slots[first]]
         shares &= takes_s[queues.rows[first]] < queues.left_s[first]
         first = first[shares]
         if not len(first):
@@ -150,7 +150,7 @@ class PrefillForecast:
     def _sharing(self, waiting: list[int]) -> Iterable[int]:
         """The slots that share the steps of the first one."""
         first, *others = waiting
-        if self._left_s[first] <= self._steps_s[first]:
+        if 2 * self._left_s[first] <= self._steps_s[first]:
             return ()
         longest_s, priority = self._left_s[first], self._priorities[first]
         return [slot for slot in others if self._priorities[slot] == priority and self._left_s[slot] < longest_s]

@@ -54,8 +54,8 @@ class PredictedTimes(NamedTuple):
 class PrefillQueueModel:
     """Owns the prompts of this gateway that one worker has not computed yet, and its running step.
 
-    Steps are formed as the engine's `Scheduler` forms them: by rank; a prompt that does not fit leaves up to half of
-    the step to shorter ones of its priority. The running step ends when the first token of a prompt in it arrives.
+    Steps are formed as the engine's `Scheduler` forms them: by rank; a long prompt shares them with shorter ones of its
+    priority. The running step ends when the first token of a prompt in it arrives.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import WorkerView
 
 _LEAST_CONTENTION = 0.02  # less interference is ignored
-_NO_ROOM = StepRoom(0)
+_NO_ROOM = StepRoom(0, 0)
 _COME_BEFORE = 0.5  # share of the prompts arriving during a prefill that delay its answer: shorter ones share its steps
 
 

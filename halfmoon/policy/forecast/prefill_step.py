@@ -1,4 +1,4 @@
-"""A prefill step as the engine's `Scheduler` forms it: by rank; a long prompt leaves part of it to shorter ones."""
+"""A prefill step as the engine's `Scheduler` forms it: by rank; long prompts share it with shorter ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, tee
 from operator import attrgetter
 from typing import NamedTuple
 
 from halfmoon.policy.forecast.colocated_workers import Decoding
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import PrefillModel, num_pairs
+from halfmoon.policy.shared_step import is_shared, shares
 
 _rank = attrgetter("priority", "order")
 _length = attrgetter("new_tokens")
@@ -49,6 +50,7 @@ class StepRoom(NamedTuple):
     """What a step takes of prompts."""
 
     tokens: int
+    step_tokens: int  # of a whole step, without decodes
     places: int = sys.maxsize  # prompts
 
 
@@ -69,8 +71,9 @@ class Speed(NamedTuple):
         """
         places = int(max(min(self.max_running - beside.batch, sys.maxsize), 1))
         if not beside.batch:
-            return StepRoom(self.step_tokens, places)
-        return StepRoom(self.chunk_rule.tokens(self.chunk_tokens, self.step_tokens, beside, known_tokens), places)
+            return StepRoom(self.step_tokens, self.step_tokens, places)
+        tokens = self.chunk_rule.tokens(self.chunk_tokens, self.step_tokens, beside, known_tokens)
+        return StepRoom(tokens, self.step_tokens, places)
 
     def chunked_s(self, num_tokens: int) -> float:
         """Seconds to compute a prompt in chunks of the constant length, without the decode part of their steps."""
@@ -84,7 +87,10 @@ def by_rank(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 def form_step(queue: Sequence[Prompt], room: StepRoom, now_s: float) -> list[PredictedChunk]:
-    """The next step of a queue in rank order: whole prompts, until one is too long for the rest of the step."""
+    """The next step of a queue in rank order: whole prompts, until one is too long for the rest of the step.
+
+    A long prompt shares it with shorter ones of its priority (`shared_step`).
+    """
     step: list[PredictedChunk] = []
     budget = room.tokens
     for at, prompt in enumerate(queue, start=1):
@@ -92,32 +98,27 @@ def form_step(queue: Sequence[Prompt], room: StepRoom, now_s: float) -> list[Pre
             continue
         if len(step) == room.places:
             break
-        if prompt.new_tokens >= budget:
+        if is_shared(prompt.new_tokens, budget, room.step_tokens):
             behind = (other for other in islice(queue, at, None) if other.ready_s <= now_s)
-            return step + _shared(prompt, islice(behind, room.places - len(step) - 1), budget)
+            shorter = [
+                other
+                for other in islice(behind, room.places - len(step) - 1)
+                if other.priority == prompt.priority and other.new_tokens < prompt.new_tokens
+            ]
+            if shorter or prompt.new_tokens > budget:
+                return step + share_step(prompt, sorted(shorter, key=_length), budget, room.step_tokens)
         step.append(PredictedChunk(prompt, prompt.new_tokens))
         budget -= prompt.new_tokens
-    return step
-
-
-def _shared(first: Prompt, behind: Iterable[Prompt], budget: int) -> list[PredictedChunk]:
-    """The rest of a step for a prompt that fills it: up to half goes to shorter ones of its priority.
-
-    Those `behind` it are ready.
-    """
-    if first.new_tokens == budget:
-        return [PredictedChunk(first, budget)]
-    longest, priority = first.new_tokens, first.priority
-    shorter = [prompt for prompt in behind if prompt.priority == priority and prompt.new_tokens < longest]
-    left = min(sum([prompt.new_tokens for prompt in shorter]), budget // 2)
-    step = [PredictedChunk(first, budget - left)]
-    for prompt in sorted(shorter, key=_length):
-        if not left:
+        if not budget:
             break
-        num_tokens = min(prompt.new_tokens, left)
-        left -= num_tokens
-        step.append(PredictedChunk(prompt, num_tokens))
     return step
+
+
+def share_step(prompt: Prompt, shorter: Iterable[Prompt], room: int, step_tokens: int) -> list[PredictedChunk]:
+    """The chunks of a long prompt and of the `shorter` ones, whose lengths ascend, in the `room` left in a step."""
+    shorter, lengths = tee(shorter)
+    num_tokens, others = shares(prompt.new_tokens, map(_length, lengths), room, step_tokens)
+    return [PredictedChunk(prompt, num_tokens), *map(PredictedChunk, shorter, others)]
 
 
 def work_s(step: Sequence[PredictedChunk], model: PrefillModel) -> float:

@@ -21,7 +21,7 @@ class JobQueues:
         """`keeps_times`: record the time of every decoded token."""
         self.kv = kv
         self.blocks = JobBlocks(kv, block_tokens)
-        self.prompts = PromptQueue(self)
+        self.prompts = PromptQueue(self, limits.max_batch_tokens)
         self.backlog: deque[Job] = deque()  # jobs whose KV waits at a prefill worker for room here
         self.arrived: list[Job] = []  # jobs whose KV has arrived; they join with the next step
         self.num_reserved = 0
@@ -90,7 +90,7 @@ class JobQueues:
         for job in list(self.decodes.jobs.values()):
             self.decodes.drop(job)
         self.kv.clear()
-        self.prompts = PromptQueue(self)
+        self.prompts = PromptQueue(self, self._limits.max_batch_tokens)
         self.paused.clear()
         self.backlog.clear()
         self.arrived.clear()

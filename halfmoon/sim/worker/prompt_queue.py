@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from halfmoon.kv.kv_policy import num_at_once
 from halfmoon.policy.preemption import Turns, in_turn
+from halfmoon.policy.shared_step import is_shared, shares
 from halfmoon.sim.worker.job import Job
 
 
@@ -47,10 +48,12 @@ class PromptQueue:
     time.
     """
 
-    __slots__ = ("_memory", "_num_pausable", "is_short", "prefilling", "turns", "waiting")
+    __slots__ = ("_memory", "_num_pausable", "_step_tokens", "is_short", "prefilling", "turns", "waiting")
 
-    def __init__(self, memory: Admission) -> None:
+    def __init__(self, memory: Admission, step_tokens: int) -> None:
+        """`step_tokens`: those of a whole step."""
         self._memory = memory
+        self._step_tokens = step_tokens
         self.waiting: list[Job] = []  # by rank
         self.prefilling: list[Job] = []  # by rank
         self._num_pausable = 0  # jobs that may have risen above their class
@@ -77,8 +80,8 @@ class PromptQueue:
 
         `most`: bounds the budget by the first job; None: beside no decodes.
 
-        Room left by a long prompt goes to shorter ones, the shortest first. After the first job that cannot be admitted
-        no other one is. A job whose prefix is being fetched computes what comes before it, and is then skipped.
+        A long prompt shares the step with shorter ones behind it (`shared_step`). After the first job that cannot be
+        admitted no other one is. A job whose prefix is being fetched computes what comes before it; then it is skipped.
         """
         chosen: list[PromptChunk] = []
         in_turn_only = self.turns is not None or self._num_pausable
@@ -97,14 +100,13 @@ class PromptQueue:
                 continue
             if most is not None:
                 budget, most = min(budget, most(job)), None
-            room = budget
-            if ready > budget:
+            num_tokens = min(ready, budget)
+            if is_shared(ready, budget, self._step_tokens):
                 shorter = self._shorter(job.priority, ready, queue)
-                if shorter:
-                    room -= min(sum(map(_ready, shorter)), budget // 2)
-                    overtaking = {shorter_job.index for shorter_job in shorter}
-                    queue = deque([*shorter, *(job for job in queue if job.index not in overtaking)])
-            num_tokens = num_at_once(job.policy, job.prompt, job.computed, min(ready, room))
+                num_tokens, others = shares(ready, map(_ready, shorter), budget, self._step_tokens)
+                if others:
+                    budget, queue = num_tokens + sum(others), deque(shorter[: len(others)])
+            num_tokens = num_at_once(job.policy, job.prompt, job.computed, num_tokens)
             budget -= num_tokens
             chosen.append(_chunk(job, num_tokens, now_s))
         return chosen
@@ -121,8 +123,8 @@ class PromptQueue:
         return deque([*self.prefilling, *waiting])
 
     def _shorter(self, priority: int, ready: int, later: deque[Job]) -> list[Job]:
-        """Shorter jobs of that priority that share the step with a prompt of `ready` tokens that does not fit, as far
-        as there is room for them.
+        """Shorter jobs of that priority that may share the step with a prompt of `ready` tokens, the shortest first, as
+        far as there is room for them.
         """
         blocks, places = self._memory.room()
         shorter = []

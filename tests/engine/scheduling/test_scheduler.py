@@ -173,22 +173,31 @@ def test_a_running_prompt_goes_on_while_another_waits_before_it() -> None:
     assert tokens(scheduler.schedule()) == {"r1": 8}
 
 
-def test_a_prompt_too_long_for_a_step_shares_it_with_shorter_ones_behind_it() -> None:
+def test_a_long_prompt_shares_a_step_with_shorter_ones_behind_it() -> None:
     scheduler, _ = make(num_blocks=64)
     for order, prompt in enumerate((100, 10, 9)):
         scheduler.queues.add(sequence(order, prompt))
-    first = scheduler.schedule()
-    assert tokens(first) == {"r0": 16, "r2": 9, "r1": 7}  # half of 32, then the shortest first
-    advance(scheduler, first)
-    assert tokens(scheduler.schedule()) == {"r0": 29, "r1": 3}
+    steps = []
+    for _ in range(3):
+        schedule = scheduler.schedule()
+        steps.append(tokens(schedule))
+        advance(scheduler, schedule)
+    assert steps == [{"r0": 9, "r2": 9}, {"r0": 10, "r1": 10}, {"r0": 32}]  # each waits for what is shorter than itself
 
 
-def test_a_short_prompt_waits_for_one_step_behind_any_number_of_long_ones() -> None:
+def test_a_short_prompt_waits_for_a_quarter_of_a_step_behind_any_number_of_long_ones() -> None:
     scheduler, _ = make(num_blocks=512)
     for order in range(6):
         scheduler.queues.add(sequence(order, 100))
     scheduler.queues.add(sequence(6, 5))
-    assert tokens(scheduler.schedule()) == {"r0": 27, "r6": 5}
+    assert tokens(scheduler.schedule()) == {"r0": 8, "r6": 5}
+
+
+def test_a_prompt_that_has_half_of_a_step_is_not_long() -> None:
+    scheduler, _ = make(num_blocks=64)
+    for order, prompt in enumerate((16, 5)):
+        scheduler.queues.add(sequence(order, prompt))
+    assert tokens(scheduler.schedule()) == {"r0": 16, "r1": 5}
 
 
 @pytest.mark.parametrize(

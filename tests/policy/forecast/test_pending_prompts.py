@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from halfmoon.policy.forecast.pending_prompts import PendingPrompts
 from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, StepRoom, by_rank, form_step
 
-ROOM = StepRoom(100)
+ROOM = StepRoom(100, 100)
 
 waiting = st.tuples(st.integers(1, 250), st.integers(-1, 1), st.sampled_from([-math.inf, 1.0, 3.0]))
 
@@ -34,7 +34,7 @@ def behind(step: list[PredictedChunk], prompts: list[Prompt]) -> list[Prompt]:
 def test_each_step_is_formed_of_what_those_before_it_left(
     rows: list[tuple[int, int, float]], coming: list[tuple[int, tuple[int, int, float]]], places: int
 ) -> None:
-    room = StepRoom(100, places)
+    room = StepRoom(100, 100, places)
     left = [prompt(order, *row) for order, row in enumerate(rows)]
     came = [(number, prompt(len(rows) + order, *row)) for order, (number, row) in enumerate(coming)]
     ahead = PendingPrompts(left)

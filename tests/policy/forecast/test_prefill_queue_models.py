@@ -45,7 +45,7 @@ def test_the_queue_is_that_of_its_steps_until_tokens_are_there() -> None:
     view, courses = ClusterView(), PrefillQueueModels(DecodeForecast())
     placement = at(view, replace(P, contention=0.0), D)
     courses.join("long", view, placement, 250, 10, 0, 0.0)
-    assert refined(courses, view, placement, 0.5) == (0.5, 2.5)  # shares two steps
+    assert refined(courses, view, placement, 0.5) == (0.5, 2.0)  # shares two steps
     courses.join("gone", view, placement, 100, 10, 0, 0.5)
     courses.leave("gone", 0.6)
     courses.computed("long", 2.0)

@@ -29,9 +29,9 @@ def test_the_decode_load_is_that_of_the_moment_when_the_steps_end() -> None:
     forecast, view = RequestForecast(2.0), ClusterView((P, D))
     long = placed_by(forecast, view, PlacementRequest(250, 1), 0.0)
     forecast.move("long", view, RunningRequest(250, 1.0, 0.0, 0), long, 0.0)
-    for number, leaves_s in enumerate((2.6, 2.8, 9.0)):
+    for number, leaves_s in enumerate((2.3, 2.8, 9.0)):
         forecast.decodes.join(str(number), 1, 0.0, leaves_s, 10, 10)
-    placed = placed_by(forecast, view, PlacementRequest(90, 10), 0.5)
+    placed = placed_by(forecast, view, PlacementRequest(60, 10), 0.5)
     assert placed.ranked_by is not None
     moments_s = (0.5 + float(placed.ranked_by.seconds[0]), 0.5 + placed.ttft_s)
     loads = [forecast.decodes.loads(at_s, 0.5, 2).batch[1] for at_s in moments_s]
