@@ -6,8 +6,7 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, StepRoom, by_rank, form_step, share_step
-from halfmoon.policy.shared_step import is_shared
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, StepRoom, by_rank, form_step
 
 _rank = attrgetter("priority", "order")
 _length = attrgetter("new_tokens", "priority", "order")
@@ -44,23 +43,9 @@ class PendingPrompts:
             insort(self._by_length, prompt, key=_length)
 
     def next_step(self, room: StepRoom, now_s: float) -> list[PredictedChunk]:
-        """The step that begins now: whole prompts by rank, until one is too long for the rest of the step."""
-        if len(self._queue) > room.places:
-            return form_step(self._queue, room, now_s)
-        step: list[PredictedChunk] = []
-        budget = room.tokens
-        for prompt in self._queue:
-            if prompt.ready_s > now_s:
-                continue
-            if is_shared(prompt.new_tokens, budget, room.step_tokens):
-                shared = share_step(prompt, self._shorter(prompt, now_s), budget, room.step_tokens)
-                if len(shared) > 1 or prompt.new_tokens > budget:
-                    return step + shared
-            step.append(PredictedChunk(prompt, prompt.new_tokens))
-            budget -= prompt.new_tokens
-            if not budget:
-                break
-        return step
+        """The step that begins now."""
+        has_places = len(self._queue) <= room.places
+        return form_step(self._queue, room, now_s, self._shorter_than if has_places else None)
 
     def end(self, step: Sequence[PredictedChunk]) -> list[Prompt]:
         """Ends the step. Returns the prompts that it completed, which are removed."""
@@ -81,7 +66,7 @@ class PendingPrompts:
         at = next(at for at, prompt in enumerate(self._queue) if prompt.order == order)
         return [PredictedChunk(prompt, prompt.new_tokens) for prompt in self._queue[: at + 1]]
 
-    def _shorter(self, first: Prompt, now_s: float) -> Iterable[Prompt]:
+    def _shorter_than(self, first: Prompt, now_s: float) -> Iterable[Prompt]:
         """The prompts that may share a step with a long one, the shortest first."""
         for prompt in self._ascending():
             if prompt.new_tokens >= first.new_tokens:

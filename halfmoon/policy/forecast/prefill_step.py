@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
 from operator import attrgetter
@@ -86,39 +86,43 @@ def by_rank(prompts: Iterable[Prompt]) -> list[Prompt]:
     return sorted(prompts, key=_rank)
 
 
-def form_step(queue: Sequence[Prompt], room: StepRoom, now_s: float) -> list[PredictedChunk]:
+def form_step(
+    queue: Sequence[Prompt],
+    room: StepRoom,
+    now_s: float,
+    shorter_than: Callable[[Prompt, float], Iterable[Prompt]] | None = None,
+) -> list[PredictedChunk]:
     """The next step of a queue in rank order: whole prompts, until one is too long for the rest of the step.
 
-    A long prompt shares it with shorter ones of its priority (`shared_step`).
+    A long prompt shares it with shorter ones of its priority behind it (`shared_step`). `shorter_than` returns those
+    that are ready, the shortest first; None: they are looked for, as far as the step has places.
     """
     step: list[PredictedChunk] = []
     budget = room.tokens
     for at, prompt in enumerate(queue, start=1):
         if prompt.ready_s > now_s:
             continue
-        if len(step) == room.places:
+        if len(step) == room.places or not budget:
             break
-        if is_shared(prompt.new_tokens, budget, room.step_tokens):
-            behind = (other for other in islice(queue, at, None) if other.ready_s <= now_s)
-            shorter = [
-                other
-                for other in islice(behind, room.places - len(step) - 1)
-                if other.priority == prompt.priority and other.new_tokens < prompt.new_tokens
-            ]
-            if shorter or prompt.new_tokens > budget:
-                return step + share_step(prompt, sorted(shorter, key=_length), budget, room.step_tokens)
-        step.append(PredictedChunk(prompt, prompt.new_tokens))
-        budget -= prompt.new_tokens
-        if not budget:
-            break
+        num_tokens = prompt.new_tokens
+        if is_shared(num_tokens, budget, room.step_tokens):
+            if shorter_than is None:
+                shorter = _shorter(prompt, islice(queue, at, None), room.places - len(step) - 1, now_s)
+            else:
+                shorter = shorter_than(prompt, now_s)
+            shorter, lengths = tee(shorter)
+            num_tokens, others = shares(num_tokens, map(_length, lengths), budget, room.step_tokens)
+            if others:
+                return [*step, PredictedChunk(prompt, num_tokens), *map(PredictedChunk, shorter, others)]
+        step.append(PredictedChunk(prompt, num_tokens))
+        budget -= num_tokens
     return step
 
 
-def share_step(prompt: Prompt, shorter: Iterable[Prompt], room: int, step_tokens: int) -> list[PredictedChunk]:
-    """The chunks of a long prompt and of the `shorter` ones, whose lengths ascend, in the `room` left in a step."""
-    shorter, lengths = tee(shorter)
-    num_tokens, others = shares(prompt.new_tokens, map(_length, lengths), room, step_tokens)
-    return [PredictedChunk(prompt, num_tokens), *map(PredictedChunk, shorter, others)]
+def _shorter(long: Prompt, behind: Iterable[Prompt], places: int, now_s: float) -> Iterable[Prompt]:
+    ready = (other for other in behind if other.ready_s <= now_s)
+    able = (other for other in islice(ready, places) if other.priority == long.priority)
+    return sorted((other for other in able if other.new_tokens < long.new_tokens), key=_length)
 
 
 def work_s(step: Sequence[PredictedChunk], model: PrefillModel) -> float:
