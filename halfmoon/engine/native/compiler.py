@@ -87,9 +87,16 @@ def _compilers() -> list[tuple[str, ...]]:
 
 
 def _fingerprint(command: tuple[str, ...]) -> str:
-    parts = [path.read_bytes() for path in sorted(_SOURCES.iterdir())]
-    parts += [" ".join((*command, *_flags())).encode(), processor().encode()]
-    return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
+    return _digest([sources_digest(), " ".join((*command, *_flags())), processor()])
+
+
+def sources_digest() -> str:
+    """A name for what the kernels are compiled from, on which their speed depends."""
+    return _digest([path.read_text() for path in sorted(_SOURCES.iterdir())])
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def processor() -> str:

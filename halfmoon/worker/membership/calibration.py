@@ -22,7 +22,7 @@ from halfmoon.config.worker import Calibrate
 from halfmoon.engine.checkpoint.checkpoint import locked
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.native.compiler import processor
+from halfmoon.engine.native.compiler import processor, sources_digest
 from halfmoon.engine.step_result import StepResult
 from halfmoon.host_limits import num_cores, num_threads
 from halfmoon.kv.kv_layout import KVLayout
@@ -134,6 +134,7 @@ def kind_of(engine: Engine, role: str) -> str:
         device_name(engine.config.device),
         f"{config.dtype}, KV {engine.layout.dtype}",
         f"weights {engine.checkpoint.quantization}",
+        *([f"kernels {sources_digest()}"] if config.device == "cpu" else ()),
         config.attention_backend,
         f"TP{config.tensor_parallel} PP{config.pipeline_parallel} SP{config.sequence_parallel}",
         f"{config.num_threads or num_threads()} threads",

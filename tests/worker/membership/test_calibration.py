@@ -196,6 +196,12 @@ def test_what_changes_speed_or_room_has_profiles_of_its_own(tiny: Checkpoint) ->
     assert kind_of(contexts[0], "both") != kind_of(contexts[1], "both")
 
 
+def test_other_kernels_have_profiles_of_their_own(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kind_of(engine, "both")
+    monkeypatch.setattr(calibration, "sources_digest", lambda: "another")
+    assert kind_of(engine, "both") != before
+
+
 def test_processors_that_share_a_name_have_profiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def named(described: str) -> str:
         monkeypatch.setattr(calibration, "processor", lambda: described)
