@@ -1,42 +1,51 @@
 """How a long prompt shares a prefill step with shorter ones: one rule for the engine, the simulator and the forecasts.
 
-A variant of processor sharing: a short prompt waits for shorter ones and for a part of the long one, and this waits at
-most for its own time, but for what more steps take.
+A variant of processor sharing. A shorter prompt has fewer tokens to run now, without what is cached; it waits for even
+shorter ones and for about as much of the long one as these and itself have. The first long prompt waits at most for its
+own time and a step, but for what launching more steps takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
-_LEAST_SHARE = 4  # part of a step that a long prompt gets at least, so that the time of a launch does not outweigh it
+_LEAST_SHARE = 0.25  # of a whole step, for a long prompt: else launches might take longer than its tokens
+
+Prompt = TypeVar("Prompt")
 
 
-def is_shared(num_tokens: int, room: int, step_tokens: int) -> bool:
-    """Whether a prompt of `num_tokens` leaves part of a step to shorter ones behind it.
+def is_long(num_tokens: int, room: int, step_tokens: int, *, is_awaited: bool = False) -> bool:
+    """Whether a prompt with `num_tokens` to run leaves part of a step to shorter ones behind it.
 
-    So if it has more than the `room` left in the step, or more than half of a whole step's tokens.
+    So if it has more than the `room` left in the step, or more than half of a whole step's tokens. `is_awaited`: other
+    workers wait for it, so it runs whole if it fits.
     """
-    return num_tokens > room or 2 * num_tokens > step_tokens
+    return num_tokens > room or (2 * num_tokens > step_tokens and not is_awaited)
 
 
-def shares(num_tokens: int, shorter: Iterable[int], room: int, step_tokens: int) -> tuple[int, list[int]]:
-    """The tokens that a prompt of `num_tokens` gets of `room`, and those of the first of the `shorter` ones.
+def share_out(
+    num_tokens: int, shorter: Iterable[Prompt], tokens_of: Callable[[Prompt], int], room: int, step_tokens: int
+) -> tuple[int, list[tuple[Prompt, int]]]:
+    """The tokens that a long prompt gets of `room`, and which of the `shorter` ones run beside it, with theirs.
 
-    `shorter` ascends. Those that fit into half of `room` together run whole; if not even the first does, a part of it.
-    The long prompt gets as many tokens as they do, or a quarter of a whole step, and the step ends with that: they
-    would wait for what more it computed. Without shorter ones it gets all of `room` that it needs.
+    Their `tokens_of` ascend. Those that fit into half of `room` together run whole; if not even the first does, a part
+    of it. The long prompt gets as many tokens as they have together, but at least a quarter of a whole step, as far as
+    they leave it room and it has them. With that the step ends: they would wait for what more it ran. Without shorter
+    ones it gets all of `room` that it needs.
     """
-    result: list[int] = []
-    most = left = room // 2
+    result: list[tuple[Prompt, int]] = []
+    half = left = room // 2
     for other in shorter:
-        if other > left:
-            if not result and most:
-                result.append(left)
+        num_others = tokens_of(other)
+        if num_others > left:
+            if not result and half:
+                result.append((other, half))
                 left = 0
             break
-        result.append(other)
-        left -= other
+        result.append((other, num_others))
+        left -= num_others
     if not result:
         return min(num_tokens, room), result
-    others = most - left
-    return min(num_tokens, max(others, step_tokens // _LEAST_SHARE), room - others), result
+    num_shorter = half - left
+    return min(num_tokens, max(num_shorter, int(_LEAST_SHARE * step_tokens)), room - num_shorter), result

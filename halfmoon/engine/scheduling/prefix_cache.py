@@ -6,7 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from itertools import islice, takewhile
+from itertools import islice
 from typing import NamedTuple
 
 from halfmoon.engine.scheduling.sequence import Sequence
@@ -70,13 +70,9 @@ class PrefixCache:
 
     def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Takes references to the blocks of the longest cached prefix of the first `num_tokens`."""
-        blocks: list[int] = []
-        for index in range(num_tokens // self._block_tokens if self._root is not None else 0):
-            block = self._blocks.get(self._key(sequence, index))
-            if block is None:
-                break
+        blocks = list(self._found(sequence, num_tokens))
+        for block in blocks:
             self._note_used(block)
-            blocks.append(block)
         self._pool.share(blocks)
         return blocks
 
@@ -113,9 +109,11 @@ class PrefixCache:
 
     def used(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """The blocks in use of those that `match` would find; takes no references."""
-        found = (self._blocks.get(self._key(sequence, index)) for index in range(num_tokens // self._block_tokens))
-        leading = takewhile(lambda block: block is not None, found if self._root is not None else ())
-        return [block for block in leading if block is not None and self.num_users(block)]
+        return [block for block in self._found(sequence, num_tokens) if self.num_users(block)]
+
+    def num_found(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many blocks `match` would find; takes no references."""
+        return sum(1 for _ in self._found(sequence, num_tokens))
 
     def insert(self, sequence: Sequence) -> bool:
         """Makes the sequence's computed full blocks findable, unless none may share them. Of two equal the first stays.
@@ -213,6 +211,13 @@ class PrefixCache:
         assert idle == set(self._idle), "a block is idle and referenced, or neither"
         assert all(self._pool.is_half(block) == is_half for block, is_half in self._idle.items()), "an idle block moved"
         assert sum(self._idle.values()) == self._num_idle_halves, "the number of idle halves is wrong"
+
+    def _found(self, sequence: Sequence, num_tokens: int) -> Iterator[int]:
+        for index in range(num_tokens // self._block_tokens if self._root is not None else 0):
+            block = self._blocks.get(self._key(sequence, index))
+            if block is None:
+                return
+            yield block
 
     def _evict(self) -> None:
         block = next(iter(self._idle))

@@ -18,7 +18,7 @@ from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, decodes_with_targets
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.policy.preemption import Turns, in_turn
-from halfmoon.policy.shared_step import is_shared, shares
+from halfmoon.policy.shared_step import is_long, share_out
 
 _MOST_AHEAD = 16  # tokens of an answer that came from another worker, if it goes ahead of the decodes
 _AHEAD_SHARE = 0.7  # of the time of the step with the decodes that a step without them takes then
@@ -113,12 +113,12 @@ class Scheduler:
         """
         running = [one for one in self.queues.running if one.num_uncomputed > 1 and one.num_ready(self._block_tokens)]
         queue = in_turn([*running, *self.queues.waiting], now_s)
-        num_logits, step_tokens = _MOST_LOGITS, self._limits.max_batch_tokens
+        num_logits, step_tokens, is_alone = _MOST_LOGITS, self._limits.max_batch_tokens, True
         while queue and budget > 0:
             sequence = queue.pop(0)
             if sequence.state == "waiting":
-                is_barred = self._turns.bars and sequence.rank not in self._turns.passed
-                self.queues.is_short = self.queues.is_short or is_barred or not self.queues.admit(sequence, now_s)
+                is_short = self.queues.is_short or self._is_barred(sequence)
+                self.queues.is_short = is_short or not self.queues.admit(sequence, now_s)
                 if self.queues.is_short:
                     continue
             num_ready = sequence.num_ready(self._block_tokens)
@@ -126,14 +126,15 @@ class Scheduler:
                 continue
             if decodes:
                 budget, decodes = min(budget, self._chunk_tokens(decodes, sequence)), None
-            num_tokens = min(num_ready, budget)
-            if is_shared(num_ready, budget, step_tokens):
+            num_tokens, is_awaited = min(num_ready, budget), sequence.restore is not None and sequence.restore.is_shared
+            if is_long(num_ready, budget, step_tokens, is_awaited=is_awaited):
                 shorter = self._shorter(sequence, num_ready, queue)
-                num_tokens, others = shares(num_ready, (num for num, _ in shorter), budget, step_tokens)
-                if others:
-                    budget, queue = num_tokens + sum(others), [other for _, other in shorter[: len(others)]]
+                share, others = share_out(num_ready, shorter, itemgetter(0), budget, step_tokens)
+                if others and sequence.num_at_once(share) <= share:
+                    num_tokens, budget = share, share + sum(num for _, num in others)
+                    queue, is_alone = [other for (_, other), _ in others], False
             # Computed blocks cannot be loaded any more: a little at a time, unless others make the step a long one.
-            if sequence.restore is not None and not sequence.restore.is_shared and not queue:
+            if sequence.restore is not None and not is_awaited and not queue and is_alone:
                 num_tokens = min(num_tokens, self._limits.chunk_tokens)
             if sequence.needs_all_outputs:
                 num_tokens = min(num_tokens, num_logits)
@@ -156,23 +157,28 @@ class Scheduler:
             return []
         return [ScheduledSequence(first, min(first.num_ready(tokens, num_arriving), budget), num_arriving)]
 
-    def _shorter(self, long: Sequence, most: int, later: Iterable[Sequence]) -> list[tuple[int, Sequence]]:
-        """The `later` sequences that may share a step with a prompt of `most` tokens, and their tokens, which ascend.
+    def _shorter(self, long: Sequence, num_tokens: int, later: Iterable[Sequence]) -> list[tuple[int, Sequence]]:
+        """The `later` sequences with less than `num_tokens` to run now, which ascends, without what is cached of them.
 
-        They have its priority, and blocks and a place.
+        They have the long one's priority, and blocks, a place and a turn.
         """
         shorter = []
         free, places = self._blocks.num_available, self.queues.num_places
         for sequence in later:
+            num_cached = 0
             if sequence.state == "waiting":
-                free -= self._blocks.num_for(len(sequence.token_ids))
+                free -= self._blocks.num_to_admit(sequence)
                 places -= 1
-                if self.queues.is_short or free < 0 or places < 0:
+                if self.queues.is_short or free < 0 or places < 0 or self._is_barred(sequence):
                     break
-            num_ready = sequence.num_ready(self._block_tokens)
-            if sequence.request.priority == long.request.priority and 0 < num_ready < most:
+                num_cached = self._blocks.num_cached(sequence)
+            num_ready = sequence.num_ready(self._block_tokens, num_cached)
+            if sequence.request.priority == long.request.priority and 0 < num_ready < num_tokens:
                 shorter.append((num_ready, sequence))
         return sorted(shorter, key=itemgetter(0))
+
+    def _is_barred(self, sequence: Sequence) -> bool:
+        return self._turns.bars and sequence.rank not in self._turns.passed
 
     def _rows(self, items: Iterable[ScheduledSequence]) -> tuple[int, int]:
         """Tokens that run, and those that their sequences see, as a step model counts them (`step_counts`)."""

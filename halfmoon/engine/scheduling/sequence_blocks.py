@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from halfmoon.engine.scheduling.prefix_cache import EVERY_BLOCK, PrefixCache
 from halfmoon.engine.scheduling.sequence import KVChoice, Sequence
@@ -49,7 +49,7 @@ class SequenceBlocks:
         """Blocks of a sequence that nobody else uses."""
         return sum(self._cache.num_users(block) == 1 for block in sequence.kept_blocks)
 
-    def num_unused(self, sequence: Sequence, num_known: int, num_tokens: int, reclaimable: set[int]) -> int:
+    def num_unused(self, sequence: Sequence, num_known: int, num_tokens: int, reclaimable: Set[int]) -> int:
         """Blocks that `num_tokens` need besides those of the first `num_known` that stay in use anyway."""
         used = self._cache.used(sequence, num_known)
         return self.num_for(num_tokens) - sum(block not in reclaimable for block in used)
@@ -85,6 +85,15 @@ class SequenceBlocks:
         if begun is not None and len(shared) == num_shared and self._copy_tokens is not None:
             self._copy_tokens(begun.block, new[0], begun.num_tokens)
             self._cache.release([begun.block])
+
+    def num_cached(self, sequence: Sequence) -> int:
+        """Leading tokens of a waiting sequence that the cache has in whole blocks."""
+        return self._cache.num_found(sequence, sequence.num_reusable) * self._block_tokens
+
+    def num_to_admit(self, sequence: Sequence, reclaimable: Set[int] = frozenset()) -> int:
+        """Blocks that a waiting sequence needs to be computed, besides cached ones that stay in use anyway."""
+        num_tokens = len(sequence.token_ids)
+        return self.num_unused(sequence, sequence.num_reusable, num_tokens, reclaimable) + self.num_chosen(sequence)
 
     def num_chosen(self, sequence: Sequence) -> int:
         """Blocks for what its policy will choose of the prompt."""

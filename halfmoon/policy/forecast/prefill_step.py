@@ -6,14 +6,14 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, tee
+from itertools import islice, starmap
 from operator import attrgetter
 from typing import NamedTuple
 
 from halfmoon.policy.forecast.colocated_workers import Decoding
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import PrefillModel, num_pairs
-from halfmoon.policy.shared_step import is_shared, shares
+from halfmoon.policy.shared_step import is_long, share_out
 
 _rank = attrgetter("priority", "order")
 _length = attrgetter("new_tokens")
@@ -92,9 +92,9 @@ def form_step(
     now_s: float,
     shorter_than: Callable[[Prompt, float], Iterable[Prompt]] | None = None,
 ) -> list[PredictedChunk]:
-    """The next step of a queue in rank order: whole prompts, until one is too long for the rest of the step.
+    """The next step of a queue in rank order: whole prompts, as far as they fit, and a part of the first that does not.
 
-    A long prompt shares it with shorter ones of its priority behind it (`shared_step`). `shorter_than` returns those
+    A long one shares the step with shorter ones of its priority behind it (`shared_step`). `shorter_than` returns those
     that are ready, the shortest first; None: they are looked for, as far as the step has places.
     """
     step: list[PredictedChunk] = []
@@ -105,15 +105,14 @@ def form_step(
         if len(step) == room.places or not budget:
             break
         num_tokens = prompt.new_tokens
-        if is_shared(num_tokens, budget, room.step_tokens):
+        if is_long(num_tokens, budget, room.step_tokens):
             if shorter_than is None:
                 shorter = _shorter(prompt, islice(queue, at, None), room.places - len(step) - 1, now_s)
             else:
                 shorter = shorter_than(prompt, now_s)
-            shorter, lengths = tee(shorter)
-            num_tokens, others = shares(num_tokens, map(_length, lengths), budget, room.step_tokens)
+            num_tokens, others = share_out(num_tokens, shorter, _length, budget, room.step_tokens)
             if others:
-                return [*step, PredictedChunk(prompt, num_tokens), *map(PredictedChunk, shorter, others)]
+                return [*step, PredictedChunk(prompt, num_tokens), *starmap(PredictedChunk, others)]
         step.append(PredictedChunk(prompt, num_tokens))
         budget -= num_tokens
     return step

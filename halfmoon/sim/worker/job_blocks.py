@@ -42,6 +42,12 @@ class JobBlocks:
         """Blocks to compute the job's tokens, with those for what its policy will choose."""
         return self.num_for(job.target) + num_chosen(job.policy, job.prompt, self._block_tokens)
 
+    def num_cached(self, job: Job) -> int:
+        """Leading tokens of a waiting job that the prefix cache has."""
+        return self._kv.num_found(job.prefix_blocks, self._num_reusable(job) // self._prefix_block_tokens) * (
+            self._prefix_block_tokens
+        )
+
     def can_ever_hold(self, job: Job, num_tokens: int) -> bool:
         """Whether a job that may become `num_tokens` long fits while nobody else is here: the engine's rule."""
         return most_blocks(job.policy, job.prompt, num_tokens, self._block_tokens) <= self._kv.num_blocks

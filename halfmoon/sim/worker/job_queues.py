@@ -44,9 +44,13 @@ class JobQueues:
 
     # room
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens`."""
-        return self.blocks.num_for(num_tokens)
+    def blocks_to_admit(self, job: Job) -> int:
+        """Blocks that a waiting job needs, besides cached ones that stay in use anyway."""
+        return self.blocks.num_to_admit(job, {})
+
+    def cached_tokens_of(self, job: Job) -> int:
+        """Leading tokens of a waiting job that the prefix cache has."""
+        return self.blocks.num_cached(job)
 
     @property
     def places(self) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from halfmoon.kv.kv_policy import num_at_once
 from halfmoon.policy.preemption import Turns, in_turn
-from halfmoon.policy.shared_step import is_shared, shares
+from halfmoon.policy.shared_step import is_long, share_out
 from halfmoon.sim.worker.job import Job
 
 
@@ -39,8 +40,11 @@ class Admission(Protocol):
     def room(self) -> tuple[int, int]:
         """Available blocks and free slots."""
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens`."""
+    def blocks_to_admit(self, job: Job) -> int:
+        """Blocks that a waiting job needs, besides cached ones that stay in use anyway."""
+
+    def cached_tokens_of(self, job: Job) -> int:
+        """Leading tokens of a waiting job that the prefix cache has."""
 
 
 class PromptQueue:
@@ -89,8 +93,7 @@ class PromptQueue:
         while queue and budget > 0:
             job = queue.popleft()
             if job.state == "waiting":
-                is_barred = self.turns is not None and self.turns.bars and job.rank not in self.turns.passed
-                self.is_short = self.is_short or is_barred or not self.begin(job, now_s)
+                self.is_short = self.is_short or self._is_barred(job) or not self.begin(job, now_s)
                 if self.is_short:
                     if not self.prefilling:
                         break
@@ -101,11 +104,12 @@ class PromptQueue:
             if most is not None:
                 budget, most = min(budget, most(job)), None
             num_tokens = min(ready, budget)
-            if is_shared(ready, budget, self._step_tokens):
+            if is_long(ready, budget, self._step_tokens, is_awaited=bool(job.rounds)):
                 shorter = self._shorter(job.priority, ready, queue)
-                num_tokens, others = shares(ready, map(_ready, shorter), budget, self._step_tokens)
-                if others:
-                    budget, queue = num_tokens + sum(others), deque(shorter[: len(others)])
+                share, others = share_out(ready, shorter, itemgetter(0), budget, self._step_tokens)
+                if others and num_at_once(job.policy, job.prompt, job.computed, share) <= share:
+                    num_tokens, budget = share, share + sum(num for _, num in others)
+                    queue = deque(other for (_, other), _ in others)
             num_tokens = num_at_once(job.policy, job.prompt, job.computed, num_tokens)
             budget -= num_tokens
             chosen.append(_chunk(job, num_tokens, now_s))
@@ -122,21 +126,26 @@ class PromptQueue:
             return deque(sorted([*self.prefilling, *waiting], key=_rank))
         return deque([*self.prefilling, *waiting])
 
-    def _shorter(self, priority: int, ready: int, later: deque[Job]) -> list[Job]:
-        """Shorter jobs of that priority that may share the step with a prompt of `ready` tokens, the shortest first, as
-        far as there is room for them.
+    def _shorter(self, priority: int, num_tokens: int, later: deque[Job]) -> list[tuple[int, Job]]:
+        """Jobs of that priority with less than `num_tokens` to run now, which ascends, without what is cached of them,
+        as far as there is room for them and it is their turn.
         """
         blocks, places = self._memory.room()
         shorter = []
         for job in later:
+            num_cached = 0
             if job.state == "waiting":
-                blocks -= self._memory.blocks_for(job.target)
+                blocks -= self._memory.blocks_to_admit(job)
                 places -= 1
-                if self.is_short or blocks < 0 or places < 0:
+                if self.is_short or blocks < 0 or places < 0 or self._is_barred(job):
                     break
-            if 0 < _ready(job) < ready and job.priority == priority:
-                shorter.append(job)
-        return sorted(shorter, key=_ready)
+                num_cached = self._memory.cached_tokens_of(job)
+            if job.priority == priority and 0 < (ready := _ready(job, num_cached)) < num_tokens:
+                shorter.append((ready, job))
+        return sorted(shorter, key=itemgetter(0))
+
+    def _is_barred(self, job: Job) -> bool:
+        return self.turns is not None and self.turns.bars and job.rank not in self.turns.passed
 
     def begin(self, job: Job, now_s: float) -> bool:
         """Gives a waiting job its room, if there is enough."""
@@ -158,15 +167,19 @@ def _chunk(job: Job, num_tokens: int, now_s: float) -> PromptChunk:
     return chunk
 
 
-def _ready(job: Job) -> int:
-    """Tokens that can be computed now, without those fetched meanwhile."""
+def _ready(job: Job, num_cached: int = 0) -> int:
+    """Tokens that can be computed now, without those fetched meanwhile. `num_cached`: of a job that has not begun."""
     if job.rounds:
         part = _round(job)
         return 0 if job.is_loading else part.stop - max(job.computed, part.start)
+    computed = max(job.computed, num_cached)
     if job.front_end < 0:
-        return job.target - job.computed
-    if job.is_loading or job.computed < job.front_end:
-        return job.front_end - job.computed
+        return job.target - computed
+    front_end = max(job.front_end, computed)
+    if job.is_loading or computed < front_end:
+        return front_end - computed
+    if num_cached:
+        return job.target - max(job.load_end, front_end)
     job.computed, job.front_end = job.load_end, -1
     return job.target - job.computed
 

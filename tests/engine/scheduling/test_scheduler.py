@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.prefix_cache import PrefixCache
+from halfmoon.engine.scheduling.restore_order import Restore, RestoreOrder
 from halfmoon.engine.scheduling.schedule import Schedule, SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.errors import NoCapacity
+from halfmoon.kv.kv_policy import parse_kv_policy, policy_salt
 from halfmoon.policy.models.chunk_length import ChunkRule
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
@@ -210,6 +213,43 @@ def test_a_long_prompt_yields_to_nobody_else(behind: tuple[int, int], num_blocks
     scheduler.queues.add(sequence(0, 100))
     scheduler.queues.add(sequence(1, behind[0], priority=behind[1]))
     assert tokens(scheduler.schedule()) == {"r0": 32}
+
+
+def test_what_is_cached_of_a_shorter_prompt_does_not_make_it_longer() -> None:
+    cache = PrefixCache(BlockPool(200), BLOCK_TOKENS, lambda salt: b"root")
+    scheduler = Scheduler(SequenceQueues(cache, BLOCK_TOKENS, SchedulerLimits(max_batch_tokens=32, max_running=8)))
+    first = sequence(0, 80, max_tokens=9)
+    scheduler.queues.add(first)
+    while first.num_uncomputed > 1:
+        advance(scheduler, scheduler.schedule())
+    cache.insert(first)
+    scheduler.queues.remove(first)
+    long = EngineRequest("long", (999,) * 60, SamplingParams(max_tokens=1))
+    scheduler.queues.add(Sequence(long, 1))
+    for order in range(2, 6):
+        scheduler.queues.add(sequence(order, 80 + order))  # longer than the long one, but for what is cached
+    assert tokens(scheduler.schedule()) == {"long": 14, "r2": 2, "r3": 3, "r4": 4, "r5": 5}
+
+
+def test_a_prompt_whose_policy_takes_no_part_shares_with_nobody() -> None:
+    scheduler, _ = make(num_blocks=64)
+    h2o = parse_kv_policy("h2o:4+4")
+    chosen = Sequence(replace(sequence(0, 30).request, tenant_salt=policy_salt(h2o, b"")), 0)
+    scheduler.queues.add(chosen)
+    scheduler.queues.add(sequence(1, 2))
+    assert chosen.num_at_once(8) > 8
+    assert tokens(scheduler.schedule()) == {"r0": 30, "r1": 2}
+
+
+def test_a_prompt_for_which_other_workers_wait_shares_only_what_it_cannot_use() -> None:
+    for layers_at_once, expected in ((0, {"r0": 8, "r1": 2}), (1, {"r0": 30, "r1": 2})):
+        scheduler, _ = make(num_blocks=64)
+        order = RestoreOrder(9, 0, lambda *_: None, layers_at_once=layers_at_once)
+        restore = Restore(order)
+        restore.give_up(range(9))
+        scheduler.queues.add(Sequence(sequence(0, 30).request, 0, restore))
+        scheduler.queues.add(sequence(1, 2))
+        assert tokens(scheduler.schedule()) == expected
 
 
 def test_prompts_with_log_probabilities_share_the_logits_of_a_step() -> None:
