@@ -231,6 +231,22 @@ def test_what_is_cached_of_a_shorter_prompt_does_not_make_it_longer() -> None:
     assert tokens(scheduler.schedule()) == {"long": 14, "r2": 2, "r3": 3, "r4": 4, "r5": 5}
 
 
+def test_a_long_prompt_shares_with_nobody_whose_turn_it_is_not() -> None:
+    scheduler, _ = make(num_blocks=35, max_batch_tokens=40)
+    paused = replace(sequence(0, 32, max_tokens=40).request, priority=1, class_priority=1, max_pause_s=1.0)
+    scheduler.queues.add(Sequence(paused, 0))
+    for now_s in range(2):
+        advance(scheduler, scheduler.schedule(now_s))
+    scheduler.queues.add(sequence(1, 120))
+    for now_s in (2.0, 9.0):
+        schedule = scheduler.schedule(now_s)
+        assert tokens(schedule) == {"r1": 40}
+        advance(scheduler, schedule)
+        if now_s == 2.0:
+            assert [one.request_id for one in scheduler.queues.paused] == ["r0"]
+            scheduler.queues.add(sequence(2, 5))  # behind the paused answer, which has risen by the next step
+
+
 def test_a_prompt_whose_policy_takes_no_part_shares_with_nobody() -> None:
     scheduler, _ = make(num_blocks=64)
     h2o = parse_kv_policy("h2o:4+4")
