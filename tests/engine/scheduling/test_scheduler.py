@@ -235,7 +235,7 @@ def test_a_long_prompt_shares_with_nobody_whose_turn_it_is_not() -> None:
     scheduler, _ = make(num_blocks=35, max_batch_tokens=40)
     paused = replace(sequence(0, 32, max_tokens=40).request, priority=1, class_priority=1, max_pause_s=1.0)
     scheduler.queues.add(Sequence(paused, 0))
-    for now_s in range(2):
+    for now_s in (0.0, 1.0):
         advance(scheduler, scheduler.schedule(now_s))
     scheduler.queues.add(sequence(1, 120))
     for now_s in (2.0, 9.0):
