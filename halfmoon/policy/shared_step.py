@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+MOST_BEHIND = 64  # prompts behind a long one that are looked at for shorter ones, which takes time for each
 _LEAST_SHARE = 0.25  # of a whole step, for a long prompt: else launches might take longer than its tokens
 
 Prompt = TypeVar("Prompt")
@@ -18,8 +19,8 @@ Prompt = TypeVar("Prompt")
 def is_long(num_tokens: int, room: int, step_tokens: int, *, is_awaited: bool = False) -> bool:
     """Whether a prompt with `num_tokens` to run leaves part of a step to shorter ones behind it.
 
-    So if it has more than the `room` left in the step, or more than half of a whole step's tokens. `is_awaited`: other
-    workers wait for it, so it runs whole if it fits.
+    It does if it has more than the `room` left in the step, or more than half of a whole step's tokens. `is_awaited`:
+    other workers wait for it, so it runs whole if it fits.
     """
     return num_tokens > room or (2 * num_tokens > step_tokens and not is_awaited)
 

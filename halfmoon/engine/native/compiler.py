@@ -87,16 +87,16 @@ def _compilers() -> list[tuple[str, ...]]:
 
 
 def _fingerprint(command: tuple[str, ...]) -> str:
-    return _digest([sources_digest(), " ".join((*command, *_flags())), processor()])
+    return _digest([sources_digest().encode(), " ".join(command).encode(), processor().encode()])
 
 
 def sources_digest() -> str:
-    """A name for what the kernels are compiled from, on which their speed depends."""
-    return _digest([path.read_text() for path in sorted(_SOURCES.iterdir())])
+    """A name for what is compiled and how, but for the compiler."""
+    return _digest([*(path.read_bytes() for path in sorted(_SOURCES.iterdir())), " ".join(_flags()).encode()])
 
 
-def _digest(parts: Sequence[str]) -> str:
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+def _digest(parts: Sequence[bytes]) -> str:
+    return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
 
 
 def processor() -> str:

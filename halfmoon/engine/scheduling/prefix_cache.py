@@ -69,8 +69,8 @@ class PrefixCache:
         return len(self._blocks)
 
     def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Takes references to the blocks of the longest cached prefix of the first `num_tokens`."""
-        blocks = list(self._found(sequence, num_tokens))
+        """Takes references to the blocks that are `found`."""
+        blocks = self.found(sequence, num_tokens)
         for block in blocks:
             self._note_used(block)
         self._pool.share(blocks)
@@ -109,11 +109,17 @@ class PrefixCache:
 
     def used(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """The blocks in use of those that `match` would find; takes no references."""
-        return [block for block in self._found(sequence, num_tokens) if self.num_users(block)]
+        return [block for block in self.found(sequence, num_tokens) if self.num_users(block)]
 
-    def num_found(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many blocks `match` would find; takes no references."""
-        return sum(1 for _ in self._found(sequence, num_tokens))
+    def found(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """The blocks of the longest cached prefix of the first `num_tokens`; takes no references."""
+        blocks: list[int] = []
+        for index in range(num_tokens // self._block_tokens if self._root is not None else 0):
+            block = self._blocks.get(self._key(sequence, index))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def insert(self, sequence: Sequence) -> bool:
         """Makes the sequence's computed full blocks findable, unless none may share them. Of two equal the first stays.
@@ -211,13 +217,6 @@ class PrefixCache:
         assert idle == set(self._idle), "a block is idle and referenced, or neither"
         assert all(self._pool.is_half(block) == is_half for block, is_half in self._idle.items()), "an idle block moved"
         assert sum(self._idle.values()) == self._num_idle_halves, "the number of idle halves is wrong"
-
-    def _found(self, sequence: Sequence, num_tokens: int) -> Iterator[int]:
-        for index in range(num_tokens // self._block_tokens if self._root is not None else 0):
-            block = self._blocks.get(self._key(sequence, index))
-            if block is None:
-                return
-            yield block
 
     def _evict(self) -> None:
         block = next(iter(self._idle))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import islice
 from operator import itemgetter
 
 from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence
@@ -18,7 +19,7 @@ from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, decodes_with_targets
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.policy.preemption import Turns, in_turn
-from halfmoon.policy.shared_step import is_long, share_out
+from halfmoon.policy.shared_step import MOST_BEHIND, is_long, share_out
 
 _MOST_AHEAD = 16  # tokens of an answer that came from another worker, if it goes ahead of the decodes
 _AHEAD_SHARE = 0.7  # of the time of the step with the decodes that a step without them takes then
@@ -122,11 +123,14 @@ class Scheduler:
                 if self.queues.is_short:
                     continue
             num_ready = sequence.num_ready(self._block_tokens)
+            if sequence.needs_all_outputs:
+                num_ready = min(num_ready, num_logits)
             if not num_ready:
                 continue
             if decodes:
                 budget, decodes = min(budget, self._chunk_tokens(decodes, sequence)), None
-            num_tokens, is_awaited = min(num_ready, budget), sequence.restore is not None and sequence.restore.is_shared
+            num_tokens = min(num_ready, budget)
+            is_awaited = sequence.restore is not None and sequence.restore.is_shared
             if is_long(num_ready, budget, step_tokens, is_awaited=is_awaited):
                 shorter = self._shorter(sequence, num_ready, queue)
                 share, others = share_out(num_ready, shorter, itemgetter(0), budget, step_tokens)
@@ -137,7 +141,6 @@ class Scheduler:
             if sequence.restore is not None and not is_awaited and not queue and is_alone:
                 num_tokens = min(num_tokens, self._limits.chunk_tokens)
             if sequence.needs_all_outputs:
-                num_tokens = min(num_tokens, num_logits)
                 num_logits -= num_tokens
             num_tokens = sequence.num_at_once(num_tokens)
             if num_tokens:
@@ -158,20 +161,22 @@ class Scheduler:
         return [ScheduledSequence(first, min(first.num_ready(tokens, num_arriving), budget), num_arriving)]
 
     def _shorter(self, long: Sequence, num_tokens: int, later: Iterable[Sequence]) -> list[tuple[int, Sequence]]:
-        """The `later` sequences with less than `num_tokens` to run now, which ascends, without what is cached of them.
+        """The `later` sequences with fewer than `num_tokens` to run now, and these, which ascend; not what is cached.
 
         They have the long one's priority, and blocks, a place and a turn.
         """
         shorter = []
         free, places = self._blocks.num_available, self.queues.num_places
-        for sequence in later:
+        for sequence in islice(later, MOST_BEHIND):
             num_cached = 0
             if sequence.state == "waiting":
-                free -= self._blocks.num_to_admit(sequence)
                 places -= 1
-                if self.queues.is_short or free < 0 or places < 0 or self._is_barred(sequence):
+                if self.queues.is_short or places < 0 or self._is_barred(sequence):
                     break
-                num_cached = self._blocks.num_cached(sequence)
+                num_cached, num_blocks = self._blocks.to_admit(sequence)
+                free -= num_blocks
+                if free < 0:
+                    break
             num_ready = sequence.num_ready(self._block_tokens, num_cached)
             if sequence.request.priority == long.request.priority and 0 < num_ready < num_tokens:
                 shorter.append((num_ready, sequence))

@@ -159,9 +159,9 @@ class Sequence:
             return 0
         return self.restore.arriving_end(block) * block_tokens - self.num_computed
 
-    def num_ready(self, block_tokens: int, num_arriving: int = 0) -> int:
-        """Leading uncomputed tokens, after those that arrive, that can be computed now: others wait for blocks."""
-        start = self.num_computed + num_arriving
+    def num_ready(self, block_tokens: int, num_skipped: int = 0) -> int:
+        """Uncomputed tokens behind the first `num_skipped` that can be computed now: others wait for blocks."""
+        start = self.num_computed + num_skipped
         stop = None if self.restore is None else self.restore.stop(start // block_tokens)
         return (len(self.token_ids) if stop is None else max(start, stop * block_tokens)) - start
 

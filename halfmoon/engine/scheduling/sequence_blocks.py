@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
+from typing import NamedTuple
 
 from halfmoon.engine.scheduling.prefix_cache import EVERY_BLOCK, PrefixCache
 from halfmoon.engine.scheduling.sequence import KVChoice, Sequence
@@ -10,6 +11,13 @@ from halfmoon.kv.kv_policy import num_chosen
 
 CopyTokens = Callable[[int, int, int], None]
 """Copies K and V of a block's first tokens to another block: (from, to, num_tokens)."""
+
+
+class ToAdmit(NamedTuple):
+    """What a waiting sequence needs in order to be computed."""
+
+    num_cached: int  # leading tokens that are found in whole blocks
+    num_blocks: int  # besides those of these that stay in use anyway
 
 
 class SequenceBlocks:
@@ -86,14 +94,12 @@ class SequenceBlocks:
             self._copy_tokens(begun.block, new[0], begun.num_tokens)
             self._cache.release([begun.block])
 
-    def num_cached(self, sequence: Sequence) -> int:
-        """Leading tokens of a waiting sequence that the cache has in whole blocks."""
-        return self._cache.num_found(sequence, sequence.num_reusable) * self._block_tokens
-
-    def num_to_admit(self, sequence: Sequence, reclaimable: Set[int] = frozenset()) -> int:
-        """Blocks that a waiting sequence needs to be computed, besides cached ones that stay in use anyway."""
-        num_tokens = len(sequence.token_ids)
-        return self.num_unused(sequence, sequence.num_reusable, num_tokens, reclaimable) + self.num_chosen(sequence)
+    def to_admit(self, sequence: Sequence, reclaimable: Set[int] = frozenset()) -> ToAdmit:
+        """What a waiting sequence finds in the cache and takes of it when it is admitted."""
+        found = self._cache.found(sequence, sequence.num_reusable)
+        num_staying = sum(self._cache.num_users(block) > 0 and block not in reclaimable for block in found)
+        num_blocks = self.num_for(len(sequence.token_ids)) + self.num_chosen(sequence) - num_staying
+        return ToAdmit(len(found) * self._block_tokens, num_blocks)
 
     def num_chosen(self, sequence: Sequence) -> int:
         """Blocks for what its policy will choose of the prompt."""

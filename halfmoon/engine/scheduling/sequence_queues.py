@@ -228,7 +228,7 @@ class SequenceQueues:
             kept = [] if sequence.is_moved_out else sequence.kept_blocks
             num_kept = sum(block not in reclaimable for block in kept) + len(sequence.dropped)
             return Queued(sequence, self.blocks.num_for(num_tokens) - num_kept)
-        return Queued(sequence, self.blocks.num_to_admit(sequence, reclaimable), sequence.num_uncomputed)
+        return Queued(sequence, self.blocks.to_admit(sequence, reclaimable).num_blocks, sequence.num_uncomputed)
 
     def _pause_for(self, sequence: Sequence, num_known: int, num_tokens: int, now_s: float) -> None:
         """Pauses what gives way to a sequence that lacks a place or blocks, if that is enough."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, StepRoom, by_rank, form_step
+from halfmoon.policy.shared_step import MOST_BEHIND
 
 _rank = attrgetter("priority", "order")
 _length = attrgetter("new_tokens", "priority", "order")
@@ -44,7 +45,7 @@ class PendingPrompts:
 
     def next_step(self, room: StepRoom, now_s: float) -> list[PredictedChunk]:
         """The step that begins now."""
-        has_places = len(self._queue) <= room.places
+        has_places = len(self._queue) <= min(room.places, MOST_BEHIND)
         return form_step(self._queue, room, now_s, self._shorter_than if has_places else None)
 
     def end(self, step: Sequence[PredictedChunk]) -> list[Prompt]:

@@ -23,8 +23,8 @@ class _Queues(NamedTuple):
 class PrefillForecast:
     """Owns the prompts of this gateway that are not computed yet, each with its seconds of work alone.
 
-    A worker computes by rank: smaller priority first, then by arrival. While its first prompt is longer than
-    half a step, shorter ones of the same priority share each step with it, half and half, the shortest first: about as
+    A worker computes by rank: smaller priority first, then by arrival. While its first prompt is longer than half a
+    step, shorter ones of the same priority share each step with it, half and half, the shortest first: about as
     `policy/shared_step.py` has it. Workers are rows of the cluster view.
     """
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from halfmoon.policy.forecast.colocated_workers import Decoding
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import PrefillModel, num_pairs
-from halfmoon.policy.shared_step import is_long, share_out
+from halfmoon.policy.shared_step import MOST_BEHIND, is_long, share_out
 
 _rank = attrgetter("priority", "order")
 _length = attrgetter("new_tokens")
@@ -95,7 +95,7 @@ def form_step(
     """The next step of a queue in rank order: whole prompts, as far as they fit, and a part of the first that does not.
 
     A long one shares the step with shorter ones of its priority behind it (`shared_step`). `shorter_than` returns those
-    that are ready, the shortest first; None: they are looked for, as far as the step has places.
+    that are ready, the shortest first; None: they are looked for, as far as the step has places (`MOST_BEHIND`).
     """
     step: list[PredictedChunk] = []
     budget = room.tokens
@@ -107,7 +107,8 @@ def form_step(
         num_tokens = prompt.new_tokens
         if is_long(num_tokens, budget, room.step_tokens):
             if shorter_than is None:
-                shorter = _shorter(prompt, islice(queue, at, None), room.places - len(step) - 1, now_s)
+                places = min(room.places - len(step) - 1, MOST_BEHIND)
+                shorter = _shorter(prompt, islice(queue, at, None), places, now_s)
             else:
                 shorter = shorter_than(prompt, now_s)
             num_tokens, others = share_out(num_tokens, shorter, _length, budget, room.step_tokens)

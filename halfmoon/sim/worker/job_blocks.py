@@ -42,12 +42,6 @@ class JobBlocks:
         """Blocks to compute the job's tokens, with those for what its policy will choose."""
         return self.num_for(job.target) + num_chosen(job.policy, job.prompt, self._block_tokens)
 
-    def num_cached(self, job: Job) -> int:
-        """Leading tokens of a waiting job that the prefix cache has."""
-        return self._kv.num_found(job.prefix_blocks, self._num_reusable(job) // self._prefix_block_tokens) * (
-            self._prefix_block_tokens
-        )
-
     def can_ever_hold(self, job: Job, num_tokens: int) -> bool:
         """Whether a job that may become `num_tokens` long fits while nobody else is here: the engine's rule."""
         return most_blocks(job.policy, job.prompt, num_tokens, self._block_tokens) <= self._kv.num_blocks
@@ -195,18 +189,21 @@ class JobBlocks:
         shared = (self._kv.num_users(one) != uses[one] for one in job.cached_blocks)
         return sum(shared) * self._kv.prefix_block_size
 
-    def num_to_admit(self, job: Job, uses: Mapping[int, int]) -> int:
-        """Blocks that `admit` takes, besides cached ones that stay in use anyway."""
-        return self._num_besides(job, self._num_reusable(job), self.num_for_prompt(job), uses)
+    def to_admit(self, job: Job, uses: Mapping[int, int]) -> tuple[int, int]:
+        """Leading tokens that the prefix cache has, and the blocks that `admit` takes besides what stays in use."""
+        found = self._kv.found(job.prefix_blocks, self._num_reusable(job) // self._prefix_block_tokens)
+        num_blocks = self.num_for_prompt(job) - self._num_staying(found, uses)
+        return len(found) * self._prefix_block_tokens, num_blocks
 
     def num_to_reserve(self, job: Job, uses: Mapping[int, int]) -> int:
         """Blocks that `reserve` takes, besides cached ones that stay in use anyway."""
-        return self._num_besides(job, self._num_reservable(job), self.num_held(job, job.target + 1), uses)
+        found = self._kv.found(job.prefix_blocks, self._num_reservable(job) // self._prefix_block_tokens)
+        return self.num_held(job, job.target + 1) - self._num_staying(found, uses)
 
-    def _num_besides(self, job: Job, num_known: int, num_blocks: int, uses: Mapping[int, int]) -> int:
-        used = self._kv.used(job.prefix_blocks, num_known // self._prefix_block_tokens)
-        staying = sum(self._kv.num_users(one) != uses.get(one, 0) for one in used)
-        return num_blocks - staying * self._kv.prefix_block_size
+    def _num_staying(self, found: list[int], uses: Mapping[int, int]) -> int:
+        """Blocks of the cached prefix blocks that have other users than those counted in `uses`."""
+        num_staying = sum((num := self._kv.num_users(one)) > 0 and num != uses.get(one, 0) for one in found)
+        return num_staying * self._kv.prefix_block_size
 
     def _num_reusable(self, job: Job) -> int:
         """Leading tokens whose KV may come from the prefix cache where the job is computed."""

@@ -44,13 +44,9 @@ class JobQueues:
 
     # room
 
-    def blocks_to_admit(self, job: Job) -> int:
-        """Blocks that a waiting job needs, besides cached ones that stay in use anyway."""
-        return self.blocks.num_to_admit(job, {})
-
-    def cached_tokens_of(self, job: Job) -> int:
-        """Leading tokens of a waiting job that the prefix cache has."""
-        return self.blocks.num_cached(job)
+    def to_admit(self, job: Job) -> tuple[int, int]:
+        """Leading tokens of a waiting job that the prefix cache has, and the blocks that it takes besides."""
+        return self.blocks.to_admit(job, {})
 
     @property
     def places(self) -> int:
@@ -196,7 +192,7 @@ class JobQueues:
             if job.state == "paused":
                 queue.append(Queued(job, self.paused.num_needed(job, uses)))
             else:
-                queue.append(Queued(job, self.blocks.num_to_admit(job, uses), job.uncomputed))
+                queue.append(Queued(job, self.blocks.to_admit(job, uses)[1], job.uncomputed))
         turns = take_turns(
             queue,
             list(self.decodes.jobs.values()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
 
@@ -63,17 +63,10 @@ class KvMemory:
         """Users of a prefix block."""
         return self._refs.get(block_id, 0)
 
-    def used(self, prefix_blocks: Sequence[int], most: int) -> list[int]:
-        """The prefix blocks with users of those that `match` would find; nobody becomes a user."""
-        return [one for one in self._found(prefix_blocks, most) if one in self._refs]
-
-    def num_found(self, prefix_blocks: Sequence[int], most: int) -> int:
-        """How many prefix blocks `match` would find; nobody becomes a user."""
-        return sum(1 for _ in self._found(prefix_blocks, most))
-
-    def _found(self, prefix_blocks: Sequence[int], most: int) -> Iterable[int]:
+    def found(self, prefix_blocks: Sequence[int], most: int) -> list[int]:
+        """The prefix blocks that `match` would find; nobody becomes a user."""
         known = prefix_blocks[:most] if self.is_cache else ()
-        return takewhile(lambda one: one in self._refs or one in self._idle, known)
+        return list(takewhile(lambda one: one in self._refs or one in self._idle, known))
 
     def use(self, prefix_blocks: Sequence[int], most: int) -> int:
         """Counts a use by another worker, which reads the longest cached prefix; returns its blocks."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from halfmoon.kv.kv_policy import num_at_once
 from halfmoon.policy.preemption import Turns, in_turn
-from halfmoon.policy.shared_step import is_long, share_out
+from halfmoon.policy.shared_step import MOST_BEHIND, is_long, share_out
 from halfmoon.sim.worker.job import Job
 
 
@@ -40,11 +41,8 @@ class Admission(Protocol):
     def room(self) -> tuple[int, int]:
         """Available blocks and free slots."""
 
-    def blocks_to_admit(self, job: Job) -> int:
-        """Blocks that a waiting job needs, besides cached ones that stay in use anyway."""
-
-    def cached_tokens_of(self, job: Job) -> int:
-        """Leading tokens of a waiting job that the prefix cache has."""
+    def to_admit(self, job: Job) -> tuple[int, int]:
+        """Leading tokens of a waiting job that the prefix cache has, and the blocks that it takes besides."""
 
 
 class PromptQueue:
@@ -77,6 +75,8 @@ class PromptQueue:
 
     def last_tokens(self, now_s: float) -> list[PromptChunk]:
         """Prompts with a single token left, which a step treats as decodes."""
+        for job in self.prefilling:
+            _end_fetch(job)
         return [_chunk(job, 1, now_s) for job in self.prefilling if _ready(job) == 1 == job.uncomputed]
 
     def chunks(self, budget: int, now_s: float, most: Callable[[Job], int] | None = None) -> list[PromptChunk]:
@@ -98,6 +98,7 @@ class PromptQueue:
                     if not self.prefilling:
                         break
                     continue
+            _end_fetch(job)
             ready = _ready(job)
             if not ready:
                 continue
@@ -127,19 +128,22 @@ class PromptQueue:
         return deque([*self.prefilling, *waiting])
 
     def _shorter(self, priority: int, num_tokens: int, later: deque[Job]) -> list[tuple[int, Job]]:
-        """Jobs of that priority with less than `num_tokens` to run now, which ascends, without what is cached of them,
-        as far as there is room for them and it is their turn.
+        """Jobs of that priority with fewer than `num_tokens` to run now, and these, which ascend; not what is cached.
+
+        They have room and a turn.
         """
         blocks, places = self._memory.room()
         shorter = []
-        for job in later:
+        for job in islice(later, MOST_BEHIND):
             num_cached = 0
             if job.state == "waiting":
-                blocks -= self._memory.blocks_to_admit(job)
                 places -= 1
-                if self.is_short or blocks < 0 or places < 0 or self._is_barred(job):
+                if self.is_short or places < 0 or self._is_barred(job):
                     break
-                num_cached = self._memory.cached_tokens_of(job)
+                num_cached, num_blocks = self._memory.to_admit(job)
+                blocks -= num_blocks
+                if blocks < 0:
+                    break
             if job.priority == priority and 0 < (ready := _ready(job, num_cached)) < num_tokens:
                 shorter.append((ready, job))
         return sorted(shorter, key=itemgetter(0))
@@ -167,21 +171,24 @@ def _chunk(job: Job, num_tokens: int, now_s: float) -> PromptChunk:
     return chunk
 
 
+def _end_fetch(job: Job) -> None:
+    """Counts what was fetched as computed, once all before it is."""
+    if 0 <= job.front_end <= job.computed and not job.is_loading and not job.rounds:
+        job.computed, job.front_end = job.load_end, -1
+
+
 def _ready(job: Job, num_cached: int = 0) -> int:
     """Tokens that can be computed now, without those fetched meanwhile. `num_cached`: of a job that has not begun."""
+    computed = max(job.computed, num_cached)
     if job.rounds:
         part = _round(job)
-        return 0 if job.is_loading else part.stop - max(job.computed, part.start)
-    computed = max(job.computed, num_cached)
+        return 0 if job.is_loading else max(part.stop - max(computed, part.start), 0)
     if job.front_end < 0:
         return job.target - computed
     front_end = max(job.front_end, computed)
     if job.is_loading or computed < front_end:
         return front_end - computed
-    if num_cached:
-        return job.target - max(job.load_end, front_end)
-    job.computed, job.front_end = job.load_end, -1
-    return job.target - job.computed
+    return job.target - max(job.load_end, front_end)
 
 
 def _round(job: Job) -> range:
