@@ -161,7 +161,7 @@ class Scheduler:
         return [ScheduledSequence(first, min(first.num_ready(tokens, num_arriving), budget), num_arriving)]
 
     def _shorter(self, long: Sequence, num_tokens: int, later: Iterable[Sequence]) -> list[tuple[int, Sequence]]:
-        """The `later` sequences with fewer than `num_tokens` to run now, and these, which ascend; not what is cached.
+        """(Tokens to run now, sequence) of `later` ones with fewer than `num_tokens`, ascending; not what is cached.
 
         They have the long one's priority, and blocks, a place and a turn.
         """

@@ -128,9 +128,9 @@ class PromptQueue:
         return deque([*self.prefilling, *waiting])
 
     def _shorter(self, priority: int, num_tokens: int, later: deque[Job]) -> list[tuple[int, Job]]:
-        """Jobs of that priority with fewer than `num_tokens` to run now, and these, which ascend; not what is cached.
+        """(Tokens to run now, job) of `later` ones with fewer than `num_tokens`, ascending; not what is cached.
 
-        They have room and a turn.
+        They have that priority, and room and a turn.
         """
         blocks, places = self._memory.room()
         shorter = []
