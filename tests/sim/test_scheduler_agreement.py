@@ -191,8 +191,19 @@ A_RISEN_ANSWER_THAT_IS_PREEMPTED = (
 )  # fmt: skip
 
 
+RUNNING_PROMPTS_BEHIND_ONE_THAT_HAS_NO_PLACE = (
+    [
+        (4, 8, 6, 2), (7, 40, 5, 2), (8, 33, 2, 0), (9, 23, 16, 2), (11, 15, 12, 2), (15, 10, 13, 2), (17, 18, 3, 1),
+        (18, 9, 6, 0), (22, 9, 2, 1), (23, 9, 9, 2),
+    ],
+    BatchLimits(21, 5, 4),
+    200,
+)  # fmt: skip
+
+
 @settings(max_examples=300)
 @example(A_STEP_THAT_PREEMPTS_AMID_DECODES)
+@example(RUNNING_PROMPTS_BEHIND_ONE_THAT_HAS_NO_PLACE)
 @given(cases())
 def test_both_take_the_same_steps(case: tuple[Rows, BatchLimits, int]) -> None:
     assert simulated_times(*case) == engine_times(*case)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import islice
 from operator import itemgetter
 
 from halfmoon.engine.scheduling.schedule import Schedule, ScheduledSequence
@@ -166,17 +165,22 @@ class Scheduler:
         They have the long one's priority, and blocks, a place and a turn.
         """
         shorter = []
-        free, places = self._blocks.num_available, self.queues.num_places
-        for sequence in islice(later, MOST_BEHIND):
+        free, places, is_short = self._blocks.num_available, self.queues.num_places, self.queues.is_short
+        num_looks = 0
+        for sequence in later:
             num_cached = 0
             if sequence.state == "waiting":
-                places -= 1
-                if self.queues.is_short or places < 0 or self._is_barred(sequence):
-                    break
+                is_short = is_short or places <= 0 or self._is_barred(sequence)
+                if is_short:
+                    continue
                 num_cached, num_blocks = self._blocks.to_admit(sequence)
-                free -= num_blocks
+                places, free = places - 1, free - num_blocks
                 if free < 0:
-                    break
+                    is_short = True
+                    continue
+            num_looks += 1
+            if num_looks > MOST_BEHIND:
+                break
             num_ready = sequence.num_ready(self._block_tokens, num_cached)
             if sequence.request.priority == long.request.priority and 0 < num_ready < num_tokens:
                 shorter.append((num_ready, sequence))

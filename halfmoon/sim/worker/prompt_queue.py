@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
@@ -132,18 +131,23 @@ class PromptQueue:
 
         They have that priority, and room and a turn.
         """
-        blocks, places = self._memory.room()
+        (blocks, places), is_short = self._memory.room(), self.is_short
         shorter = []
-        for job in islice(later, MOST_BEHIND):
+        num_looks = 0
+        for job in later:
             num_cached = 0
             if job.state == "waiting":
-                places -= 1
-                if self.is_short or places < 0 or self._is_barred(job):
-                    break
+                is_short = is_short or places <= 0 or self._is_barred(job)
+                if is_short:
+                    continue
                 num_cached, num_blocks = self._memory.to_admit(job)
-                blocks -= num_blocks
+                places, blocks = places - 1, blocks - num_blocks
                 if blocks < 0:
-                    break
+                    is_short = True
+                    continue
+            num_looks += 1
+            if num_looks > MOST_BEHIND:
+                break
             if job.priority == priority and 0 < (ready := _ready(job, num_cached)) < num_tokens:
                 shorter.append((ready, job))
         return sorted(shorter, key=itemgetter(0))
