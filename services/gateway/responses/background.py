@@ -143,7 +143,7 @@ class BackgroundResponses:
             raw=json.dumps(job["body"]).encode(),
             tenant=self._tenant_named(stored.tenant),
             qos=self._class_named(job["class"]),
-            created_at=int(stored.created_at.timestamp()),
+            created_at=stored.response["created_at"],  # the row was made a moment later
             may_be_held=stored.status != "queued",
             response_id=stored.id,
         )
