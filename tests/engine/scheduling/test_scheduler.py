@@ -268,6 +268,21 @@ def test_a_prompt_for_which_other_workers_wait_shares_only_what_it_cannot_use() 
         assert tokens(scheduler.schedule()) == expected
 
 
+def test_a_prompt_that_loads_blocks_runs_all_it_can_beside_a_long_one() -> None:
+    scheduler, _ = make(num_blocks=100, max_batch_tokens=40, chunk_tokens=4)
+    scheduler.queues.add(sequence(0, 150))
+    restore = Restore(RestoreOrder(15, 4, lambda *_: None))  # four blocks are computed, the others awaited
+    scheduler.queues.add(Sequence(sequence(1, 70).request, 1, restore))
+    assert tokens(scheduler.schedule()) == {"r0": 16, "r1": 16}
+
+
+def test_a_prompt_is_as_long_as_its_log_probabilities_let_it_run() -> None:
+    scheduler, _ = make(num_blocks=300, max_batch_tokens=600)
+    scheduler.queues.add(sequence(0, 400, prompt_logprobs=0))
+    scheduler.queues.add(sequence(1, 50))
+    assert tokens(scheduler.schedule()) == {"r0": 256, "r1": 50}
+
+
 def test_prompts_with_log_probabilities_share_the_logits_of_a_step() -> None:
     scheduler, _ = make(num_blocks=300, max_batch_tokens=1_000)
     for order in range(3):
