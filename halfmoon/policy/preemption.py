@@ -146,6 +146,10 @@ class Turns(Generic[Request]):
     bars: bool = False  # nobody behind `passed` gets room in this step
     passed: set[Any] = field(default_factory=set)  # ranks of those whose turn came
 
+    def is_barred(self, request: Request) -> bool:
+        """Whether its turn has not come."""
+        return self.bars and request.rank not in self.passed
+
 
 def take_turns(
     queue: Sequence[Queued[Request]],

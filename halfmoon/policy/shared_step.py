@@ -8,12 +8,31 @@ own time and a step, but for what launching more steps takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from operator import itemgetter
+from typing import NamedTuple, Protocol, TypeVar
 
 MOST_BEHIND = 64  # prompts behind a long one that are looked at for shorter ones, which takes time for each
 _LEAST_SHARE = 0.25  # of a whole step, for a long prompt: else launches might take longer than its tokens
 
 Prompt = TypeVar("Prompt")
+
+
+class Queued(Protocol):
+    """A prompt that waits for room, or that runs."""
+
+    @property
+    def state(self) -> str:
+        """It is "waiting" for room, or has some."""
+
+
+QueuedPrompt = TypeVar("QueuedPrompt", bound=Queued)
+
+
+class ToAdmit(NamedTuple):
+    """What a waiting prompt needs in order to be computed."""
+
+    num_cached: int  # leading tokens that the prefix cache has
+    num_blocks: int  # besides those of these that stay in use anyway
 
 
 def is_long(num_tokens: int, room: int, step_tokens: int, *, is_awaited: bool = False) -> bool:
@@ -23,6 +42,39 @@ def is_long(num_tokens: int, room: int, step_tokens: int, *, is_awaited: bool = 
     other workers wait for it, so it runs whole if it fits.
     """
     return num_tokens > room or (2 * num_tokens > step_tokens and not is_awaited)
+
+
+def shorter_ones(
+    num_tokens: int,
+    later: Iterable[QueuedPrompt],
+    num_blocks: int,
+    num_places: int,
+    to_admit: Callable[[QueuedPrompt], ToAdmit | None],
+    tokens_of: Callable[[QueuedPrompt, int], int],
+) -> list[tuple[int, QueuedPrompt]]:
+    """The `later` prompts with fewer than `num_tokens` to run now, and before each how many; the fewest first.
+
+    After the first that waits and has no room (`num_blocks` and `num_places` are free) or no turn, none that waits is
+    among them. `to_admit`: None for one that has no turn. `tokens_of` a prompt, behind so many cached ones, are 0 if it
+    may not share.
+    """
+    result: list[tuple[int, QueuedPrompt]] = []
+    num_looks = 0
+    for other in later:
+        num_cached = 0
+        if other.state == "waiting":
+            needs = to_admit(other) if num_places > 0 else None
+            if needs is None or needs.num_blocks > num_blocks:
+                num_places = 0
+                continue
+            num_cached = needs.num_cached
+            num_places, num_blocks = num_places - 1, num_blocks - needs.num_blocks
+        num_looks += 1
+        if num_looks > MOST_BEHIND:
+            break
+        if 0 < (num_others := tokens_of(other, num_cached)) < num_tokens:
+            result.append((num_others, other))
+    return sorted(result, key=itemgetter(0))
 
 
 def share_out(

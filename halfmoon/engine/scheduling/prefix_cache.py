@@ -107,10 +107,6 @@ class PrefixCache:
         """Sequences and readers that refer to a block in use."""
         return self._pool.references(block) - (block in self._parents)
 
-    def used(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """The blocks in use of those that `match` would find; takes no references."""
-        return [block for block in self.found(sequence, num_tokens) if self.num_users(block)]
-
     def found(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """The blocks of the longest cached prefix of the first `num_tokens`; takes no references."""
         blocks: list[int] = []

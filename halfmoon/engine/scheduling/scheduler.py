@@ -18,7 +18,7 @@ from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, decodes_with_targets
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
 from halfmoon.policy.preemption import Turns, in_turn
-from halfmoon.policy.shared_step import MOST_BEHIND, is_long, share_out
+from halfmoon.policy.shared_step import ToAdmit, is_long, share_out, shorter_ones
 
 _MOST_AHEAD = 16  # tokens of an answer that came from another worker, if it goes ahead of the decodes
 _AHEAD_SHARE = 0.7  # of the time of the step with the decodes that a step without them takes then
@@ -117,7 +117,7 @@ class Scheduler:
         while queue and budget > 0:
             sequence = queue.pop(0)
             if sequence.state == "waiting":
-                is_short = self.queues.is_short or self._is_barred(sequence)
+                is_short = self.queues.is_short or self._turns.is_barred(sequence)
                 self.queues.is_short = is_short or not self.queues.admit(sequence, now_s)
                 if self.queues.is_short:
                     continue
@@ -160,34 +160,17 @@ class Scheduler:
         return [ScheduledSequence(first, min(first.num_ready(tokens, num_arriving), budget), num_arriving)]
 
     def _shorter(self, long: Sequence, num_tokens: int, later: Iterable[Sequence]) -> list[tuple[int, Sequence]]:
-        """(Tokens to run now, sequence) of `later` ones with fewer than `num_tokens`, ascending; not what is cached.
+        """See `shorter_ones`: those that have the long one's priority."""
 
-        They have the long one's priority, and blocks, a place and a turn.
-        """
-        shorter = []
-        free, places, is_short = self._blocks.num_available, self.queues.num_places, self.queues.is_short
-        num_looks = 0
-        for sequence in later:
-            num_cached = 0
-            if sequence.state == "waiting":
-                is_short = is_short or places <= 0 or self._is_barred(sequence)
-                if is_short:
-                    continue
-                num_cached, num_blocks = self._blocks.to_admit(sequence)
-                places, free = places - 1, free - num_blocks
-                if free < 0:
-                    is_short = True
-                    continue
-            num_looks += 1
-            if num_looks > MOST_BEHIND:
-                break
-            num_ready = sequence.num_ready(self._block_tokens, num_cached)
-            if sequence.request.priority == long.request.priority and 0 < num_ready < num_tokens:
-                shorter.append((num_ready, sequence))
-        return sorted(shorter, key=itemgetter(0))
+        def to_admit(other: Sequence) -> ToAdmit | None:
+            return None if self._turns.is_barred(other) else self._blocks.to_admit(other)
 
-    def _is_barred(self, sequence: Sequence) -> bool:
-        return self._turns.bars and sequence.rank not in self._turns.passed
+        def tokens_of(other: Sequence, num_cached: int) -> int:
+            may_share = other.request.priority == long.request.priority
+            return other.num_ready(self._block_tokens, num_cached) if may_share else 0
+
+        places = 0 if self.queues.is_short else self.queues.num_places
+        return shorter_ones(num_tokens, later, self._blocks.num_available, places, to_admit, tokens_of)
 
     def _rows(self, items: Iterable[ScheduledSequence]) -> tuple[int, int]:
         """Tokens that run, and those that their sequences see, as a step model counts them (`step_counts`)."""

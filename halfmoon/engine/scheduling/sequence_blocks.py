@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
-from typing import NamedTuple
 
 from halfmoon.engine.scheduling.prefix_cache import EVERY_BLOCK, PrefixCache
 from halfmoon.engine.scheduling.sequence import KVChoice, Sequence
 from halfmoon.kv.kv_policy import num_chosen
+from halfmoon.policy.shared_step import ToAdmit
 
 CopyTokens = Callable[[int, int, int], None]
 """Copies K and V of a block's first tokens to another block: (from, to, num_tokens)."""
-
-
-class ToAdmit(NamedTuple):
-    """What a waiting sequence needs in order to be computed."""
-
-    num_cached: int  # leading tokens that are found in whole blocks
-    num_blocks: int  # besides those of these that stay in use anyway
 
 
 class SequenceBlocks:
@@ -59,8 +52,7 @@ class SequenceBlocks:
 
     def num_unused(self, sequence: Sequence, num_known: int, num_tokens: int, reclaimable: Set[int]) -> int:
         """Blocks that `num_tokens` need besides those of the first `num_known` that stay in use anyway."""
-        used = self._cache.used(sequence, num_known)
-        return self.num_for(num_tokens) - sum(block not in reclaimable for block in used)
+        return self.num_for(num_tokens) - self._num_staying(self._cache.found(sequence, num_known), reclaimable)
 
     def share(self, sequence: Sequence, num_known: int) -> list[int]:
         """Takes references to the cached blocks of the first `num_known` tokens."""
@@ -97,9 +89,13 @@ class SequenceBlocks:
     def to_admit(self, sequence: Sequence, reclaimable: Set[int] = frozenset()) -> ToAdmit:
         """What a waiting sequence finds in the cache and takes of it when it is admitted."""
         found = self._cache.found(sequence, sequence.num_reusable)
-        num_staying = sum(self._cache.num_users(block) > 0 and block not in reclaimable for block in found)
-        num_blocks = self.num_for(len(sequence.token_ids)) + self.num_chosen(sequence) - num_staying
+        num_blocks = self.num_for(len(sequence.token_ids)) + self.num_chosen(sequence)
+        num_blocks -= self._num_staying(found, reclaimable)
         return ToAdmit(len(found) * self._block_tokens, num_blocks)
+
+    def _num_staying(self, found: Iterable[int], reclaimable: Set[int]) -> int:
+        """Cached blocks that others use, besides those that can be reclaimed."""
+        return sum(self._cache.num_users(block) > 0 and block not in reclaimable for block in found)
 
     def num_chosen(self, sequence: Sequence) -> int:
         """Blocks for what its policy will choose of the prompt."""

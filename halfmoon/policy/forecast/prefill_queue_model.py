@@ -28,7 +28,7 @@ from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes
 from halfmoon.policy.models.latency import StepModel, num_pairs
 
 _MAX_STEPS = 256  # of look-ahead; the rest of the prompts is summed up
-_MAX_LOOKS = 600  # at prompts and steps: a millisecond or two, which delays every other request
+_MAX_LOOKS = 600  # at prompts and steps: two or three milliseconds, which delay every other request
 _OVERDUE = 0.05  # share of an overdue step that is assumed to be left
 _UNKNOWN = 0.5  # share of a running decode step that is over, on average
 

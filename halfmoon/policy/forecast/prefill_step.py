@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, starmap
 from operator import attrgetter
@@ -86,16 +86,10 @@ def by_rank(prompts: Iterable[Prompt]) -> list[Prompt]:
     return sorted(prompts, key=_rank)
 
 
-def form_step(
-    queue: Sequence[Prompt],
-    room: StepRoom,
-    now_s: float,
-    shorter_than: Callable[[Prompt, float], Iterable[Prompt]] | None = None,
-) -> list[PredictedChunk]:
+def form_step(queue: Sequence[Prompt], room: StepRoom, now_s: float) -> list[PredictedChunk]:
     """The next step of a queue in rank order: whole prompts, as far as they fit, and a part of the first that does not.
 
-    A long one shares the step with shorter ones of its priority behind it (`shared_step`). `shorter_than` returns those
-    that are ready, the shortest first; None: they are looked for, as far as the step has places (`MOST_BEHIND`).
+    A long one shares the step with shorter ones of its priority behind it (`shared_step`), as far as it has places.
     """
     step: list[PredictedChunk] = []
     budget = room.tokens
@@ -106,11 +100,8 @@ def form_step(
             break
         num_tokens = prompt.new_tokens
         if is_long(num_tokens, budget, room.step_tokens):
-            if shorter_than is None:
-                places = min(room.places - len(step) - 1, MOST_BEHIND)
-                shorter = _shorter(prompt, islice(queue, at, None), places, now_s)
-            else:
-                shorter = shorter_than(prompt, now_s)
+            places = min(room.places - len(step) - 1, MOST_BEHIND)
+            shorter = _shorter(prompt, islice(queue, at, None), places, now_s)
             num_tokens, others = share_out(num_tokens, shorter, _length, budget, room.step_tokens)
             if others:
                 return [*step, PredictedChunk(prompt, num_tokens), *starmap(PredictedChunk, others)]
@@ -119,10 +110,10 @@ def form_step(
     return step
 
 
-def _shorter(long: Prompt, behind: Iterable[Prompt], places: int, now_s: float) -> Iterable[Prompt]:
-    ready = (other for other in behind if other.ready_s <= now_s)
-    able = (other for other in islice(ready, places) if other.priority == long.priority)
-    return sorted((other for other in able if other.new_tokens < long.new_tokens), key=_length)
+def _shorter(long: Prompt, behind: Iterable[Prompt], places: int, now_s: float) -> list[Prompt]:
+    num_tokens, priority = long.new_tokens, long.priority
+    ready = islice((other for other in behind if other.ready_s <= now_s), places)
+    return sorted([one for one in ready if one.new_tokens < num_tokens and one.priority == priority], key=_length)
 
 
 def work_s(step: Sequence[PredictedChunk], model: PrefillModel) -> float:

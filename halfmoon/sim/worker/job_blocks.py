@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from halfmoon.kv.kv_policy import most_blocks, num_chosen, num_reusable
+from halfmoon.policy.shared_step import ToAdmit
 from halfmoon.sim.worker.job import Job
 from halfmoon.sim.worker.kept_kv import num_dropped, num_unseen
 from halfmoon.sim.worker.kv_memory import KvMemory
@@ -189,11 +190,11 @@ class JobBlocks:
         shared = (self._kv.num_users(one) != uses[one] for one in job.cached_blocks)
         return sum(shared) * self._kv.prefix_block_size
 
-    def to_admit(self, job: Job, uses: Mapping[int, int]) -> tuple[int, int]:
-        """Leading tokens that the prefix cache has, and the blocks that `admit` takes besides what stays in use."""
+    def to_admit(self, job: Job, uses: Mapping[int, int]) -> ToAdmit:
+        """What `admit` finds in the cache and takes of it."""
         found = self._kv.found(job.prefix_blocks, self._num_reusable(job) // self._prefix_block_tokens)
         num_blocks = self.num_for_prompt(job) - self._num_staying(found, uses)
-        return len(found) * self._prefix_block_tokens, num_blocks
+        return ToAdmit(len(found) * self._prefix_block_tokens, num_blocks)
 
     def num_to_reserve(self, job: Job, uses: Mapping[int, int]) -> int:
         """Blocks that `reserve` takes, besides cached ones that stay in use anyway."""

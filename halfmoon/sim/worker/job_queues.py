@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from halfmoon.policy.preemption import Queued, Turns, in_turn, last_in_turn, take_turns
+from halfmoon.policy.shared_step import ToAdmit
 from halfmoon.sim.cluster.cluster_spec import BatchLimits
 from halfmoon.sim.worker.decode_batch import DecodeBatch
 from halfmoon.sim.worker.job import Job
@@ -44,8 +45,8 @@ class JobQueues:
 
     # room
 
-    def to_admit(self, job: Job) -> tuple[int, int]:
-        """Leading tokens of a waiting job that the prefix cache has, and the blocks that it takes besides."""
+    def to_admit(self, job: Job) -> ToAdmit:
+        """What a waiting job needs."""
         return self.blocks.to_admit(job, {})
 
     @property
@@ -192,7 +193,7 @@ class JobQueues:
             if job.state == "paused":
                 queue.append(Queued(job, self.paused.num_needed(job, uses)))
             else:
-                queue.append(Queued(job, self.blocks.to_admit(job, uses)[1], job.uncomputed))
+                queue.append(Queued(job, self.blocks.to_admit(job, uses).num_blocks, job.uncomputed))
         turns = take_turns(
             queue,
             list(self.decodes.jobs.values()),

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from halfmoon.kv.kv_policy import num_at_once
 from halfmoon.policy.preemption import Turns, in_turn
-from halfmoon.policy.shared_step import MOST_BEHIND, is_long, share_out
+from halfmoon.policy.shared_step import ToAdmit, is_long, share_out, shorter_ones
 from halfmoon.sim.worker.job import Job
 
 
@@ -40,8 +40,8 @@ class Admission(Protocol):
     def room(self) -> tuple[int, int]:
         """Available blocks and free slots."""
 
-    def to_admit(self, job: Job) -> tuple[int, int]:
-        """Leading tokens of a waiting job that the prefix cache has, and the blocks that it takes besides."""
+    def to_admit(self, job: Job) -> ToAdmit:
+        """What a waiting job needs."""
 
 
 class PromptQueue:
@@ -127,33 +127,19 @@ class PromptQueue:
         return deque([*self.prefilling, *waiting])
 
     def _shorter(self, priority: int, num_tokens: int, later: deque[Job]) -> list[tuple[int, Job]]:
-        """(Tokens to run now, job) of `later` ones with fewer than `num_tokens`, ascending; not what is cached.
+        """See `shorter_ones`: those of that priority."""
 
-        They have that priority, and room and a turn.
-        """
-        (blocks, places), is_short = self._memory.room(), self.is_short
-        shorter = []
-        num_looks = 0
-        for job in later:
-            num_cached = 0
-            if job.state == "waiting":
-                is_short = is_short or places <= 0 or self._is_barred(job)
-                if is_short:
-                    continue
-                num_cached, num_blocks = self._memory.to_admit(job)
-                places, blocks = places - 1, blocks - num_blocks
-                if blocks < 0:
-                    is_short = True
-                    continue
-            num_looks += 1
-            if num_looks > MOST_BEHIND:
-                break
-            if job.priority == priority and 0 < (ready := _ready(job, num_cached)) < num_tokens:
-                shorter.append((ready, job))
-        return sorted(shorter, key=itemgetter(0))
+        def to_admit(job: Job) -> ToAdmit | None:
+            return None if self._is_barred(job) else self._memory.to_admit(job)
+
+        def tokens_of(job: Job, num_cached: int) -> int:
+            return _ready(job, num_cached) if job.priority == priority else 0
+
+        blocks, places = self._memory.room()
+        return shorter_ones(num_tokens, later, blocks, 0 if self.is_short else places, to_admit, tokens_of)
 
     def _is_barred(self, job: Job) -> bool:
-        return self.turns is not None and self.turns.bars and job.rank not in self.turns.passed
+        return self.turns is not None and self.turns.is_barred(job)
 
     def begin(self, job: Job, now_s: float) -> bool:
         """Gives a waiting job its room, if there is enough."""
