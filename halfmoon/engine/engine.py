@@ -15,7 +15,7 @@ from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.assembly import assemble, kv_layout, most_context_tokens, with_chosen_host
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.engine_core import EngineCore
+from halfmoon.engine.engine_core import EngineCore, Step
 from halfmoon.engine.kv_memory.kv_access import KVAccess
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.kv_memory.kv_budget import paused_budget_bytes
@@ -29,6 +29,7 @@ from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.request import EngineRequest, SampledToken
 from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.running_step import RunningStep
 from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.layer_gate import LayerLate
 from halfmoon.engine.scheduling.schedule import SchedulerLimits
@@ -63,6 +64,8 @@ class Engine(EngineCore):
         self.ranks = reached.ranks  # that pass KV on to those of other workers; None: they cannot
         self.context_tokens = min(most_tokens, memory.num_blocks * config.block_tokens)  # prompt and output
         self._memory = memory
+        self._between_layers: Callable[[], None] | None = None
+        self._running: RunningStep | None = None  # that can be interrupted
         self._pool = memory.pool if isinstance(memory, TieredKV | ParallelRunner) else BlockPool(memory.num_blocks)
         super().__init__(
             self._pool,
@@ -113,6 +116,11 @@ class Engine(EngineCore):
         """Whether a step can wait for layers: not over several ranks, with KV on the host, or on a GPU (not tried)."""
         return isinstance(self._runner, ModelRunner) and self._runner.is_on_cpu
 
+    @property
+    def can_be_interrupted(self) -> bool:
+        """Whether others can run between the layers of a step: where it could wait for a layer."""
+        return self.loads_by_layer
+
     def load_block(self, request_id: str, block: int, payload: KVSource, layers: range | None = None) -> None:
         """Writes the canonical KV bytes of one block behind the fence of a request added with an order. Any thread.
 
@@ -146,13 +154,44 @@ class Engine(EngineCore):
         """
         started = time.perf_counter()
         step = self.begin_step(time.monotonic())
-        scheduled = step.schedule.scheduled
-        if not scheduled:
+        if not step.schedule.scheduled:
             return step.counts
+        if self._between_layers is None or not step.schedule.can_nest:
+            return self._compute(step, started)
+        self._running = RunningStep(step, self, self._between_layers)
+        try:
+            return self._compute(step, started, self._running)
+        finally:
+            self._running = None
+
+    def call_between_layers(self, call: Callable[[], None]) -> None:
+        """Calls `call` between the layers of steps of prompts, where the engine can: then, `nested_step` may be called.
+
+        So may methods that are not for any thread, but for `step`; those that name a request may raise StepRuns.
+        """
+        if self.can_be_interrupted:
+            self._between_layers = call
+
+    def nested_step(self) -> StepResult | None:
+        """Runs prompts that came during the running step in the middle of it (`policy/nested_step.py`), if any do."""
+        outer = self._running
+        assert outer is not None, "no step can be interrupted"
+        started = time.perf_counter()
+        step = self.begin_nested(outer.step, outer.left, outer.num_nested, time.monotonic())
+        if not step.schedule.scheduled:
+            return None
+        outer.num_nested += step.schedule.num_tokens
+        return self._compute(step, started)
+
+    def _compute(self, step: Step, started: float, running: RunningStep | None = None) -> StepResult:
+        scheduled = step.schedule.scheduled
         gates = [item.gate for item in scheduled if item.gate is not None]
         sampled: list[SampledToken] | None = None
         try:
-            sampled = self._runner.run(scheduled, step.watch)
+            if isinstance(self._runner, ModelRunner):
+                sampled = self._runner.run(scheduled, step.watch, running)
+            else:
+                sampled = self._runner.run(scheduled, step.watch)
         except ServiceFailed:
             raise
         except LayerLate:
@@ -163,7 +202,7 @@ class Engine(EngineCore):
         result = self.end_step(step, sampled)
         timed = replace(
             result,
-            duration_s=time.perf_counter() - started,
+            duration_s=time.perf_counter() - started - (0.0 if running is None else running.interrupted_s),
             ended_s=time.monotonic(),
             layer_wait_s=sum(gate.waited_s for gate in gates),
             num_spread_tokens=self._runner.num_spread_tokens if isinstance(self._runner, ParallelRunner) else 0,

@@ -54,10 +54,15 @@ class Step:
     watch: LayerWatch | None
 
 
+class StepRuns(Exception):
+    """A request is in a step that is interrupted: its blocks are being written. Call again after the step."""
+
+
 class EngineCore:
     """Owns the sequences by request id, from arrival to last token. Knows nothing of tensors and time.
 
-    At most one step runs at a time: `begin_step`, then `end_step` with its tokens.
+    At most one step runs at a time: `begin_step`, then `end_step` with its tokens. In the middle of it others may begin
+    and end, one after the other (`begin_nested`).
     """
 
     def __init__(
@@ -89,6 +94,8 @@ class EngineCore:
         self._chains = BlockChains(self.layout.block_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
+        self._num_looked_at = 0  # of these, when a step began or newcomers were last looked at
+        self.interrupted: frozenset[str] = frozenset()  # requests that commands leave alone meanwhile: `StepRuns`
 
     def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
         """Queues a request. `on_kv` hears which KV of a prefill-only one is written, on this thread or the device's.
@@ -154,8 +161,11 @@ class EngineCore:
             raise InvalidRequest("the first token ends the request; there is nothing to decode", param="first_token_id")
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request in any state and frees its blocks at once. Returns False if it is not here (any more)."""
-        sequence = self._sequences.get(request_id)
+        """Ends a request in any state and frees its blocks at once. Returns False if it is not here (any more).
+
+        This, `note_loaded`, `move_fence` and `arrive_by_layer` raise StepRuns for an `interrupted` request.
+        """
+        sequence = self._at_rest(request_id)
         if sequence is None:
             return False
         self._remove(sequence)
@@ -171,7 +181,7 @@ class EngineCore:
 
         Has no effect on blocks that are no longer awaited.
         """
-        sequence = self._sequences.get(request_id)
+        sequence = self._at_rest(request_id)
         if sequence is None or not self._restores.note_loaded(sequence, loaded, given_up):
             return
         self._cache.insert(sequence)
@@ -183,6 +193,7 @@ class EngineCore:
 
         The fence never moves below computed blocks. Raises NotFound for a request that awaits no blocks.
         """
+        self._at_rest(request_id)
         return self._restores.move_fence(self.find(request_id), fence)
 
     def arrive_by_layer(self, request_id: str, gate: LayerGate) -> None:
@@ -190,7 +201,7 @@ class EngineCore:
 
         `load_block` writes them, and the step counts them as loaded. No effect on a request that awaits nothing.
         """
-        sequence = self._sequences.get(request_id)
+        sequence = self._at_rest(request_id)
         if sequence is not None:
             self._restores.arrive_by_layer(sequence, gate)
 
@@ -218,7 +229,18 @@ class EngineCore:
 
     def begin_step(self, now_s: float = 0.0) -> Step:
         """Schedules the next step and its blocks. It is empty if there is no work, or all work waits for blocks."""
-        schedule = self._scheduler.schedule(now_s)
+        return self._begin(self._scheduler.schedule(now_s))
+
+    def begin_nested(self, outer: Step, left: float, num_nested: int, now_s: float = 0.0) -> Step:
+        """Schedules what runs in the middle of a step, whose share `left` is to come; it may be empty.
+
+        Looks at the prompts that came since the step began, or since the last call, once (`policy/nested_step.py`).
+        num_nested: tokens of its nested steps so far.
+        """
+        return self._begin(self._scheduler.nested(outer.schedule, left, num_nested, self._num_looked_at, now_s))
+
+    def _begin(self, schedule: Schedule) -> Step:
+        self._num_looked_at = self._num_added
         counts = step_counts(schedule, self._queues.pause_counts, self.layout.block_tokens)
         for sequence in self._queues.take_admitted():
             self._restores.tell(sequence)
@@ -289,6 +311,12 @@ class EngineCore:
         if sequence.state != state:
             raise NotFound(f"request {request_id} is not {state} here")
         return sequence
+
+    def _at_rest(self, request_id: str) -> Sequence | None:
+        """The request's sequence, if it is here. Raises StepRuns while its step is interrupted."""
+        if request_id in self.interrupted:
+            raise StepRuns
+        return self._sequences.get(request_id)
 
     def _admit(self, request: EngineRequest, order: RestoreOrder | None = None) -> Sequence:
         if request.request_id in self._sequences:

@@ -26,5 +26,6 @@ class EngineFacts:
     sequence_parallel: int = 1
     layer_passes: int = 0  # parts in which layers of a load arrive while its step computes; 0: no step waits for them
     follows_targets: bool = False  # `chunk_tokens` is replaced by what TBT targets leave
+    nests_steps: bool = False  # short prompts run in the middle of prefill steps (`policy/nested_step.py`)
     host_weights: float = 0.0  # share of the layers whose weights are in host memory, as configured or chosen
     adapters: tuple[str, ...] = ()  # fingerprints of those that it computes with

@@ -1,8 +1,8 @@
 """The engine's thread: the one place where a thread meets the event loop.
 
-Between steps it runs commands from the loop; it steps while there is work and sleeps otherwise. Results go back in
-order, so a request's first output never overtakes the answer to its `add`. Where the engine asks for a pause between
-steps, commands end it as soon as it is not due any more.
+Between steps it runs commands from the loop, and between the layers of steps that can be interrupted; it steps while
+there is work and sleeps otherwise. Results go back in order, so a request's first output never overtakes the answer to
+its `add`. Where the engine asks for a pause between steps, commands end it as soon as it is not due any more.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.engine_core import StepRuns
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Unavailable
 
@@ -58,6 +59,7 @@ class EngineThread:
         self._on_step = on_step
         self._on_death = on_death
         self._commands: queue.SimpleQueue[_Command | _CheckRanks | None] = queue.SimpleQueue()  # None: stop
+        self._postponed: list[_Command | _CheckRanks | None] = []  # at most one, taken before its step has ended
         self._closed = True
         self._stepped_s = 0.0  # end of the last step
         self._gate = threading.Lock()  # orders the last command against closing
@@ -111,6 +113,7 @@ class EngineThread:
     # Everything below runs on the thread.
 
     def _run(self) -> None:
+        self._engine.call_between_layers(self._between_layers)
         try:
             self._serve()
         except BaseException as error:
@@ -121,11 +124,11 @@ class EngineThread:
     def _serve(self) -> None:
         idle = True
         while True:
-            while idle and self._commands.empty() and self._engine.prefault():
+            while idle and not self._postponed and self._commands.empty() and self._engine.prefault():
                 pass
             pause_s = 0.0 if idle else self._engine.pause_s() - (time.perf_counter() - self._stepped_s)
             try:
-                command = self._commands.get(block=idle or pause_s > 0, timeout=None if idle else max(pause_s, 0.0))
+                command = self._next_command(idle, pause_s)
             except queue.Empty:
                 idle = self._step()
                 self._stepped_s = time.perf_counter()
@@ -138,6 +141,24 @@ class EngineThread:
             self._answer(command)
             idle = not self._engine.has_work()
 
+    def _next_command(self, idle: bool, pause_s: float) -> _Command | _CheckRanks | None:
+        """Waits for a command: any time if `idle`, otherwise for `pause_s`. Raises queue.Empty."""
+        if self._postponed:
+            return self._postponed.pop()
+        return self._commands.get(block=idle or pause_s > 0, timeout=None if idle else max(pause_s, 0.0))
+
+    def _between_layers(self) -> None:
+        """Runs commands up to the first that must wait for the end of the running step, then a nested step."""
+        if self._commands.empty():
+            return
+        while not self._postponed and not self._commands.empty():
+            command = self._commands.get()
+            if not isinstance(command, _Command) or not self._answer(command):
+                self._postponed.append(command)
+        result = self._engine.nested_step()
+        if result is not None:
+            self._loop.call_soon_threadsafe(self._on_step, result)
+
     def _step(self) -> bool:
         """Runs one step; returns whether the next one must wait for a command: no work, or none that has blocks."""
         result = self._engine.step()
@@ -146,13 +167,17 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._on_step, result)
         return not did_something or not self._engine.has_work()
 
-    def _answer(self, command: _Command) -> None:
+    def _answer(self, command: _Command) -> bool:
+        """Runs a command; returns whether it did, instead of having to wait for the end of a step."""
         try:
             result = command.call()
+        except StepRuns:
+            return False
         except Exception as error:
             self._deliver(command.answer, None, error)
         else:
             self._deliver(command.answer, result, None)
+        return True
 
     def _deliver(self, answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
         self._loop.call_soon_threadsafe(_resolve, answer, result, error)
@@ -161,8 +186,8 @@ class EngineThread:
         """Refuses new commands, fails queued ones and frees every request's blocks; always reports a death."""
         with self._gate:
             self._closed = True
-        while not self._commands.empty():
-            command = self._commands.get()
+        while self._postponed or not self._commands.empty():
+            command = self._next_command(idle=False, pause_s=0.0)
             if isinstance(command, _Command):
                 self._deliver(command.answer, None, self._unavailable())
         for end in (self._engine.cancel_all, self._engine.close):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import AttentionBackend, StepAttention, TokenSpan
 from halfmoon.engine.attention.chosen_kv import choosing
-from halfmoon.engine.attention.watched_attention import DeviceWatch, GatedAttention, WatchedAttention
+from halfmoon.engine.attention.watched_attention import DeviceWatch, Gate, GatedAttention, WatchedAttention
 from halfmoon.engine.chunk import Chunk, chunk_of
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.kv_memory.kv_arena import KVArena
@@ -64,18 +64,23 @@ class ModelRunner:
         return self._arena.tensor.device.type == "cpu"
 
     @torch.inference_mode()
-    def run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None) -> list[SampledToken]:
+    def run(
+        self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None, gate: Gate | None = None
+    ) -> list[SampledToken]:
         """Computes the scheduled tokens; returns each item's `num_drawn` sampled tokens, in order.
 
-        `watch` is notified of finished layers, unless the step was recorded. Raises LayerLate if KV that was to arrive
-        meanwhile did not.
+        `watch` is notified of finished layers, and each layer passes `gate`, on a CPU, where this may be called again
+        with other sequences; neither if the step was recorded. Raises LayerLate if KV that was to arrive meanwhile did
+        not.
         """
         try:
-            return self._run(scheduled, watch)
+            return self._run(scheduled, watch, gate)
         finally:
             self.finish()
 
-    def _run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None) -> list[SampledToken]:
+    def _run(
+        self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None, gate: Gate | None
+    ) -> list[SampledToken]:
         chunks = [chunk_of(item) for item in scheduled]
         pools = any(item.sequence.sampling.pooling for item in scheduled)
         if self._recorded is not None and self._recorded.fits(chunks) and not pools:
@@ -83,9 +88,9 @@ class ModelRunner:
         batch = self.batch(chunks)
         if pools:
             batch = replace(batch, on_outputs=partial(_pool, scheduled))
-        for item in scheduled:
-            if item.gate is not None:
-                batch = replace(batch, attention=GatedAttention(batch.attention, item.gate))
+        for each in (gate, *(item.gate for item in scheduled)):
+            if each is not None:
+                batch = replace(batch, attention=GatedAttention(batch.attention, each))
         return self.sample(scheduled, self.forward(batch, watch=watch))
 
     @torch.inference_mode()

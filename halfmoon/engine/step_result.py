@@ -50,7 +50,7 @@ class StepResult:
     num_paused: int = 0  # pauses begun since the step before
     num_moved_out: int = 0  # paused sequences that gave their blocks to others
     paused_s: float = 0.0  # of pauses that ended
-    duration_s: float = 0.0
+    duration_s: float = 0.0  # without nested steps
     layer_wait_s: float = 0.0  # part of the duration during which the step waited for KV that arrives by layer
     ended_s: float = 0.0  # time.monotonic(): listeners may be late
     num_cached_tokens: Mapping[str, int] = field(

@@ -301,6 +301,7 @@ class WorkerIdentity(_message.Message):
     KEEP_ANSWERS_S_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     FOLLOWS_TARGETS_FIELD_NUMBER: _builtins.int
+    NESTS_STEPS_FIELD_NUMBER: _builtins.int
     UNIT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _types_pb2.Role.ValueType
@@ -343,6 +344,8 @@ class WorkerIdentity(_message.Message):
     """name of the host that it runs on; empty: unreported"""
     follows_targets: _builtins.bool
     """`profile` and TBT targets determine such a step: halfmoon.policy.models.chunk_length"""
+    nests_steps: _builtins.bool
+    """short prompts run in the middle of its prefill steps: halfmoon.policy.nested_step"""
     unit: _builtins.str
     """of a plan's paired workers, which hand KV over among themselves; empty: none"""
     @_builtins.property
@@ -387,11 +390,12 @@ class WorkerIdentity(_message.Message):
         keep_answers_s: _builtins.float = ...,
         host: _builtins.str = ...,
         follows_targets: _builtins.bool = ...,
+        nests_steps: _builtins.bool = ...,
         unit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_change_role", b"can_change_role", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "follows_targets", b"follows_targets", "host", b"host", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "role_epoch", b"role_epoch", "sequence_parallel", b"sequence_parallel", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "unit", b"unit", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprints", b"adapter_fingerprints", "address", b"address", "can_change_role", b"can_change_role", "can_fetch", b"can_fetch", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "follows_targets", b"follows_targets", "host", b"host", "keep_answers_s", b"keep_answers_s", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layer_passes", b"layer_passes", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "nests_steps", b"nests_steps", "num_gateways", b"num_gateways", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "role_epoch", b"role_epoch", "sequence_parallel", b"sequence_parallel", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "unit", b"unit", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

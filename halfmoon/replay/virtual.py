@@ -39,6 +39,7 @@ def cluster_spec(
         profile.chunk_tokens,
         profile.max_running,
         follows_targets=profile.follows_targets,
+        nests_steps=profile.nests_steps,
     )
     prefill = cluster.WorkerGroup("prefill", counts[0], profile.latency, limits)
     decode = cluster.WorkerGroup("decode", counts[1], profile.latency, limits)

@@ -96,6 +96,7 @@ class OwnHost:
             step_tokens=config.step_tokens,
             chunk_tokens=config.prefill_chunk_tokens,
             follows_targets=rule.is_known,
+            nests_steps=engine.can_be_interrupted,
             max_running=config.max_running,
             device=config.device,
             tensor_parallel=config.tensor_parallel,

@@ -235,6 +235,7 @@ def _identity(
         kv_frame_version=frame.VERSION,
         chunk_tokens=facts.chunk_tokens,
         follows_targets=facts.follows_targets,
+        nests_steps=facts.nests_steps,
         max_running=facts.max_running,
         tensor_parallel=facts.tensor_parallel,
         pipeline_parallel=facts.pipeline_parallel,

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from halfmoon.engine.attention.attention_backend import AttentionRule, StepAttention
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
-from halfmoon.engine.scheduling.layer_gate import LayerGate
 
 
 class WatchedAttention:
@@ -46,10 +46,17 @@ class WatchedAttention:
         self._watch.notify(num_layers)
 
 
+class Gate(Protocol):
+    """What a step passes before each of its layers attends."""
+
+    def wait(self, layer: int) -> None:
+        """Returns when this layer may go on. Raises LayerLate if it cannot."""
+
+
 class GatedAttention:
     """Owns the count of a step's layers that were begun; waits for each at a gate, then attends like `inner`."""
 
-    def __init__(self, inner: StepAttention, gate: LayerGate) -> None:
+    def __init__(self, inner: StepAttention, gate: Gate) -> None:
         self.inner = inner
         self._gate = gate
         self._begun = 0
@@ -61,7 +68,7 @@ class GatedAttention:
         return self.inner.attend(q, k, v, layer_kv, rule)
 
     def wait(self, layer: int) -> None:
-        """Returns when this layer's K and V are in memory. Raises LayerLate."""
+        """See `Gate.wait`."""
         self._gate.wait(layer)
 
 

@@ -74,3 +74,14 @@ class Schedule:
     scheduled: tuple[ScheduledSequence, ...]
     num_decode_seqs: int
     num_preempted: int
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens that run."""
+        return sum(item.num_tokens for item in self.scheduled)
+
+    @property
+    def can_nest(self) -> bool:
+        """Whether prompts may run in the middle of it: it is of prompts alone, and nobody waits for a part of one."""
+        is_plain = all(item.sequence.restore is None for item in self.scheduled)
+        return bool(self.scheduled) and not self.num_decode_seqs and is_plain

@@ -17,6 +17,7 @@ from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, decodes_with_targets
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
+from halfmoon.policy.nested_step import OuterStep, choose_nested
 from halfmoon.policy.preemption import Turns, in_turn
 from halfmoon.policy.shared_step import ToAdmit, is_long, share_out, shorter_ones
 
@@ -62,6 +63,31 @@ class Scheduler:
         if self._decodes_wait:
             return Schedule(tuple(prefills), 0, num_preempted)
         return Schedule((*scheduled, *prefills), num_decode_seqs, num_preempted)
+
+    def nested(self, outer: Schedule, left: float, num_nested: int, since: int, now_s: float) -> Schedule:
+        """The prompts that came as number `since` or later and run in the middle of a running step, if any.
+
+        `left` and `num_nested` are an `OuterStep`'s. Only prompts that are handed over run nested: the next token of
+        others would wait for the outer step.
+        """
+        newcomers = [one for one in self.queues.waiting if one.order >= since and _can_nest(one)]
+        if not newcomers or self.queues.is_short or self.queues.allows_pauses or not outer.can_nest:
+            return Schedule((), 0, 0)
+        priority = min(item.sequence.request.priority for item in outer.scheduled)
+
+        def tokens_of(other: Sequence, num_cached: int) -> int:
+            return other.num_uncomputed - num_cached if other.request.priority <= priority else 0
+
+        chosen = choose_nested(
+            OuterStep(outer.num_tokens, len(outer.scheduled), left, num_nested),
+            in_turn(newcomers, now_s),
+            self._blocks.num_available,
+            self.queues.num_places,
+            self._blocks.to_admit,
+            tokens_of,
+        )
+        admitted = [one for _, one in chosen if self.queues.admit(one, now_s)]
+        return Schedule(tuple(ScheduledSequence(one, one.num_uncomputed) for one in admitted), 0, 0)
 
     def _go_ahead(self, prefills: list[ScheduledSequence], decodes: list[ScheduledSequence]) -> bool:
         """Whether answers that came from another worker run before the decodes: their clients wait for the next token.
@@ -176,3 +202,9 @@ class Scheduler:
         """Tokens that run, and those that their sequences see, as a step model counts them (`step_counts`)."""
         counts = [(item.num_tokens, item.num_seen(self._block_tokens)) for item in items]
         return sum(rows for rows, _ in counts), sum(context_tokens for _, context_tokens in counts)
+
+
+def _can_nest(sequence: Sequence) -> bool:
+    """Whether all of a prompt that waits can run at once, whatever else runs."""
+    is_plain = sequence.restore is None and sequence.policy is None and not sequence.needs_all_outputs
+    return is_plain and sequence.request.prefill_only

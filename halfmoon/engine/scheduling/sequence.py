@@ -45,6 +45,7 @@ class Sequence:
 
     def __init__(self, request: EngineRequest, order: int, restore: Restore | None = None) -> None:
         self.request = request
+        self.order = order  # in which they came
         self.rank = (request.priority, request.arrival_s, order)  # smaller runs first; unique
         self.pauses = Pauses(request.class_priority, request.max_pause_s)
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]

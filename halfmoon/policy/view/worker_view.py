@@ -40,6 +40,7 @@ class WorkerView:
     chunk_tokens: int = 0  # prompt tokens per step that also decodes, unless `chunk_rule` is known; 0 if unknown
     chunk_rule: ChunkRule = CONSTANT_CHUNKS
     layer_passes: int = 0  # parts in which layers of a load arrive while its step computes; 0: it cannot wait for them
+    nests_steps: bool = False  # short prompts run in the middle of its prefill steps (`policy/nested_step.py`)
     num_layers: int = 0  # of the model; 0 if unknown
     max_running: float = math.inf  # most sequences in its batch; inf if unknown
     prefill_model: PrefillModel = UNKNOWN_PREFILL

@@ -42,6 +42,8 @@ class BatchLimits:
     - chunked: prompts share steps with decodes, with at most `chunk_tokens` of prompts in such a step, or, with
       `follows_targets`, as many as the TBT targets of the classes leave (`policy.models.chunk_length`).
     - prefill-first: steps that contain only prompts run before steps of decodes.
+
+    `nests_steps`: short prompts run in the middle of a prefill worker's steps (`policy.nested_step`).
     """
 
     max_batch_tokens: int = 2048
@@ -49,6 +51,7 @@ class BatchLimits:
     max_running: int = 64
     batching: Batching = "chunked"
     follows_targets: bool = False
+    nests_steps: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "chunk_tokens", "max_running"):

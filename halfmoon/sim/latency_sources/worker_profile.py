@@ -33,6 +33,7 @@ class WorkerProfile:
     chunk_tokens: int = 512  # of prefill in a step that also decodes
     max_running: int = 256  # sequences in a step
     follows_targets: bool = True  # TBT targets determine prefill in such a step, unless `chunk_tokens` is named
+    nests_steps: bool = False  # short prompts run in the middle of prefill steps (`policy/nested_step.py`)
 
     def __post_init__(self) -> None:
         for least, (base, slope, of_context) in (*self.latency.prefill, *self.latency.step):

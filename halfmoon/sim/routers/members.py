@@ -189,6 +189,7 @@ def view_of(
         chunk_tokens=group.limits.chunk_tokens if group.limits.batching == "chunked" else 0,
         chunk_rule=rule if group.limits.follows_targets else CONSTANT_CHUNKS,
         layer_passes=group.layer_passes,
+        nests_steps=group.limits.nests_steps,
         num_layers=SEGMENT_PASSES,  # models have more
         max_running=group.limits.max_running,
         prefill_model=latency.policy_prefill,

@@ -205,6 +205,7 @@ class Simulation:
             kv_frame_version=frame.VERSION,
             chunk_tokens=profile.chunk_tokens,
             follows_targets=profile.follows_targets,
+            nests_steps=profile.nests_steps,
             max_running=profile.max_running,
             tensor_parallel=1,
             pipeline_parallel=1,

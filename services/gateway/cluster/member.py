@@ -121,6 +121,7 @@ class Member:
             chunk_tokens=identity.chunk_tokens,
             chunk_rule=rule if identity.follows_targets else CONSTANT_CHUNKS,
             layer_passes=identity.layer_passes,
+            nests_steps=identity.nests_steps,
             num_layers=identity.layout.num_layers,
             max_running=identity.max_running or math.inf,
             prefill_model=prefill,

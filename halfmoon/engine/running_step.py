@@ -1,0 +1,37 @@
+"""A step that can be interrupted: between two of its layers commands run, and nested steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from halfmoon.engine.engine_core import EngineCore, Step
+
+
+class RunningStep:
+    """Owns how far a step has come, and how long it was interrupted. A `Gate` of its layers; engine thread only."""
+
+    def __init__(self, step: Step, core: EngineCore, between_layers: Callable[[], None]) -> None:
+        """`between_layers` is called before each layer attends, and must leave the step's requests as they are."""
+        self.step = step
+        self.interrupted_s = 0.0
+        self.num_nested = 0  # tokens of its nested steps
+        self._core = core
+        self._between_layers = between_layers
+        self._request_ids = frozenset(item.sequence.request_id for item in step.schedule.scheduled)
+        self._layer = 0
+
+    @property
+    def left(self) -> float:
+        """The share of the layers that are still to be computed."""
+        return 1 - self._layer / self._core.layout.num_layers
+
+    def wait(self, layer: int) -> None:
+        """See `Gate.wait`."""
+        began_s = time.perf_counter()
+        self._layer, self._core.interrupted = layer, self._request_ids
+        try:
+            self._between_layers()
+        finally:
+            self._core.interrupted = frozenset()
+        self.interrupted_s += time.perf_counter() - began_s
