@@ -243,6 +243,7 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
         draw(st.sampled_from([16, 512])),
         draw(st.sampled_from([2, 8, 64])),
         draw(st.sampled_from(["chunked", "prefill-first"])),
+        nests_steps=draw(st.booleans()),
     )
     latency = replace(MODEL, num_stages=draw(st.sampled_from([1, 2, 4])), fills_stages=draw(st.booleans()))
     one = {"limits": limits, "latency": latency, "kv_tokens": 64 * draw(st.sampled_from([18, 40, 200]))}

@@ -56,6 +56,7 @@ class WorkerSteps:
             self._start(worker)
         else:
             worker.interrupt(self._events.now_s)
+            worker.nest(self._events.now_s)
             self.schedule(worker)
 
     def schedule(self, worker: SimWorker) -> None:
@@ -93,6 +94,9 @@ class WorkerSteps:
             self._requests.after_step(worker)
         if worker.steps.wake_s is None:
             self._start(worker)
+        else:  # the outer step of one that has ended goes on
+            worker.nest(self._events.now_s)
+            self.schedule(worker)
 
     def _on_passed(self, worker: SimWorker, chunks: list[PromptChunk]) -> None:
         for job in worker.queues.computed(chunks):

@@ -73,7 +73,7 @@ class LeastLoadedRouter:
 
 
 def _prompts_s(worker: SimWorker, now_s: float) -> float:
-    """Seconds of pending prompt work: the rest of the running step, and the prompts that wait."""
-    ends_s = worker.steps.wake_s if worker.steps.work == "prefill" else None
+    """Seconds of pending prompt work: the rest of the running steps, and the prompts that wait."""
+    ends_s = worker.steps.ends_s if worker.steps.work == "prefill" else None
     under_way_s = 0.0 if ends_s is None else ends_s - now_s
     return under_way_s + worker.group.latency.policy_prefill.b * worker.queues.waiting_tokens()

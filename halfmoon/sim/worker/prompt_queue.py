@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from halfmoon.kv.kv_policy import num_at_once
+from halfmoon.policy.nested_step import OuterStep, choose_nested
 from halfmoon.policy.preemption import Turns, in_turn
 from halfmoon.policy.shared_step import ToAdmit, is_long, share_out, shorter_ones
 from halfmoon.sim.worker.job import Job
@@ -49,13 +50,14 @@ class PromptQueue:
     time.
     """
 
-    __slots__ = ("_memory", "_num_pausable", "_step_tokens", "is_short", "prefilling", "turns", "waiting")
+    __slots__ = ("_memory", "_num_pausable", "_step_tokens", "is_short", "newcomers", "prefilling", "turns", "waiting")
 
     def __init__(self, memory: Admission, step_tokens: int) -> None:
         """`step_tokens`: those of a whole step."""
         self._memory = memory
         self._step_tokens = step_tokens
         self.waiting: list[Job] = []  # by rank
+        self.newcomers: list[Job] = []  # of these, in order: since a step began, or `nested` looked at them
         self.prefilling: list[Job] = []  # by rank
         self._num_pausable = 0  # jobs that may have risen above their class
         self.turns: Turns[Job] | None = None  # of the next step; None: nobody is paused, or may be
@@ -66,11 +68,14 @@ class PromptQueue:
         job.state = "waiting"
         self._num_pausable += job.pauses.max_pause_s > 0
         _insert(self.waiting, job)
+        self.newcomers.append(job)
 
     def remove(self, job: Job) -> None:
         """Removes a job that leaves this worker."""
         self._num_pausable -= job.pauses.max_pause_s > 0
         _take_out(self.waiting if job.state == "waiting" else self.prefilling, job)
+        if job in self.newcomers:
+            self.newcomers.remove(job)
 
     def last_tokens(self, now_s: float) -> list[PromptChunk]:
         """Prompts with a single token left, which a step treats as decodes."""
@@ -114,6 +119,23 @@ class PromptQueue:
             budget -= num_tokens
             chosen.append(_chunk(job, num_tokens, now_s))
         return chosen
+
+    def nested(self, outer: OuterStep, priority: int, now_s: float) -> list[PromptChunk]:
+        """All that is to be computed of the newcomers that run in the middle of a step; each is looked at once.
+
+        `priority`: that of the step's first prompt by rank.
+        """
+        newcomers, self.newcomers = self.newcomers, []
+        if self.is_short or self.turns is not None:
+            return []
+
+        def tokens_of(job: Job, num_cached: int) -> int:
+            return job.target - num_cached if job.priority <= priority else 0
+
+        able = in_turn((job for job in newcomers if _can_nest(job)), now_s)
+        blocks, places = self._memory.room()
+        chosen = choose_nested(outer, able, blocks, places, self._memory.to_admit, tokens_of)
+        return [_chunk(job, job.uncomputed, now_s) for _, job in chosen if self.begin(job, now_s)]
 
     def _in_turn(self, now_s: float) -> deque[Job]:
         return deque(in_turn([*self.prefilling, *self.waiting], now_s))
@@ -159,6 +181,16 @@ def _chunk(job: Job, num_tokens: int, now_s: float) -> PromptChunk:
     if job.begun_s < 0:
         job.begun_s = now_s
     return chunk
+
+
+def _can_nest(job: Job) -> bool:
+    """Whether all of a prompt that waits can run at once, whatever else runs, and is handed over."""
+    return job.decode != job.at and job.policy is None and is_plain(job)
+
+
+def is_plain(job: Job) -> bool:
+    """Whether all of the job's prompt is computed here, but for what was cached: nothing is loaded."""
+    return job.front_end < 0 and not job.rounds
 
 
 def _end_fetch(job: Job) -> None:

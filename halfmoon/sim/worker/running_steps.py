@@ -16,7 +16,8 @@ from halfmoon.sim.worker.prompt_queue import PromptChunk
 class RunningSteps:
     """Owns the begin and end of the running steps. Knows nothing of queues or memory.
 
-    Decode steps of an unchanged batch form one run. `version` changes with `wake_s` and thereby marks older events as
+    Decode steps of an unchanged batch form one run. In the middle of a step with prompts others may run, one after the
+    other: `nest`, then `resume`. `version` changes with `wake_s` and thereby marks older events as
     stale.
     """
 
@@ -27,6 +28,8 @@ class RunningSteps:
         "_decodes",
         "_is_stretched",
         "_latency",
+        "_outer_s",
+        "_prompts_s",
         "_stage_free_s",
         "begun_s",
         "num_planned",
@@ -42,7 +45,9 @@ class RunningSteps:
         self._decodes = decodes
         self.version = 0
         self.begun_s = 0.0
-        self.wake_s: float | None = None  # when they end; None: idle
+        self.wake_s: float | None = None  # when they end, or the nested one does; None: idle
+        self._outer_s: float | None = None  # what is left of the outer step; None: no nested one runs
+        self._prompts_s = 0.0  # what the step with prompts takes, at pace 1, without nested ones
         self.passage_s = 0.0  # when the chunks that entered a pipeline last leave it
         self.num_planned = 0  # decode steps until `wake_s`; 0 for a step with prompts
         self.pace = 1.0  # seconds per second of the latency model
@@ -57,6 +62,11 @@ class RunningSteps:
         if self.wake_s is None:
             return None
         return "decode" if self.num_planned else "prefill"
+
+    @property
+    def ends_s(self) -> float | None:
+        """When they end, the outer step too; None: idle."""
+        return None if self.wake_s is None else self.wake_s + (self._outer_s or 0.0)
 
     @property
     def is_pipeline(self) -> bool:
@@ -91,6 +101,29 @@ class RunningSteps:
         """Begins a step with prompts. In a filled pipeline the sets follow each other, each with its share of the
         batch.
         """
+        self._prompts_s = self._seconds(sets, batch, context)
+        self._begin(now_s, now_s + self.pace * self._prompts_s)
+
+    def left(self, now_s: float) -> float:
+        """The share of the step with prompts that is still to be computed."""
+        assert self.wake_s is not None, "idle"
+        return (self.wake_s - now_s) / (self.pace * self._prompts_s) if self._prompts_s else 0.0
+
+    def nest(self, chunks: list[PromptChunk], now_s: float) -> None:
+        """Begins a step of prompts in the middle of the running one."""
+        assert self.wake_s is not None, "idle"
+        assert self._outer_s is None, "nested steps do not nest"
+        self._outer_s = self.wake_s - now_s
+        self._wake_at(now_s + self.pace * self._seconds([chunks], 0, 0))
+
+    def resume(self, now_s: float) -> None:
+        """Ends a nested step; the outer one goes on."""
+        assert self._outer_s is not None, "no nested step runs"
+        self._wake_at(now_s + self._outer_s)
+        self._outer_s = None
+
+    def _seconds(self, sets: list[list[PromptChunk]], batch: int, context: int) -> float:
+        """What a step with prompts takes, at pace 1."""
         latency = self._latency
         stages = latency.num_stages
         groups = latency.num_groups(batch)
@@ -100,7 +133,7 @@ class RunningSteps:
             stage_s = latency.stage_s(new, pairs, batch / groups, context / groups)
             longest_s = max(longest_s, stages * stage_s + latency.launching_s(seen + context / groups))
             first_stage_s += stage_s + latency.launching_s(seen + context / groups)
-        self._begin(now_s, now_s + self.pace * max(longest_s, first_stage_s))
+        return max(longest_s, first_stage_s)
 
     def enter_pipeline(
         self, chunks: list[PromptChunk], now_s: float, batch: int = 0, context: int = 0, *, waits: bool = False
@@ -162,31 +195,34 @@ class RunningSteps:
         """Discards the running step. Earlier steps of its run count."""
         if self.num_planned:
             self._decodes.advance_run(self.num_begun(now_s) - 1, self.begun_s, self._cycle)
-        self.wake_s = None
+        self.wake_s = self._outer_s = None
         self.num_planned = 0
         self.version += 1
         self._stage_free_s = [0.0] * len(self._stage_free_s)
 
     def set_pace(self, pace: float, now_s: float) -> bool:
-        """Stretches or shrinks the rest of the running step; False if idle. A run must have been cut before.
+        """Stretches or shrinks the rest of the running steps; False if idle. A run must have been cut before.
 
         Chunks that are in a pipeline keep their pace.
         """
         ratio, self.pace = pace / self.pace, pace
         if self.wake_s is None:
             return False
-        self.wake_s = now_s + (self.wake_s - now_s) * ratio
+        self._wake_at(now_s + (self.wake_s - now_s) * ratio)
+        if self._outer_s is not None:
+            self._outer_s *= ratio
         self._is_stretched = True
-        self.version += 1
         return True
 
     def _end_after(self, num_steps: int) -> None:
         self.num_planned = num_steps
-        self.wake_s = self.begun_s + self._decodes.duration_s(num_steps, self._cycle)
-        self.version += 1
+        self._wake_at(self.begun_s + self._decodes.duration_s(num_steps, self._cycle))
 
     def _begin(self, now_s: float, wake_s: float) -> None:
         self.begun_s = now_s
+        self._wake_at(wake_s)
+
+    def _wake_at(self, wake_s: float) -> None:
         self.wake_s = wake_s
         self.version += 1
 

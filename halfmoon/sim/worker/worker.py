@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from halfmoon.policy.models.chunk_length import ChunkRule, step_decodes
+from halfmoon.policy.nested_step import OuterStep
 from halfmoon.policy.preemption import is_overtaken, to_pause
 from halfmoon.sim.cluster.cluster_spec import WorkerGroup
 from halfmoon.sim.worker.job import Job
 from halfmoon.sim.worker.job_queues import JobQueues
 from halfmoon.sim.worker.kv_memory import KvMemory
-from halfmoon.sim.worker.prompt_queue import PromptChunk
+from halfmoon.sim.worker.prompt_queue import PromptChunk, is_plain
 from halfmoon.sim.worker.running_steps import RunningSteps
 
 
@@ -27,7 +28,7 @@ class SimWorker:
 
     While it only decodes, one event at `steps.wake_s` covers all steps until the batch changes. `interrupt` moves that
     event forward to the end of the running step. The blocks of these steps are taken at their beginning and returned if
-    fewer steps run.
+    fewer steps run. In the middle of a step of prompts others may run (`policy/nested_step.py`).
     """
 
     def __init__(
@@ -55,6 +56,9 @@ class SimWorker:
         self.num_steps = 0
         self._chunks: list[PromptChunk] = []
         self._does_decode = False
+        self._can_nest = False  # prompts may run in the middle of the step
+        self._nested: list[PromptChunk] = []  # of the nested step that runs
+        self._num_nested = 0  # tokens of the step's nested ones so far
 
     # room, also while a step is under way
 
@@ -125,7 +129,8 @@ class SimWorker:
         """
         assert self.steps.wake_s is None, "a step is under way"
         queues = self.queues
-        queues.prompts.is_short = False
+        queues.prompts.is_short = self._can_nest = False
+        queues.prompts.newcomers.clear()
         num_preempted = queues.num_preempted
         queues.join()
         limits = self.group.limits
@@ -168,8 +173,25 @@ class SimWorker:
                 self.kv.give(1)
             queues.pause(other, now_s)
 
+    def nest(self, now_s: float) -> None:
+        """Begins a step in the middle of the running one, if there are newcomers that do not wait for its end."""
+        prompts = self.queues.prompts
+        if not self._can_nest or self._nested or not prompts.newcomers:
+            return
+        num_tokens = sum(chunk.num_tokens for chunk in self._chunks)
+        outer = OuterStep(num_tokens, len(self._chunks), self.steps.left(now_s), self._num_nested)
+        self._nested = prompts.nested(outer, min(chunk.job.priority for chunk in self._chunks), now_s)
+        if self._nested:
+            self._num_nested += sum(chunk.num_tokens for chunk in self._nested)
+            self.steps.nest(self._nested, now_s)
+
     def finish(self, now_s: float) -> Finished:
-        """Ends the step that `start` began."""
+        """Ends the step that `start` began, or the one that `nest` began: then the outer step goes on."""
+        if self._nested:
+            self.num_steps += 1
+            self.steps.resume(now_s)
+            chunks, self._nested = self._nested, []
+            return Finished(self.queues.computed(chunks), [])
         self.busy_s += now_s - self.steps.begun_s
         num = self.steps.num_planned
         self.num_steps += num or 1
@@ -186,7 +208,7 @@ class SimWorker:
         self.steps.abort(now_s)
         self.queues.lose_all()
         self.is_alive = False
-        self._chunks = []
+        self._chunks, self._nested = [], []
 
     def _next_prompts(self, num_decodes: int, now_s: float) -> list[list[PromptChunk]]:
         """Chunks for the next step: one set for each group of decodes in a filled pipeline."""
@@ -204,7 +226,14 @@ class SimWorker:
             if not chunks:
                 break
             sets.append(chunks)
+            self._can_nest = not together and self._nests and all(is_plain(chunk.job) for chunk in chunks)
+        self._num_nested = 0
         return sets
+
+    @property
+    def _nests(self) -> bool:
+        group = self.group
+        return group.limits.nests_steps and group.role == "prefill" and not self.steps.is_pipeline
 
     def _tokens_beside(self, last: list[PromptChunk]) -> Callable[[Job], int]:
         """Most prompt tokens beside the decodes and these last tokens of prompts, by the first prompt."""
