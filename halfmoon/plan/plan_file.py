@@ -171,6 +171,7 @@ def _worker(problem: PlanningProblem, layout: Layout, workers: WorkerSet, unit: 
     is_measured = isinstance(problem.sources[workers.kind.gpu], MeasuredProfile)
     limits = asdict(problem.rules.limits[workers.role])
     del limits["follows_targets"]  # a plan names the length of chunks
+    del limits["nests_steps"]  # a profile says what its workers do
     return {
         "role": workers.role,
         "count": workers.num,

@@ -76,7 +76,7 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         transfers = await measured_transfers(decode, options.limits, on_progress)
         beside_work = await measured_request_time(client, cluster, prefill, decode)
         slowdowns: list[MeasuredSlowdown] = []
-        profile = _profile(cluster, decode.target, prefills, steps, transfers, beside_work)
+        profile = _profile(cluster, prefill.target, decode.target, prefills, steps, transfers, beside_work)
         if is_served:
             slowdowns = await served_slowdowns(client, cluster, prefill, profile, on_progress)
         elif neighbours:
@@ -87,6 +87,7 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
 
 def _profile(
     cluster: Cluster,
+    prefill: Target,
     own: Target,
     prefills: Sequence[MeasuredPrefill],
     steps: Sequence[MeasuredStep],
@@ -105,6 +106,7 @@ def _profile(
             max_batch_tokens=own.max_batch_tokens,
             chunk_tokens=own.chunk_tokens,
             max_running=own.max_running,
+            nests_steps=prefill.nests_steps,
         ),
         prefill=tuple(prefills),
         step=tuple(steps),

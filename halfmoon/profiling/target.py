@@ -36,6 +36,7 @@ class Target:
     pipeline_parallel: int
     num_requests: int  # on it, by its last report
     sequence_parallel: int = 1
+    nests_steps: bool = False
 
     @property
     def host(self) -> str:
@@ -130,4 +131,5 @@ def _target(fingerprint: str, one: dict[str, Any]) -> Target:
         max(one["parallelism"]["pipeline"], 1),
         sum(one["load"][name] for name in _BUSY),
         one["parallelism"]["sequence"],
+        one["limits"]["nests_steps"],
     )

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from halfmoon.cli.app import app
 from halfmoon.cli.profile_store import keep_profile, profile_file, stored_profile
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
+from halfmoon.sim.cluster.spec_file import read_cluster
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, write_profile
 from halfmoon.sim.latency_sources.worker_profile import load_profile
 
 FOUND = MeasuredProfile.model_validate(
@@ -60,6 +61,19 @@ def test_a_stored_profile_is_listed_and_simulated_with(tmp_path: Path) -> None:
     cluster.write_text(f"latency: ledger:mine\n{CLUSTER}")
     code, text = run("simulate", "--cluster", str(cluster), *work, "--state-dir", str(tmp_path))
     assert (code, json.loads(text)) == (0, found)
+
+
+@pytest.mark.parametrize("nests", [False, True])
+def test_a_profile_says_whether_short_prompts_run_in_the_middle_of_steps(tmp_path: Path, nests: bool) -> None:
+    profile = FOUND.model_copy(update={"limits": FOUND.limits.model_copy(update={"nests_steps": nests})})
+    path, cluster = tmp_path / "mine.json", tmp_path / "cluster.yaml"
+    write_profile(path, profile)
+    assert load_profile(str(path)).nests_steps == nests
+    cluster.write_text("workers: [{role: prefill}, {role: prefill, nests_steps: false}, {role: decode}]")
+    first, other, _ = read_cluster(cluster, str(path)).groups
+    assert (first.limits.nests_steps, other.limits.nests_steps) == (nests, False)
+    cluster.write_text("workers: [{role: prefill, nests_steps: true}, {role: decode}]")
+    assert read_cluster(cluster, "llama3-8b-h100").groups[0].limits.nests_steps
 
 
 def test_an_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:

@@ -15,9 +15,17 @@ from halfmoon.plan.compose_file import compose_text
 from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import unit_spec
 from halfmoon.plan.plan_file import PlannedWorkers, parse_plan, plan_text
+from halfmoon.plan.problem import default_rules
 from halfmoon.plan.search.feasible import feasible_models
 from halfmoon.policy.placement.conditional import ConditionalMode
 from halfmoon.sim.cluster.spec_file import read_cluster
+from halfmoon.sim.latency_sources.measured_profile import (
+    MeasuredLimits,
+    MeasuredPrefill,
+    MeasuredProfile,
+    MeasuredStep,
+    write_profile,
+)
 from halfmoon.sim.latency_sources.sequence_parallel import parallel_model
 from halfmoon.up.config.read import read_config
 from tests.plan.planning_problems import disaggregated, problem, rated
@@ -73,6 +81,27 @@ def test_a_plan_says_when_decode_workers_compute_prompts(tmp_path: Path, mode: C
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(yaml.safe_dump(yaml.safe_load(path.read_text())["cluster"]))
     assert read_cluster(cluster).conditional == mode
+
+
+def test_workers_of_a_plan_nest_steps_as_their_profile_says(tmp_path: Path) -> None:
+    profile = MeasuredProfile(
+        device="h100",
+        kv_tokens=65_536,
+        kv_bytes_per_token=23_040,
+        limits=MeasuredLimits(nests_steps=True),
+        prefill=tuple(MeasuredPrefill(new_tokens=one, seconds=0.001 * one) for one in (16, 256, 512)),
+        step=tuple(MeasuredStep(batch=one, context_tokens=256 * one, seconds=0.01 * one) for one in (1, 2, 4)),
+    )
+    source = tmp_path / "profile.json"
+    write_profile(source, profile)
+    sources = {"h100": profile}
+    asked = replace(PROBLEM, sources=sources, rules=default_rules(PROBLEM.fleet, sources))
+    unit = unit_spec(asked, feasible_models(asked), disaggregated())
+    cluster = tmp_path / "cluster.yaml"
+    plan = yaml.safe_load(plan_text(asked, "m", {"h100": str(source)}, rated(disaggregated())))
+    cluster.write_text(yaml.safe_dump(plan["cluster"]))
+    assert [one.limits for one in read_cluster(cluster).groups] == [one.limits for one in unit.groups]
+    assert unit.groups[0].limits.nests_steps
 
 
 def test_options_are_those_of_a_worker_process() -> None:

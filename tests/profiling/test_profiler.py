@@ -53,7 +53,7 @@ async def test_a_profile_has_all_parts_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(served_load, "_REQUESTS", 4)  # of real time
     described: list[tuple[str, int, int]] = []
-    async with running_fleet(tmp_path, QUICK) as fleet:
+    async with running_fleet(tmp_path, replace(QUICK, nests_steps=True)) as fleet:
         for role in roles:
             await fleet.simulation.start(role)  # type: ignore[arg-type]
         await fleet.until(lambda: len(fleet.ready()) == 2)
@@ -70,6 +70,7 @@ async def test_a_profile_has_all_parts_and_leaves_nothing(
     every = {(a, b) for a in kinds for b in kinds if "both" in roles or a != b}
     assert works == every
     assert (found.limits.max_running, found.limits.context_tokens, found.kv_tokens) == (8, 4_096, 65_536)
+    assert found.limits.nests_steps
     assert found.whole.error.prefill is not None
     assert {what for what, done, total in described if done == total} == {
         "prompts", "decode batches", "transfers", "side by side",

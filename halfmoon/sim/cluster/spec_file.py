@@ -70,6 +70,7 @@ class _Workers(_Strict):
     chunk_tokens: int | None = None
     max_running: int | None = None
     batching: Batching = _LIMITS.batching
+    nests_steps: bool | None = None  # None: as the profile says, else not
     workers_per_node: int | None = None
     first_node: int | None = Field(default=None, ge=0)
     price_per_hour: float | None = None  # of one worker; None: the catalogue's price of its devices
@@ -162,13 +163,14 @@ def read_cluster(
 
 def _group(workers: _Workers, model: LatencyModel, limits: BatchLimits) -> WorkerGroup:
     """Builds a group; `limits` are the defaults for what the file omits."""
-    given = {name: getattr(workers, name) for name in ("max_batch_tokens", "chunk_tokens", "max_running")}
+    named = "max_batch_tokens", "chunk_tokens", "max_running", "nests_steps"
+    given = {name: getattr(workers, name) for name in named}
     price = workers.price_per_hour
     if price is None:
         price = (
             DEVICES[workers.gpu].price_per_hour * model.num_devices if workers.gpu and workers.gpu in DEVICES else 0.0
         )
-    given = {name: most for name, most in given.items() if most is not None}
+    given = {name: value for name, value in given.items() if value is not None}
     follows_targets = limits.follows_targets and workers.chunk_tokens is None
     return WorkerGroup(
         workers.role,

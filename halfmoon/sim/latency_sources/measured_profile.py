@@ -2,7 +2,8 @@
 
 {"model": "demo", "device": "cpu", "tensor_parallel": 1, "pipeline_parallel": 1,
  "kv_tokens": 65536, "kv_bytes_per_token": 23040,
- "limits":   {"context_tokens": 2048, "max_batch_tokens": 512, "chunk_tokens": 128, "max_running": 64},
+ "limits":   {"context_tokens": 2048, "max_batch_tokens": 512, "chunk_tokens": 128, "max_running": 64,
+              "nests_steps": false},
  "prefill":  [{"new_tokens": 512, "cached_tokens": 0, "seconds": 0.31, "is_held_out": false}, ...],
  "step":     [{"batch": 8, "context_tokens": 4096, "seconds": 0.05}, ...],
  "transfer": [{"num_bytes": 1048576, "seconds": 0.002, "transport": "shm"}, ...],
@@ -66,6 +67,7 @@ class MeasuredLimits(_Strict):
     max_batch_tokens: int = Field(default=2048, gt=0)
     chunk_tokens: int = Field(default=512, gt=0)
     max_running: int = Field(default=64, gt=0)
+    nests_steps: bool = False  # short prompts run in the middle of prefill steps (`policy/nested_step.py`)
 
 
 class MeasuredSlowdown(_Strict):

@@ -28,7 +28,7 @@ from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 _MAX_ROWS = 1_000
 _MAX_LINKS = 1_000_000
 _NO_SCRIPTS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-_LIMITS = "step_tokens", "chunk_tokens", "max_running"
+_LIMITS = "step_tokens", "chunk_tokens", "max_running", "nests_steps"
 
 
 class ControlEndpoints:
