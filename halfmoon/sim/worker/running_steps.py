@@ -17,8 +17,7 @@ class RunningSteps:
     """Owns the begin and end of the running steps. Knows nothing of queues or memory.
 
     Decode steps of an unchanged batch form one run. In the middle of a step with prompts others may run, one after the
-    other: `nest`, then `resume`. `version` changes with `wake_s` and thereby marks older events as
-    stale.
+    other: `nest`, then `resume`. `version` changes with `wake_s` and thereby marks older events as stale.
     """
 
     __slots__ = (
