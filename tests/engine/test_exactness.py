@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
+from halfmoon.engine.step_result import StepResult
+from halfmoon.kv.kv_layout import KVSlice
 from tests.engine.engine_runs import prompt
 
 NUM_SCHEDULES = 200
@@ -113,3 +116,85 @@ def test_a_request_has_the_same_bits_alone_and_in_any_schedule(engine_of: Callab
         assert {one.request_id: results(outputs, one.request_id) for one in requests} == expected, number
         engine.close()
     assert set(counted) == set(HAPPENS)
+
+
+def kv_of(engine: Engine, one: EngineRequest) -> bytes:
+    return bytes(engine.kv_read(one.request_id, KVSlice(0, engine.layout.num_layers, 0, len(one.prompt_token_ids))))
+
+
+class Interrupted:
+    """An engine into whose steps requests come, where some run nested."""
+
+    def __init__(self, engine: Engine, waiting: list[EngineRequest], rng: random.Random) -> None:
+        self.outputs: list[TokenOutput] = []
+        self.kv: dict[str, bytes] = {}  # of prompts that were handed over
+        self.num_nested = 0
+        self._engine = engine
+        self._waiting = waiting
+        self._rng = rng
+        self._by_name = {one.request_id: one for one in waiting}
+        self._held: list[EngineRequest] = []
+        engine.call_between_layers(self._between_layers)
+
+    def run(self) -> None:
+        for _ in range(MOST_STEPS):
+            if not self._engine.has_work():
+                if not self._waiting:
+                    break
+                self._engine.add(self._waiting.pop())
+            self._heed(self._engine.step())
+            self._hand_over(self._rng.randrange(4))
+        self._hand_over(0)
+        self._engine.check_integrity()
+
+    def _between_layers(self) -> None:
+        if self._waiting and self._rng.random() < 0.5:
+            self._engine.add(self._waiting.pop())
+        self._hand_over(self._rng.randrange(4))
+        result = self._engine.nested_step()
+        if result is not None:
+            self.num_nested += len(result.num_computed_tokens)
+            self._heed(result)
+
+    def _heed(self, result: StepResult) -> None:
+        self.outputs += result.outputs
+        names = [output.request_id for output in result.outputs]
+        self._held += [self._by_name[name] for name in names if self._by_name[name].prefill_only]
+
+    def _hand_over(self, num_left: int) -> None:
+        while len(self._held) > num_left:
+            one = self._held.pop(0)
+            self.kv[one.request_id] = kv_of(self._engine, one)
+            assert self._engine.cancel(one.request_id)
+
+
+def test_a_prompt_has_the_same_bits_in_the_middle_of_a_step_of_others(engine_of: Callable[..., Engine]) -> None:
+    """So has the step around it: what it has computed so far stays as it is."""
+    alone = engine_of(prefix_cache=False)
+    num_nested = 0
+    for number in range(10):
+        rng = random.Random(number)
+        requests = [
+            replace(one, request_id=str(at), prefill_only=rng.random() < 0.8, priority=rng.randrange(2))
+            for at, one in enumerate(one for _ in range(3) for one in drawn_requests(rng))
+        ]
+        expected: dict[str, list[tuple[Any, ...]]] = {}
+        kv: dict[str, bytes] = {}
+        for one in requests:
+            expected[one.request_id] = results(run(alone, [one], rng)[0], one.request_id)
+            if one.prefill_only:
+                kv[one.request_id] = kv_of(alone, one)
+                alone.cancel(one.request_id)
+        engine = engine_of(
+            block_tokens=rng.choice((8, 16)),
+            max_running=rng.choice((4, 16)),
+            max_batch_tokens=rng.choice((128, 512)),
+            num_threads=rng.choice((1, 2, 3)),
+        )
+        interrupted = Interrupted(engine, list(requests), rng)
+        interrupted.run()
+        assert {one.request_id: results(interrupted.outputs, one.request_id) for one in requests} == expected, number
+        assert interrupted.kv == kv, number
+        num_nested += interrupted.num_nested
+        engine.close()
+    assert num_nested > 5

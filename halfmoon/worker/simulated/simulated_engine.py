@@ -95,6 +95,7 @@ class SimulatedEngine:
         if profile.follows_targets:
             self._core.follow_targets(ChunkRule(profile.prefill, profile.step))
         self._wake = asyncio.Event()
+        self._came = asyncio.Event()  # a request, since a step that can be interrupted last looked
         self._is_stepping = False
         self._deferred: list[Callable[[], None]] = []  # until the step has ended
 
@@ -112,6 +113,7 @@ class SimulatedEngine:
         self._core.add(request, on_link, order)
         self._requests.enter(request)
         self._wake.set()
+        self._came.set()
 
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> int:
         """See `AsyncEngine.reserve`."""
@@ -212,13 +214,35 @@ class SimulatedEngine:
             seconds = self._seconds(step)
             due_s = max(due_s, time.monotonic() - _MAX_LAG_S) + seconds
             self._is_stepping = True
-            await asyncio.sleep(max(due_s - time.monotonic(), 0.0))
+            due_s = await self._until(due_s, step, seconds)
             result = self._ended(step, seconds)
             self._is_stepping = False
             self._on_step(result)
             deferred, self._deferred = self._deferred, []
             for call in deferred:
                 call()
+
+    async def _until(self, due_s: float, step: Step, seconds: float) -> float:
+        """Returns when a step of `seconds` is due: later than `due_s` by its nested steps, which run here."""
+        num_nested = 0
+        self._came.clear()
+        while self._profile.nests_steps and step.schedule.can_nest:
+            try:
+                async with asyncio.timeout(max(due_s - time.monotonic(), 0.0)):
+                    await self._came.wait()
+            except TimeoutError:
+                return due_s
+            self._came.clear()
+            left = min((due_s - time.monotonic()) / max(seconds, _LEAST_STEP_S), 1.0)
+            nested = self._core.begin_nested(step, left, num_nested, time.monotonic())
+            if nested.schedule.scheduled:
+                num_nested += nested.schedule.num_tokens
+                nested_s = self._seconds(nested)
+                await asyncio.sleep(nested_s)
+                self._on_step(self._ended(nested, nested_s))
+                due_s += nested_s
+        await asyncio.sleep(max(due_s - time.monotonic(), 0.0))
+        return due_s
 
     def _before_next_step(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Calls once no step runs, as the real engine's thread does. The future has the result, or the error."""

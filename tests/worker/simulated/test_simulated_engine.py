@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ PROFILE = WorkerProfile(
     chunk_tokens=32,
     max_running=8,
 ).scaled(1000)
+NESTS = replace(PROFILE, nests_steps=True).scaled(1 / 700)  # a whole step takes a quarter of a second
 
 
 def with_kv(kv_tokens: int) -> WorkerProfile:
@@ -99,6 +101,34 @@ async def test_a_prompt_in_chunks_takes_what_the_model_says_and_each_further_pas
     seconds = sum(step.duration_s for step in simulated.steps)
     assert seconds == pytest.approx(PROFILE.prefill.seconds(600) + 2 * PROFILE.prefill.a)
     assert sum(step.num_prefill_pairs for step in simulated.steps) == 600**2 / 2
+
+
+async def test_a_short_prompt_runs_in_the_middle_of_a_step_which_ends_as_much_later() -> None:
+    simulated = Simulated(NESTS)
+    async with simulated.engine.running():
+        began_s = time.monotonic()
+        await simulated.engine.add(request("long", 256, prefill_only=True))
+        await asyncio.sleep(0.02)
+        await simulated.engine.add(request("short", 20, prefill_only=True))
+        await asyncio.sleep(0.02)
+        await simulated.engine.add(request("comes while that runs", 10, prefill_only=True))
+        await simulated.until(lambda: len(simulated.outputs) == 3)
+        took_s = time.monotonic() - began_s
+    assert [output.request_id for output in simulated.outputs] == ["short", "comes while that runs", "long"]
+    seconds = [NESTS.prefill.seconds(num_tokens) for num_tokens in (20, 10, 256)]
+    assert [step.duration_s for step in simulated.steps] == pytest.approx(seconds)
+    assert took_s >= sum(seconds)
+
+
+@pytest.mark.parametrize("newcomer", [request("short", 20), request("short", 200, prefill_only=True)])
+async def test_others_wait_for_the_end_of_a_step(newcomer: EngineRequest) -> None:
+    simulated = Simulated(NESTS)
+    async with simulated.engine.running():
+        await simulated.engine.add(request("long", 256, prefill_only=True))
+        await asyncio.sleep(0.02)
+        await simulated.engine.add(newcomer)
+        await simulated.until(lambda: len(simulated.outputs) == 2)
+    assert [output.request_id for output in simulated.outputs] == ["long", "short"]
 
 
 async def test_prompts_share_a_pass() -> None:
