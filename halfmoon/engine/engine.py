@@ -181,7 +181,7 @@ class Engine(EngineCore):
         if not step.schedule.scheduled:
             return None
         outer.num_nested += step.schedule.num_tokens
-        return self._compute(step, started)
+        return replace(self._compute(step, started), is_nested=True)
 
     def _compute(self, step: Step, started: float, running: RunningStep | None = None) -> StepResult:
         scheduled = step.schedule.scheduled

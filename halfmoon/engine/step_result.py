@@ -46,6 +46,7 @@ class StepResult:
     num_drafts: int = 0  # guessed tokens that ran behind those of the decoding sequences
     num_right_drafts: int = 0  # of these, how many were what was drawn
     num_spread_tokens: int = 0  # tokens of a step for which sequence ranks exchanged keys or queries
+    is_nested: bool = False  # ran in the middle of another one
     num_preempted: int = 0
     num_paused: int = 0  # pauses begun since the step before
     num_moved_out: int = 0  # paused sequences that gave their blocks to others

@@ -28,6 +28,9 @@ class WorkerMetrics:
         self._spread_tokens = counter(
             "halfmoon_engine_spread_tokens", "Tokens of steps in which sequence ranks shared a long prompt"
         )
+        self._nested_tokens = counter(
+            "halfmoon_engine_nested_tokens", "Prompt tokens computed between the layers of steps of other prompts"
+        )
         self._output_tokens = counter("halfmoon_engine_output_tokens", "Tokens generated")
         drafts = counter(
             "halfmoon_engine_draft_tokens", "Guessed tokens that were computed: right, as drawn, or wrong", ["outcome"]
@@ -97,6 +100,7 @@ class WorkerMetrics:
         amounts = (
             (self._prefill_tokens, result.num_prefill_tokens),
             (self._spread_tokens, result.num_spread_tokens),
+            (self._nested_tokens, result.num_prefill_tokens if result.is_nested else 0),
             (self._output_tokens, len(result.outputs)),
             (self._right_drafts, result.num_right_drafts),
             (self._wrong_drafts, result.num_drafts - result.num_right_drafts),

@@ -239,7 +239,7 @@ class SimulatedEngine:
                 num_nested += nested.schedule.num_tokens
                 nested_s = self._seconds(nested)
                 await asyncio.sleep(nested_s)
-                self._on_step(self._ended(nested, nested_s))
+                self._on_step(replace(self._ended(nested, nested_s), is_nested=True))
                 due_s += nested_s
         await asyncio.sleep(max(due_s - time.monotonic(), 0.0))
         return due_s
