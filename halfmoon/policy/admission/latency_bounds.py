@@ -111,7 +111,8 @@ def _ttft_lower_bound(
     if target_s is None:
         return unloaded_s, unloaded_s
     prefill_s = prefill_seconds(view, cached_tokens, float(request.num_prompt_tokens), request.most_seen.prompt)
-    floors_s = overhead_s + np.minimum(ttft.seconds, forecast.steps_left_s(view, now_s) + prefill_s)[rows]
+    steps_left_s = forecast.steps_left_s(view, request.num_prompt_tokens - cached_tokens, now_s)
+    floors_s = overhead_s + np.minimum(ttft.seconds, steps_left_s + prefill_s)[rows]
     order = np.argsort(floors_s)
     for row, floor_s in zip(rows[order].tolist(), floors_s[order].tolist(), strict=True):
         if least_s <= target_s or (floor_s > target_s and least_s <= floor_s + _ROUNDING_S):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from halfmoon.policy.forecast.arrivals import ArrivalRate
 from halfmoon.policy.forecast.colocated_decodes import NO_DECODES, ColocatedDecodes
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
+from halfmoon.policy.forecast.nested_steps import NestedSteps, Turn
 from halfmoon.policy.forecast.pending_prompts import PendingPrompts
 from halfmoon.policy.forecast.prefill_step import (
     PredictedChunk,
@@ -23,9 +24,10 @@ from halfmoon.policy.forecast.prefill_step import (
     tokens_of,
     work_s,
 )
-from halfmoon.policy.forecast.running_steps import RunningStep
+from halfmoon.policy.forecast.running_steps import NO_STEP, RunningStep
 from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes
-from halfmoon.policy.models.latency import StepModel, num_pairs
+from halfmoon.policy.models.latency import PrefillModel, StepModel, num_pairs
+from halfmoon.policy.nested_step import OuterStep
 
 _MAX_STEPS = 256  # of look-ahead; the rest of the prompts is summed up
 _MAX_LOOKS = 600  # at prompts and steps: two or three milliseconds, which delay every other request
@@ -55,7 +57,8 @@ class PrefillQueueModel:
     """Owns the prompts of this gateway that one worker has not computed yet, and its running step.
 
     Steps are formed as the engine's `Scheduler` forms them: by rank; a long prompt shares them with shorter ones of its
-    priority. The running step ends when the first token of a prompt in it arrives.
+    priority. The running step ends when the first token of a prompt in it arrives. Where the worker nests steps, short
+    prompts that come meanwhile run in the middle of it.
     """
 
     def __init__(self) -> None:
@@ -67,6 +70,9 @@ class PrefillQueueModel:
         self._arrivals = ArrivalRate()
         self._step: list[PredictedChunk] = []
         self._step_began_s = 0.0
+        self._num_before = 0  # prompts that had joined when it began
+        self._nested = NestedSteps()  # of the running step
+        self._nests_steps = False  # as of the latest prompt
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -89,7 +95,11 @@ class PrefillQueueModel:
     @property
     def step(self) -> RunningStep:
         """The running step."""
-        return RunningStep(self._step_began_s, *sizes(self._step))
+        if not self._step:
+            return NO_STEP
+        num_tokens, pairs = sizes(self._step)
+        most_nested = OuterStep(num_tokens, len(self._step), 1.0).most_tokens if self._nests_steps else 0
+        return RunningStep(self._step_began_s, num_tokens, pairs, most_nested)
 
     @property
     def is_computing(self) -> bool:
@@ -105,8 +115,24 @@ class PrefillQueueModel:
         first = next((prompt for prompt in by_rank(self._prompts.values()) if prompt.ready_s <= now_s), None)
         return first.known_tokens if first else 0
 
-    def join(self, request_id: str, work: PromptWork, decoding: Decoding | None, room: StepRoom, now_s: float) -> None:
-        """Adds a prompt. `room` is that of a step that begins now, if none is running."""
+    def join(
+        self,
+        request_id: str,
+        work: PromptWork,
+        decoding: Decoding | None,
+        room: StepRoom,
+        now_s: float,
+        speed: Speed | None = None,
+        past_busy: float = 0.0,
+    ) -> None:
+        """Adds a prompt. `room` is that of a step that begins now, if none is running.
+
+        `speed` is that of a worker that nests steps, None for others; `past_busy` is as for `advance`.
+        """
+        self._nests_steps = speed is not None
+        if speed is not None and (turn := self._turn(work, speed, past_busy, now_s)):
+            takes_s = _own_s(work, turn, speed.model) * (1 + speed.contention * past_busy)
+            self._nested.add(request_id, work.new_tokens, takes_s, turn)
         self._num_joined += 1
         self.num_tokens += work.new_tokens
         self._cached[request_id] = work.known_tokens
@@ -117,16 +143,23 @@ class PrefillQueueModel:
             self._begin(now_s, room)
 
     def computed(self, request_id: str, room: StepRoom, now_s: float) -> None:
-        """Notes the first token of a prompt, and so the end of a step. `room` is that of the next one."""
+        """Notes the first token of a prompt, and so the end of a step. `room` is that of the next one.
+
+        Where the worker nests steps, the running one goes on if the prompt is not in it and came since it began.
+        """
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
+        is_nested = self._nested.computed(request_id, now_s)
         if any(chunk.prompt is prompt for chunk in self._step):
             self._end_step()
+        else:
+            is_nested |= self._nests_steps and bool(self._step) and prompt.order > self._num_before
         if self._prompts.pop(request_id, None) is not None:
             self.num_tokens -= prompt.new_tokens
             self._note_started(request_id)
-        self._begin(now_s, room)
+        if not is_nested:
+            self._begin(now_s, room)
 
     def remove(self, request_id: str, room: StepRoom, now_s: float) -> None:
         """Removes a prompt that moved or was given up. The running step goes on."""
@@ -134,6 +167,7 @@ class PrefillQueueModel:
         if prompt is not None:
             self.num_tokens -= prompt.new_tokens
             self._note_started(request_id)
+            self._nested.remove(request_id, now_s)
             self._step = [chunk for chunk in self._step if chunk.prompt.request_id != request_id]
             if not self._step:
                 self._begin(now_s, room)
@@ -155,7 +189,8 @@ class PrefillQueueModel:
         room = speed.step_room(beside, self.known_tokens(now_s))
         self._begin_restored(room, now_s)
         while self._step and not any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step):
-            ends_s = self._step_began_s + slowdown * (work_s(self._step, speed.model) + decode_s)
+            step_s = slowdown * (work_s(self._step, speed.model) + decode_s)
+            ends_s = self._step_began_s + self._nested.seconds + step_s
             if ends_s > now_s:
                 return
             self._end_step()
@@ -165,7 +200,8 @@ class PrefillQueueModel:
 
     def is_in_step(self, speed: Speed, now_s: float) -> bool:
         """Whether `advance` would change nothing, whatever decodes and interference add."""
-        if not self._prompts or now_s < self._step_began_s + work_s(self._step, speed.model):
+        began_s = self._step_began_s + self._nested.seconds
+        if not self._prompts or now_s < began_s + work_s(self._step, speed.model):
             return True
         return any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step)
 
@@ -184,15 +220,22 @@ class PrefillQueueModel:
         `past_busy` is as for `advance`; `ahead_s` is work of other gateways that comes first; `decodes` are the
         requests that decode in the same steps, None where none ever does.
         """
+        if speed.nests_steps and (turn := self._turn(work, speed, past_busy, now_s)):
+            ends_s = colocated.after(_own_s(work, turn, speed.model), turn.ends_s, speed.contention)
+            return PredictedTimes(turn.begins_s, ends_s, self.num_tokens - queued_tokens(self._nested_chunks()))
         mine = order = self._num_joined + 1
         queue = PendingPrompts([*self._prompts.values(), Prompt("", order, *work, None)])
         step, left_tokens, num_looks = self._step, work.new_tokens, 0
-        behind_tokens = self.num_tokens - queued_tokens(step)
         begins_s, expected = math.inf, None
         decodes = decodes or ColocatedDecodes(-1, NO_DECODES, StepModel())
         decode_s = decodes.step_s(now_s)
         step_s = work_s(step, speed.model) + decode_s
-        done_s = (now_s - self._step_began_s) / (1 + speed.contention * past_busy) if step else _UNKNOWN * step_s
+        done_s = _UNKNOWN * step_s
+        if step:
+            done_s = (now_s - self._step_began_s - self._nested.seconds) / (1 + speed.contention * past_busy)
+            if self._nested.num_tokens:
+                step = [*step, *self._nested_chunks()]
+        behind_tokens = self.num_tokens - queued_tokens(step)
         time_s = colocated.after(max(step_s - done_s, _OVERDUE * step_s) + ahead_s, now_s, speed.contention)
         for _ in range(_MAX_STEPS):
             for computed in queue.end(step):
@@ -225,15 +268,19 @@ class PrefillQueueModel:
         begins_s = min(begins_s, max(ends_s - work_s(rest[-1:], speed.model), time_s))
         return PredictedTimes(begins_s, ends_s, behind_tokens - queued_tokens(rest))
 
-    def earliest_s(self, work: PromptWork, speed: Speed, ahead_s: float, now_s: float) -> float:
+    def earliest_s(self, work: PromptWork, speed: Speed, ahead_s: float, now_s: float, past_busy: float = 0.0) -> float:
         """Lower bound on the time of the first token of any prompt with that priority and at least this work.
 
         Such a prompt waits for the running step, and for all prompts that go before it and are ready by then. This
-        includes prompts of equal priority that are not longer, since shared steps serve the shortest first.
+        includes prompts of equal priority that are not longer, since shared steps serve the shortest first. If it may
+        run nested, it waits for the nested step that runs; `past_busy` is as for `predict`.
         """
         model, step_s = speed.model, work_s(self._step, speed.model)
         running = {prompt.request_id: num_tokens for prompt, num_tokens in self._step}
-        begins_s = now_s + max(step_s - (now_s - self._step_began_s), _OVERDUE * step_s) + ahead_s
+        if self._nested.num_tokens:
+            running |= {prompt.request_id: num_tokens for prompt, num_tokens in self._nested_chunks()}
+        done_s = max(now_s - self._step_began_s - self._nested.seconds, 0.0)
+        begins_s = now_s + max(step_s - done_s, _OVERDUE * step_s) + ahead_s
         rank = (work.priority, work.new_tokens)
         num_tokens = work.new_tokens
         pairs = num_pairs(work.known_tokens, num_tokens, work.most_seen)
@@ -244,7 +291,31 @@ class PrefillQueueModel:
                 num_tokens += new_tokens
                 pairs += num_pairs(known_tokens, new_tokens, prompt.most_seen)
         num_steps = math.ceil(num_tokens / max(speed.step_tokens, speed.chunk_tokens))
-        return begins_s + model.a * num_steps + model.b * num_tokens + model.c * pairs
+        ends_s = begins_s + model.a * num_steps + model.b * num_tokens + model.c * pairs
+        turn = self._turn(work, speed, past_busy, now_s) if speed.nests_steps else None
+        return ends_s if turn is None else min(ends_s, turn.ends_s + _own_s(work, turn, model))
+
+    def _turn(self, work: PromptWork, speed: Speed, past_busy: float, now_s: float) -> Turn | None:
+        """The nested step in which a prompt would run that comes now, where steps are nested; None if it would not.
+
+        Of those that come during a nested step and have no room in the next one together, the first run, not the
+        shortest.
+        """
+        step = self._step
+        may_nest = work.ready_s == -math.inf and work.most_seen == math.inf
+        if not may_nest or not step or work.priority > min([prompt.priority for prompt, _ in step]):
+            return None
+        turn, step_s = self._nested.turn(now_s), work_s(step, speed.model)
+        done_s = (turn.begins_s - self._step_began_s - turn.before_s) / (1 + speed.contention * past_busy)
+        left = max(1 - done_s / step_s, 0.0) if step_s else 0.0
+        outer = OuterStep(sizes(step)[0], len(step), left, turn.num_before)
+        has_place = len(step) + len(list(self._nested.request_ids)) < speed.max_running
+        fits = work.new_tokens <= min(outer.most_tokens, outer.room - turn.num_tokens)
+        return turn if fits and has_place else None
+
+    def _nested_chunks(self) -> list[PredictedChunk]:
+        prompts = [self._prompts[request_id] for request_id in self._nested.request_ids]
+        return [PredictedChunk(prompt, prompt.new_tokens) for prompt in prompts]
 
     def _note_started(self, request_id: str) -> None:
         self._num_cached -= self._cached.pop(request_id, 0)
@@ -266,4 +337,12 @@ class PrefillQueueModel:
 
     def _begin(self, now_s: float, room: StepRoom) -> None:
         self._step = form_step(by_rank(self._prompts.values()), room, now_s)
-        self._step_began_s = now_s
+        self._step_began_s, self._num_before = now_s, self._num_joined
+        if self._nested.num_tokens:
+            self._nested = NestedSteps()
+
+
+def _own_s(work: PromptWork, turn: Turn, model: PrefillModel) -> float:
+    """Seconds that a prompt adds to a nested step."""
+    fixed_s = model.a if turn.num_tokens else 0.0
+    return model.seconds(work.new_tokens, work.known_tokens, work.most_seen) - fixed_s

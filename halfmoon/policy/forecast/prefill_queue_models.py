@@ -63,7 +63,11 @@ class PrefillQueueModels:
         self._rows[request_id] = (row, worker)
         work = _work(placement, num_prompt_tokens, priority, now_s, most_seen.prompt)
         room = _NO_ROOM if queue_model.is_computing else self._step_room(row, worker, now_s, work.known_tokens)
-        queue_model.join(request_id, work, decoding, room, now_s)
+        if worker.nests_prompts:
+            past_busy = self._past_busy(view, worker, queue_model, now_s)
+            queue_model.join(request_id, work, decoding, room, now_s, _speed(worker), past_busy)
+        else:
+            queue_model.join(request_id, work, decoding, room, now_s)
         self._steps.note_changed(row)
 
     def computed(self, request_id: str, now_s: float) -> None:
@@ -127,11 +131,16 @@ class PrefillQueueModels:
         if not _has_steps(worker) or (not queue_model and is_undisturbed):
             return math.inf
         queue_model = self._advanced(row, view, worker, now_s)
-        return queue_model.earliest_s(work, _speed(worker), _others_s(view, row, queue_model, now_s), now_s) - now_s
+        past_busy = self._past_busy(view, worker, queue_model, now_s) if worker.nests_prompts else 0.0
+        others_s = _others_s(view, row, queue_model, now_s)
+        return queue_model.earliest_s(work, _speed(worker), others_s, now_s, past_busy) - now_s
 
-    def steps_left_s(self, view: ClusterView, now_s: float) -> Floats:
-        """Time left [num_rows] of the running steps. `earliest_s` is at least this plus the prompt's own prefill."""
-        return self._steps.left_s(view, now_s)
+    def steps_left_s(self, view: ClusterView, num_tokens: Floats, now_s: float) -> Floats:
+        """Time [num_rows] that a prompt waits for the running steps, at least, if it has `num_tokens` to compute there.
+
+        `earliest_s` is at least this plus the prompt's own prefill.
+        """
+        return self._steps.left_s(view, num_tokens, now_s)
 
     def tbt_s(self, view: ClusterView, placement: Placement, step_s: float, num_gaps: float, now_s: float) -> float:
         """The mean TBT of an answer whose decode steps take `step_s` without prefill chunks and interference."""
@@ -256,7 +265,8 @@ def _others_s(view: ClusterView, row: int, queue_model: PrefillQueueModel, now_s
 def _speed(worker: WorkerView) -> Speed:
     contention = worker.contention if worker.contention >= _LEAST_CONTENTION else 0.0
     chunks = worker.chunk_tokens, worker.chunk_rule
-    return Speed(worker.prefill_model, worker.step_tokens, contention, *chunks, worker.max_running)
+    limits = worker.max_running, worker.nests_prompts
+    return Speed(worker.prefill_model, worker.step_tokens, contention, *chunks, *limits)
 
 
 def _work(placement: Placement, num_prompt_tokens: int, priority: int, now_s: float, most_seen: float) -> PromptWork:

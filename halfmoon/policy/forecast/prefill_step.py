@@ -63,6 +63,7 @@ class Speed(NamedTuple):
     chunk_tokens: int = 0  # in place of `step_tokens` in steps that also decode
     chunk_rule: ChunkRule = CONSTANT_CHUNKS  # in place of `chunk_tokens`, where it is known
     max_running: float = math.inf  # sequences in a step
+    nests_steps: bool = False  # short prompts run in the middle of its steps (`policy/nested_step.py`)
 
     def step_room(self, beside: StepDecodes, known_tokens: int) -> StepRoom:
         """What a step takes beside these decodes, if its first prompt has `known_tokens` computed.

@@ -142,9 +142,11 @@ class RequestForecast:
         """
         return self._queue_models.earliest_s(view, row, work, now_s)
 
-    def steps_left_s(self, view: ClusterView, now_s: float) -> Floats:
-        """Lower bound [num_rows] on the wait that `earliest_s` of any prompt contains."""
-        return self._queue_models.steps_left_s(view, now_s)
+    def steps_left_s(self, view: ClusterView, num_tokens: Floats, now_s: float) -> Floats:
+        """Lower bound [num_rows] on the wait that `earliest_s` contains for any prompt with at least `num_tokens` to
+        compute there.
+        """
+        return self._queue_models.steps_left_s(view, num_tokens, now_s)
 
     def handover_s(self, placement: Placement, num_output: float) -> float:
         """What the hand-over adds to the mean TBT of an answer: as predicted, and what usually comes on top."""

@@ -68,6 +68,11 @@ class WorkerView:
         return self.step_model if self.tokens_per_step == 1 else self.step_model.scaled(self.tokens_per_step)
 
     @property
+    def nests_prompts(self) -> bool:
+        """Whether short prompts run in the middle of its steps: only such as it hands over do."""
+        return self.nests_steps and self.role == "prefill"
+
+    @property
     def num_requests(self) -> int:
         """Requests it decodes, is about to decode or has queued."""
         return self.num_running + self.num_waiting + self.num_reserved + self.num_placed

@@ -61,13 +61,14 @@ class Scene:
     free_s: Sequence[float]
     earlier: Sequence[Earlier]
     qos: QosClass
+    nests_steps: bool = False
 
     def view(self) -> ClusterView:
         workers = [
-            replace(WORKER, worker_id=f"w{i}", role=role, prefill_free_s=free_s, holder=i)
+            replace(WORKER, worker_id=f"w{i}", role=role, prefill_free_s=free_s, holder=i, nests_steps=self.nests_steps)
             for i, (role, free_s) in enumerate(zip(self.roles, self.free_s, strict=False))
         ]
-        return ClusterView([*workers, replace(P, holder=len(workers)), D])
+        return ClusterView([*workers, replace(P, holder=len(workers), nests_steps=self.nests_steps), D])
 
     def gate(self, view: ClusterView) -> AdmissionController:
         gate = AdmissionController(self.mode, PlacementRules(self.placement), random.Random(0))
@@ -109,6 +110,7 @@ scenes = st.builds(
         degradation=st.lists(st.sampled_from(degradations), unique=True).map(tuple),
         capped_tokens=st.sampled_from([1, 50]),
     ),
+    st.booleans(),
 )
 
 
