@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import AdmissionMode, PredictedLatency
-from halfmoon.policy.forecast.prefill_queue_model import PromptWork
+from halfmoon.policy.forecast.prefill_step import PromptWork
 from halfmoon.policy.forecast.request_forecast import RequestForecast
 from halfmoon.policy.forecast.ttft import prefill_seconds
 from halfmoon.policy.placement.ranking import predict_tbt

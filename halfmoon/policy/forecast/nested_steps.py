@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, PromptWork, Speed, sizes, work_s
+from halfmoon.policy.nested_step import OuterStep
 
 
 class Turn(NamedTuple):
@@ -13,8 +17,7 @@ class Turn(NamedTuple):
     begins_s: float
     ends_s: float  # without that prompt; `begins_s` if it has no other prompts
     num_tokens: int  # of its other prompts
-    num_before: int  # tokens of the nested steps before it
-    before_s: float  # that these take, or took
+    adds_s: float  # what that prompt adds to it, alone
 
 
 @dataclass(slots=True)
@@ -26,7 +29,7 @@ class _NestedStep:
 
 
 class NestedSteps:
-    """Owns the nested steps of one running step, in the order of time. Which prompts run nested is decided elsewhere.
+    """Owns the nested steps of one running step, in the order of time.
 
     They follow one another. A prompt that comes while one runs is in the next one.
     """
@@ -41,15 +44,41 @@ class NestedSteps:
         """Requests whose prompts are in them and not computed yet."""
         return (request_id for step in self._steps for request_id in step.left)
 
-    def turn(self, now_s: float) -> Turn:
-        """The nested step in which a prompt that comes now would run."""
+    def turn(
+        self,
+        work: PromptWork,
+        outer: Sequence[PredictedChunk],
+        outer_began_s: float,
+        speed: Speed,
+        slowdown: float,
+        now_s: float,
+    ) -> Turn | None:
+        """The nested step of `outer` in which a prompt would run that comes now; None if it would not (`nested_step`).
+
+        Of those that come during a nested step and have no room in the next one together, the first run, not the
+        shortest.
+        """
+        if work.ready_s > -math.inf or work.most_seen < math.inf or work.priority > _first_priority(outer):
+            return None
+        begins_s, ends_s, num_tokens = self._next(now_s)
+        num_before, before_s = self.num_tokens - num_tokens, self.seconds - (ends_s - begins_s)
+        outer_s = slowdown * work_s(outer, speed.model)
+        left = max(1 - (begins_s - outer_began_s - before_s) / outer_s, 0.0) if outer_s else 0.0
+        step = OuterStep(sizes(outer)[0], len(outer), left, num_before)
+        num_places = speed.max_running - len(outer) - sum(1 for _ in self.request_ids)
+        if num_places <= 0 or work.new_tokens > min(step.most_tokens, step.room - num_tokens):
+            return None
+        adds_s = speed.model.seconds(work.new_tokens, work.known_tokens, work.most_seen)
+        return Turn(begins_s, ends_s, num_tokens, adds_s - (speed.model.a if num_tokens else 0.0))
+
+    def _next(self, now_s: float) -> tuple[float, float, int]:
+        """Begin, end and tokens of the nested step that a prompt joins which comes now; those of an empty one, too."""
         last = self._steps[-1] if self._steps else None
         if last is None or last.ends_s <= now_s:
-            return Turn(now_s, now_s, 0, self.num_tokens, self.seconds)
+            return now_s, now_s, 0
         if last.begins_s <= now_s:
-            return Turn(last.ends_s, last.ends_s, 0, self.num_tokens, self.seconds)
-        num_before, before_s = self.num_tokens - last.num_tokens, self.seconds - (last.ends_s - last.begins_s)
-        return Turn(last.begins_s, last.ends_s, last.num_tokens, num_before, before_s)
+            return last.ends_s, last.ends_s, 0
+        return last.begins_s, last.ends_s, last.num_tokens
 
     def add(self, request_id: str, num_tokens: int, takes_s: float, turn: Turn) -> None:
         """Adds a prompt that takes `takes_s` to its turn, as of now."""
@@ -94,3 +123,7 @@ class NestedSteps:
         for step in self._steps[at + 1 :]:
             step.begins_s += by_s
             step.ends_s += by_s
+
+
+def _first_priority(step: Sequence[PredictedChunk]) -> int:
+    return min(prompt.priority for prompt, _ in step)

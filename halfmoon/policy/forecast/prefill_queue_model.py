@@ -14,6 +14,7 @@ from halfmoon.policy.forecast.pending_prompts import PendingPrompts
 from halfmoon.policy.forecast.prefill_step import (
     PredictedChunk,
     Prompt,
+    PromptWork,
     Speed,
     StepRoom,
     by_rank,
@@ -26,23 +27,13 @@ from halfmoon.policy.forecast.prefill_step import (
 )
 from halfmoon.policy.forecast.running_steps import NO_STEP, RunningStep
 from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes
-from halfmoon.policy.models.latency import PrefillModel, StepModel, num_pairs
+from halfmoon.policy.models.latency import StepModel, num_pairs
 from halfmoon.policy.nested_step import OuterStep
 
 _MAX_STEPS = 256  # of look-ahead; the rest of the prompts is summed up
 _MAX_LOOKS = 600  # at prompts and steps: two or three milliseconds, which delay every other request
 _OVERDUE = 0.05  # share of an overdue step that is assumed to be left
 _UNKNOWN = 0.5  # share of a running decode step that is over, on average
-
-
-class PromptWork(NamedTuple):
-    """The work of one prompt on its worker."""
-
-    new_tokens: int  # to be computed
-    known_tokens: int  # cached or restored, before them
-    priority: int
-    ready_s: float  # when the restored part is there
-    most_seen: float = math.inf  # by each of its tokens
 
 
 class PredictedTimes(NamedTuple):
@@ -131,7 +122,7 @@ class PrefillQueueModel:
         """
         self._nests_steps = speed is not None
         if speed is not None and (turn := self._turn(work, speed, past_busy, now_s)):
-            takes_s = _own_s(work, turn, speed.model) * (1 + speed.contention * past_busy)
+            takes_s = turn.adds_s * (1 + speed.contention * past_busy)
             self._nested.add(request_id, work.new_tokens, takes_s, turn)
         self._num_joined += 1
         self.num_tokens += work.new_tokens
@@ -221,7 +212,7 @@ class PrefillQueueModel:
         requests that decode in the same steps, None where none ever does.
         """
         if speed.nests_steps and (turn := self._turn(work, speed, past_busy, now_s)):
-            ends_s = colocated.after(_own_s(work, turn, speed.model), turn.ends_s, speed.contention)
+            ends_s = colocated.after(turn.adds_s, turn.ends_s, speed.contention)
             return PredictedTimes(turn.begins_s, ends_s, self.num_tokens - queued_tokens(self._nested_chunks()))
         mine = order = self._num_joined + 1
         queue = PendingPrompts([*self._prompts.values(), Prompt("", order, *work, None)])
@@ -293,25 +284,12 @@ class PrefillQueueModel:
         num_steps = math.ceil(num_tokens / max(speed.step_tokens, speed.chunk_tokens))
         ends_s = begins_s + model.a * num_steps + model.b * num_tokens + model.c * pairs
         turn = self._turn(work, speed, past_busy, now_s) if speed.nests_steps else None
-        return ends_s if turn is None else min(ends_s, turn.ends_s + _own_s(work, turn, model))
+        return ends_s if turn is None else min(ends_s, turn.ends_s + turn.adds_s)
 
     def _turn(self, work: PromptWork, speed: Speed, past_busy: float, now_s: float) -> Turn | None:
-        """The nested step in which a prompt would run that comes now, where steps are nested; None if it would not.
-
-        Of those that come during a nested step and have no room in the next one together, the first run, not the
-        shortest.
-        """
-        step = self._step
-        may_nest = work.ready_s == -math.inf and work.most_seen == math.inf
-        if not may_nest or not step or work.priority > min([prompt.priority for prompt, _ in step]):
-            return None
-        turn, step_s = self._nested.turn(now_s), work_s(step, speed.model)
-        done_s = (turn.begins_s - self._step_began_s - turn.before_s) / (1 + speed.contention * past_busy)
-        left = max(1 - done_s / step_s, 0.0) if step_s else 0.0
-        outer = OuterStep(sizes(step)[0], len(step), left, turn.num_before)
-        has_place = len(step) + len(list(self._nested.request_ids)) < speed.max_running
-        fits = work.new_tokens <= min(outer.most_tokens, outer.room - turn.num_tokens)
-        return turn if fits and has_place else None
+        """The nested step in which a prompt would run that comes now; None if it would not."""
+        slowdown = 1 + speed.contention * past_busy
+        return self._nested.turn(work, self._step, self._step_began_s, speed, slowdown, now_s) if self._step else None
 
     def _nested_chunks(self) -> list[PredictedChunk]:
         prompts = [self._prompts[request_id] for request_id in self._nested.request_ids]
@@ -340,9 +318,3 @@ class PrefillQueueModel:
         self._step_began_s, self._num_before = now_s, self._num_joined
         if self._nested.num_tokens:
             self._nested = NestedSteps()
-
-
-def _own_s(work: PromptWork, turn: Turn, model: PrefillModel) -> float:
-    """Seconds that a prompt adds to a nested step."""
-    fixed_s = model.a if turn.num_tokens else 0.0
-    return model.seconds(work.new_tokens, work.known_tokens, work.most_seen) - fixed_s

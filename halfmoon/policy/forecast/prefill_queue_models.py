@@ -11,8 +11,8 @@ import numpy as np
 from halfmoon.policy.forecast.colocated_decodes import NO_DECODES, ColocatedDecodes
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding, Spans
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
-from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork
-from halfmoon.policy.forecast.prefill_step import Speed, StepRoom
+from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel
+from halfmoon.policy.forecast.prefill_step import PromptWork, Speed, StepRoom
 from halfmoon.policy.forecast.running_steps import RunningStepColumns
 from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes, chunk_s, chunk_target_s
 from halfmoon.policy.models.latency import Floats

@@ -39,6 +39,16 @@ class Prompt:
         return Prompt(name, order, left, known, priority, ready_s, self.most_seen, self.decoding)
 
 
+class PromptWork(NamedTuple):
+    """The work of one prompt on its worker."""
+
+    new_tokens: int  # to be computed
+    known_tokens: int  # cached or restored, before them
+    priority: int
+    ready_s: float  # when the restored part is there
+    most_seen: float = math.inf  # by each of its tokens
+
+
 class PredictedChunk(NamedTuple):
     """The tokens that a step computes of a prompt."""
 

@@ -10,8 +10,8 @@ import numpy as np
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.forecast.handover import HandoverPrediction, HandoverQueue, predict_handover
 from halfmoon.policy.forecast.prefill_forecast import PrefillForecast
-from halfmoon.policy.forecast.prefill_queue_model import PromptWork
 from halfmoon.policy.forecast.prefill_queue_models import PrefillQueueModels
+from halfmoon.policy.forecast.prefill_step import PromptWork
 from halfmoon.policy.forecast.room import Rooms, beside, paused_s, room_s
 from halfmoon.policy.forecast.ttft import predict_ttft
 from halfmoon.policy.models.latency import Floats

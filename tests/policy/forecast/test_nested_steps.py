@@ -18,9 +18,9 @@ from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
-from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork
+from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel
 from halfmoon.policy.forecast.prefill_queue_models import PrefillQueueModels
-from halfmoon.policy.forecast.prefill_step import Speed, StepRoom
+from halfmoon.policy.forecast.prefill_step import PromptWork, Speed, StepRoom
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import Role

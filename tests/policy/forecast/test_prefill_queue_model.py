@@ -19,8 +19,8 @@ from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes, DecodeIntervals
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
-from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork
-from halfmoon.policy.forecast.prefill_step import Speed, StepRoom
+from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel
+from halfmoon.policy.forecast.prefill_step import PromptWork, Speed, StepRoom
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule, StepDecodes
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.qos_classes import QosClass
-from halfmoon.policy.forecast.prefill_queue_model import PromptWork
+from halfmoon.policy.forecast.prefill_step import PromptWork
 from halfmoon.policy.forecast.request_forecast import RequestForecast
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.values import PlacementRequest
