@@ -39,6 +39,7 @@ from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key
 from halfmoon.kv.kv_layout import KVSlice
 from halfmoon.policy.models.gathering import gathering_pause_s
+from halfmoon.policy.nested_step import nested_cost
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class Engine(EngineCore):
         step = self.begin_nested(outer.step, outer.left, outer.num_nested, time.monotonic())
         if not step.schedule.scheduled:
             return None
-        outer.num_nested += step.schedule.num_tokens
+        outer.num_nested += nested_cost(step.schedule.num_tokens, outer.step.schedule.num_tokens)
         return replace(self._compute(step, started), is_nested=True)
 
     def _compute(self, step: Step, started: float, running: RunningStep | None = None) -> StepResult:

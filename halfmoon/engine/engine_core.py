@@ -235,7 +235,7 @@ class EngineCore:
         """Schedules what runs in the middle of a step, whose share `left` is to come; it may be empty.
 
         Looks at the prompts that came since the step began, or since the last call, once (`policy/nested_step.py`).
-        num_nested: tokens of its nested steps so far.
+        num_nested: see `OuterStep`.
         """
         return self._begin(self._scheduler.nested(outer.schedule, left, num_nested, self._num_looked_at, now_s))
 

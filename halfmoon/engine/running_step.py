@@ -15,7 +15,7 @@ class RunningStep:
         """`between_layers` is called before each layer attends, and must leave the step's requests as they are."""
         self.step = step
         self.interrupted_s = 0.0
-        self.num_nested = 0  # tokens of its nested steps
+        self.num_nested = 0  # see `OuterStep`
         self._core = core
         self._between_layers = between_layers
         self._request_ids = frozenset(item.sequence.request_id for item in step.schedule.scheduled)

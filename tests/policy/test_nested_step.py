@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.nested_step import OuterStep, choose_nested
+from halfmoon.policy.nested_step import OuterStep, choose_nested, nested_cost
 from halfmoon.policy.shared_step import ToAdmit
 
 
@@ -39,14 +39,16 @@ def chosen(outer: OuterStep, *newcomers: Newcomer, num_blocks: int = 99, num_pla
         (OuterStep(512, 4, 1.0), 127),  # each of four loses what one gains
         (OuterStep(512, 1, 0.9, num_nested=400), 112),
         (OuterStep(512, 1, 0.9, num_nested=512), 0),
-        (OuterStep(512, 1, 0.0), -1),
+        (OuterStep(512, 1, 0.9, num_nested=450), 0),  # a step counts as 64 at least
+        (OuterStep(512, 1, 0.125), 0),
+        (OuterStep(512, 1, 0.0), 0),
         (OuterStep(1, 1, 1.0), 0),
     ],
 )
 def test_the_longest_prompt_that_runs_nested(outer: OuterStep, most_tokens: int) -> None:
     assert outer.most_tokens == most_tokens
     assert chosen(outer, Newcomer(most_tokens + 1)) == []
-    if most_tokens > 0:
+    if most_tokens:
         assert chosen(outer, Newcomer(most_tokens)) == [most_tokens]
 
 
@@ -64,5 +66,6 @@ def test_nobody_runs_behind_one_without_room() -> None:
 def test_the_sum_of_waits_falls(num_tokens: int, num_prompts: int, left: float, lengths: list[int]) -> None:
     outer = OuterStep(num_tokens, num_prompts, left)
     nested = chosen(outer, *map(Newcomer, lengths))
-    assert sum(nested) * num_prompts <= len(nested) * left * num_tokens
+    if nested:
+        assert nested_cost(sum(nested), num_tokens) * num_prompts <= len(nested) * left * num_tokens
     assert sum(nested) <= num_tokens // 2

@@ -17,6 +17,7 @@ from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.nested_step import nested_cost
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure, WorkerGroup
 from halfmoon.sim.cluster.contention import Contention
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
@@ -84,7 +85,7 @@ def engine_times(arrivals: Arrivals, limits: BatchLimits, num_blocks: int, launc
                 nested = core.begin_nested(outer, (end_s - now_s) / seconds(outer), num_nested, now_s)
                 if not nested.schedule.scheduled:
                     break
-                num_nested += nested.schedule.num_tokens
+                num_nested += nested_cost(nested.schedule.num_tokens, outer.schedule.num_tokens)
                 num_nested_steps += 1
                 now_s, end_s = now_s + seconds(nested), end_s + seconds(nested)
                 add_until(now_s)

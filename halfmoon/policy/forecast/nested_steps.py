@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from halfmoon.policy.forecast.prefill_step import PredictedChunk, PromptWork, Speed, sizes, work_s
-from halfmoon.policy.nested_step import OuterStep
+from halfmoon.policy.nested_step import OuterStep, nested_cost
 
 
 class Turn(NamedTuple):
@@ -61,10 +61,13 @@ class NestedSteps:
         if work.ready_s > -math.inf or work.most_seen < math.inf or work.priority > _first_priority(outer):
             return None
         begins_s, ends_s, num_tokens = self._next(now_s)
-        num_before, before_s = self.num_tokens - num_tokens, self.seconds - (ends_s - begins_s)
+        outer_tokens, _ = sizes(outer)
+        before = self._steps[:-1] if num_tokens else self._steps
+        num_before = sum(nested_cost(step.num_tokens, outer_tokens) for step in before)
+        before_s = self.seconds - (ends_s - begins_s)
         outer_s = slowdown * work_s(outer, speed.model)
         left = max(1 - (begins_s - outer_began_s - before_s) / outer_s, 0.0) if outer_s else 0.0
-        step = OuterStep(sizes(outer)[0], len(outer), left, num_before)
+        step = OuterStep(outer_tokens, len(outer), left, num_before)
         num_places = speed.max_running - len(outer) - sum(1 for _ in self.request_ids)
         if num_places <= 0 or work.new_tokens > min(step.most_tokens, step.room - num_tokens):
             return None

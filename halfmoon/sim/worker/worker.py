@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from halfmoon.policy.models.chunk_length import ChunkRule, step_decodes
-from halfmoon.policy.nested_step import OuterStep
+from halfmoon.policy.nested_step import OuterStep, nested_cost
 from halfmoon.policy.preemption import is_overtaken, to_pause
 from halfmoon.sim.cluster.cluster_spec import WorkerGroup
 from halfmoon.sim.worker.job import Job
@@ -58,7 +58,7 @@ class SimWorker:
         self._does_decode = False
         self._can_nest = False  # prompts may run in the middle of the step
         self._nested: list[PromptChunk] = []  # of the nested step that runs
-        self._num_nested = 0  # tokens of the step's nested ones so far
+        self._num_nested = 0  # see `OuterStep`
 
     # room, also while a step is under way
 
@@ -182,7 +182,7 @@ class SimWorker:
         outer = OuterStep(num_tokens, len(self._chunks), self.steps.left(now_s), self._num_nested)
         self._nested = prompts.nested(outer, min(chunk.job.priority for chunk in self._chunks), now_s)
         if self._nested:
-            self._num_nested += sum(chunk.num_tokens for chunk in self._nested)
+            self._num_nested += nested_cost(sum(chunk.num_tokens for chunk in self._nested), num_tokens)
             self.steps.nest(self._nested, now_s)
 
     def finish(self, now_s: float) -> Finished:

@@ -32,6 +32,7 @@ from halfmoon.kv.codec import LOSSLESS, Codec, encoded_bytes
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.kv_layout import KVDtype, KVLayout, KVSlice
 from halfmoon.policy.models.chunk_length import ChunkRule
+from halfmoon.policy.nested_step import nested_cost
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 from halfmoon.worker.simulated.simulated_links import SimulatedLinks
@@ -236,7 +237,7 @@ class SimulatedEngine:
             left = min((due_s - time.monotonic()) / max(seconds, _LEAST_STEP_S), 1.0)
             nested = self._core.begin_nested(step, left, num_nested, time.monotonic())
             if nested.schedule.scheduled:
-                num_nested += nested.schedule.num_tokens
+                num_nested += nested_cost(nested.schedule.num_tokens, step.schedule.num_tokens)
                 nested_s = self._seconds(nested)
                 await asyncio.sleep(nested_s)
                 self._on_step(replace(self._ended(nested, nested_s), is_nested=True))
