@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from ctypes import c_int
 from dataclasses import replace
 from functools import partial
 
@@ -66,6 +67,7 @@ class Engine(EngineCore):
         self.context_tokens = min(most_tokens, memory.num_blocks * config.block_tokens)  # prompt and output
         self._memory = memory
         self._between_layers: Callable[[], None] | None = None
+        self._asked = c_int()  # whether that is wanted: kernels read it
         self._running: RunningStep | None = None  # that can be interrupted
         self._pool = memory.pool if isinstance(memory, TieredKV | ParallelRunner) else BlockPool(memory.num_blocks)
         super().__init__(
@@ -119,8 +121,8 @@ class Engine(EngineCore):
 
     @property
     def can_be_interrupted(self) -> bool:
-        """Whether others can run between the layers of a step: where it could wait for a layer."""
-        return self.loads_by_layer
+        """Whether others can run between the layers of a step: where it could wait for one, and weights stay here."""
+        return self.loads_by_layer and self._weights is None
 
     def load_block(self, request_id: str, block: int, payload: KVSource, layers: range | None = None) -> None:
         """Writes the canonical KV bytes of one block behind the fence of a request added with an order. Any thread.
@@ -159,19 +161,28 @@ class Engine(EngineCore):
             return step.counts
         if self._between_layers is None or not step.schedule.can_nest:
             return self._compute(step, started)
-        self._running = RunningStep(step, self, self._between_layers)
+        self._running = RunningStep(step, self, self._interrupted, self._asked)
         try:
             return self._compute(step, started, self._running)
         finally:
             self._running = None
 
     def call_between_layers(self, call: Callable[[], None]) -> None:
-        """Calls `call` between the layers of steps of prompts, where the engine can: then, `nested_step` may be called.
+        """Calls `call` after an `interrupt` before the next layer of a step of prompts, where the engine can.
 
-        So may methods that are not for any thread, but for `step`; those that name a request may raise StepRuns.
+        Then, `nested_step` may be called, and all methods but `step`; `cancel` may raise StepRuns.
         """
         if self.can_be_interrupted:
             self._between_layers = call
+
+    def interrupt(self) -> None:
+        """Asks for a call between layers, of this step or the next one. Any thread."""
+        self._asked.value = 1
+
+    def _interrupted(self) -> None:
+        assert self._between_layers is not None
+        self._asked.value = 0  # first: whoever asks from now on is heard
+        self._between_layers()
 
     def nested_step(self) -> StepResult | None:
         """Runs prompts that came during the running step in the middle of it (`policy/nested_step.py`), if any do."""
@@ -199,11 +210,15 @@ class Engine(EngineCore):
             self.give_up_step(step)
             return self.step()  # nothing waits for a layer again before it is asked to
         except Exception:
+            if running is not None and running.error is not None:
+                raise
             logger.exception("step_failed", extra={"num_requests": len(scheduled)})
         result = self.end_step(step, sampled)
+        interrupted_s = 0.0 if running is None else running.interrupted_s
         timed = replace(
             result,
-            duration_s=time.perf_counter() - started - (0.0 if running is None else running.interrupted_s),
+            duration_s=time.perf_counter() - started - interrupted_s,
+            interrupted_s=interrupted_s,
             ended_s=time.monotonic(),
             layer_wait_s=sum(gate.waited_s for gate in gates),
             num_spread_tokens=self._runner.num_spread_tokens if isinstance(self._runner, ParallelRunner) else 0,

@@ -55,14 +55,14 @@ class Step:
 
 
 class StepRuns(Exception):
-    """A request is in a step that is interrupted: its blocks are being written. Call again after the step."""
+    """A request is in a step that is interrupted, and its blocks are being written: it ends after the step."""
 
 
 class EngineCore:
     """Owns the sequences by request id, from arrival to last token. Knows nothing of tensors and time.
 
-    At most one step runs at a time: `begin_step`, then `end_step` with its tokens. In the middle of it others may begin
-    and end, one after the other (`begin_nested`).
+    Steps follow each other: `begin_step`, then `end_step` with its tokens. In the middle of one others may begin and
+    end, one after the other (`begin_nested`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class EngineCore:
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._num_looked_at = 0  # of these, when a step began or newcomers were last looked at
-        self.interrupted: frozenset[str] = frozenset()  # requests that commands leave alone meanwhile: `StepRuns`
+        self.interrupted: frozenset[str] = frozenset()  # requests of a step in whose middle something else runs
 
     def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
         """Queues a request. `on_kv` hears which KV of a prefill-only one is written, on this thread or the device's.
@@ -163,9 +163,11 @@ class EngineCore:
     def cancel(self, request_id: str) -> bool:
         """Ends a request in any state and frees its blocks at once. Returns False if it is not here (any more).
 
-        This, `note_loaded`, `move_fence` and `arrive_by_layer` raise StepRuns for an `interrupted` request.
+        Raises StepRuns for an `interrupted` request.
         """
-        sequence = self._at_rest(request_id)
+        if request_id in self.interrupted:
+            raise StepRuns
+        sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
         self._remove(sequence)
@@ -181,7 +183,7 @@ class EngineCore:
 
         Has no effect on blocks that are no longer awaited.
         """
-        sequence = self._at_rest(request_id)
+        sequence = self._sequences.get(request_id)
         if sequence is None or not self._restores.note_loaded(sequence, loaded, given_up):
             return
         self._cache.insert(sequence)
@@ -193,7 +195,6 @@ class EngineCore:
 
         The fence never moves below computed blocks. Raises NotFound for a request that awaits no blocks.
         """
-        self._at_rest(request_id)
         return self._restores.move_fence(self.find(request_id), fence)
 
     def arrive_by_layer(self, request_id: str, gate: LayerGate) -> None:
@@ -201,7 +202,7 @@ class EngineCore:
 
         `load_block` writes them, and the step counts them as loaded. No effect on a request that awaits nothing.
         """
-        sequence = self._at_rest(request_id)
+        sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._restores.arrive_by_layer(sequence, gate)
 
@@ -311,12 +312,6 @@ class EngineCore:
         if sequence.state != state:
             raise NotFound(f"request {request_id} is not {state} here")
         return sequence
-
-    def _at_rest(self, request_id: str) -> Sequence | None:
-        """The request's sequence, if it is here. Raises StepRuns while its step is interrupted."""
-        if request_id in self.interrupted:
-            raise StepRuns
-        return self._sequences.get(request_id)
 
     def _admit(self, request: EngineRequest, order: RestoreOrder | None = None) -> Sequence:
         if request.request_id in self._sequences:

@@ -97,6 +97,7 @@ class EngineThread:
                 return None
             answer: asyncio.Future[T] = self._loop.create_future()
             self._commands.put(_Command(call, answer))
+            self._engine.interrupt()
             return answer
 
     def on_loop(self, listener: Callable[..., None]) -> Callable[..., None]:
@@ -149,8 +150,6 @@ class EngineThread:
 
     def _between_layers(self) -> None:
         """Runs commands up to the first that must wait for the end of the running step, then a nested step."""
-        if self._commands.empty():
-            return
         while not self._postponed and not self._commands.empty():
             command = self._commands.get()
             if not isinstance(command, _Command) or not self._answer(command):

@@ -51,7 +51,8 @@ class StepResult:
     num_paused: int = 0  # pauses begun since the step before
     num_moved_out: int = 0  # paused sequences that gave their blocks to others
     paused_s: float = 0.0  # of pauses that ended
-    duration_s: float = 0.0  # without nested steps
+    duration_s: float = 0.0
+    interrupted_s: float = 0.0  # besides, while nested steps and commands ran in the middle of it
     layer_wait_s: float = 0.0  # part of the duration during which the step waited for KV that arrives by layer
     ended_s: float = 0.0  # time.monotonic(): listeners may be late
     num_cached_tokens: Mapping[str, int] = field(
@@ -64,6 +65,11 @@ class StepResult:
     evicted_keys: tuple[bytes, ...] = ()
     staged: StagedWork = StagedWork()
     chains: tuple[BlockChain, ...] = ()  # chains of prompts computed in this step, and of outputs that filled a block
+
+    @property
+    def began_s(self) -> float:
+        """When it began, by time.monotonic()."""
+        return self.ended_s - self.duration_s - self.interrupted_s
 
     @property
     def num_decode_rows(self) -> int:

@@ -121,9 +121,8 @@ class WorkerState:
         self.cached_blocks.change(result.stored_keys, result.evicted_keys)
         self.chains.offer(result.chains)
         self.compute_rate.observe(result)
-        began_s = result.ended_s - result.duration_s
-        self.router.note_begun(result.num_cached_tokens, began_s)
-        self.router.note_chunks(result.num_computed_tokens, began_s, result.ended_s)
+        self.router.note_begun(result.num_cached_tokens, result.began_s)
+        self.router.note_chunks(result.num_computed_tokens, result.began_s, result.ended_s)
         self.router.deliver(result.outputs)
 
     def note_prompt(self, num_tokens: int, num_cached: int, num_loaded: int, num_from_workers: int = 0) -> None:

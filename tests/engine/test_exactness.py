@@ -135,6 +135,7 @@ class Interrupted:
         self._by_name = {one.request_id: one for one in waiting}
         self._held: list[EngineRequest] = []
         engine.call_between_layers(self._between_layers)
+        engine.interrupt()
 
     def run(self) -> None:
         for _ in range(MOST_STEPS):
@@ -148,6 +149,7 @@ class Interrupted:
         self._engine.check_integrity()
 
     def _between_layers(self) -> None:
+        self._engine.interrupt()
         if self._waiting and self._rng.random() < 0.5:
             self._engine.add(self._waiting.pop())
         self._hand_over(self._rng.randrange(4))

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,9 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.engine_core import StepRuns
 from halfmoon.engine.engine_thread import EngineThread
 from halfmoon.engine.request import EngineRequest
-from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import StepResult
-from halfmoon.errors import NotFound
-from tests.engine.engine_runs import MakeEngine, finish, request
+from tests.engine.engine_runs import MakeEngine, finish, prompt, request
 
 STEP = 256
 
@@ -35,8 +34,9 @@ def handed_over(name: str, length: int = 20, **options: Any) -> EngineRequest:
 
 def once(engine: Engine, call: Callable[[], None], layer: int = 1) -> None:
     """Calls before that layer of the next step that can be interrupted, and never again."""
-    calls = [lambda: None] * layer + [call]
-    engine.call_between_layers(lambda: calls.pop(0)() if calls else None)
+    calls = [engine.interrupt] * layer + [call]
+    engine.call_between_layers(lambda: calls.pop(0)())
+    engine.interrupt()
 
 
 def nested_in(engine: Engine, outer: EngineRequest, *newcomers: EngineRequest, layer: int = 1) -> list[str]:
@@ -65,8 +65,10 @@ def test_a_short_prompt_has_its_token_before_the_step_around_it(engine: Engine) 
 def test_times_are_without_what_runs_nested(engine: Engine) -> None:
     once(engine, lambda: time.sleep(0.5))
     engine.add(handed_over("long", 300))
-    before = time.perf_counter()
-    assert engine.step().duration_s < time.perf_counter() - before - 0.5
+    before, before_s = time.perf_counter(), time.monotonic()
+    result = engine.step()
+    assert result.duration_s < time.perf_counter() - before - 0.5
+    assert before_s - 0.01 < result.began_s < before_s + result.duration_s
 
 
 @pytest.mark.parametrize(
@@ -103,12 +105,61 @@ def test_nothing_runs_in_the_middle_of_decodes(engine: Engine) -> None:
     assert nested_in(engine, handed_over("long", 300), handed_over("short")) == []
 
 
-def test_nothing_runs_nested_while_others_wait_for_room(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_batch_tokens=STEP, max_running=1)
+def test_nothing_runs_nested_beside_answers_that_wait_for_the_step(engine: Engine) -> None:
+    """Such as one that starts meanwhile."""
+    found: list[StepResult | None] = []
+
+    def come() -> None:
+        engine.reserve(request("answer", 5))
+        engine.start("answer", 7)
+        engine.add(handed_over("short"))
+        found.append(engine.nested_step())
+
+    once(engine, come)
     engine.add(handed_over("long", 300))
-    engine.add(handed_over("first", 100))
     engine.step()
-    assert nested_in(engine, handed_over("later", 50), handed_over("short")) == []
+    assert found == [None]
+
+
+@pytest.mark.parametrize("room", [{"max_running": 3}, {"num_blocks": 10}])
+def test_nothing_runs_nested_while_older_ones_have_no_room(make_engine: MakeEngine, room: dict[str, int]) -> None:
+    """Or no room without what others may evict: 300, 200 and 20 tokens take 38, 25 and 3 blocks of 8."""
+    num_blocks = 65 if "num_blocks" in room else 400
+    engine = make_engine(max_batch_tokens=STEP, block_tokens=8, **{"max_running": 4, **room, "num_blocks": num_blocks})
+    if "max_running" in room:
+        engine.add(handed_over("running", 300))
+    engine.add(handed_over("long", 300))
+    engine.add(handed_over("older", 200))
+    assert nested_in(engine, handed_over("another", 10), handed_over("short")) == []
+
+
+def test_a_less_urgent_one_does_not_run_nested_while_an_urgent_one_waits(engine: Engine) -> None:
+    newcomers = handed_over("urgent", 200), handed_over("short", priority=1)
+    assert nested_in(engine, handed_over("long", 300, priority=1), *newcomers) == []
+
+
+def test_what_was_cached_when_it_was_chosen_may_be_gone_when_it_is_admitted(make_engine: MakeEngine) -> None:
+    """It has its blocks then, and runs in the next step."""
+    engine = make_engine(num_blocks=71, max_batch_tokens=64, max_running=40, block_tokens=8)
+    for name, tokens in (("known", prompt(1, 300)), ("also known", prompt(3, 208))):
+        engine.add(replace(handed_over(name), prompt_token_ids=tokens))
+        finish(engine)
+        engine.cancel(name)
+    results: list[StepResult | None] = []
+
+    def come() -> None:
+        for number in range(18):
+            engine.add(replace(handed_over(str(number)), prompt_token_ids=prompt(100 + number, 1)))
+        engine.add(replace(handed_over("known"), prompt_token_ids=prompt(1, 300)))
+        results.append(engine.nested_step())
+
+    once(engine, come)
+    engine.add(replace(handed_over("long"), prompt_token_ids=prompt(2, 64)))
+    engine.step()
+    assert results[0] is not None
+    assert results[0].num_prefill_tokens == 18
+    assert engine.find("known").state == "running"
+    assert [output.request_id for output in finish(engine)] == ["known"]
 
 
 def test_a_nested_step_is_bounded_by_what_is_left(engine: Engine) -> None:
@@ -133,19 +184,11 @@ def test_all_nested_steps_have_as_many_tokens_as_the_one_around_them(engine: Eng
     assert names == ["0", "1"]
 
 
-def test_commands_leave_the_interrupted_requests_alone(engine: Engine) -> None:
+def test_a_request_of_the_step_ends_after_it_and_others_at_once(engine: Engine) -> None:
     def come() -> None:
-        for call in (
-            partial(engine.cancel, "long"),
-            partial(engine.note_loaded, "long", (0,)),
-            partial(engine.move_fence, "long", 0),
-            partial(engine.arrive_by_layer, "long", LayerGate((), 1, 0.0)),
-        ):
-            with pytest.raises(StepRuns):
-                call()
+        with pytest.raises(StepRuns):
+            engine.cancel("long")
         assert engine.cancel("other")
-        with pytest.raises(NotFound):
-            engine.find("other")
 
     once(engine, come)
     engine.add(handed_over("long", 300))
@@ -156,17 +199,36 @@ def test_commands_leave_the_interrupted_requests_alone(engine: Engine) -> None:
     assert engine.stats().num_free_blocks == engine.num_blocks
 
 
-def test_a_step_that_fails_in_the_middle_ends_with_its_requests_and_no_others(engine: Engine) -> None:
+def test_a_nested_step_that_fails_ends_its_requests_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, results = engine._runner, list[StepResult | None]()
+    run = runner.run
+
+    def broken(*_: Any) -> None:
+        raise MemoryError
+
     def come() -> None:
         engine.add(handed_over("short"))
-        assert engine.nested_step() is not None
-        raise ValueError("broken")
+        with monkeypatch.context() as patched:
+            patched.setattr(runner, "run", broken)
+            results.append(engine.nested_step())
 
     once(engine, come)
     engine.add(handed_over("long", 300))
-    assert [(output.request_id, output.finish_reason) for output in engine.step().outputs] == [("long", "error")]
-    assert engine.find("short").state == "held"
-    engine.check_integrity()
+    engine.step()
+    assert results[0] is not None
+    assert [(output.request_id, output.finish_reason) for output in results[0].outputs] == [("short", "error")]
+    assert [output.request_id for output in finish(engine)] == ["long"]
+    assert runner.run == run
+
+
+def test_an_error_of_what_runs_in_the_middle_is_not_one_of_the_step(engine: Engine) -> None:
+    def come() -> None:
+        raise AssertionError("block 3 is freed twice")
+
+    once(engine, come)
+    engine.add(handed_over("long", 300))
+    with pytest.raises(AssertionError, match="freed twice"):
+        engine.step()
 
 
 async def test_commands_keep_their_order_around_one_that_waits_for_the_step(engine: Engine) -> None:

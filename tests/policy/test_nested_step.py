@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.policy.nested_step import OuterStep, choose_nested, nested_cost
-from halfmoon.policy.shared_step import ToAdmit
 
 
-class Newcomer(NamedTuple):
-    num_tokens: int
-    num_blocks: int = 1
-    state: str = "waiting"
-
-
-def chosen(outer: OuterStep, *newcomers: Newcomer, num_blocks: int = 99, num_places: int = 99) -> list[int]:
-    found = choose_nested(
-        outer,
-        newcomers,
-        num_blocks,
-        num_places,
-        lambda one: ToAdmit(0, one.num_blocks),
-        lambda one, num_cached: one.num_tokens - num_cached,
-    )
-    assert all(num_tokens == one.num_tokens for num_tokens, one in found)
-    return [num_tokens for num_tokens, _ in found]
+def chosen(outer: OuterStep, *lengths: int) -> list[int]:
+    return choose_nested(outer, [(num_tokens, num_tokens) for num_tokens in lengths])
 
 
 @pytest.mark.parametrize(
@@ -42,30 +24,25 @@ def chosen(outer: OuterStep, *newcomers: Newcomer, num_blocks: int = 99, num_pla
         (OuterStep(512, 1, 0.9, num_nested=450), 0),  # a step counts as 64 at least
         (OuterStep(512, 1, 0.125), 0),
         (OuterStep(512, 1, 0.0), 0),
-        (OuterStep(1, 1, 1.0), 0),
+        (OuterStep(100, 1, 1.0, num_nested=90), 0),  # as 16
+        (OuterStep(31, 1, 1.0), 0),
     ],
 )
 def test_the_longest_prompt_that_runs_nested(outer: OuterStep, most_tokens: int) -> None:
     assert outer.most_tokens == most_tokens
-    assert chosen(outer, Newcomer(most_tokens + 1)) == []
+    assert chosen(outer, most_tokens + 1) == []
     if most_tokens:
-        assert chosen(outer, Newcomer(most_tokens)) == [most_tokens]
+        assert chosen(outer, most_tokens) == [most_tokens]
 
 
 def test_the_shortest_run_first_and_whole() -> None:
-    assert chosen(OuterStep(512, 1, 1.0), Newcomer(130), Newcomer(100), Newcomer(120), Newcomer(0)) == [100, 120]
-
-
-def test_nobody_runs_behind_one_without_room() -> None:
-    outer = OuterStep(512, 1, 1.0)
-    assert chosen(outer, Newcomer(10), Newcomer(20, num_blocks=5), Newcomer(30), num_blocks=5) == [10]
-    assert chosen(outer, Newcomer(10), Newcomer(20), num_places=1) == [10]
+    assert chosen(OuterStep(512, 1, 1.0), 130, 100, 120) == [100, 120]
 
 
 @given(st.integers(1, 600), st.integers(1, 6), st.floats(0, 1), st.lists(st.integers(1, 300), max_size=6))
 def test_the_sum_of_waits_falls(num_tokens: int, num_prompts: int, left: float, lengths: list[int]) -> None:
     outer = OuterStep(num_tokens, num_prompts, left)
-    nested = chosen(outer, *map(Newcomer, lengths))
+    nested = chosen(outer, *lengths)
     if nested:
         assert nested_cost(sum(nested), num_tokens) * num_prompts <= len(nested) * left * num_tokens
     assert sum(nested) <= num_tokens // 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from ctypes import c_int
 from functools import partial
 from typing import Protocol
 
@@ -49,8 +50,12 @@ class WatchedAttention:
 class Gate(Protocol):
     """What a step passes before each of its layers attends."""
 
+    @property
+    def asked(self) -> c_int | None:
+        """While it is 0, layers need not pass; None: they must."""
+
     def wait(self, layer: int) -> None:
-        """Returns when this layer may go on. Raises LayerLate if it cannot."""
+        """Returns when this layer may go on; raises what ends the step, such as LayerLate."""
 
 
 class GatedAttention:
@@ -58,18 +63,15 @@ class GatedAttention:
 
     def __init__(self, inner: StepAttention, gate: Gate) -> None:
         self.inner = inner
-        self._gate = gate
+        self.gate = gate
         self._begun = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
         """See `StepAttention.attend`. Raises LayerLate."""
-        self.wait(self._begun)
+        if self.gate.asked is None or self.gate.asked.value:
+            self.gate.wait(self._begun)
         self._begun += 1
         return self.inner.attend(q, k, v, layer_kv, rule)
-
-    def wait(self, layer: int) -> None:
-        """See `Gate.wait`."""
-        self._gate.wait(layer)
 
 
 class DeviceWatch:

@@ -36,11 +36,14 @@ class BlockKernels:
         self._room = torch.empty(0, dtype=torch.uint8)
         self.lookup = c_function(library, f"quantised_lookup_{suffix}", _LOOKUP)
 
-    def room(self, num_bytes: int) -> int:
-        """The address of memory for x in eight bits, until the next call. Engines compute in one thread."""
+    def room(self, num_bytes: int) -> Tensor:
+        """Memory for x in eight bits, whose content is lost with the next call. Engines compute in one thread.
+
+        Who calls others meanwhile holds it: they may need more, and get another one.
+        """
         if self._room.nbytes < num_bytes:
             self._room = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._room.data_ptr()
+        return self._room
 
 
 class PackedBlocks:
@@ -99,7 +102,7 @@ class PackedBlocks:
             self.address,
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            self._kernels.room(x_room_bytes(num_rows, num_inputs)),
+            self._kernels.room(x_room_bytes(num_rows, num_inputs)).data_ptr(),
             self.format_number,
             num_rows,
             num_inputs,

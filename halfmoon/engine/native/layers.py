@@ -48,6 +48,7 @@ class _Step(ctypes.Structure):
         *((name, c_int) for name in ("codes", "num_threads")),
         ("between", _Between),
         ("calls", c_char_p),
+        ("asked", ctypes.POINTER(c_int)),
     )
 
 
@@ -66,12 +67,18 @@ class _Listeners:
         self.inner = attention
         self.error: BaseException | None = None
 
+    @property
+    def asked(self) -> c_int | None:
+        """See `Gate.asked`."""
+        return self._gates[0].gate.asked if len(self._gates) == 1 else None
+
     def calls(self, num_layers: int) -> bytes | None:
         """Which layers call `between`, as layers.h has it; None where nobody listens, as in nearly all decode steps."""
         if not self._gates and not self._watches:
             return None
         reported = [any(watch.reports(layer + 1) for watch in self._watches) for layer in range(num_layers)]
-        return bytes(bool(self._gates) | is_reported << 1 for is_reported in reported)
+        is_gated = bool(self._gates) and self.asked is None
+        return bytes(is_gated | is_reported << 1 for is_reported in reported)
 
     def between(self, layer: int, is_stored: int) -> int:
         """Returns 1 if the step cannot go on, for which `error` is the reason."""
@@ -81,7 +88,7 @@ class _Listeners:
                     watch.stored(layer + 1)
             else:
                 for gate in self._gates:
-                    gate.wait(layer)
+                    gate.gate.wait(layer)
         except BaseException as error:  # an exception cannot cross the kernels
             self.error = error
             return 1
@@ -118,10 +125,10 @@ class NativeLayers:
         normed, heads, attended, gate_up, gated = rooms
         segments, runs, tasks = batch.plan
         partials, done = batch.partials
+        x_blocks = library.block_kernels.room(x_room_bytes(num_tokens, max(config.hidden_size, config.q_size, inner)))
         hidden, item_bytes = hidden.contiguous(), kv.element_size()
         step = _Step(
-            *(room.data_ptr() for room in (hidden, normed, heads, attended, gate_up, gated)),
-            library.block_kernels.room(x_room_bytes(num_tokens, max(config.hidden_size, config.q_size, inner))),
+            *(room.data_ptr() for room in (hidden, normed, heads, attended, gate_up, gated, x_blocks)),
             *(table.data_ptr() for table in (self._cos, self._sin, positions, batch.slots)),
             *(part.data_ptr() for part in (segments, runs, tasks, partials, done, kv)),
             *(kv.stride(dimension) * item_bytes for dimension in range(3)),
@@ -129,6 +136,7 @@ class NativeLayers:
             *(config.head_dim, config.hidden_size, self._cos.stride(0)),
             *(config.norm_eps, config.score_scale, row_codes(kv.dtype), library.num_threads),
             *(_Between(listeners.between) if calls else _Between(), calls),
+            None if listeners.asked is None else ctypes.pointer(listeners.asked),
         )
         library.run_layers(self._table, ctypes.byref(step))
         if listeners.error is not None:

@@ -17,6 +17,8 @@ class LayerGate:
     All waits together take at most `patience_s`: a step holds up whatever comes after it.
     """
 
+    asked: None = None  # every layer passes it
+
     def __init__(self, blocks: Iterable[int], num_layers: int, patience_s: float) -> None:
         """blocks: of the prompt, that arrive here."""
         self.blocks = frozenset(blocks)

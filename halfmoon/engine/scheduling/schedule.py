@@ -82,6 +82,8 @@ class Schedule:
 
     @property
     def can_nest(self) -> bool:
-        """Whether prompts may run in the middle of it: it is of prompts alone, and nobody waits for a part of one."""
+        """Whether prompts may run in the middle of it: it is of prompts alone, none with a single token left, or with
+        KV on its way.
+        """
         is_plain = all(item.sequence.restore is None for item in self.scheduled)
         return bool(self.scheduled) and not self.num_decode_seqs and is_plain

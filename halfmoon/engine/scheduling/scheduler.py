@@ -68,26 +68,29 @@ class Scheduler:
         """The prompts that came as number `since` or later and run in the middle of a running step, if any.
 
         `left` and `num_nested` are an `OuterStep`'s. Only prompts that are handed over run nested: the next token of
-        others would wait for the outer step.
+        others would wait for the outer step. None does while one of a higher priority waits, or one decodes, or if not
+        all that wait have room.
         """
-        newcomers = [one for one in self.queues.waiting if one.order >= since and _can_nest(one)]
-        if not newcomers or self.queues.is_short or self.queues.allows_pauses or not outer.can_nest:
+        waiting, step = self.queues.waiting, OuterStep(outer.num_tokens, len(outer.scheduled), left, num_nested)
+        newcomers = [one for one in waiting if one.order >= since and _can_nest(one)]
+        if not newcomers or not outer.can_nest or not self.queues.has_room_for_waiting or self.queues.allows_pauses:
             return Schedule((), 0, 0)
-        priority = min(item.sequence.request.priority for item in outer.scheduled)
-
-        def tokens_of(other: Sequence, num_cached: int) -> int:
-            return other.num_uncomputed - num_cached if other.request.priority <= priority else 0
-
+        if any(one.is_decoding for one in self.queues.running):
+            return Schedule((), 0, 0)
+        priority = min(one.request.priority for one in (*waiting, *(item.sequence for item in outer.scheduled)))
+        able = [one for one in newcomers if one.request.priority == priority]
         chosen = choose_nested(
-            OuterStep(outer.num_tokens, len(outer.scheduled), left, num_nested),
-            in_turn(newcomers, now_s),
-            self._blocks.num_available,
-            self.queues.num_places,
-            self._blocks.to_admit,
-            tokens_of,
+            step, [(one.num_uncomputed - self._blocks.to_admit(one).num_cached, one) for one in in_turn(able, now_s)]
         )
-        admitted = [one for _, one in chosen if self.queues.admit(one, now_s)]
-        return Schedule(tuple(ScheduledSequence(one, one.num_uncomputed) for one in admitted), 0, 0)
+        room, scheduled = step.room, []
+        for one in chosen:
+            if not self.queues.admit(one, now_s):
+                break
+            room -= one.num_uncomputed
+            if room < 0:  # admitting the others evicted what it would have found; it runs in the next step
+                break
+            scheduled.append(ScheduledSequence(one, one.num_uncomputed))
+        return Schedule(tuple(scheduled), 0, 0)
 
     def _go_ahead(self, prefills: list[ScheduledSequence], decodes: list[ScheduledSequence]) -> bool:
         """Whether answers that came from another worker run before the decodes: their clients wait for the next token.

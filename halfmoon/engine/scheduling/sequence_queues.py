@@ -78,6 +78,12 @@ class SequenceQueues:
         """How many more sequences may run or be reserved."""
         return self.limits.max_running - len(self._running) - len(self._reserved)
 
+    @property
+    def has_room_for_waiting(self) -> bool:
+        """Whether all that wait have places and blocks, whatever the prefix cache has of them."""
+        wanted = sum(self.blocks.num_for(len(other.token_ids)) for other in self._waiting)
+        return not self.is_short and wanted <= self.blocks.num_available and len(self._waiting) <= self.num_places
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence to be computed here from its first token.
 
@@ -85,11 +91,8 @@ class SequenceQueues:
         can begin.
         """
         self._waiting.append(sequence)
-        if sequence.restore is not None and not self.is_short and not self._paused:
-            wanted = sum(self.blocks.num_for(len(other.token_ids)) for other in self._waiting)
-            places = self.num_places
-            if wanted <= self.blocks.num_available and len(self._waiting) <= places:
-                self.admit(sequence)
+        if sequence.restore is not None and not self._paused and self.has_room_for_waiting:
+            self.admit(sequence)
 
     def reserve(self, sequence: Sequence, now_s: float = 0.0) -> None:
         """Takes blocks for all its tokens and the next one, now, sharing cached ones: `num_cached` tokens are here.

@@ -47,6 +47,7 @@ class NestedSteps:
     def turn(
         self,
         work: PromptWork,
+        first_priority: int,
         outer: Sequence[PredictedChunk],
         outer_began_s: float,
         speed: Speed,
@@ -55,10 +56,12 @@ class NestedSteps:
     ) -> Turn | None:
         """The nested step of `outer` in which a prompt would run that comes now; None if it would not (`nested_step`).
 
+        first_priority: the least number of all queued prompts.
+
         Of those that come during a nested step and have no room in the next one together, the first run, not the
         shortest.
         """
-        if work.ready_s > -math.inf or work.most_seen < math.inf or work.priority > _first_priority(outer):
+        if work.ready_s > -math.inf or work.most_seen < math.inf or work.priority > first_priority:
             return None
         begins_s, ends_s, num_tokens = self._next(now_s)
         outer_tokens, _ = sizes(outer)
@@ -126,7 +129,3 @@ class NestedSteps:
         for step in self._steps[at + 1 :]:
             step.begins_s += by_s
             step.ends_s += by_s
-
-
-def _first_priority(step: Sequence[PredictedChunk]) -> int:
-    return min(prompt.priority for prompt, _ in step)

@@ -288,8 +288,11 @@ class PrefillQueueModel:
 
     def _turn(self, work: PromptWork, speed: Speed, past_busy: float, now_s: float) -> Turn | None:
         """The nested step in which a prompt would run that comes now; None if it would not."""
+        if not self._step:
+            return None
         slowdown = 1 + speed.contention * past_busy
-        return self._nested.turn(work, self._step, self._step_began_s, speed, slowdown, now_s) if self._step else None
+        first_priority = min([prompt.priority for prompt in self._prompts.values()])
+        return self._nested.turn(work, first_priority, self._step, self._step_began_s, speed, slowdown, now_s)
 
     def _nested_chunks(self) -> list[PredictedChunk]:
         prompts = [self._prompts[request_id] for request_id in self._nested.request_ids]

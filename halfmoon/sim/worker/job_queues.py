@@ -49,6 +49,10 @@ class JobQueues:
         """What a waiting job needs."""
         return self.blocks.to_admit(job, {})
 
+    def num_blocks(self, job: Job) -> int:
+        """Blocks of a waiting job's tokens, wherever they are."""
+        return self.blocks.num_for(job.target)
+
     @property
     def places(self) -> int:
         """Free slots: sequences that may still be taken."""

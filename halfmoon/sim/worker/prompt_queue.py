@@ -44,6 +44,9 @@ class Admission(Protocol):
     def to_admit(self, job: Job) -> ToAdmit:
         """What a waiting job needs."""
 
+    def num_blocks(self, job: Job) -> int:
+        """Blocks of a waiting job's tokens, wherever they are."""
+
 
 class PromptQueue:
     """Owns the order of prompts on one worker, whether they wait for memory or are being computed. Knows nothing of
@@ -125,17 +128,27 @@ class PromptQueue:
 
         `priority`: that of the step's first prompt by rank.
         """
-        newcomers, self.newcomers = self.newcomers, []
-        if self.is_short or self.turns is not None:
+        newcomers, self.newcomers = [job for job in self.newcomers if _can_nest(job)], []
+        if not newcomers or self.turns is not None or not self._has_room_for_waiting():
             return []
+        priority = min(priority, *(job.priority for job in self.waiting))
+        able = [job for job in newcomers if job.priority == priority]
+        needs = [(job.target - self._memory.to_admit(job).num_cached, job) for job in in_turn(able, now_s)]
+        room, chunks = outer.room, []
+        for job in choose_nested(outer, needs):
+            if not self.begin(job, now_s):
+                break
+            room -= job.uncomputed
+            if room < 0:  # admitting the others evicted what it would have found
+                break
+            chunks.append(_chunk(job, job.uncomputed, now_s))
+        return chunks
 
-        def tokens_of(job: Job, num_cached: int) -> int:
-            return job.target - num_cached if job.priority <= priority else 0
-
-        able = in_turn((job for job in newcomers if _can_nest(job)), now_s)
+    def _has_room_for_waiting(self) -> bool:
+        """Whether all that wait have slots and memory, whatever the prefix cache has of them."""
         blocks, places = self._memory.room()
-        chosen = choose_nested(outer, able, blocks, places, self._memory.to_admit, tokens_of)
-        return [_chunk(job, job.uncomputed, now_s) for _, job in chosen if self.begin(job, now_s)]
+        wanted = sum(map(self._memory.num_blocks, self.waiting))
+        return not self.is_short and wanted <= blocks and len(self.waiting) <= places
 
     def _in_turn(self, now_s: float) -> deque[Job]:
         return deque(in_turn([*self.prefilling, *self.waiting], now_s))

@@ -22,6 +22,7 @@ from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel
 from halfmoon.policy.forecast.prefill_queue_models import PrefillQueueModels
 from halfmoon.policy.forecast.prefill_step import PromptWork, Speed, StepRoom
 from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.policy.nested_step import nested_cost
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import Role
 from tests.policy.busy_host import beside
@@ -203,7 +204,7 @@ def test_what_is_left_behind_a_nested_prompt_is_told() -> None:
 
 
 newcomer = st.tuples(st.integers(1, 60), st.integers(-1, 1), st.floats(0, 1))
-few = st.tuples(st.integers(1, 8), st.integers(-1, 1), st.floats(0, 0.4))
+few = st.tuples(st.integers(1, 8), st.just(0), st.floats(0, 0.4))
 
 
 def scheduled(outer: list[int], newcomers: list[tuple[int, int, float]]) -> tuple[dict[str, float], float]:
@@ -230,7 +231,7 @@ def scheduled(outer: list[int], newcomers: list[tuple[int, int, float]]) -> tupl
             add(f"new {at}", order, *newcomers[at][:2])
             order, at = order + 1, at + 1
         nested = scheduler.nested(step, 1 - (look_s - nested_s) / step_s, num_nested, since, look_s)
-        since, num_nested = order, num_nested + nested.num_tokens
+        since, num_nested = order, num_nested + nested_cost(nested.num_tokens, step.num_tokens)
         takes_s = nested.num_tokens * NESTS.model.b
         free_s, nested_s = look_s + takes_s, nested_s + takes_s
         ends_s |= {item.sequence.request_id: free_s for item in nested.scheduled}

@@ -38,6 +38,7 @@ typedef struct {
      anything but 0. */
   int (*between)(int64_t layer, int is_stored);
   const uint8_t *calls; /* [num_layers], or 0: nothing is called */
+  const volatile int *asked; /* or 0. While it is not 0, every layer calls before it attends */
 } layers_step_t;
 #endif
 
@@ -119,7 +120,7 @@ void NAME(run_layers)(const layer_t *layers, const layers_step_t *s) {
     NAME(rotate)(heads, s->cos, s->sin, s->positions, s->num_tokens, s->num_heads + s->num_kv_heads, s->head_dim, stride,
                  s->table_stride, s->num_threads);
     uint8_t *kv = s->kv + i * s->kv_layer_bytes;
-    if (s->calls && s->calls[i] & 1 && s->between(i, 0)) return;
+    if (s->calls && (s->calls[i] & 1 || (s->asked && *s->asked)) && s->between(i, 0)) return;
     NAME(attend)(heads, k, v, kv, kv + s->kv_values_bytes, s->attended, s->slots, s->segments, s->runs, s->tasks,
                  s->partials, s->done, s->num_tokens, s->num_tasks, stride, stride, stride, s->kv_head_bytes,
                  s->num_kv_heads, s->num_heads / s->num_kv_heads, s->head_dim, s->scale, s->codes, s->num_threads);
