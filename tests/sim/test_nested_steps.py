@@ -118,20 +118,20 @@ def simulated_times(arrivals: Arrivals, limits: BatchLimits, num_blocks: int, la
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     num = draw(st.integers(2, 14))
-    longest_gap = draw(st.sampled_from([8, 40]))
+    longest_gap = draw(st.sampled_from([16, 80]))
     gaps = draw(st.lists(st.integers(1, longest_gap), min_size=num, max_size=num))
     classes = st.integers(0, draw(st.sampled_from([0, len(CLASSES) - 1])))
-    lengths = st.integers(1, 60) | st.integers(1, 12)
-    num_blocks = draw(st.sampled_from([22, 40, 400]))  # the longest prompt has 20
+    lengths = st.integers(1, 120) | st.integers(1, 12)
+    num_blocks = draw(st.sampled_from([42, 80, 800]))  # the longest prompt has 40
     arrivals: Arrivals = []
     for number, at in enumerate(accumulate(gaps)):
         prompt: tuple[int, ...] = ()
-        if number and num_blocks == 400 and draw(st.booleans()):  # nothing is evicted there
+        if number and num_blocks == 800 and draw(st.booleans()):  # nothing is evicted there
             base = draw(st.sampled_from(arrivals))[1]
             prompt = base[: draw(st.integers(0, len(base)))]
         prompt += (2 + number,) * draw(lengths)
-        arrivals.append((at / 2, prompt[:80], draw(classes)))
-    limits = BatchLimits(draw(st.integers(10, 80)), draw(st.integers(2, 16)), draw(st.integers(1, 8)))
+        arrivals.append((at / 2, prompt[:160], draw(classes)))
+    limits = BatchLimits(draw(st.integers(20, 160)), draw(st.integers(2, 16)), draw(st.integers(1, 8)))
     return arrivals, replace(limits, nests_steps=True), num_blocks, draw(st.sampled_from([0, 1, 4]))
 
 
