@@ -110,11 +110,11 @@ class AsyncEngine:
         return await self._thread.call(partial(self.engine.cancel, request_id))
 
     async def forget_prefixes(self) -> CacheChanges:
-        """Calls `Engine.forget_prefixes` between two steps."""
+        """Calls `Engine.forget_prefixes`."""
         return await self._thread.call(self.engine.forget_prefixes)
 
     async def stats(self) -> EngineStats:
-        """Calls `Engine.stats` between two steps."""
+        """Calls `Engine.stats` on the engine's thread."""
         return await self._thread.call(self.engine.stats)
 
     def stats_now(self) -> EngineStats:
@@ -168,11 +168,11 @@ class AsyncEngine:
         await self._copy(load)
 
     def arrive_by_layer(self, request_id: str, gate: LayerGate) -> None:
-        """Calls `Engine.arrive_by_layer` before the next step."""
+        """Calls `Engine.arrive_by_layer` before the next step at the latest."""
         self._thread.put(partial(self.engine.arrive_by_layer, request_id, gate))
 
     def note_loaded(self, request_id: str, loaded: Sequence[int], given_up: Sequence[int] = ()) -> None:
-        """Calls `Engine.note_loaded` before the next step."""
+        """Calls `Engine.note_loaded` before the next step at the latest."""
         self._thread.put(partial(self.engine.note_loaded, request_id, loaded, given_up))
 
     async def move_fence(self, request_id: str, fence: int) -> int:
