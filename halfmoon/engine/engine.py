@@ -161,7 +161,7 @@ class Engine(EngineCore):
             return step.counts
         if self._between_layers is None or not step.schedule.can_nest:
             return self._compute(step, started)
-        self._running = RunningStep(step, self, self._interrupted, self._asked)
+        self._running = RunningStep(step, self, self._on_interrupt, self._asked)
         try:
             return self._compute(step, started, self._running)
         finally:
@@ -179,7 +179,7 @@ class Engine(EngineCore):
         """Asks for a call between layers, of this step or the next one. Any thread."""
         self._asked.value = 1
 
-    def _interrupted(self) -> None:
+    def _on_interrupt(self) -> None:
         assert self._between_layers is not None
         self._asked.value = 0  # first: whoever asks from now on is heard
         self._between_layers()
