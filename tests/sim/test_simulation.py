@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.latency import StepModel
 from halfmoon.policy.placement.conditional import ConditionalMode
 from halfmoon.policy.placement.ranking import PlacementMode
@@ -370,6 +371,16 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_it_has() -> None:
     assert found.ttft_s[0] == pytest.approx(0.1)
     assert found.num_retries.tolist() == [1]
     assert found.end_s[0] == pytest.approx(0.3 + 0.110 + 9 * 0.011)
+
+
+def test_an_answer_whose_worker_dies_in_a_pause_may_be_paused_again_elsewhere() -> None:
+    limits = BatchLimits(2048, 512, 1)
+    classes = QosClass("urgent"), QosClass("batch", priority=1, max_pause_s=100.0)
+    workers = (group("both", 2, limits=limits),)
+    spec = ClusterSpec(workers, FAST, "least-loaded", failures=(Failure(1, 0.5, None),), classes=classes)
+    rows = [(0.0, 100, 200), (0.0, 100, 200), (0.3, 50, 50), (0.31, 50, 50), (2.0, 50, 5)]
+    found = simulate(spec, replace(work(*rows), classes=np.array([1, 1, 0, 0, 0])))
+    assert found.is_completed.all()
 
 
 def test_a_longer_context_makes_the_last_gap_the_longest() -> None:

@@ -90,13 +90,13 @@ class JobQueues:
             self.prompts.remove(job)
         self.blocks.release(job)
 
-    def lose_all(self) -> None:
+    def lose_all(self, now_s: float) -> None:
         """Forgets all jobs and blocks; those that decode keep the tokens that they have."""
         for job in list(self.decodes.jobs.values()):
             self.decodes.drop(job)
         self.kv.clear()
         self.prompts = PromptQueue(self, self._limits.max_batch_tokens)
-        self.paused.clear()
+        self.paused.clear(now_s)
         self.backlog.clear()
         self.arrived.clear()
         self.num_reserved = 0

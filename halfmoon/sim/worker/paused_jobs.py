@@ -43,8 +43,10 @@ class PausedJobs:
         job.state = "decoding"
         job.pauses.resume(now_s)
 
-    def clear(self) -> None:
-        """Forgets all, with their memory."""
+    def clear(self, now_s: float) -> None:
+        """Ends all pauses, and forgets the jobs with their memory."""
+        for job in self._jobs:
+            job.pauses.resume(now_s)
         self._jobs.clear()
 
     def lacks(self, job: Job) -> int:

@@ -206,7 +206,7 @@ class SimWorker:
     def die(self, now_s: float) -> None:
         """Loses everything except the tokens of finished steps."""
         self.steps.abort(now_s)
-        self.queues.lose_all()
+        self.queues.lose_all(now_s)
         self.is_alive = False
         self._chunks, self._nested = [], []
 
