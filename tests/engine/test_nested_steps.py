@@ -133,6 +133,14 @@ def test_nothing_runs_nested_while_older_ones_have_no_room(make_engine: MakeEngi
     assert nested_in(engine, handed_over("another", 10), handed_over("short")) == []
 
 
+def test_nothing_runs_nested_while_an_answer_is_paused(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_batch_tokens=STEP, block_tokens=16, num_blocks=16)
+    engine.add(replace(request("answer", 100, priority=1), class_priority=1, max_pause_s=1e9))
+    engine.step()
+    assert nested_in(engine, handed_over("long", 150), handed_over("short", 10)) == []
+    assert engine.stats().num_paused == 1
+
+
 def test_a_less_urgent_one_does_not_run_nested_while_an_urgent_one_waits(engine: Engine) -> None:
     newcomers = handed_over("urgent", 200), handed_over("short", priority=1)
     assert nested_in(engine, handed_over("long", 300, priority=1), *newcomers) == []
