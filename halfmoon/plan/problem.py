@@ -136,11 +136,13 @@ def default_rules(
     max_running: int | None = None,
     network_bytes_per_s: float | None = None,
 ) -> Rules:
-    """Batch limits as measured, or else the engine's, with the given number of sequences. Networks as given, or else as
-    measured, or else the catalogue's.
+    """Batch limits as measured, or else the engine's, with the given number of sequences; steps nest if all kinds of
+    workers do. Networks as given, or else as measured, or else the catalogue's.
     """
     measured = [source for source in sources.values() if isinstance(source, MeasuredProfile)]
     limits = measured[0].batch_limits if measured else BatchLimits(max_running=MAX_RUNNING)
+    all_nest = len(measured) == len(sources) and all(source.batch_limits.nests_steps for source in measured)
+    limits = replace(limits, nests_steps=all_nest)
     if max_running is not None:
         limits = replace(limits, max_running=max_running)
     networks = {pool.gpu.name: _network(pool, sources[pool.gpu.name], network_bytes_per_s) for pool in fleet.pools}

@@ -14,7 +14,7 @@ of them half as many.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -51,17 +51,26 @@ class OuterStep(NamedTuple):
         return most if most >= nested_cost(0, self.num_tokens) else 0
 
 
-def choose_nested(outer: OuterStep, newcomers: Iterable[tuple[int, Prompt]]) -> list[Prompt]:
-    """The prompts of the next nested step, the shortest first.
+def admit_nested(
+    outer: OuterStep,
+    newcomers: Iterable[Prompt],
+    tokens_of: Callable[[Prompt], int],
+    admit: Callable[[Prompt], bool],
+) -> list[Prompt]:
+    """Admits the prompts of the next nested step, the shortest first, and returns those that run.
 
-    `newcomers` have arrived since the outer step began, or since this was last asked, each with its tokens to compute.
-    Each is looked at once.
+    `newcomers` have arrived since the outer step began, or since this was last called; each is looked at once.
+    `tokens_of` a prompt are those to compute. Admitting one may evict what another would have found in the cache: if
+    that is too long when it is `admit`ted, it has its room and runs in the next step, as do all behind it.
     """
     result: list[Prompt] = []
     room, most_tokens = outer.room, outer.most_tokens
-    for num_tokens, prompt in sorted(newcomers, key=itemgetter(0)):
-        room -= num_tokens
-        if num_tokens > most_tokens or room < 0:
+    for num_tokens, prompt in sorted([(tokens_of(prompt), prompt) for prompt in newcomers], key=itemgetter(0)):
+        if num_tokens > min(room, most_tokens) or not admit(prompt):
             break
+        num_tokens = tokens_of(prompt)
+        if num_tokens > min(room, most_tokens):
+            break
+        room -= num_tokens
         result.append(prompt)
     return result

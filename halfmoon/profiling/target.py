@@ -131,5 +131,5 @@ def _target(fingerprint: str, one: dict[str, Any]) -> Target:
         max(one["parallelism"]["pipeline"], 1),
         sum(one["load"][name] for name in _BUSY),
         one["parallelism"]["sequence"],
-        one["limits"]["nests_steps"],
+        one["limits"].get("nests_steps", False),  # of an older gateway
     )

@@ -253,7 +253,7 @@ async def test_commands_keep_their_order_around_one_that_waits_for_the_step(engi
     thread._between_layers = pause  # type: ignore[method-assign]
     thread.start()
     await thread.call(partial(engine.add, handed_over("long", STEP)))
-    await asyncio.to_thread(in_step.wait, 10)
+    assert await asyncio.to_thread(in_step.wait, 10)
     ran: list[str] = []
 
     def command(name: str, call: Callable[[], Any] = lambda: None) -> asyncio.Future[Any]:
@@ -291,7 +291,7 @@ async def test_a_thread_that_is_stopped_in_the_middle_of_a_step_ends_it(engine: 
     thread._between_layers = pause  # type: ignore[method-assign]
     thread.start()
     await thread.call(partial(engine.add, handed_over("long", STEP)))
-    await asyncio.to_thread(in_step.wait, 10)
+    assert await asyncio.to_thread(in_step.wait, 10)
     stopped = asyncio.create_task(thread.stop())
     await asyncio.sleep(0)
     go_on.set()

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.nested_step import OuterStep, choose_nested, nested_cost
+from halfmoon.policy.nested_step import OuterStep, admit_nested, nested_cost
 
 
 def chosen(outer: OuterStep, *lengths: int) -> list[int]:
-    return choose_nested(outer, [(num_tokens, num_tokens) for num_tokens in lengths])
+    return admit_nested(outer, lengths, int, lambda _: True)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,20 @@ def test_the_longest_prompt_that_runs_nested(outer: OuterStep, most_tokens: int)
 
 def test_the_shortest_run_first_and_whole() -> None:
     assert chosen(OuterStep(512, 1, 1.0), 130, 100, 120) == [100, 120]
+
+
+def test_nobody_runs_behind_one_that_finds_no_room_or_became_too_long() -> None:
+    outer, is_admitted = OuterStep(512, 1, 1.0), {10: True, 20: False, 30: True}
+    assert admit_nested(outer, [30, 20, 10], int, lambda one: is_admitted[one]) == [10]
+    found, admitted = {"a": 10, "b": 20, "c": 30}, list[str]()
+
+    def admit(name: str) -> bool:
+        admitted.append(name)
+        found["b"] = 257  # what it would have found was evicted
+        return True
+
+    assert admit_nested(outer, ["a", "b", "c"], lambda name: found[name], admit) == ["a"]
+    assert admitted == ["a", "b"]
 
 
 @given(st.integers(1, 600), st.integers(1, 6), st.floats(0, 1), st.lists(st.integers(1, 300), max_size=6))

@@ -15,7 +15,7 @@ class _Copy(NamedTuple):
 
 
 class HostCopies:
-    """Owns the copies, by request: at most `max_bytes` in all. Called between steps, by their thread."""
+    """Owns the copies, by request: at most `max_bytes` in all. Engine thread only."""
 
     def __init__(self, memory: KVMemory, layout: KVLayout, max_bytes: int) -> None:
         self._memory = memory

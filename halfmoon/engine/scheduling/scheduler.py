@@ -17,7 +17,7 @@ from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
 from halfmoon.engine.scheduling.speculation import Speculation
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, decodes_with_targets
 from halfmoon.policy.models.learned_chunk_rule import LearnedChunkRule
-from halfmoon.policy.nested_step import OuterStep, choose_nested
+from halfmoon.policy.nested_step import OuterStep, admit_nested
 from halfmoon.policy.preemption import Turns, in_turn
 from halfmoon.policy.shared_step import ToAdmit, is_long, share_out, shorter_ones
 
@@ -68,8 +68,8 @@ class Scheduler:
         """The prompts that came as number `since` or later and run in the middle of a running step, if any.
 
         `left` and `num_nested` are an `OuterStep`'s. Only prompts that are handed over run nested: the next token of
-        others would wait for the outer step. None does while one of a higher priority waits, or one decodes, or if not
-        all that wait have room.
+        others would wait for the outer step. None does while one of a higher priority is here, or one decodes, or if
+        not all that wait have room.
         """
         waiting, step = self.queues.waiting, OuterStep(outer.num_tokens, len(outer.scheduled), left, num_nested)
         newcomers = [one for one in waiting if one.order >= since and _can_nest(one)]
@@ -77,20 +77,14 @@ class Scheduler:
             return Schedule((), 0, 0)
         if any(one.is_decoding for one in self.queues.running):
             return Schedule((), 0, 0)
-        priority = min(one.request.priority for one in (*waiting, *(item.sequence for item in outer.scheduled)))
-        able = [one for one in newcomers if one.request.priority == priority]
-        chosen = choose_nested(
-            step, [(one.num_uncomputed - self._blocks.to_admit(one).num_cached, one) for one in in_turn(able, now_s)]
-        )
-        room, scheduled = step.room, []
-        for one in chosen:
-            if not self.queues.admit(one, now_s):
-                break
-            room -= one.num_uncomputed
-            if room < 0:  # admitting the others evicted what it would have found; it runs in the next step
-                break
-            scheduled.append(ScheduledSequence(one, one.num_uncomputed))
-        return Schedule(tuple(scheduled), 0, 0)
+        priority = min(one.request.priority for one in (*waiting, *self.queues.running))
+        able = in_turn([one for one in newcomers if one.request.priority == priority], now_s)
+
+        def tokens_of(one: Sequence) -> int:
+            return one.num_uncomputed - (self._blocks.to_admit(one).num_cached if one.state == "waiting" else 0)
+
+        admitted = admit_nested(step, able, tokens_of, lambda one: self.queues.admit(one, now_s))
+        return Schedule(tuple(ScheduledSequence(one, one.num_uncomputed) for one in admitted), 0, 0)
 
     def _go_ahead(self, prefills: list[ScheduledSequence], decodes: list[ScheduledSequence]) -> bool:
         """Whether answers that came from another worker run before the decodes: their clients wait for the next token.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from halfmoon.policy.forecast.prefill_step import PredictedChunk, PromptWork, Speed, sizes, work_s
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, PromptWork, Speed, sizes, work_s
 from halfmoon.policy.nested_step import OuterStep, nested_cost
 
 
@@ -47,7 +47,7 @@ class NestedSteps:
     def turn(
         self,
         work: PromptWork,
-        first_priority: int,
+        queued: Collection[Prompt],
         outer: Sequence[PredictedChunk],
         outer_began_s: float,
         speed: Speed,
@@ -56,12 +56,12 @@ class NestedSteps:
     ) -> Turn | None:
         """The nested step of `outer` in which a prompt would run that comes now; None if it would not (`nested_step`).
 
-        first_priority: the least number of all queued prompts.
+        `queued` are all prompts on the worker. All of them must have places, and none a higher priority.
 
         Of those that come during a nested step and have no room in the next one together, the first run, not the
         shortest.
         """
-        if work.ready_s > -math.inf or work.most_seen < math.inf or work.priority > first_priority:
+        if work.ready_s > -math.inf or work.most_seen < math.inf or _are_ahead(queued, work, speed):
             return None
         begins_s, ends_s, num_tokens = self._next(now_s)
         outer_tokens, _ = sizes(outer)
@@ -71,8 +71,7 @@ class NestedSteps:
         outer_s = slowdown * work_s(outer, speed.model)
         left = max(1 - (begins_s - outer_began_s - before_s) / outer_s, 0.0) if outer_s else 0.0
         step = OuterStep(outer_tokens, len(outer), left, num_before)
-        num_places = speed.max_running - len(outer) - sum(1 for _ in self.request_ids)
-        if num_places <= 0 or work.new_tokens > min(step.most_tokens, step.room - num_tokens):
+        if work.new_tokens > min(step.most_tokens, step.room - num_tokens):
             return None
         adds_s = speed.model.seconds(work.new_tokens, work.known_tokens, work.most_seen)
         return Turn(begins_s, ends_s, num_tokens, adds_s - (speed.model.a if num_tokens else 0.0))
@@ -118,6 +117,8 @@ class NestedSteps:
         if step.begins_s > now_s:
             step.num_tokens -= num_tokens
             self.num_tokens -= num_tokens
+            if not step.num_tokens:
+                del self._steps[at]
 
     def _index(self, request_id: str) -> int | None:
         return next((at for at, step in enumerate(self._steps) if request_id in step.left), None)
@@ -129,3 +130,8 @@ class NestedSteps:
         for step in self._steps[at + 1 :]:
             step.begins_s += by_s
             step.ends_s += by_s
+
+
+def _are_ahead(queued: Collection[Prompt], work: PromptWork, speed: Speed) -> bool:
+    """Whether not all have places, or one has a higher priority."""
+    return len(queued) >= speed.max_running or any(one.priority < work.priority for one in queued)

@@ -291,8 +291,8 @@ class PrefillQueueModel:
         if not self._step:
             return None
         slowdown = 1 + speed.contention * past_busy
-        first_priority = min([prompt.priority for prompt in self._prompts.values()])
-        return self._nested.turn(work, first_priority, self._step, self._step_began_s, speed, slowdown, now_s)
+        queued = self._prompts.values()
+        return self._nested.turn(work, queued, self._step, self._step_began_s, speed, slowdown, now_s)
 
     def _nested_chunks(self) -> list[PredictedChunk]:
         prompts = [self._prompts[request_id] for request_id in self._nested.request_ids]

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from halfmoon.kv.kv_policy import num_at_once
-from halfmoon.policy.nested_step import OuterStep, choose_nested
+from halfmoon.policy.nested_step import OuterStep, admit_nested
 from halfmoon.policy.preemption import Turns, in_turn
 from halfmoon.policy.shared_step import ToAdmit, is_long, share_out, shorter_ones
 from halfmoon.sim.worker.job import Job
@@ -123,26 +123,19 @@ class PromptQueue:
             chosen.append(_chunk(job, num_tokens, now_s))
         return chosen
 
-    def nested(self, outer: OuterStep, priority: int, now_s: float) -> list[PromptChunk]:
-        """All that is to be computed of the newcomers that run in the middle of a step; each is looked at once.
-
-        `priority`: that of the step's first prompt by rank.
-        """
+    def nested(self, outer: OuterStep, now_s: float) -> list[PromptChunk]:
+        """All that is to be computed of the newcomers that run in the middle of a step; each is looked at once."""
         newcomers, self.newcomers = [job for job in self.newcomers if _can_nest(job)], []
         if not newcomers or self.turns is not None or not self._has_room_for_waiting():
             return []
-        priority = min(priority, *(job.priority for job in self.waiting))
-        able = [job for job in newcomers if job.priority == priority]
-        needs = [(job.target - self._memory.to_admit(job).num_cached, job) for job in in_turn(able, now_s)]
-        room, chunks = outer.room, []
-        for job in choose_nested(outer, needs):
-            if not self.begin(job, now_s):
-                break
-            room -= job.uncomputed
-            if room < 0:  # admitting the others evicted what it would have found
-                break
-            chunks.append(_chunk(job, job.uncomputed, now_s))
-        return chunks
+        priority = min(job.priority for job in (*self.waiting, *self.prefilling))
+        able = in_turn([job for job in newcomers if job.priority == priority], now_s)
+
+        def tokens_of(job: Job) -> int:
+            return job.target - (self._memory.to_admit(job).num_cached if job.state == "waiting" else job.computed)
+
+        admitted = admit_nested(outer, able, tokens_of, lambda job: self.begin(job, now_s))
+        return [_chunk(job, job.uncomputed, now_s) for job in admitted]
 
     def _has_room_for_waiting(self) -> bool:
         """Whether all that wait have slots and memory, whatever the prefix cache has of them."""

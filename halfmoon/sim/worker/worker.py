@@ -180,7 +180,7 @@ class SimWorker:
             return
         num_tokens = sum(chunk.num_tokens for chunk in self._chunks)
         outer = OuterStep(num_tokens, len(self._chunks), self.steps.left(now_s), self._num_nested)
-        self._nested = prompts.nested(outer, min(chunk.job.priority for chunk in self._chunks), now_s)
+        self._nested = prompts.nested(outer, now_s)
         if self._nested:
             self._num_nested += nested_cost(sum(chunk.num_tokens for chunk in self._nested), num_tokens)
             self.steps.nest(self._nested, now_s)

@@ -215,8 +215,9 @@ class SimulatedEngine:
             seconds = self._seconds(step)
             due_s = max(due_s, time.monotonic() - _MAX_LAG_S) + seconds
             self._is_stepping = True
-            due_s = await self._until(due_s, step, seconds)
-            result = self._ended(step, seconds)
+            interrupted_s = await self._until(due_s, step, seconds)
+            due_s += interrupted_s
+            result = replace(self._ended(step, seconds), interrupted_s=interrupted_s)
             self._is_stepping = False
             self._on_step(result)
             deferred, self._deferred = self._deferred, []
@@ -224,26 +225,26 @@ class SimulatedEngine:
                 call()
 
     async def _until(self, due_s: float, step: Step, seconds: float) -> float:
-        """Returns when a step of `seconds` is due: later than `due_s` by its nested steps, which run here."""
-        num_nested = 0
+        """Returns when a step of `seconds`, due at `due_s`, is over: the time of its nested steps, which run here."""
+        num_nested, nested_s = 0, 0.0
         self._came.clear()
         while self._profile.nests_steps and step.schedule.can_nest:
             try:
                 async with asyncio.timeout(max(due_s - time.monotonic(), 0.0)):
                     await self._came.wait()
             except TimeoutError:
-                return due_s
+                return nested_s
             self._came.clear()
             left = min((due_s - time.monotonic()) / max(seconds, _LEAST_STEP_S), 1.0)
             nested = self._core.begin_nested(step, left, num_nested, time.monotonic())
             if nested.schedule.scheduled:
                 num_nested += nested_cost(nested.schedule.num_tokens, step.schedule.num_tokens)
-                nested_s = self._seconds(nested)
-                await asyncio.sleep(nested_s)
-                self._on_step(replace(self._ended(nested, nested_s), is_nested=True))
-                due_s += nested_s
+                took_s = self._seconds(nested)
+                await asyncio.sleep(took_s)
+                self._on_step(replace(self._ended(nested, took_s), is_nested=True))
+                due_s, nested_s = due_s + took_s, nested_s + took_s
         await asyncio.sleep(max(due_s - time.monotonic(), 0.0))
-        return due_s
+        return nested_s
 
     def _before_next_step(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Calls once no step runs, as the real engine's thread does. The future has the result, or the error."""

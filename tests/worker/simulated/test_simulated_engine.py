@@ -118,6 +118,7 @@ async def test_a_short_prompt_runs_in_the_middle_of_a_step_which_ends_as_much_la
     seconds = [NESTS.prefill.seconds(num_tokens) for num_tokens in (20, 10, 256)]
     assert [step.duration_s for step in simulated.steps] == pytest.approx(seconds)
     assert took_s >= sum(seconds)
+    assert simulated.steps[-1].interrupted_s == pytest.approx(sum(seconds[:2]))
 
 
 @pytest.mark.parametrize("newcomer", [request("short", 20), request("short", 200, prefill_only=True)])
