@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -115,16 +116,30 @@ def test_a_codec_sends_fewer_bytes_and_works_for_it() -> None:
     assert coded.codec_within(is_node=False).encode_bytes_per_s is not None
 
 
-def test_sequences_that_are_asked_for_are_planned_with_measured_times_too() -> None:
-    fleet = read_fleet("cpu", 1, 2, {})
-    measured = MeasuredProfile(
+def measured_cpu(**limits: Any) -> MeasuredProfile:
+    return MeasuredProfile(
         kv_tokens=65_536,
         kv_bytes_per_token=23_040,
-        limits=MeasuredLimits(max_batch_tokens=512, chunk_tokens=128, max_running=32),
+        limits=MeasuredLimits(max_batch_tokens=512, chunk_tokens=128, max_running=32, **limits),
         prefill=tuple(MeasuredPrefill(new_tokens=one, seconds=0.001 * one) for one in (16, 256, 512)),
         step=tuple(MeasuredStep(batch=one, context_tokens=256 * one, seconds=0.01 * one) for one in (1, 2, 4)),
     )
+
+
+def test_sequences_that_are_asked_for_are_planned_with_measured_times_too() -> None:
+    fleet = read_fleet("cpu", 1, 2, {})
     for asked, most, chunk in ((None, 32, 128), (8, 8, 128)):
-        limits = default_rules(fleet, {"cpu": measured}, asked).limits["both"]
+        limits = default_rules(fleet, {"cpu": measured_cpu()}, asked).limits["both"]
         assert (limits.max_running, limits.chunk_tokens) == (most, chunk)
     assert default_rules(fleet, {"cpu": DistServeCoefficients("opt-13b")}).limits["both"].max_running == 256
+
+
+def test_steps_nest_in_plans_where_all_kinds_of_workers_nest_them() -> None:
+    fleet, nests, roofline = (
+        read_fleet("cpu", 1, 2, {}),
+        measured_cpu(nests_steps=True),
+        DistServeCoefficients("opt-13b"),
+    )
+    assert default_rules(fleet, {"cpu": nests}).limits["prefill"].nests_steps
+    assert not default_rules(fleet, {"cpu": measured_cpu()}).limits["prefill"].nests_steps
+    assert not default_rules(fleet, {"cpu": nests, "h100": roofline}).limits["prefill"].nests_steps

@@ -90,6 +90,17 @@ def test_other_prompts_wait_for_the_end_of_the_step(wanted: PromptWork, now_s: f
     assert not made._nested.num_tokens
 
 
+def test_nothing_runs_nested_unless_all_have_places_and_none_is_more_urgent() -> None:
+    made, speed = running(100, 100, 100), NESTS._replace(max_running=4)
+    assert predict(made, work(10), 0.25, speed) == (0.25, 0.35)
+    join(made, "waits", work(100), 0.25, speed)
+    assert predict(made, work(10), 0.25, speed)[0] == 1.0
+    made = running(100)
+    join(made, "urgent", work(60, priority=-1), 0.25)
+    assert predict(made, work(10), 0.25)[0] == 1.0
+    assert predict(made, work(10, priority=-1), 0.25) == (0.25, 0.35)
+
+
 def test_among_several_prompts_the_shorter_rest_counts() -> None:
     assert predict(running(50, 50), work(50), 0.0) == (1.0, 1.5)
 
