@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -61,7 +60,7 @@ class WorkerProbe:
     ) -> None:
         self.target = target
         self._name = f"profile-{uuid4().hex[:8]}"  # as a gateway
-        self._salt = os.urandom(16)
+        self._salt = uuid4().hex.encode()  # text: other bytes may name a KV policy
         self._numbers = itertools.count()
         self._random = random.Random(self._name)
         self._peer = Peer(target.address, credential, "worker")

@@ -216,8 +216,8 @@ def test_a_token_that_cannot_be_drawn_ends_its_request_alone(
     expected = generate(make_engine(), request("good"))
     run = engine._runner.run
 
-    def one_broken(scheduled: Any, watch: Any) -> list[SampledToken]:
-        tokens = run(scheduled, watch)
+    def one_broken(scheduled: Any, *others: Any) -> list[SampledToken]:
+        tokens = run(scheduled, *others)
         return [
             SampledToken(ERROR_TOKEN_ID) if item.sequence.request_id == "bad" else token
             for item, token in zip(scheduled, tokens, strict=True)

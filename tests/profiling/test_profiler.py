@@ -106,6 +106,7 @@ async def test_two_live_workers_are_compared_in_what_each_can_do(
         async with ClientSession() as session, AsyncExitStack() as probes:
             cluster = await fetch_cluster(session, fleet.gateway.http)
             one, other = [await probes.enter_async_context(WorkerProbe(each, ("grpc",))) for each in cluster.workers]
+            assert (one._salt + other._salt).isascii(), "other bytes may name a KV policy"
             found = await side_by_side.measured_slowdowns(one, other, lambda *news: None)
         await fleet.until_idle()
     assert {(one.work, one.neighbour) for one in found} == {("prefill", "decode"), ("decode", "prefill")}
