@@ -239,8 +239,8 @@ def test_an_error_of_what_runs_in_the_middle_is_not_one_of_the_step(engine: Engi
         engine.step()
 
 
-async def test_commands_keep_their_order_around_one_that_waits_for_the_step(engine: Engine) -> None:
-    results: list[StepResult] = []
+async def in_the_middle_of_a_step(engine: Engine, results: list[StepResult]) -> tuple[EngineThread, threading.Event]:
+    """A thread that is about to run commands in the middle of a step of "long", once the event is set."""
     in_step, go_on = threading.Event(), threading.Event()
     thread = EngineThread(engine, results.append, None)
     between_layers = thread._between_layers
@@ -253,7 +253,14 @@ async def test_commands_keep_their_order_around_one_that_waits_for_the_step(engi
     thread._between_layers = pause  # type: ignore[method-assign]
     thread.start()
     await thread.call(partial(engine.add, handed_over("long", STEP)))
+    engine.interrupt()
     assert await asyncio.to_thread(in_step.wait, 10)
+    return thread, go_on
+
+
+async def test_commands_keep_their_order_around_one_that_waits_for_the_step(engine: Engine) -> None:
+    results: list[StepResult] = []
+    thread, go_on = await in_the_middle_of_a_step(engine, results)
     ran: list[str] = []
 
     def command(name: str, call: Callable[[], Any] = lambda: None) -> asyncio.Future[Any]:
@@ -279,19 +286,7 @@ async def test_commands_keep_their_order_around_one_that_waits_for_the_step(engi
 
 async def test_a_thread_that_is_stopped_in_the_middle_of_a_step_ends_it(engine: Engine) -> None:
     results: list[StepResult] = []
-    in_step, go_on = threading.Event(), threading.Event()
-    thread = EngineThread(engine, results.append, None)
-    between_layers = thread._between_layers
-
-    def pause() -> None:
-        in_step.set()
-        go_on.wait(10)
-        between_layers()
-
-    thread._between_layers = pause  # type: ignore[method-assign]
-    thread.start()
-    await thread.call(partial(engine.add, handed_over("long", STEP)))
-    assert await asyncio.to_thread(in_step.wait, 10)
+    thread, go_on = await in_the_middle_of_a_step(engine, results)
     stopped = asyncio.create_task(thread.stop())
     await asyncio.sleep(0)
     go_on.set()
