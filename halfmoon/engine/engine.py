@@ -30,8 +30,8 @@ from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.request import EngineRequest, SampledToken
 from halfmoon.engine.request_check import RequestLimits
-from halfmoon.engine.running_step import RunningStep
 from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.interruptible_step import InterruptibleStep
 from halfmoon.engine.scheduling.layer_gate import LayerLate
 from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.step_result import StagedWork, StepResult
@@ -68,7 +68,7 @@ class Engine(EngineCore):
         self._memory = memory
         self._between_layers: Callable[[], None] | None = None
         self._asked = c_int()  # whether that is wanted: kernels read it
-        self._running: RunningStep | None = None  # that can be interrupted
+        self._running: InterruptibleStep | None = None  # that can be interrupted
         self._pool = memory.pool if isinstance(memory, TieredKV | ParallelRunner) else BlockPool(memory.num_blocks)
         super().__init__(
             self._pool,
@@ -96,6 +96,12 @@ class Engine(EngineCore):
     def reserve(self, request: EngineRequest, on_kv: OnKV | None = None, now_s: float | None = None) -> int:
         """See `EngineCore.reserve`; None: now."""
         return super().reserve(request, on_kv, time.monotonic() if now_s is None else now_s)
+
+    def cancel(self, request_id: str) -> bool:
+        """See `EngineCore.cancel`. Raises StepRuns in the middle of a step of the request."""
+        if self._running is not None:
+            self._running.check_absent(request_id)
+        return super().cancel(request_id)
 
     def kv_write(self, request_id: str, part: KVSlice, payload: KVSource) -> None:
         """Writes canonical KV bytes `[layers, 2, kv_heads, num_tokens, head_dim]` of a reserved request.
@@ -161,7 +167,7 @@ class Engine(EngineCore):
             return step.counts
         if self._between_layers is None or not step.schedule.can_nest:
             return self._compute(step, started)
-        self._running = RunningStep(step, self, self._on_interrupt, self._asked)
+        self._running = InterruptibleStep(step.schedule, self.layout.num_layers, self._between_layers, self._asked)
         try:
             return self._compute(step, started, self._running)
         finally:
@@ -179,23 +185,18 @@ class Engine(EngineCore):
         """Asks for a call between layers, of this step or the next one. Any thread."""
         self._asked.value = 1
 
-    def _on_interrupt(self) -> None:
-        assert self._between_layers is not None
-        self._asked.value = 0  # first: whoever asks from now on is heard
-        self._between_layers()
-
     def nested_step(self) -> StepResult | None:
         """Runs prompts that came during the running step in the middle of it (`policy/nested_step.py`), if any do."""
         outer = self._running
         assert outer is not None, "no step can be interrupted"
         started = time.perf_counter()
-        step = self.begin_nested(outer.step, outer.left, outer.num_nested, time.monotonic())
+        step = self.begin_nested(outer.schedule, outer.left, outer.num_nested, time.monotonic())
         if not step.schedule.scheduled:
             return None
-        outer.num_nested += nested_cost(step.schedule.num_tokens, outer.step.schedule.num_tokens)
+        outer.num_nested += nested_cost(step.schedule.num_tokens, outer.schedule.num_tokens)
         return replace(self._compute(step, started), is_nested=True)
 
-    def _compute(self, step: Step, started: float, running: RunningStep | None = None) -> StepResult:
+    def _compute(self, step: Step, started: float, running: InterruptibleStep | None = None) -> StepResult:
         scheduled = step.schedule.scheduled
         gates = [item.gate for item in scheduled if item.gate is not None]
         sampled: list[SampledToken] | None = None

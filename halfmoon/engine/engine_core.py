@@ -54,10 +54,6 @@ class Step:
     watch: LayerWatch | None
 
 
-class StepRuns(Exception):
-    """A request is in a step that is interrupted, and its blocks are being written: it ends after the step."""
-
-
 class EngineCore:
     """Owns the sequences by request id, from arrival to last token. Knows nothing of tensors and time.
 
@@ -95,7 +91,6 @@ class EngineCore:
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._num_looked_at = 0  # of these, when a step began or newcomers were last looked at
-        self.interrupted: frozenset[str] = frozenset()  # requests of a step in whose middle something else runs
 
     def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
         """Queues a request. `on_kv` hears which KV of a prefill-only one is written, on this thread or the device's.
@@ -161,12 +156,7 @@ class EngineCore:
             raise InvalidRequest("the first token ends the request; there is nothing to decode", param="first_token_id")
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request in any state and frees its blocks at once. Returns False if it is not here (any more).
-
-        Raises StepRuns for an `interrupted` request.
-        """
-        if request_id in self.interrupted:
-            raise StepRuns
+        """Ends a request in any state and frees its blocks at once. Returns False if it is not here (any more)."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
@@ -232,13 +222,13 @@ class EngineCore:
         """Schedules the next step and its blocks. It is empty if there is no work, or all work waits for blocks."""
         return self._begin(self._scheduler.schedule(now_s))
 
-    def begin_nested(self, outer: Step, left: float, num_nested: int, now_s: float = 0.0) -> Step:
+    def begin_nested(self, outer: Schedule, left: float, num_nested: int, now_s: float = 0.0) -> Step:
         """Schedules what runs in the middle of a step, whose share `left` is to come; it may be empty.
 
         Looks at the prompts that came since the step began, or since the last call, once (`policy/nested_step.py`).
         num_nested: see `OuterStep`.
         """
-        return self._begin(self._scheduler.nested(outer.schedule, left, num_nested, self._num_looked_at, now_s))
+        return self._begin(self._scheduler.nested(outer, left, num_nested, self._num_looked_at, now_s))
 
     def _begin(self, schedule: Schedule) -> Step:
         self._num_looked_at = self._num_added

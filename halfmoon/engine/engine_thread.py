@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.engine_core import StepRuns
+from halfmoon.engine.scheduling.interruptible_step import StepRuns
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Unavailable
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.engine_core import StepRuns
 from halfmoon.engine.engine_thread import EngineThread
 from halfmoon.engine.request import EngineRequest
+from halfmoon.engine.scheduling.interruptible_step import StepRuns
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import StepResult
 from tests.engine.engine_runs import MakeEngine, finish, prompt, request

@@ -82,7 +82,7 @@ def engine_times(arrivals: Arrivals, limits: BatchLimits, num_blocks: int, launc
         while num_added < len(arrivals) and (now_s := arrivals[num_added][0]) <= end_s:
             add_until(now_s)
             while outer.schedule.can_nest and limits.nests_steps:
-                nested = core.begin_nested(outer, (end_s - now_s) / seconds(outer), num_nested, now_s)
+                nested = core.begin_nested(outer.schedule, (end_s - now_s) / seconds(outer), num_nested, now_s)
                 if not nested.schedule.scheduled:
                     break
                 num_nested += nested_cost(nested.schedule.num_tokens, outer.schedule.num_tokens)

@@ -236,7 +236,7 @@ class SimulatedEngine:
                 return nested_s
             self._came.clear()
             left = min((due_s - time.monotonic()) / max(seconds, _LEAST_STEP_S), 1.0)
-            nested = self._core.begin_nested(step, left, num_nested, time.monotonic())
+            nested = self._core.begin_nested(step.schedule, left, num_nested, time.monotonic())
             if nested.schedule.scheduled:
                 num_nested += nested_cost(nested.schedule.num_tokens, step.schedule.num_tokens)
                 took_s = self._seconds(nested)
