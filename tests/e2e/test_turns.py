@@ -55,7 +55,16 @@ async def test_the_next_turn_finds_the_answer_of_the_one_before(system: System, 
     async def prefill_worker() -> dict[str, Any]:
         return next(worker for worker in await system.cluster(http) if worker["role"] == "prefill")
 
-    before = await prefill_worker()
+    async def settled() -> dict[str, Any]:
+        """Once the blocks of earlier requests are reported, too: reports come every second."""
+        worker = await prefill_worker()
+        while True:
+            await asyncio.sleep(3)
+            earlier, worker = worker, await prefill_worker()
+            if worker["cached_blocks"] == earlier["cached_blocks"]:
+                return worker
+
+    before = await settled()
     first = await asked(http, "/v1/responses", input=STORY, max_output_tokens=200, temperature=0)
     usage = first["usage"]
     num_blocks = (usage["total_tokens"] - 1) // before["layout"]["block_tokens"]
