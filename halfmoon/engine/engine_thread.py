@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+QUIET_S = 2.0  # since the last request left: until then, others compute for it or for the next, perhaps on these cores
 _STACK_BYTES = 16 << 20  # for structured outputs: four times what gateways check them with
 
 
@@ -62,6 +64,7 @@ class EngineThread:
         self._postponed: list[_Command | _CheckRanks | None] = []  # at most one, taken before its step has ended
         self._closed = True
         self._stepped_s = 0.0  # end of the last step
+        self._used_s = 0.0  # when requests were last here
         self._gate = threading.Lock()  # orders the last command against closing
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -124,9 +127,8 @@ class EngineThread:
 
     def _serve(self) -> None:
         idle = True
+        self._prefault()
         while True:
-            while idle and not self._postponed and self._commands.empty() and self._engine.prefault():
-                pass
             pause_s = 0.0 if idle else self._engine.pause_s() - (time.perf_counter() - self._stepped_s)
             try:
                 command = self._next_command(idle, pause_s)
@@ -146,7 +148,22 @@ class EngineThread:
         """Waits for a command: any time if `idle`, otherwise for `pause_s`. Raises queue.Empty."""
         if self._postponed:
             return self._postponed.pop()
-        return self._commands.get(block=idle or pause_s > 0, timeout=None if idle else max(pause_s, 0.0))
+        if not idle:
+            return self._commands.get(block=pause_s > 0, timeout=max(pause_s, 0.0))
+        if self._engine.has_requests():  # whose KV is awaited or read
+            command = self._commands.get()
+            self._used_s = time.perf_counter()
+            return command
+        quiet_s = max(self._used_s, self._stepped_s) + QUIET_S
+        with suppress(queue.Empty):
+            return self._commands.get(timeout=max(quiet_s - time.perf_counter(), 0.0))
+        self._prefault()
+        return self._commands.get()
+
+    def _prefault(self) -> None:
+        """Prepares memory until that is done or a command comes."""
+        while self._commands.empty() and self._engine.prefault():
+            pass
 
     def _between_layers(self) -> None:
         """Runs commands up to the first that must wait for the end of the running step, then a nested step."""

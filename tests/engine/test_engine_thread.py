@@ -143,26 +143,63 @@ def test_a_worker_knows_whether_others_need_its_cores(
     assert EngineConfig(**options).shares_cores is expected
 
 
-async def test_memory_is_prepared_in_idle_time_only(make_engine: MakeEngine) -> None:
-    engine, idle_again = make_engine(), threading.Event()
-    prepared: list[bool] = []  # at each call: whether there was work
-    left = [3]
+class Prepared:
+    """How often an engine was asked to prepare memory, and whether it had requests then. It has three regions."""
 
-    def prefault() -> bool:
-        prepared.append(engine.has_work())
-        left[0] -= 1
-        if left[0] <= 0:
-            idle_again.set()
-        return left[0] > 0
+    def __init__(self, engine: Engine) -> None:
+        self.had_requests: list[bool] = []
+        self.again = threading.Event()
+        self._engine = engine
+        engine.prefault = self._prefault  # type: ignore[method-assign]
 
-    engine.prefault = prefault  # type: ignore[method-assign]
+    async def next(self) -> None:
+        await asyncio.to_thread(self.again.wait)
+        self.again.clear()
+
+    def _prefault(self) -> bool:
+        self.had_requests.append(self._engine.has_requests())
+        if len(self.had_requests) % 3:
+            return True
+        self.again.set()
+        return False
+
+
+async def test_memory_is_prepared_once_the_engine_is_quiet(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfmoon.engine.engine_thread.QUIET_S", 0.01)
+    engine = make_engine()
+    prepared = Prepared(engine)
     thread = EngineThread(engine, ignore, None)
     thread.start()
-    await asyncio.to_thread(idle_again.wait)
-    idle_again.clear()
-    assert prepared == [False] * 3, "once there is nothing to do, and until it is done"
+    await prepared.next()
     await thread.call(partial(engine.add, request()))
-    await asyncio.to_thread(idle_again.wait)
-    assert not any(prepared), "steps and what waits for them come first"
-    assert not engine.has_work()
+    await prepared.next()
+    await thread.call(partial(engine.reserve, request("reserved")))
+    num_times = len(prepared.had_requests)
+    for _ in range(5):  # as the worker's reports of its load
+        assert (await thread.call(engine.stats)).num_reserved == 1
+        await asyncio.sleep(0.02)
+    assert len(prepared.had_requests) == num_times, "whoever waits for KV leaves the cores to those who compute it"
+    await thread.call(partial(engine.cancel, "reserved"))
+    await prepared.next()
+    assert not any(prepared.had_requests)
+    await thread.stop()
+
+
+async def test_memory_waits_until_nobody_came_for_a_while(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfmoon.engine.engine_thread.QUIET_S", 3600.0)
+    engine, results = make_engine(), asyncio.Queue[StepResult]()
+    prepared = Prepared(engine)
+    thread = EngineThread(engine, results.put_nowait, None)
+    thread.start()
+    await prepared.next()
+    await thread.call(partial(engine.add, request()))
+    while not (await results.get()).outputs[-1].finish_reason:
+        pass
+    assert (await thread.call(engine.stats)).num_running == 0
+    await asyncio.sleep(0.05)
+    assert len(prepared.had_requests) == 3, "before the first request only"
     await thread.stop()
