@@ -209,9 +209,10 @@ class EngineCore:
         self._cache.forget_idle()
         return self._cache.take_changes()
 
-    def has_requests(self) -> bool:
-        """Returns whether any request is here, also one whose KV is on its way here or from here."""
-        return bool(self._sequences)
+    @property
+    def awaits_kv(self) -> bool:
+        """Whether others compute for a request that has its place here."""
+        return self._queues.num_reserved > 0
 
     def has_work(self) -> bool:
         """Whether there is work. A step may still be empty, while all work waits for blocks."""

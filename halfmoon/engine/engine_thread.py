@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-QUIET_S = 2.0  # since the last request left: until then, others compute for it or for the next, perhaps on these cores
+QUIET_S = 2.0  # since the last step: until then others go on with its requests, perhaps on these cores
+PREFAULT_EVERY_S = 0.01  # until then; a page takes 0.3 to 5 ms
 _STACK_BYTES = 16 << 20  # for structured outputs: four times what gateways check them with
 
 
@@ -63,8 +65,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[_Command | _CheckRanks | None] = queue.SimpleQueue()  # None: stop
         self._postponed: list[_Command | _CheckRanks | None] = []  # at most one, taken before its step has ended
         self._closed = True
-        self._stepped_s = 0.0  # end of the last step
-        self._used_s = 0.0  # when requests were last here
+        self._stepped_s = -math.inf  # end of the last step
         self._gate = threading.Lock()  # orders the last command against closing
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -127,7 +128,6 @@ class EngineThread:
 
     def _serve(self) -> None:
         idle = True
-        self._prefault()
         while True:
             pause_s = 0.0 if idle else self._engine.pause_s() - (time.perf_counter() - self._stepped_s)
             try:
@@ -150,20 +150,16 @@ class EngineThread:
             return self._postponed.pop()
         if not idle:
             return self._commands.get(block=pause_s > 0, timeout=max(pause_s, 0.0))
-        if self._engine.has_requests():  # whose KV is awaited or read
-            command = self._commands.get()
-            self._used_s = time.perf_counter()
-            return command
-        quiet_s = max(self._used_s, self._stepped_s) + QUIET_S
-        with suppress(queue.Empty):
-            return self._commands.get(timeout=max(quiet_s - time.perf_counter(), 0.0))
-        self._prefault()
-        return self._commands.get()
+        return self._commands.get() if self._engine.awaits_kv else self._prepare_memory()
 
-    def _prefault(self) -> None:
-        """Prepares memory until that is done or a command comes."""
-        while self._commands.empty() and self._engine.prefault():
-            pass
+    def _prepare_memory(self) -> _Command | _CheckRanks | None:
+        """Waits for a command; prepares memory meanwhile, little by little until the engine is quiet."""
+        while True:
+            is_quiet = time.perf_counter() - self._stepped_s > QUIET_S
+            with suppress(queue.Empty):
+                return self._commands.get(timeout=0.0 if is_quiet else PREFAULT_EVERY_S)
+            if not self._engine.prefault():
+                return self._commands.get()
 
     def _between_layers(self) -> None:
         """Runs commands up to the first that must wait for the end of the running step, then a nested step."""

@@ -144,53 +144,54 @@ def test_a_worker_knows_whether_others_need_its_cores(
 
 
 class Prepared:
-    """How often an engine was asked to prepare memory, and whether it had requests then. It has three regions."""
+    """An engine's memory of three regions: how often one was asked for, and whether KV was awaited then."""
 
     def __init__(self, engine: Engine) -> None:
-        self.had_requests: list[bool] = []
-        self.again = threading.Event()
+        self.awaited_kv: list[bool] = []
+        self.all = threading.Event()
         self._engine = engine
         engine.prefault = self._prefault  # type: ignore[method-assign]
 
     async def next(self) -> None:
-        await asyncio.to_thread(self.again.wait)
-        self.again.clear()
+        await asyncio.to_thread(self.all.wait)
+        self.all.clear()
 
     def _prefault(self) -> bool:
-        self.had_requests.append(self._engine.has_requests())
-        if len(self.had_requests) % 3:
+        assert not self._engine.has_work()
+        self.awaited_kv.append(self._engine.awaits_kv)
+        if len(self.awaited_kv) % 3:
             return True
-        self.again.set()
+        self.all.set()
         return False
 
 
-async def test_memory_is_prepared_once_the_engine_is_quiet(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+async def test_memory_is_prepared_in_idle_time_but_not_while_others_compute_for_this_engine(
+    make_engine: MakeEngine,
 ) -> None:
-    monkeypatch.setattr("halfmoon.engine.engine_thread.QUIET_S", 0.01)
     engine = make_engine()
     prepared = Prepared(engine)
     thread = EngineThread(engine, ignore, None)
     thread.start()
     await prepared.next()
+    assert len(prepared.awaited_kv) == 3, "until it is done"
     await thread.call(partial(engine.add, request()))
     await prepared.next()
     await thread.call(partial(engine.reserve, request("reserved")))
-    num_times = len(prepared.had_requests)
+    num_times = len(prepared.awaited_kv)
     for _ in range(5):  # as the worker's reports of its load
         assert (await thread.call(engine.stats)).num_reserved == 1
         await asyncio.sleep(0.02)
-    assert len(prepared.had_requests) == num_times, "whoever waits for KV leaves the cores to those who compute it"
+    assert len(prepared.awaited_kv) == num_times
     await thread.call(partial(engine.cancel, "reserved"))
     await prepared.next()
-    assert not any(prepared.had_requests)
+    assert not any(prepared.awaited_kv)
     await thread.stop()
 
 
-async def test_memory_waits_until_nobody_came_for_a_while(
+async def test_memory_is_prepared_little_by_little_until_the_engine_is_quiet(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfmoon.engine.engine_thread.QUIET_S", 3600.0)
+    monkeypatch.setattr("halfmoon.engine.engine_thread.PREFAULT_EVERY_S", 3600.0)
     engine, results = make_engine(), asyncio.Queue[StepResult]()
     prepared = Prepared(engine)
     thread = EngineThread(engine, results.put_nowait, None)
@@ -201,5 +202,8 @@ async def test_memory_waits_until_nobody_came_for_a_while(
         pass
     assert (await thread.call(engine.stats)).num_running == 0
     await asyncio.sleep(0.05)
-    assert len(prepared.had_requests) == 3, "before the first request only"
+    assert len(prepared.awaited_kv) == 3, "before the first request only"
+    monkeypatch.setattr("halfmoon.engine.engine_thread.QUIET_S", 0.0)
+    await thread.call(engine.stats)
+    await prepared.next()
     await thread.stop()
