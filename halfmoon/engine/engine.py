@@ -44,6 +44,8 @@ from halfmoon.policy.nested_step import nested_cost
 
 logger = logging.getLogger(__name__)
 
+QUIET_S = 2.0  # an engine that has not stepped for so long is between requests, and those beside it probably are
+PREFAULT_EVERY_S = 0.01  # until then; a page takes 0.3 ms, or 5 where a host gives memory slowly
 _ONE_DEVICE_ONLY = {"pooling": "embeddings: not with several ranks, or with KV on the host"}
 
 
@@ -141,6 +143,18 @@ class Engine(EngineCore):
     def read_block(self, block: int, layers: range | None = None) -> memoryview:
         """Reads the canonical KV bytes of a held block, of all layers or of some successive ones. Any thread."""
         return self._kv.read_block(block, self.layout, layers)
+
+    def prefault_pause_s(self, idle_s: float) -> float | None:
+        """How long an engine that is idle since `idle_s` leaves the next `prefault`; None: as long as nothing changes.
+
+        Where others compute on these cores, for a request that has its place here or with what was computed here, they
+        come first.
+        """
+        if not self._shares_cores:
+            return 0.0
+        if self._queues.num_reserved:
+            return None
+        return 0.0 if idle_s > QUIET_S else PREFAULT_EVERY_S
 
     def prefault(self) -> bool:
         """Has some of the KV memory ready that comes next; returns whether there is more to do. For idle time."""

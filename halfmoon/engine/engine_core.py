@@ -209,11 +209,6 @@ class EngineCore:
         self._cache.forget_idle()
         return self._cache.take_changes()
 
-    @property
-    def awaits_kv(self) -> bool:
-        """Whether others compute for a request that has its place here."""
-        return self._queues.num_reserved > 0
-
     def has_work(self) -> bool:
         """Whether there is work. A step may still be empty, while all work waits for blocks."""
         return self._queues.has_work()

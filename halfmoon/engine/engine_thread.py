@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import queue
 import threading
 import time
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-QUIET_S = 2.0  # since the last step: until then others go on with its requests, perhaps on these cores
-PREFAULT_EVERY_S = 0.01  # until then; a page takes 0.3 to 5 ms
 _STACK_BYTES = 16 << 20  # for structured outputs: four times what gateways check them with
 
 
@@ -65,7 +62,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[_Command | _CheckRanks | None] = queue.SimpleQueue()  # None: stop
         self._postponed: list[_Command | _CheckRanks | None] = []  # at most one, taken before its step has ended
         self._closed = True
-        self._stepped_s = -math.inf  # end of the last step
+        self._stepped_s = 0.0  # end of the last step
         self._gate = threading.Lock()  # orders the last command against closing
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -145,19 +142,14 @@ class EngineThread:
             idle = not self._engine.has_work()
 
     def _next_command(self, idle: bool, pause_s: float) -> _Command | _CheckRanks | None:
-        """Waits for a command: any time if `idle`, otherwise for `pause_s`. Raises queue.Empty."""
+        """Waits for a command: if `idle` any time, preparing memory meanwhile, else `pause_s`. Raises queue.Empty."""
         if self._postponed:
             return self._postponed.pop()
         if not idle:
             return self._commands.get(block=pause_s > 0, timeout=max(pause_s, 0.0))
-        return self._commands.get() if self._engine.awaits_kv else self._prepare_memory()
-
-    def _prepare_memory(self) -> _Command | _CheckRanks | None:
-        """Waits for a command; prepares memory meanwhile, little by little until the engine is quiet."""
         while True:
-            is_quiet = time.perf_counter() - self._stepped_s > QUIET_S
             with suppress(queue.Empty):
-                return self._commands.get(timeout=0.0 if is_quiet else PREFAULT_EVERY_S)
+                return self._commands.get(timeout=self._engine.prefault_pause_s(time.perf_counter() - self._stepped_s))
             if not self._engine.prefault():
                 return self._commands.get()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.engine import Engine
+from halfmoon.engine.engine import PREFAULT_EVERY_S, QUIET_S, Engine
 from halfmoon.engine.engine_thread import EngineThread
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
@@ -143,67 +143,65 @@ def test_a_worker_knows_whether_others_need_its_cores(
     assert EngineConfig(**options).shares_cores is expected
 
 
-class Prepared:
-    """An engine's memory of three regions: how often one was asked for, and whether KV was awaited then."""
+async def test_memory_is_prepared_in_idle_time_only(make_engine: MakeEngine) -> None:
+    engine, idle_again = make_engine(), threading.Event()
+    prepared: list[bool] = []  # at each call: whether there was work
+    left = [3]
 
-    def __init__(self, engine: Engine) -> None:
-        self.awaited_kv: list[bool] = []
-        self.all = threading.Event()
-        self._engine = engine
-        engine.prefault = self._prefault  # type: ignore[method-assign]
+    def prefault() -> bool:
+        prepared.append(engine.has_work())
+        left[0] -= 1
+        if left[0] <= 0:
+            idle_again.set()
+        return left[0] > 0
 
-    async def next(self) -> None:
-        await asyncio.to_thread(self.all.wait)
-        self.all.clear()
-
-    def _prefault(self) -> bool:
-        assert not self._engine.has_work()
-        self.awaited_kv.append(self._engine.awaits_kv)
-        if len(self.awaited_kv) % 3:
-            return True
-        self.all.set()
-        return False
-
-
-async def test_memory_is_prepared_in_idle_time_but_not_while_others_compute_for_this_engine(
-    make_engine: MakeEngine,
-) -> None:
-    engine = make_engine()
-    prepared = Prepared(engine)
+    engine.prefault = prefault  # type: ignore[method-assign]
     thread = EngineThread(engine, ignore, None)
     thread.start()
-    await prepared.next()
-    assert len(prepared.awaited_kv) == 3, "until it is done"
+    await asyncio.to_thread(idle_again.wait)
+    idle_again.clear()
+    assert prepared == [False] * 3, "once there is nothing to do, and until it is done"
     await thread.call(partial(engine.add, request()))
-    await prepared.next()
-    await thread.call(partial(engine.reserve, request("reserved")))
-    num_times = len(prepared.awaited_kv)
-    for _ in range(5):  # as the worker's reports of its load
-        assert (await thread.call(engine.stats)).num_reserved == 1
-        await asyncio.sleep(0.02)
-    assert len(prepared.awaited_kv) == num_times
-    await thread.call(partial(engine.cancel, "reserved"))
-    await prepared.next()
-    assert not any(prepared.awaited_kv)
+    await asyncio.to_thread(idle_again.wait)
+    assert not any(prepared), "steps and what waits for them come first"
+    assert not engine.has_work()
     await thread.stop()
 
 
-async def test_memory_is_prepared_little_by_little_until_the_engine_is_quiet(
+async def test_others_on_the_same_cores_come_before_memory(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfmoon.engine.engine_thread.PREFAULT_EVERY_S", 3600.0)
-    engine, results = make_engine(), asyncio.Queue[StepResult]()
-    prepared = Prepared(engine)
-    thread = EngineThread(engine, results.put_nowait, None)
+    monkeypatch.setattr(EngineConfig, "shares_cores", True)
+    engine, prepared = make_engine(), threading.Event()
+
+    def prefault() -> bool:
+        prepared.set()
+        return False
+
+    engine.prefault = prefault  # type: ignore[method-assign]
+    thread = EngineThread(engine, ignore, None)
     thread.start()
-    await prepared.next()
-    await thread.call(partial(engine.add, request()))
-    while not (await results.get()).outputs[-1].finish_reason:
-        pass
-    assert (await thread.call(engine.stats)).num_running == 0
-    await asyncio.sleep(0.05)
-    assert len(prepared.awaited_kv) == 3, "before the first request only"
-    monkeypatch.setattr("halfmoon.engine.engine_thread.QUIET_S", 0.0)
-    await thread.call(engine.stats)
-    await prepared.next()
+    assert await asyncio.to_thread(prepared.wait, 60)
+    await thread.call(partial(engine.reserve, request()))
+    prepared.clear()
+    for _ in range(5):
+        await thread.call(engine.stats)
+        await asyncio.sleep(0.02)
+    assert not prepared.is_set(), "whoever awaits KV leaves the cores to those who compute it"
+    await thread.call(partial(engine.cancel, "a"))
+    assert await asyncio.to_thread(prepared.wait, 60)
     await thread.stop()
+
+
+@pytest.mark.parametrize("shares_cores", [True, False])
+def test_memory_is_prepared_slowly_until_the_engine_is_quiet(
+    make_engine: MakeEngine, shares_cores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineConfig, "shares_cores", shares_cores)
+    engine = make_engine()
+    assert engine.prefault_pause_s(QUIET_S + 0.1) == 0
+    assert engine.prefault_pause_s(0.1) == (PREFAULT_EVERY_S if shares_cores else 0)
+    engine.reserve(request())
+    assert engine.prefault_pause_s(QUIET_S + 0.1) == (None if shares_cores else 0)
+    engine.start("a", 7)
+    assert engine.prefault_pause_s(0.1) == (PREFAULT_EVERY_S if shares_cores else 0)

@@ -11,7 +11,7 @@ import torch
 from halfmoon.errors import Incompatible
 from halfmoon.host_limits import free_memory_bytes
 
-AHEAD_BYTES = 512 << 10  # of each region behind what was ever used, or as much again; at most an eighth of it
+AHEAD_BYTES = 512 << 10  # of each region, behind what was ever used; at most an eighth of it
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: pages become present, what is in them stays
 
 
@@ -19,8 +19,7 @@ class HostPages:
     """Owns memory of regions of one size, each used from its front, such as every head of every layer.
 
     In pages of 2 MiB where the system has them: each region is a page of its own otherwise. Memory counts as used once
-    it is touched, which huge pages are as a whole, and whoever touches a page waits until the kernel has cleared it:
-    0.3 ms, or 5 in a virtual machine whose host gives memory slowly.
+    it is touched, which huge pages are as a whole, and whoever touches a page waits until the kernel has cleared it.
     """
 
     def __init__(self, num_regions: int, region_bytes: int) -> None:
@@ -52,7 +51,7 @@ class HostPages:
         if not self._can_populate:
             return False
         if self._next == self._num_regions:
-            ahead_bytes = min(max(AHEAD_BYTES, used_bytes), self._region_bytes // 8)
+            ahead_bytes = min(AHEAD_BYTES, self._region_bytes // 8)
             if self._present_bytes >= min(used_bytes + ahead_bytes // 2, self._region_bytes):
                 return False
             self._before_bytes = max(self._present_bytes, used_bytes)

@@ -65,11 +65,9 @@ def test_it_goes_on_where_use_went_and_changes_nothing(pages: HostPages) -> None
     regions = pages.memory.view(NUM_REGIONS, REGION_BYTES)
     regions[:, :used] = 7
     assert prefault_all(pages, used) == NUM_REGIONS
-    ahead = REGION_BYTES // 8  # less than as much again
-    assert ahead > AHEAD_BYTES
-    assert present(pages)[:, : (used + ahead) // mmap.PAGESIZE].all()
+    assert present(pages)[:, : (used + AHEAD_BYTES) // mmap.PAGESIZE].all()
     assert (regions[:, :used] == 7).all()
-    assert not regions[:, used : used + ahead].any()
+    assert not regions[:, used : used + AHEAD_BYTES].any()
     assert prefault_all(pages, REGION_BYTES) == NUM_REGIONS
     assert prefault_all(pages, REGION_BYTES) == 0, "a region ends"
 
