@@ -43,6 +43,8 @@ class WorkerProfile:
         sizes = "kv_tokens", "kv_token_bytes", "context_tokens", "max_batch_tokens", "chunk_tokens", "max_running"
         for name in sizes:
             _check(getattr(self, name) >= 1, name, "must be at least 1")
+        for name in ("follows_targets", "nests_steps"):
+            _check(isinstance(getattr(self, name), bool), name, "must be true or false")
         _check(self.max_batch_tokens > self.max_running, "max_batch_tokens", "must exceed max_running")
 
     @property

@@ -29,7 +29,17 @@ def test_a_file_says_what_is_different(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"colour": "red"}, {"like": "nothing"}, {"prefill": [1]}, {"step": [-1, 0, 0]}, {"kv_tokens": 0}]
+    "fields",
+    [
+        {"colour": "red"},
+        {"like": "nothing"},
+        {"prefill": [1]},
+        {"step": [-1, 0, 0]},
+        {"kv_tokens": 0},
+        {"nests_steps": "no"},
+        {"follows_targets": 0},
+    ],
+    ids=str,
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
