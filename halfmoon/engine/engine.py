@@ -145,7 +145,7 @@ class Engine(EngineCore):
         return self._kv.read_block(block, self.layout, layers)
 
     def prefault_pause_s(self, idle_s: float) -> float | None:
-        """How long an engine that is idle since `idle_s` leaves the next `prefault`; None: as long as nothing changes.
+        """How long to wait before the next `prefault`, `idle_s` after the last step; None: until something changes.
 
         Where others compute on these cores, for a request that has its place here or with what was computed here, they
         come first.
