@@ -90,11 +90,12 @@ def kv_name(kv_dtype: torch.dtype) -> str:
 
 
 def decode_case(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.dtype, num_sms: int) -> Case:
-    from halfmoon.engine.kernels.decode_attention import choose_num_splits, decode_attention
+    from halfmoon.engine.kernels.decode_attention import PROGRAMS_PER_SM, decode_attention
+    from halfmoon.engine.kernels.key_splits import choose_num_splits
 
     seqs = make_sequences(shapes, num_seqs, context, kv_dtype)
     q = shapes.randn(num_seqs, shapes.num_q_heads, shapes.head_dim)
-    num_splits = choose_num_splits(num_seqs, shapes.num_kv_heads, context, num_sms)
+    num_splits = choose_num_splits(num_seqs, shapes.num_kv_heads, context, num_sms, PROGRAMS_PER_SM)
     moved = kv_bytes(seqs.kv, num_seqs * context) + 2 * q.nbytes + seqs.block_table.nbytes
     scale = shapes.head_dim**-0.5
     return Case(
@@ -107,7 +108,7 @@ def decode_case(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.dty
 
 def latent_case(device: str, num_seqs: int, context: int, num_sms: int) -> Case:
     """A decode of DeepSeek-V3's attention: 128 heads, rows of 512 + 64 numbers."""
-    from halfmoon.engine.kernels.decode_attention import choose_num_splits
+    from halfmoon.engine.kernels.key_splits import choose_num_splits
     from halfmoon.engine.kernels.latent_attention import PROGRAMS_PER_SM, latent_attention, row_tile
 
     seqs = make_sequences(Shapes(num_kv_heads=1, head_dim=288, device=device), num_seqs, context, torch.bfloat16)
@@ -150,7 +151,8 @@ def prefill_case(shapes: Shapes, num_cached: int, num_new: int) -> Case:
 
 def mixed_case(shapes: Shapes, num_decodes: int, context: int, num_cached: int, num_new: int, num_sms: int) -> Case:
     """A chunk of a prompt beside decodes."""
-    from halfmoon.engine.kernels.decode_attention import choose_num_splits, decode_attention
+    from halfmoon.engine.kernels.decode_attention import PROGRAMS_PER_SM, decode_attention
+    from halfmoon.engine.kernels.key_splits import choose_num_splits
     from halfmoon.engine.kernels.mixed_attention import Decodes, Prefills, mixed_attention
     from halfmoon.engine.kernels.prefill_attention import prefill_attention
 
@@ -161,7 +163,8 @@ def mixed_case(shapes: Shapes, num_decodes: int, context: int, num_cached: int, 
             for n, size in ((num_decodes, context), (1, num_cached + num_new))]  # fmt: skip
     starts = torch.tensor([0, num_new], dtype=torch.int32, device=shapes.device)
     q = shapes.randn(num_decodes + num_new, shapes.num_q_heads, shapes.head_dim)
-    num_splits, scale = choose_num_splits(num_decodes, shapes.num_kv_heads, context, num_sms), shapes.head_dim**-0.5
+    num_splits = choose_num_splits(num_decodes, shapes.num_kv_heads, context, num_sms, PROGRAMS_PER_SM)
+    scale = shapes.head_dim**-0.5
     decodes, prefills = Decodes(tables[0], lens[0], num_splits), Prefills(tables[1], starts, lens[1], num_new)
 
     def apart() -> Tensor:

@@ -17,7 +17,8 @@ from triton import knobs
 
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
 from halfmoon.engine.attention.attention_table import MixedAttention, fused_from
-from halfmoon.engine.kernels.decode_attention import PROGRAMS_PER_SM, choose_num_splits, decode_attention
+from halfmoon.engine.kernels.decode_attention import PROGRAMS_PER_SM, decode_attention
+from halfmoon.engine.kernels.key_splits import choose_num_splits
 from halfmoon.engine.kernels.kv_write import kv_write
 from halfmoon.engine.kernels.latent_attention import latent_attention
 from halfmoon.engine.kernels.mixed_attention import Decodes, Prefills, mixed_attention

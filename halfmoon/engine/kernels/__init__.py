@@ -5,6 +5,6 @@ Nothing here knows of requests, block owners or weights.
 
 Sizes that change from batch to batch are neither `constexpr` nor specialised on: a new value must not recompile.
 
-Read in this order: paged_kv, kv_write, prefill_attention, decode_attention, mixed_attention, latent_attention,
-block_copy, tensor_check, tile_counts.
+Read in this order: paged_kv, kv_write, prefill_attention, key_splits, decode_attention, mixed_attention,
+latent_attention, block_copy, tensor_check, tile_counts.
 """

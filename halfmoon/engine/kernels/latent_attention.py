@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfmoon.engine.kernels.decode_attention import (
+from halfmoon.engine.kernels.key_splits import (
     MIN_SPLIT_TOKENS,
     check_num_splits,
     merge_splits,

@@ -19,14 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from halfmoon.engine.kernels.decode_attention import (
-    MIN_SPLIT_TOKENS,
     check_decodes,
     decode_attention_reference,
     decode_split,
     decode_tile_sizes,
-    merge_splits,
-    split_parts,
 )
+from halfmoon.engine.kernels.key_splits import MIN_SPLIT_TOKENS, merge_splits, split_parts
 from halfmoon.engine.kernels.paged_kv import PagedKV, num_stages
 from halfmoon.engine.kernels.prefill_attention import (
     check_prefills,

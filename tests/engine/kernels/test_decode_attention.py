@@ -10,6 +10,7 @@ from halfmoon.engine.kv_memory.quantised_rows import CODES, put_rows
 from tests.engine.kernels.conftest import Close, MakePaged
 
 kernels = pytest.importorskip("halfmoon.engine.kernels.decode_attention", reason="triton is missing (extra `gpu`)")
+key_splits = pytest.importorskip("halfmoon.engine.kernels.key_splits", reason="triton is missing (extra `gpu`)")
 paged_kv = pytest.importorskip("halfmoon.engine.kernels.paged_kv", reason="triton is missing (extra `gpu`)")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -62,7 +63,7 @@ def test_block_sizes_other_than_the_tile(
 def test_split_boundaries(
     make_paged: MakePaged, device: str, assert_close: Close, num_splits: int, head_dim: int
 ) -> None:
-    minimum = kernels.MIN_SPLIT_TOKENS
+    minimum = key_splits.MIN_SPLIT_TOKENS
     contexts = [minimum - 1, minimum, minimum + 1, 2 * minimum, 2 * minimum + 1]
     paged = make_paged(contexts, FP32, num_kv_heads=1, head_dim=head_dim)
     arguments = (query(5, 2, head_dim, FP32, device), *paged, 0.1, num_splits)
@@ -70,7 +71,7 @@ def test_split_boundaries(
 
 
 def test_long_contexts_are_shared_by_all_splits(make_paged: MakePaged, device: str, assert_close: Close) -> None:
-    paged = make_paged([4 * kernels.MIN_SPLIT_TOKENS + 77], FP32, num_kv_heads=1)
+    paged = make_paged([4 * key_splits.MIN_SPLIT_TOKENS + 77], FP32, num_kv_heads=1)
     arguments = (query(1, 2, 64, FP32, device), *paged, 0.125, 4)
     assert_close(kernels.decode_attention(*arguments), kernels.decode_attention_reference(*arguments))
 
@@ -104,23 +105,6 @@ def test_no_sequences(make_paged: MakePaged, device: str) -> None:
         query(0, 4, 64, FP32, device), paged.kv, paged.block_table[:0], paged.context_lens[:0], 0.125, 1
     )
     assert out.shape == (0, 4, 64)
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "num_kv_heads", "context", "num_sms", "splits"),
-    [
-        (1, 8, 8192, 132, 32),
-        (8, 8, 8192, 132, 8),
-        (64, 8, 32768, 132, 1),
-        (1, 8, 1024, 132, 4),
-        (1, 8, 255, 132, 1),
-        (0, 8, 0, 132, 1),
-        (1, 32, 32768, 132, 16),
-        (3, 4, 32768, 114, 32),  # 38 is nearer to 32 than to 64
-    ],
-)
-def test_choose_num_splits(num_seqs: int, num_kv_heads: int, context: int, num_sms: int, splits: int) -> None:
-    assert kernels.choose_num_splits(num_seqs, num_kv_heads, context, num_sms) == splits
 
 
 def test_what_does_not_fit_is_refused(make_paged: MakePaged, device: str) -> None:

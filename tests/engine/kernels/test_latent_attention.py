@@ -14,7 +14,7 @@ from tests.engine.kernels.conftest import Close
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from halfmoon.engine.kernels import latent_attention as kernels  # isort: skip
-from halfmoon.engine.kernels.decode_attention import MIN_SPLIT_TOKENS  # isort: skip
+from halfmoon.engine.kernels.key_splits import MIN_SPLIT_TOKENS  # isort: skip
 from halfmoon.engine.kernels.paged_kv import PagedKV  # isort: skip
 from halfmoon.engine.kv_memory.quantised_rows import is_quantised  # isort: skip
 from tests.engine.coded_memory import coded_memory

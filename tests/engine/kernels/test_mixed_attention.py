@@ -14,6 +14,7 @@ from tests.engine.kernels.conftest import Close, MakePaged
 
 kernels = pytest.importorskip("halfmoon.engine.kernels.mixed_attention", reason="triton is missing (extra `gpu`)")
 decode = pytest.importorskip("halfmoon.engine.kernels.decode_attention")
+key_splits = pytest.importorskip("halfmoon.engine.kernels.key_splits")
 paged_kv = pytest.importorskip("halfmoon.engine.kernels.paged_kv")
 prefill = pytest.importorskip("halfmoon.engine.kernels.prefill_attention")
 
@@ -75,7 +76,7 @@ def test_block_sizes_other_than_the_tile(make_paged: MakePaged, assert_close: Cl
 def test_a_long_decode_beside_a_short_prefill(make_paged: MakePaged, assert_close: Close) -> None:
     check(
         assert_close,
-        mixed(make_paged, [4 * decode.MIN_SPLIT_TOKENS + 77], [3], [2], FP32, num_splits=4, num_kv_heads=1),
+        mixed(make_paged, [4 * key_splits.MIN_SPLIT_TOKENS + 77], [3], [2], FP32, num_splits=4, num_kv_heads=1),
     )
 
 
