@@ -12,8 +12,8 @@ from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.held_answers import HeldAnswer
 from services.gateway.cluster.token_router import Adopted, Event, Route, Stopping, TokenArrived, WorkerLost
 from services.gateway.request import RequestOutput
-from services.gateway.routing.attempt import TokenOrder, accepted
 from services.gateway.routing.token_flow import TokenFlow, TokenSink
+from services.gateway.routing.token_order import TokenOrder, accepted
 
 _ADOPT_S = 10.0
 

@@ -8,17 +8,9 @@ import secrets
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from halfmoon.errors import Cancelled, ConstraintFailed, DeadlineExceeded, HalfmoonError, Unavailable
+from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Unavailable
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVSource, PrefillRequest
-from halfmoon.pb.types_pb2 import (
-    CANCELLED,
-    CONSTRAINT_FAILED,
-    ERROR,
-    NOT_FINISHED,
-    TAKEN_OVER,
-    Generation,
-    Token,
-)
+from halfmoon.pb.types_pb2 import NOT_FINISHED, Generation, Token
 from halfmoon.policy.models.chunk_length import chunk_target_s
 from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.placement.hot_spots import RunningAnswer
@@ -33,7 +25,6 @@ from services.gateway.cluster.token_router import (
     PrefillEnded,
     Route,
     Stopping,
-    TakenOver,
     TokenArrived,
     WorkerLeaves,
     WorkerLost,
@@ -44,6 +35,7 @@ from services.gateway.routing.decode_move import DecodeMove, DecodeMoves
 from services.gateway.routing.handover_codec import HandoverCodec
 from services.gateway.routing.prefill_helpers import PrefillHelpers
 from services.gateway.routing.token_flow import TokenFlow, TokenSink
+from services.gateway.routing.token_order import TokenOrder, accepted
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +100,7 @@ class Attempt:
             is_degraded=codec.is_degraded,
             sources=sources,
         )
+        self._num_prefill_tokens = len(output.prompt_token_ids) + len(progress.output_token_ids)
         self._helpers = None
         if placement.segments is not None:
             self._helpers = PrefillHelpers(cluster, self._message, placement, placement.segments)
@@ -125,8 +118,6 @@ class Attempt:
         """
         membership = self._cluster.membership
         prefill, decode = self._prefill.member, self._decode.member
-        generation = self._message.generation
-        num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         flow = self._flow
         workers = {"halfmoon.prefill_worker": prefill.worker_id, "halfmoon.decode_worker": decode.worker_id}
         route = Route(frozenset((prefill.worker_id, decode.worker_id)), flow.put)
@@ -137,7 +128,7 @@ class Attempt:
             nullcontext() if self._moves is None else self._moves.hot_spots.watching(self),
         ):
             now_s = self._cluster.clock()
-            membership.note_placed(self._wire_id, prefill, decode, num_prompt, now_s)
+            membership.note_placed(self._wire_id, prefill, decode, self._num_prefill_tokens, now_s)
             call = self._cluster.spawn(_call_prefill(self._prefill, self._message, route, self._cluster))
             complete: bool | None = None
             try:
@@ -198,7 +189,7 @@ class Attempt:
                 raise Unavailable(message)  # the worker did: our own cancellation does not come here
             case PrefillEnded(DeadlineExceeded(message=message)) if self._needs_prefill:
                 raise Unavailable(message)  # its link to the decode worker stalled: another one may do
-            case PrefillEnded(error) if error is not None and self._needs_prefill:
+            case PrefillEnded(HalfmoonError() as error) if self._needs_prefill:
                 raise error
             case WorkerLost(worker_id, error):
                 if worker_id == self._decode.member.worker_id:
@@ -242,9 +233,8 @@ class Attempt:
         return not self._handed_over or not self._order.has_begun
 
     def _note_prefilled(self, first: FirstToken, at_s: float) -> None:
-        generation = self._message.generation
-        num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
-        sample = PrefillSample(num_prompt - first.num_cached_tokens, first.num_cached_tokens, first.compute_s)
+        num_new = self._num_prefill_tokens - first.num_cached_tokens
+        sample = PrefillSample(num_new, first.num_cached_tokens, first.compute_s)
         self._cluster.membership.note_prefilled(
             self._wire_id,
             self._prefill.member,
@@ -252,72 +242,6 @@ class Attempt:
             at_s,
             was_restored=first.num_loaded_tokens > 0 or self._helpers is not None,
         )
-
-
-class TokenOrder:
-    """Orders the tokens of one output, which come on two streams: from the prefill and from the decode worker.
-
-    Owns the next due position and the tokens that came before the first one.
-    """
-
-    def __init__(self, next_position: int) -> None:
-        self._first = next_position
-        self._next = next_position
-        self._early: dict[int, Token] = {}
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the first due token has come."""
-        return self._next > self._first
-
-    @property
-    def has_last(self) -> bool:
-        """Whether the last token is among those that wait for the first one."""
-        return any(token.finish_reason != NOT_FINISHED for token in self._early.values())
-
-    def push(self, token: Token) -> list[Token]:
-        """Returns the tokens that are due now, in order. Drops a repeated position.
-
-        Decode tokens may overtake the first one, which is on another stream, and wait for it. After the first one, a
-        skipped position is lost for good and raises HalfmoonError.
-        """
-        if token.position == self._next and not self._early:  # the usual case
-            self._next += 1
-            return [token]
-        return self.push_together([token])
-
-    def push_together(self, tokens: Sequence[Token]) -> list[Token]:
-        """Likewise, of tokens that come at once: a position that is skipped may be among those that came early."""
-        for token in tokens:
-            if token.position >= self._next:
-                self._early.setdefault(token.position, token)
-        due = []
-        while self._next in self._early:
-            due.append(self._early.pop(self._next))
-            self._next += 1
-        if self._early and self.has_begun:
-            raise HalfmoonError(f"output token {self._next} was lost: position {min(self._early)} came after it")
-        return due
-
-
-def accepted(order: TokenOrder, output: RequestOutput, token: Token, at_s: float) -> list[Token]:
-    """The tokens that are due with this one, noted. Raises what ends the attempt instead."""
-    if token.finish_reason == CANCELLED:
-        raise Unavailable("a worker gave the request up")
-    if token.finish_reason == CONSTRAINT_FAILED:
-        raise ConstraintFailed
-    if token.finish_reason == ERROR:
-        raise HalfmoonError("a worker failed while computing the request")
-    if token.finish_reason == TAKEN_OVER:
-        if output.repeat is not None:
-            output.repeat.request.is_taken_over = True
-        raise TakenOver
-    due = order.push(token)
-    output.progress.note_tokens([token.token_id for token in due], at_s)
-    output.progress.note_drafts(due)
-    if output.repeat is not None:
-        output.repeat.tokens.extend(due)
-    return due
 
 
 async def _call_prefill(worker: Worker, message: PrefillRequest, route: Route, cluster: Cluster) -> None:

@@ -13,7 +13,7 @@ from halfmoon.pb.types_pb2 import (
     FinishReason,
     Token,
 )
-from services.gateway.routing.attempt import TokenOrder
+from services.gateway.routing.token_order import TokenOrder
 
 
 def token(position: int, token_id: int = 0, finish: FinishReason.ValueType = NOT_FINISHED) -> Token:
