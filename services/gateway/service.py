@@ -129,7 +129,7 @@ async def running_gateway(
         metrics = GatewayMetrics(membership, ledger, telemetry, routing.copies, model.name)
         hot_spots = HotSpotWatch(routing)
         relay = _relay(settings, cluster, routing, hot_spots)
-        stores = StoreView(lambda: membership.stores, credential)
+        stores = StoreView(lambda: membership.stores.addresses, credential)
         known_classes = KnownRows(settings.state_dir, "classes", settings.ledger)
         known_tenants = KnownRows(settings.state_dir, "tenants", settings.ledger)
         keys, limits = ApiKeys(), RateLimits(settings.num_gateways)

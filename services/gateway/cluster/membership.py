@@ -28,8 +28,9 @@ from services.gateway.cluster.engine_totals import EngineTotals
 from services.gateway.cluster.identity_check import check_identity
 from services.gateway.cluster.learned_models import LearnedModels
 from services.gateway.cluster.member import Member
+from services.gateway.cluster.pooled_stores import PooledStores
 
-MISSED_HEARTBEATS = 3
+_MISSED_HEARTBEATS = 3
 _LATE_HEARTBEATS = 1.8  # nearly two are missing
 
 
@@ -50,13 +51,12 @@ class Membership:
         self.model_fingerprint = model_fingerprint
         self._adapters = adapters
         self.heartbeat_interval_s = heartbeat_interval_s
-        self._named_stores = frozenset(stores)
-        self.stores: frozenset[str] = frozenset()  # addresses of the pool's stores: those named, and those members use
         self._members: dict[str, Member] = {}
         self._view = ClusterView()
         self._changed: dict[str, float] = {}  # members whose rows of the view are out of date, since when
         self.on_stale: Callable[[], None] = lambda: None  # called when the view becomes out of date
         self.index = BlockIndex()
+        self.stores = PooledStores(stores, self.index, self._view.fetch_links)
         self.totals = EngineTotals()
         self._models = LearnedModels()
         self._layouts: Counter[KVLayout] = Counter()  # members of each
@@ -66,9 +66,6 @@ class Membership:
         self._decode_addresses: frozenset[str] | None = None  # None: members have changed; each of them asks for all
         self._cache_addresses: frozenset[str] | None = None
         self._holders: dict[str, int] = {}  # numbers of workers in the index, by address
-        self._pool = self.index.number(_POOL)
-        self._view.fetch_links.note_store(self._pool)
-        self._unite_stores()
 
     def members(self) -> list[Member]:
         """Every member, in the order of joining."""
@@ -109,7 +106,7 @@ class Membership:
         before = self._members.pop(identity.worker_id, None)
         holder = self.index.number(identity.worker_id)
         latency = WorkerLatency(PrefillModel(*identity.profile.prefill), StepModel(*identity.profile.step))
-        store_holder = self._pool if identity.kv_store else -1
+        store_holder = self.stores.holder if identity.kv_store else -1
         member = Member(
             identity, now_s, now_s, load, latency, holder, ReportedPrompts(now_s), process_key, store_holder
         )
@@ -144,7 +141,7 @@ class Membership:
         row = self._view.row(member.worker_id)
         if row is not None and self._members.get(member.worker_id) is member:
             self._view.links.report(row, [link for link in load.links if not link.is_inbound])
-            self._view.fetch_links.report(row, member.fetch_links(self._holder_at, self._pool))
+            self._view.fetch_links.report(row, member.fetch_links(self._holder_at, self.stores.holder))
             self._models.report(member.worker_id, member.kind, member.latency, load.steps, self._view, now_s)
         self._show(now_s, member)
         return has_changed
@@ -178,11 +175,6 @@ class Membership:
             self._cache_addresses = frozenset(one.identity.address for one in members if one.identity.can_fetch)
         return self._cache_addresses
 
-    @property
-    def pool(self) -> int:
-        """The number in the index of all stores together."""
-        return self._pool
-
     def worker_sources(self, holders: Sequence[int], cached_blocks: NDArray[np.int64]) -> list[KVSource]:
         """Those of `holders` that are workers, as a request names them. Stores of the pool need no naming."""
         addresses = {number: address for address, number in self._holders.items() if number in holders}
@@ -192,22 +184,10 @@ class Membership:
             if number in addresses
         ]
 
-    def store_number(self, address: str) -> int:
-        """The number of one store as a holder in the index. Members' `store_holder` is that of the whole pool."""
-        return self.index.number(_store_name(address))
-
     def nearest_store(self, worker_id: str) -> str:
         """Address of the store nearest to a member; empty without one."""
         member = self._members.get(worker_id)
         return "" if member is None else member.identity.kv_store
-
-    def note_stored(self, address: str, events: BlockEvents) -> bool:
-        """Takes changes of a store of the pool. False if messages are missing: a snapshot is needed."""
-        return address not in self.stores or self.index.apply(self.store_number(address), events)
-
-    def num_stored(self, address: str) -> int:
-        """Blocks known to be in the store."""
-        return self.index.num_blocks(self.store_number(address)) if address in self.stores else 0
 
     def note_placed(
         self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int, now_s: float
@@ -281,7 +261,7 @@ class Membership:
 
     def overdue(self, now_s: float) -> list[Member]:
         """Members that missed three heartbeats."""
-        limit_s = MISSED_HEARTBEATS * self.heartbeat_interval_s
+        limit_s = _MISSED_HEARTBEATS * self.heartbeat_interval_s
         return [member for member in self._members.values() if now_s - member.heard_s > limit_s]
 
     def excuse(self, stalled_s: float, now_s: float) -> None:
@@ -333,17 +313,8 @@ class Membership:
             del self._layouts[member.layout]
 
     def _unite_stores(self) -> None:
-        """Takes the pool's stores from the members. What any store has, the pool has."""
-        used = {member.identity.kv_store for member in self._members.values() if member.identity.kv_store}
-        before, self.stores = self.stores, self._named_stores | used
-        if self.stores == before:
-            return
-        for address in before - self.stores:
-            self.index.forget(_store_name(address))
-        stores = [self.store_number(address) for address in sorted(self.stores)]
-        for number in stores:
-            self._view.fetch_links.note_holder(number, serves=False)  # the pool counts instead
-        self.index.unite(self._pool, stores)
+        members = self._members.values()
+        self.stores.unite(member.identity.kv_store for member in members if member.identity.kv_store)
 
     def _holder_at(self, address: str) -> int:
         """Number of the worker at this address; -1 if it is none."""
@@ -361,11 +332,3 @@ class Membership:
     def _note_capacity(self) -> None:
         if self._members:
             self._capacity_tokens = min(member.capacity_tokens for member in self._members.values())
-
-
-_POOL = "pool\0"  # the name of all stores together as a holder in the index; no worker can have it
-
-
-def _store_name(address: str) -> str:
-    """The name of a store as a holder in the index; no worker can have it."""
-    return f"store\0{address}"

@@ -131,10 +131,10 @@ class PrefixCopies:
             return None
         if not self._replication.is_hot(num_uses):  # the usual case costs nothing more
             return "cold"
-        keys, index, number = short_keys(blocks.keys), self._membership.index, self._membership.store_number
+        keys, index, number = short_keys(blocks.keys), self._membership.index, self._membership.stores.number
         missing, sources = np.zeros(len(keys), dtype=np.bool_), list[str]()
         wanted = ~index.holds(keys, number(near))
-        for store in sorted(self._membership.stores - {near}):
+        for store in sorted(self._membership.stores.addresses - {near}):
             found = wanted & ~missing & index.holds(keys, number(store))
             if found.any():
                 sources.append(store)

@@ -11,7 +11,7 @@ from halfmoon.policy.view.block_index import SHORT_KEY_BYTES, BlockEvents, short
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from services.gateway.cluster.cluster import Cluster
-from services.gateway.cluster.membership import Membership
+from services.gateway.cluster.pooled_stores import PooledStores
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ class StoreWatch:
         self._watches: dict[str, asyncio.Task[None]] = {}
 
     async def follow_members(self) -> None:
-        """Watches the stores that members use, forever."""
+        """Watches the pool's stores, forever."""
         async with asyncio.TaskGroup() as group:
             while True:
                 changed = self._cluster.until_changed()
-                used = self._cluster.membership.stores
+                used = self._cluster.membership.stores.addresses
                 for address in self._watches.keys() - used:
                     self._watches.pop(address).cancel()
                 for address in used - self._watches.keys():
@@ -40,15 +40,15 @@ class StoreWatch:
 
     async def _watch(self, address: str) -> None:
         """Watches one store, and reconnects after every loss."""
-        membership = self._cluster.membership
+        stores = self._cluster.membership.stores
         last_reason = ""
         while True:
             client, is_there = KVStoreClient(address, credential=self._credential), False
             try:
-                is_there = await _read(client, address, membership)
+                is_there = await _read(client, address, stores)
                 log.info("store_watch.ended", extra={"store": address, "missed_events": is_there})
             except HalfmoonError as error:
-                if membership.num_stored(address) or error.message != last_reason:  # once an outage
+                if stores.num_blocks(address) or error.message != last_reason:  # once an outage
                     log.info("store_watch.lost", extra={"store": address, "reason": error.message})
                 last_reason = error.message
             except Exception as error:  # our own bug must not leave blocks in the index that no store has
@@ -56,11 +56,11 @@ class StoreWatch:
             finally:
                 await client.close()
             if not is_there:
-                membership.note_stored(address, BlockEvents(0, is_snapshot=True))
+                stores.note_blocks(address, BlockEvents(0, is_snapshot=True))
             await asyncio.sleep(_AGAIN_S)
 
 
-async def _read(client: KVStoreClient, address: str, membership: Membership) -> bool:
+async def _read(client: KVStoreClient, address: str, stores: PooledStores) -> bool:
     """Reads until the store ends the stream (False) or events are missing (True: the index keeps its best guess)."""
     last: int | None = None  # sequence number of the last event; None: a snapshot must come first
     in_snapshot = False
@@ -71,7 +71,7 @@ async def _read(client: KVStoreClient, address: str, membership: Membership) -> 
                 return True
             number += 1
             begins = message.is_snapshot and not in_snapshot
-            if not membership.note_stored(address, _changes(message, number, is_snapshot=begins)):
+            if not stores.note_blocks(address, _changes(message, number, is_snapshot=begins)):
                 return True
             in_snapshot = message.is_snapshot and not message.is_last_part
             last = message.sequence

@@ -21,7 +21,7 @@ def take_news(worker: Worker, membership: Membership) -> Iterator[GatewayMessage
         yield GatewayMessage(decode_members=members)
     if worker.member.identity.can_fetch and (caches := _cache_members(worker, membership.cache_addresses)):
         yield GatewayMessage(cache_members=caches)
-    if (stores := membership.stores) != worker.sent_stores:
+    if (stores := membership.stores.addresses) != worker.sent_stores:
         worker.sent_stores = stores
         yield GatewayMessage(stores=Stores(addresses=sorted(stores)))
 

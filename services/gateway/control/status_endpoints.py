@@ -101,7 +101,7 @@ class ControlEndpoints:
         now_s = self._cluster.clock()
         membership = self._cluster.membership
         members = list(membership.members())
-        hosts = hosts_of(members, membership.stores)
+        hosts = hosts_of(members, membership.stores.addresses)
         shows_links = sum(len(member.load.links) for member in members) <= max_links
         return web.json_response(
             {

@@ -29,8 +29,8 @@ def note_prefix_use(
     chain = keys.chain(membership.layout_of(worker_id)) or keys.chains[0]
     near = membership.nearest_store(worker_id)
     cached_blocks, block_tokens = request.cached_blocks, chain.layout.block_tokens
-    num_uses = telemetry.prefixes.note(chain.short, cached_blocks, block_tokens, now_s, near, membership.pool)
-    if placement is None or (membership.stores and not near):
+    num_uses = telemetry.prefixes.note(chain.short, cached_blocks, block_tokens, now_s, near, membership.stores.holder)
+    if placement is None or (membership.stores.addresses and not near):
         return
     tenant, depth = output.tenant, min(int(cached_blocks.max(initial=0)), len(chain.keys))
     owner = KVOwner(tenant.name, tenant.kv_bytes or 0)

@@ -48,7 +48,7 @@ def _origin_of_prefix(context: RoutingContext, placement: Placement, request: Pl
     serving = context.membership.view().fetch_links.serving(request.cached_blocks)
     best = int(serving.max(initial=0)) * placement.prefill.block_tokens
     if placement.source >= 0:
-        return "store" if placement.source == context.membership.pool else "worker"
+        return "store" if placement.source == context.membership.stores.holder else "worker"
     if not best:
         return "unknown"
     if best <= placement.cached_tokens or placement.cached_tokens >= request.num_prompt_tokens - 1:

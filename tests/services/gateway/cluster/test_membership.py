@@ -275,12 +275,12 @@ def test_a_worker_restores_what_all_stores_have_together() -> None:
     member = membership.join(identity(kv_store="near:1"), 0.0)
     keys = unpack_keys(bytes(range(1, 33)))
     for address, stored in (("near:1", keys[[0, 2]]), ("far:1", keys[[1]])):
-        assert membership.note_stored(address, StoredBlocks(1, stored, is_snapshot=True))
+        assert membership.stores.note_blocks(address, StoredBlocks(1, stored, is_snapshot=True))
     assert membership.index.match(keys)[member.store_holder] == 3
-    assert membership.index.match(keys)[membership.store_number("near:1")] == 1
-    assert membership.stores == {"near:1", "far:1"}
+    assert membership.index.match(keys)[membership.stores.number("near:1")] == 1
+    assert membership.stores.addresses == {"near:1", "far:1"}
     membership.leave(member, 1.0)
-    assert membership.stores == {"far:1"}
+    assert membership.stores.addresses == {"far:1"}
     assert membership.index.match(keys).max() == 0
 
 

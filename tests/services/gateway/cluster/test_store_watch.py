@@ -61,7 +61,7 @@ async def fake_store() -> AsyncIterator[tuple[FakeStore, str]]:
 
 
 async def until_stored(fleet: Fleet, address: str, num_blocks: int) -> None:
-    await fleet.until_told(lambda: fleet.cluster.membership.num_stored(address) == num_blocks)
+    await fleet.until_told(lambda: fleet.cluster.membership.stores.num_blocks(address) == num_blocks)
 
 
 async def test_a_store_is_followed_through_gaps_and_losses(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ async def test_a_store_is_followed_through_gaps_and_losses(tmp_path: Path) -> No
         await known(4)
         store.happened(13, (evicted, 0))  # 12 is missing
         await fleet.until_told(lambda: store.num_watchers == 2)
-        assert fleet.cluster.membership.num_stored(address) == 4  # the better guess until then
+        assert fleet.cluster.membership.stores.num_blocks(address) == 4  # the better guess until then
         store.snapshot(14, PLACES[1:6])
         await known(5)
         store.messages.put_nowait(None)
