@@ -197,10 +197,12 @@ class Relay:
                     log.info("request.moved", extra=_moved_fields(progress))
                 return
             except Moved as change:
-                moved = change.moving
-                routing.move(moved.placement)
-                progress.moves.append(len(progress.gaps_s))
-                log.info("request.moving", extra=_moving_fields(moved, placement, routing))
+                if routing.move(change.moving.placement):
+                    moved = change.moving
+                    progress.moves.append(len(progress.gaps_s))
+                    log.info("request.moving", extra=_moving_fields(moved, placement, routing))
+                else:
+                    _note_retry(progress, f"worker {change.moving.placement.decode.worker_id} has left the cluster")
             except GatewayStopping:
                 raise
             except (NoCapacity, Unavailable) as error:
@@ -211,9 +213,7 @@ class Relay:
                 failed = _failed(error, placement, len(progress.output_token_ids) > num_before)
                 if not retries.add(failed, have_others_begun=turns is not None and turns.has_begun):
                     raise
-                progress.num_retries += 1
-                fields = {"reason": error.message, "num_output_tokens": len(progress.output_token_ids)}
-                log.warning("request.retried", extra=fields)
+                _note_retry(progress, error.message)
 
     async def _placement(self, routing: RequestRouting, retries: Retries) -> Placement:
         """Chooses workers for the next attempt: other ones if possible, else any after a pause.
@@ -251,6 +251,12 @@ class Relay:
                 if left_s <= 0:
                     raise
             await self._cluster.router.pause(left_s, until=self._cluster.until_changed())
+
+
+def _note_retry(progress: Progress, reason: str) -> None:
+    progress.num_retries += 1
+    fields = {"reason": reason, "num_output_tokens": len(progress.output_token_ids)}
+    log.warning("request.retried", extra=fields)
 
 
 def _moving_fields(moved: Moving, before: Placement, routing: RequestRouting) -> dict[str, object]:

@@ -140,12 +140,15 @@ class RequestRouting:
         held = self._cached_blocks()
         return int(held[holder]) if 0 <= holder < len(held) else 0
 
-    def move(self, placement: Placement) -> None:
-        """Notes that the answer goes on at another decode worker."""
-        now_s = self._context.clock()
-        self._admission.inside.move(self._name, self._membership.view(), placement, now_s)
+    def move(self, placement: Placement) -> bool:
+        """Notes that the answer goes on at another decode worker. False if that one has just left the cluster."""
+        view, now_s = self._membership.view(), self._context.clock()
+        if view.row(placement.decode.worker_id) is None:
+            return False
+        self._admission.inside.move(self._name, view, placement, now_s)
         move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
         self._context.telemetry.decisions.note_move(self.output.request_id, move)
+        return True
 
     def note_move(self, outcome: str, *, is_hot: bool) -> None:
         """Counts what became of a move that was begun; `is_hot`: off a busy worker, not one that leaves."""

@@ -190,6 +190,27 @@ async def test_a_worker_that_dies_while_another_one_computes_ahead_costs_no_toke
     assert (row["num_retries"], row["decode_worker"]) == (1, "d1")
 
 
+async def test_an_answer_goes_on_elsewhere_if_the_worker_that_it_moves_to_has_just_left(tmp_path: Path) -> None:
+    left: list[str] = []
+
+    async def leave(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        """Leaves once its KV is all there."""
+        if request.keeps_partial:
+            left.append(worker.worker_id)
+            fleet.cluster.remove(fleet.cluster.worker(worker.worker_id), Unavailable("killed"))
+        async for event in worker.usual_prefill(request):
+            yield event
+
+    async with running_fleet(tmp_path) as fleet:
+        _, second, answer = await leaving(fleet)
+        third = await fleet.add("d2", "decode", Script(TEXT), **KNOWN)
+        second.on_prefill = third.on_prefill = leave
+        await drain(fleet)
+        assert await text_of(answer) == TEXT
+        row = await last_row(fleet, "ok")
+    assert (row["num_retries"], len(left), {*left, row["decode_worker"]}) == (1, 1, {"d1", "d2"})
+
+
 class Prepared(DecodeMove):
     """A move whose blocks are there already."""
 
