@@ -29,6 +29,7 @@ from halfmoon.policy.admission.refusal import (
 from halfmoon.policy.admission.requests_inside import RequestsInside
 from halfmoon.policy.admission.shedding import Shedding
 from halfmoon.policy.admission.tenants import ANYONE, Tenant
+from halfmoon.policy.forecast.decode_forecast import OVERTIME
 from halfmoon.policy.forecast.request_forecast import RequestForecast
 from halfmoon.policy.models.output_lengths import OutputLengths
 from halfmoon.policy.placement.hot_spots import RunningAnswer
@@ -38,7 +39,6 @@ from halfmoon.policy.values import AdmissionTargets, Placement, PlacementRequest
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
-_OVERTIME = 0.25  # as `DecodeForecast` expects
 _MIN_TBT_TOKENS = 20  # in shorter answers the mean gap is mostly the hand-over, which a stricter target cannot shorten
 
 
@@ -248,7 +248,7 @@ class AdmissionController:
         if inside is None:
             return None
         num_left = inside.work.num_output - num_generated
-        num_left = min(num_left if num_left > 0 else _OVERTIME * num_generated, most_left)
+        num_left = min(num_left if num_left > 0 else OVERTIME * num_generated, most_left)
         return RunningAnswer(request_id, row, num_tokens, num_left, most_left)
 
     def note_overheads(self, before_token_s: float, handover_s: float | None, request_id: str = "") -> None:

@@ -19,7 +19,7 @@ from halfmoon.policy.preemption import Pauses
 from halfmoon.policy.values import NO_NEIGHBOURS, DecodeLoad, DecodeLoads, Neighbours
 
 _NO_SLOTS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-_OVERTIME = 0.25  # of its life so far: how much longer a request stays that has outlived its prediction
+OVERTIME = 0.25  # of its life so far: how much longer a request stays that has outlived its prediction
 
 
 class DecodeForecast:
@@ -285,6 +285,6 @@ class DecodeForecast:
 def _overtime_ends(joins_s: Floats, now_s: float) -> Floats:
     """When overdue requests that joined at `joins_s` are predicted to leave."""
     ends_s: Floats = now_s - joins_s
-    ends_s *= _OVERTIME
+    ends_s *= OVERTIME
     ends_s += now_s
     return ends_s
