@@ -92,7 +92,8 @@ class AdmissionController:
         self._admission_tbt.note_ttft(admitted.placement.ttft_s)
         steps = degraded_requests(request, qos)
         while True:
-            latency = admitted.latency(self._admission_tbt_s(view, request, admitted, now_s))
+            tbt_s = self._admission_tbt.of(view, request, admitted.placement, self.mode, now_s)
+            latency = admitted.latency(tbt_s)
             enforced = self._enforced_targets(qos, targets, admitted, request)
             missed = missed_target(latency, enforced)
             if missed is None and self._has_share(view, request, admitted, now_s):
@@ -277,9 +278,6 @@ class AdmissionController:
         placement, num_output = admitted.placement, admitted.num_output
         context_tokens = request.context_tokens(num_output / 2)
         return overload_targets(targets, self._forecast.unloaded_latency(placement, context_tokens, num_output))
-
-    def _admission_tbt_s(self, view: ClusterView, request: PlacementRequest, admitted: Admitted, now_s: float) -> float:
-        return self._admission_tbt.of(view, request, admitted.placement, self.mode, now_s)
 
     def _over_target(
         self,
