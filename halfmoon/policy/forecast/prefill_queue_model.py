@@ -57,7 +57,6 @@ class PrefillQueueModel:
         self._num_joined = 0
         self.num_tokens = 0  # not computed as of the end of the latest step
         self._cached: dict[str, int] = {}  # cached tokens by request, for prompts not started
-        self._num_cached = 0
         self._arrivals = ArrivalRate()
         self._step: list[PredictedChunk] = []
         self._step_began_s = 0.0
@@ -76,7 +75,7 @@ class PrefillQueueModel:
     @property
     def num_reported(self) -> int:
         """Tokens of these prompts as the worker reports them: whole prompts until it has looked at its caches."""
-        return self.num_tokens + self._num_cached
+        return self.num_tokens + sum(self._cached.values())
 
     @property
     def step_began_s(self) -> float:
@@ -127,7 +126,6 @@ class PrefillQueueModel:
         self._num_joined += 1
         self.num_tokens += work.new_tokens
         self._cached[request_id] = work.known_tokens
-        self._num_cached += work.known_tokens
         self._arrivals.add(work.new_tokens, now_s)
         self._prompts[request_id] = Prompt(request_id, self._num_joined, *work, decoding)
         if not self._step:
@@ -148,7 +146,7 @@ class PrefillQueueModel:
             is_nested |= self._nests_steps and bool(self._step) and prompt.order > self._num_before
         if self._prompts.pop(request_id, None) is not None:
             self.num_tokens -= prompt.new_tokens
-            self._note_started(request_id)
+            self._cached.pop(request_id, None)
         if not is_nested:
             self._begin(now_s, room)
 
@@ -157,7 +155,7 @@ class PrefillQueueModel:
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
             self.num_tokens -= prompt.new_tokens
-            self._note_started(request_id)
+            self._cached.pop(request_id, None)
             self._nested.remove(request_id, now_s)
             self._step = [chunk for chunk in self._step if chunk.prompt.request_id != request_id]
             if not self._step:
@@ -298,12 +296,9 @@ class PrefillQueueModel:
         prompts = [self._prompts[request_id] for request_id in self._nested.request_ids]
         return [PredictedChunk(prompt, prompt.new_tokens) for prompt in prompts]
 
-    def _note_started(self, request_id: str) -> None:
-        self._num_cached -= self._cached.pop(request_id, 0)
-
     def _end_step(self) -> None:
         for prompt, num_tokens in self._step:
-            self._note_started(prompt.request_id)
+            self._cached.pop(prompt.request_id, None)
             prompt.new_tokens -= num_tokens
             prompt.known_tokens += num_tokens
             self.num_tokens -= num_tokens
