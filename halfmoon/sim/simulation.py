@@ -94,7 +94,7 @@ class _Run:
         self._with_gaps = with_gaps
         self._keeps_times = with_gaps or spec.learns_overheads  # of tokens; gateways learn hand-over times from them
         prefixes = workload.prefixes
-        self._policies, self._prefix_block_tokens = spec.kv_policies, spec.prefix_block_tokens(prefixes)
+        self._kv_policies, self._prefix_block_tokens = spec.kv_policies, spec.prefix_block_tokens(prefixes)
         self._workers = idle_workers(spec, prefixes, keeps_times=self._keeps_times)
         self._by_name = {worker.name: worker for worker in self._workers}
         longest = int(workload.output_tokens.max(initial=1))
@@ -124,7 +124,6 @@ class _Run:
             HotSpotControl(self._workers, self._events, self._policy_router, self._moves)
         self._inside: dict[int, Job] = {}
         self._jobs: dict[int, Job] = {}  # arrived and not ended
-        self._num_arrived = 0
         self._ended = EndedRequests(len(workload))
         self._num_over = 0
 
@@ -133,13 +132,13 @@ class _Run:
             self._events.at(failure.at_s, self._on_death, failure)
         starts_s = self._workload.start_s.tolist()
         events, pending, num = self._events, self._events.pending, len(starts_s)
-        following = 0
+        num_arrived = 0
         tracker = self._tracker
-        while (following < num or (pending and self._num_over < num)) and not tracker.is_decided:
-            if following < num and (not pending or starts_s[following] <= pending[0][0]):
-                events.now_s = starts_s[following]
-                self._arrive(following)
-                following += 1
+        while (num_arrived < num or (pending and self._num_over < num)) and not tracker.is_decided:
+            if num_arrived < num and (not pending or starts_s[num_arrived] <= pending[0][0]):
+                events.now_s = starts_s[num_arrived]
+                self._arrive(num_arrived)
+                num_arrived += 1
             else:
                 events.run_next()
         for job in self._attempts.waiting:
@@ -153,7 +152,7 @@ class _Run:
             self._spec,
             self._workload,
             self._ended,
-            self._num_arrived,
+            num_arrived,
             self._workers,
             self._transfers.num_bytes,
             has_gaps=self._with_gaps,
@@ -172,7 +171,6 @@ class _Run:
         job.keep_by(self._classes[job.qos_class].kv_policy)
         job.prefix_blocks = self._prefix_blocks(job)
         self._jobs[index] = job
-        self._num_arrived += 1
         self._tracker.came(index)
         if self._spec.request_s:
             self._events.at(self._events.now_s + self._spec.request_s, self._attempts.place, job)
@@ -188,9 +186,9 @@ class _Run:
         if prefixes is None:
             return []
         ids = prefixes.sequence(job.index, job.prompt)
-        num, num_parts = len(self._policies), prefixes.block_tokens // size
+        num, num_parts = len(self._kv_policies), prefixes.block_tokens // size
         if num * num_parts > 1:
-            own = self._policies.index(job.policy)
+            own = self._kv_policies.index(job.policy)
             ids = [((block * num_parts + part) * num + own) % _IDS for block in ids for part in range(num_parts)]
         return ids[: num_findable(job.policy, job.prompt, job.prompt + job.output) // size]
 
