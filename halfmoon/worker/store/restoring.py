@@ -271,13 +271,8 @@ class Restoring:
         """
         source, request_id = self._sources[number], self._request.request_id
         num_layers = self._engine.layout.num_layers
-        gate, began_s, has_asked = (
-            LayerGate(keys, num_layers, self._progress.layer_patience_s),
-            self._clock.now_s(),
-            False,
-        )
-        patience_s = self._progress.layer_patience_s * _WAIT_SHARE
-
+        patience_s, began_s, has_asked = self._progress.layer_patience_s, self._clock.now_s(), False
+        gate = LayerGate(keys, num_layers, patience_s)
         engine = self._engine.layer_loading
         assert engine is not None, "it was planned without"
 
@@ -287,7 +282,7 @@ class Restoring:
             await uncancelled(engine.load_layers(request_id, layers, cells))
             gate.arrived(layers.stop)
             wait_s = self._progress.layer_wait_s(layers.stop / num_layers, self._clock.now_s() - began_s)
-            if not has_asked and layers.stop < num_layers and wait_s <= patience_s:
+            if not has_asked and layers.stop < num_layers and wait_s <= _WAIT_SHARE * patience_s:
                 has_asked = True
                 engine.arrive_by_layer(request_id, gate)
 
