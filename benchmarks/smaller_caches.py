@@ -60,7 +60,7 @@ class Prefilled(NamedTuple):
     log_probs: Tensor  # [vocabulary] after the last token
 
 
-Keep = Callable[[Prefilled, int], tuple[list[KV], float]]  # the KV kept of a budget, and its share of the whole's bytes
+Keep = Callable[[Prefilled, int], list[KV]]  # the KV kept of a budget
 
 
 @dataclass(slots=True)
@@ -133,37 +133,34 @@ def _share(kept: Sequence[KV], whole: Sequence[KV]) -> float:
     return sum(kv.keys.shape[1] for kv in kept) / sum(kv.keys.shape[1] for kv in whole)
 
 
-def _sinks(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+def _sinks(prompt: Prefilled, budget: int) -> list[KV]:
     result = []
     for kv in prompt.kv:
         num_heads, num_tokens, _ = kv.keys.shape
         latest = torch.arange(num_tokens - budget + _SINKS, num_tokens)
         result.append(_taken(kv, torch.cat((torch.arange(_SINKS), latest)).expand(num_heads, -1)))
-    return result, _share(result, prompt.kv)
+    return result
 
 
-def _h2o(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+def _h2o(prompt: Prefilled, budget: int) -> list[KV]:
     layers = zip(prompt.kv, prompt.by_all, strict=True)
-    result = [_taken(kv, _heaviest(attention, budget // 2, budget - budget // 2)) for kv, attention in layers]
-    return result, _share(result, prompt.kv)
+    return [_taken(kv, _heaviest(attention, budget // 2, budget - budget // 2)) for kv, attention in layers]
 
 
-def _snapkv(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+def _snapkv(prompt: Prefilled, budget: int) -> list[KV]:
     return _observed(prompt, budget, _OBSERVERS)
 
 
-def _snapkv_half(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+def _snapkv_half(prompt: Prefilled, budget: int) -> list[KV]:
     return _observed(prompt, budget, budget // 2)
 
 
-def _observed(prompt: Prefilled, budget: int, num_latest: int) -> tuple[list[KV], float]:
+def _observed(prompt: Prefilled, budget: int, num_latest: int) -> list[KV]:
     layers = zip(prompt.kv, prompt.by_latest, strict=True)
-    num = budget - num_latest
-    result = [_taken(kv, _heaviest(attention, num, num_latest, _NEIGHBOURS)) for kv, attention in layers]
-    return result, _share(result, prompt.kv)
+    return [_taken(kv, _heaviest(attention, budget - num_latest, num_latest, _NEIGHBOURS)) for kv, attention in layers]
 
 
-def _pyramidkv(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+def _pyramidkv(prompt: Prefilled, budget: int) -> list[KV]:
     mean, num_layers = budget - _OBSERVERS, len(prompt.kv)
     least = mean // _STEEPNESS
     most = min(2 * mean - least, prompt.kv[0].keys.shape[1] - _OBSERVERS)
@@ -171,10 +168,10 @@ def _pyramidkv(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
     for index, (kv, attention) in enumerate(zip(prompt.kv, prompt.by_latest, strict=True)):
         num = round(most - (most - least) * index / (num_layers - 1))
         result.append(_taken(kv, _heaviest(attention, num, _OBSERVERS, _NEIGHBOURS)))
-    return result, _share(result, prompt.kv)
+    return result
 
 
-def _blocks(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+def _blocks(prompt: Prefilled, budget: int) -> list[KV]:
     num_tokens = prompt.kv[0].keys.shape[1]
     attention = torch.stack(prompt.by_latest).mean((0, 1))
     starts = torch.arange(0, num_tokens - _OBSERVERS, _BLOCK_TOKENS)
@@ -183,11 +180,11 @@ def _blocks(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
     chosen = by_block.topk(max(budget // _BLOCK_TOKENS - 1, 1)).indices
     kept = torch.cat((*(torch.arange(start, start + _BLOCK_TOKENS) for start in starts[chosen]),
                       torch.arange(last, num_tokens)))  # fmt: skip
-    result = [_taken(kv, kept.expand(len(kv.keys), -1)) for kv in prompt.kv]
-    return result, _share(result, prompt.kv)
+    return [_taken(kv, kept.expand(len(kv.keys), -1)) for kv in prompt.kv]
 
 
-def _minicache(prompt: Prefilled, budget: int) -> tuple[list[KV], float]:
+def _minicache(prompt: Prefilled) -> tuple[list[KV], float]:
+    """The KV, and its share of the whole's bytes."""
     result, saved = list(prompt.kv), 0.0
     num_layers, head_dim = len(result), result[0].keys.shape[-1]
     for deeper in range(num_layers // 2 + 1, num_layers, 2):
@@ -237,15 +234,15 @@ class Case(NamedTuple):
     depth: int
     expected: Tensor  # of the whole cache
 
-    def note(self, figures: Figures, prompt: Prefilled, kept: Sequence[KV], share: float) -> None:
-        """Adds the figures of kept KV."""
+    def note(self, figures: Figures, prompt: Prefilled, kept: Sequence[KV], share: float | None = None) -> None:
+        """Adds the figures of kept KV; `share`: of the whole's bytes, None if its tokens say it."""
         expected, got = self.expected, self.after(prompt, kept, self.answer)
         figures.kl += (expected.exp() * (expected - got)).sum(-1).tolist()
         figures.agrees += (expected.argmax(-1) == got.argmax(-1)).tolist()
         num = len(self.number)
         said = got if self.answer[: num - 1] == self.number[:-1] else self.after(prompt, kept, self.number)
         figures.recalls[self.depth].append(said[len(self.behind) :][:num].argmax(-1).tolist() == self.number)
-        figures.shares.append(share)
+        figures.shares.append(_share(kept, prompt.kv) if share is None else share)
 
     def after(self, prompt: Prefilled, kept: Sequence[KV], answer: Sequence[int]) -> Tensor:
         """Log-probabilities after the prompt, what follows it, and each but the last token of an answer."""
@@ -276,24 +273,24 @@ def measure(model: Model, prompt: Prompt, budgets: Sequence[int], results: Resul
             empty = [Figures(recalls=[[] for _ in range(num_depths)]) for _ in range(2)]
             return results.setdefault((way, budget), empty)[index]
 
-        case.note(figures("whole", "-"), case.whole, case.whole.kv, 1.0)
+        case.note(figures("whole", "-"), case.whole, case.whole.kv)
         for budget in budgets:
             for way, keep in _WAYS.items():
-                case.note(figures(way, str(budget)), case.whole, *keep(case.whole, budget))
+                case.note(figures(way, str(budget)), case.whole, keep(case.whole, budget))
             policy = KVPolicy(_SINKS, budget - _BLOCK_TOKENS)
             streamed = prefilled(model, case.token_ids, policy)
-            case.note(figures("sinks, prompt too", str(policy)), streamed, *_streamed(streamed, policy))
-        case.note(figures("minicache", "-"), case.whole, *_minicache(case.whole, 0))
+            case.note(figures("sinks, prompt too", str(policy)), streamed, _streamed(streamed, policy))
+        case.note(figures("minicache", "-"), case.whole, *_minicache(case.whole))
 
 
-def _streamed(prompt: Prefilled, policy: KVPolicy) -> tuple[list[KV], float]:
+def _streamed(prompt: Prefilled, policy: KVPolicy) -> list[KV]:
     """What the engine keeps of a prompt that was computed under its policy."""
     result = []
     for kv in prompt.kv:
         unseen = policy.unseen(len(kv.positions), _BLOCK_TOKENS)
         parts = kv.positions[: unseen.start * _BLOCK_TOKENS], kv.positions[unseen.stop * _BLOCK_TOKENS :]
         result.append(_taken(kv, torch.cat(parts).expand(len(kv.keys), -1)))
-    return result, _share(result, prompt.kv)
+    return result
 
 
 def table(results: Results) -> str:
