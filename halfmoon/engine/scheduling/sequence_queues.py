@@ -220,7 +220,8 @@ class SequenceQueues:
             if victim.is_decoding and victim.pauses.gives_way_to(sequence.pauses, now_s):
                 self._pause(victim, now_s)
                 continue
-            self._preempt(victim)
+            self._running.remove(victim)
+            self._start_over(victim)
             num_preempted += 1
         return num_preempted
 
@@ -309,12 +310,8 @@ class SequenceQueues:
         self.blocks.fill(sequence, shared, num_tokens, num_known if is_computed else 0)
         return True
 
-    def _preempt(self, victim: Sequence) -> None:
-        """Moves a sequence back to the queue; its tokens stay, its K and V are recomputed (as in vLLM)."""
-        self._running.remove(victim)
-        self._start_over(victim)
-
     def _start_over(self, sequence: Sequence) -> None:
+        """Moves a sequence back to the queue; its tokens stay, its K and V are recomputed (as in vLLM)."""
         with sequence.kv_lock:
             self.blocks.free(sequence)
             sequence.written = Written()
