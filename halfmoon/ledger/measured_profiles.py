@@ -14,7 +14,7 @@ from halfmoon.ledger.models import MeasuredProfileRow
 
 
 class NamedProfile(NamedTuple):
-    """A profile and when it was measured; its content is that of `sim.profile.MeasuredProfile`."""
+    """A profile and when it was measured; its content is that of the simulator's `MeasuredProfile`."""
 
     name: str
     measured_at: datetime

@@ -184,8 +184,8 @@ class ProfileRow(Base):
 
     kind: Mapped[str] = mapped_column(String(256), primary_key=True)
     measured_at: Mapped[datetime] = mapped_column(UtcDateTime)
-    prefill: Mapped[list[float]] = mapped_column(JSON)  # `policy.latency.PrefillModel`
-    step: Mapped[list[float]] = mapped_column(JSON)  # `policy.latency.StepModel`
+    prefill: Mapped[list[float]] = mapped_column(JSON)  # `policy.models.latency.PrefillModel`
+    step: Mapped[list[float]] = mapped_column(JSON)  # `policy.models.latency.StepModel`
 
 
 class MeasuredProfileRow(Base):
@@ -195,7 +195,7 @@ class MeasuredProfileRow(Base):
 
     name: Mapped[str] = mapped_column(String(128), primary_key=True)
     measured_at: Mapped[datetime] = mapped_column(UtcDateTime)
-    profile: Mapped[dict[str, Any]] = mapped_column(JSON)  # `sim.profile.MeasuredProfile`
+    profile: Mapped[dict[str, Any]] = mapped_column(JSON)  # `sim.latency_sources.measured_profile.MeasuredProfile`
 
 
 class PlanRow(Base):

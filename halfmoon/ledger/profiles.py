@@ -16,7 +16,7 @@ from halfmoon.ledger.models import ProfileRow
 
 
 class StoredProfile(NamedTuple):
-    """Speed that a worker of one kind measured of itself; coefficients as in `policy.latency`."""
+    """Speed that a worker of one kind measured of itself; coefficients as in `policy.models.latency`."""
 
     kind: str
     measured_at: datetime

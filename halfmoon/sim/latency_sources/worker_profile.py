@@ -174,9 +174,9 @@ DEFAULT_PROFILE = "llama2-70b-8xa800"
 def load_profile(name: str) -> WorkerProfile:
     """Loads one of `PROFILES`, or a JSON file with a measured profile or with coefficients.
 
-    Coefficients are `prefill` as `[a, b, c]` and `step` as `[d, e, f]`, in seconds as in `policy.latency`, `kv_tokens`,
-    `kv_token_bytes` and the other fields of `WorkerProfile`. Omitted fields come from the profile named by `like`
-    (default: DEFAULT_PROFILE). Raises InvalidRequest.
+    Coefficients are `prefill` as `[a, b, c]` and `step` as `[d, e, f]`, in seconds as in `policy.models.latency`,
+    `kv_tokens`, `kv_token_bytes` and the other fields of `WorkerProfile`. Omitted fields come from the profile named by
+    `like` (default: DEFAULT_PROFILE). Raises InvalidRequest.
     """
     if name in PROFILES:
         return PROFILES[name]
