@@ -112,15 +112,15 @@ class PrefillQueueModel:
         decoding: Decoding | None,
         room: StepRoom,
         now_s: float,
-        speed: Speed | None = None,
+        speed: Speed,
         past_busy: float = 0.0,
     ) -> None:
         """Adds a prompt. `room` is that of a step that begins now, if none is running.
 
-        `speed` is that of a worker that nests steps, None for others; `past_busy` is as for `advance`.
+        `past_busy` is as for `advance`; it counts where the worker nests steps.
         """
-        self._nests_steps = speed is not None
-        if speed is not None and (turn := self._turn(work, speed, past_busy, now_s)):
+        self._nests_steps = speed.nests_steps
+        if speed.nests_steps and (turn := self._turn(work, speed, past_busy, now_s)):
             takes_s = turn.adds_s * (1 + speed.contention * past_busy)
             self._nested.add(request_id, work.new_tokens, takes_s, turn)
         self._num_joined += 1

@@ -63,11 +63,8 @@ class PrefillQueueModels:
         self._rows[request_id] = (row, worker)
         work = _work(placement, num_prompt_tokens, priority, now_s, most_seen.prompt)
         room = _NO_ROOM if queue_model.is_computing else self._step_room(row, worker, now_s, work.known_tokens)
-        if worker.nests_prompts:
-            past_busy = self._past_busy(view, worker, queue_model, now_s)
-            queue_model.join(request_id, work, decoding, room, now_s, _speed(worker), past_busy)
-        else:
-            queue_model.join(request_id, work, decoding, room, now_s)
+        past_busy = self._past_busy(view, worker, queue_model, now_s) if worker.nests_prompts else 0.0
+        queue_model.join(request_id, work, decoding, room, now_s, _speed(worker), past_busy)
         self._steps.note_changed(row)
 
     def computed(self, request_id: str, now_s: float) -> None:

@@ -30,7 +30,8 @@ from tests.policy.forecast.test_prefill_queue_models import D, P, at
 
 STEP = 100
 ROOM = StepRoom(STEP, STEP)
-NESTS = Speed(PrefillModel(0.0, 0.01, 0.0), STEP, nests_steps=True)  # a second a full step
+PLAIN = Speed(PrefillModel(0.0, 0.01, 0.0), STEP)  # a second a full step
+NESTS = PLAIN._replace(nests_steps=True)
 NOBODY = ColocatedWorkers({})
 
 
@@ -41,15 +42,15 @@ def work(num_tokens: int, priority: int = 0, ready_s: float = -math.inf, most_se
 def join(
     made: PrefillQueueModel, name: str, wanted: PromptWork, now_s: float, speed: Speed = NESTS, past_busy: float = 0.0
 ) -> None:
-    made.join(name, wanted, None, ROOM, now_s, speed if speed.nests_steps else None, past_busy)
+    made.join(name, wanted, None, ROOM, now_s, speed, past_busy)
 
 
 def running(*prompts: int) -> PrefillQueueModel:
     """A step of these prompts has begun at 0."""
     made = PrefillQueueModel()
-    made.join("before", work(STEP), None, ROOM, -1.0)
+    made.join("before", work(STEP), None, ROOM, -1.0, PLAIN)
     for number, num_tokens in enumerate(prompts):
-        made.join(str(number), work(num_tokens), None, ROOM, -1.0)
+        made.join(str(number), work(num_tokens), None, ROOM, -1.0, PLAIN)
     made.computed("before", ROOM, 0.0)
     return made
 

@@ -40,7 +40,7 @@ def work(num_tokens: int, priority: int = 0, ready_s: float = -math.inf) -> Prom
 def course(*prompts: int) -> PrefillQueueModel:
     made = PrefillQueueModel()
     for number, num_tokens in enumerate(prompts):
-        made.join(str(number), work(num_tokens), None, ROOM, 0.0)
+        made.join(str(number), work(num_tokens), None, ROOM, 0.0, SPEED)
     return made
 
 
@@ -114,7 +114,7 @@ def test_no_prompt_is_done_before_the_earliest_moment(
     speed = Speed(PrefillModel(*model), STEP, 0.5, 2 * STEP if in_chunks else 0)
     made = PrefillQueueModel()
     for number, one in enumerate(prompts):
-        made.join(str(number), one, Decoding(1, 2.0, 10) if number % 2 else None, ROOM, 0.0)
+        made.join(str(number), one, Decoding(1, 2.0, 10) if number % 2 else None, ROOM, 0.0, SPEED)
     made.advance(speed, 1.0, now_s)
     own = ColocatedDecodes(1, lives((2.0, 10)), StepModel(0.1, 0.1, 0.0)) if in_chunks else None
     found = made.predict(wanted, speed, ColocatedWorkers({}), 1.0, ahead_s, now_s, own)
@@ -124,7 +124,7 @@ def test_no_prompt_is_done_before_the_earliest_moment(
 def test_the_earliest_moment_is_behind_the_step_under_way_and_whoever_goes_first() -> None:
     made = course(100)
     assert made.earliest_s(work(1), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 0.01)
-    made.join("long", work(500), None, ROOM, 0.25)
+    made.join("long", work(500), None, ROOM, 0.25, SPEED)
     assert made.earliest_s(work(1), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 0.01)  # short ones pass it
     assert made.earliest_s(work(499), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 4.99)
     assert made.earliest_s(work(500), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 5.0 + 5.0)
@@ -151,14 +151,14 @@ def test_priority_goes_before_order() -> None:
 
 def test_who_waits_for_what_is_restored_lets_others_pass() -> None:
     made = PrefillQueueModel()
-    made.join("restored", work(100, ready_s=5.0), None, ROOM, 0.0)
+    made.join("restored", work(100, ready_s=5.0), None, ROOM, 0.0, SPEED)
     assert predict(made, work(50)) == (0.0, 0.5)
     assert predict(PrefillQueueModel(), work(50, ready_s=3.0)) == (3.0, 3.5)
 
 
 def test_who_was_restored_meanwhile_is_computed_since_then() -> None:
     made = PrefillQueueModel()
-    made.join("restored", work(250, ready_s=5.0), None, ROOM, 0.0)
+    made.join("restored", work(250, ready_s=5.0), None, ROOM, 0.0, SPEED)
     made.advance(SPEED, 0.0, 4.0)
     assert predict(made, work(50), now_s=4.0) == (4.0, 4.5)  # nobody waits for it yet
     made.advance(SPEED, 0.0, 6.5)
@@ -178,7 +178,7 @@ def test_what_is_far_ahead_is_summed_up() -> None:
     assert predict(PrefillQueueModel(), work(10**6), speed=speed) == (0.0, 1.5 * 10**4)
     assert predict(course(*[100] * 2000), work(100), speed=speed) == pytest.approx((3000.0, 3001.5))
     few = course(*[1] * 5000)
-    few.join("behind", work(1, priority=1), None, ROOM, 0.0)
+    few.join("behind", work(1, priority=1), None, ROOM, 0.0, SPEED)
     found = few.predict(work(1), speed, NOBODY, 0.0, 0.0, 0.0)
     assert found.ends_s == pytest.approx(51 * 0.5 + 50.01)
     assert found.behind_tokens == 1
@@ -198,7 +198,7 @@ def test_busy_neighbours_slow_it_down_as_long_as_they_are() -> None:
 
 def test_what_is_computed_before_makes_a_neighbour_busy() -> None:
     made = PrefillQueueModel()
-    made.join("first", work(100), Decoding(7, 10.0), ROOM, 0.0)
+    made.join("first", work(100), Decoding(7, 10.0), ROOM, 0.0, SPEED)
     speed = SPEED._replace(contention=1.0)
     assert predict(made, work(100), 0.0, speed, beside({7: []})) == (1.0, 3.0)
     assert predict(made, work(100), 0.0, speed) == (1.0, 2.0)  # it decodes elsewhere
@@ -246,7 +246,7 @@ def scheduled_until(
 def test_steps_are_those_of_the_scheduler(prompts: list[tuple[int, int]]) -> None:
     made = PrefillQueueModel()
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
-        made.join(str(number), work(num_tokens, priority), None, ROOM, 0.0)
+        made.join(str(number), work(num_tokens, priority), None, ROOM, 0.0, SPEED)
     assert predict(made, work(*prompts[-1])).ends_s == pytest.approx(scheduled_until(prompts))
 
 
@@ -254,7 +254,7 @@ def test_steps_are_those_of_the_scheduler(prompts: list[tuple[int, int]]) -> Non
 def test_steps_have_as_many_prompts_as_those_of_the_scheduler(lengths: list[int], places: int) -> None:
     made, speed = PrefillQueueModel(), SPEED._replace(max_running=places)
     for number, num_tokens in enumerate(lengths[:-1]):
-        made.join(str(number), work(num_tokens), None, StepRoom(STEP, STEP, places), 0.0)
+        made.join(str(number), work(num_tokens), None, StepRoom(STEP, STEP, places), 0.0, SPEED)
     found = predict(made, work(lengths[-1]), speed=speed)
     assert found.ends_s == pytest.approx(scheduled_until([(length, 0) for length in lengths], places=places))
 
@@ -268,7 +268,7 @@ def test_steps_beside_decoding_are_those_of_the_scheduler(prompts: list[tuple[in
     """Of whole chunks: who has one token left decodes, as far as the scheduler is concerned."""
     made = PrefillQueueModel()
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
-        made.join(str(number), work(num_tokens, priority), None, StepRoom(CHUNK, STEP), 0.0)
+        made.join(str(number), work(num_tokens, priority), None, StepRoom(CHUNK, STEP), 0.0, SPEED)
     own = ColocatedDecodes(0, lives((math.inf, 1.0)), ONE_STEP)
     found = made.predict(work(*prompts[-1]), BOTH, NOBODY, 0.0, 0.0, 0.0, own)
     assert found.ends_s == pytest.approx(scheduled_until(prompts, decode_s=0.1))
@@ -288,7 +288,7 @@ def test_steps_beside_targets_are_those_of_the_scheduler(prompts: list[tuple[int
     made = PrefillQueueModel()
     first = speed.step_room(StepDecodes(1, 1, target_s), 0)
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
-        made.join(str(number), work(num_tokens, priority), None, first, 0.0)
+        made.join(str(number), work(num_tokens, priority), None, first, 0.0, SPEED)
     found = made.predict(work(*prompts[-1]), speed, NOBODY, 0.0, 0.0, 0.0, ColocatedDecodes(0, running, ONE_STEP))
     assert found.ends_s == pytest.approx(scheduled_until(prompts, 0.1, rule, target_s))
 
@@ -311,7 +311,7 @@ def test_a_worker_that_decodes_too_computes_chunks_beside_its_tokens() -> None:
 
 def test_what_it_computed_before_decodes_beside_a_prompt() -> None:
     made = course(100)
-    made.join("second", work(100), Decoding(0, 99.0, 1.0), ROOM, 0.0)
+    made.join("second", work(100), Decoding(0, 99.0, 1.0), ROOM, 0.0, SPEED)
     found = made.predict(work(30, priority=1), BOTH, NOBODY, 0.0, 0.0, 0.0, ColocatedDecodes(0, lives(), ONE_STEP))
     assert found == pytest.approx((2.0, 2.4, 0))
 
@@ -323,7 +323,7 @@ def test_what_is_left_behind_a_prompt_is_told() -> None:
 
 def test_steps_with_decoding_are_over_later() -> None:
     made = PrefillQueueModel()
-    made.join("long", work(1000), None, StepRoom(CHUNK, STEP), 0.0)
+    made.join("long", work(1000), None, StepRoom(CHUNK, STEP), 0.0, SPEED)
     made.advance(BOTH, 0.0, 2.6, 0.1, StepDecodes(1, 1))
     assert made.num_tokens == 1000 - 5 * CHUNK
 
@@ -333,7 +333,7 @@ def test_as_many_prompts_will_come_as_do_half_of_the_times() -> None:
     speed = BOTH._replace(model=PrefillModel(0.1, 0.01, 0.0))
     for number in range(12):
         assert number >= 10 or made.usual_work_s(speed, 99.0, float(number)) == 0  # little is known
-        made.join(str(number), work(20 if number % 2 else 60), None, ROOM, float(number))
+        made.join(str(number), work(20 if number % 2 else 60), None, ROOM, float(number), SPEED)
     each_s = (0.3 + 0.6 + 0.2) / 2  # 60 tokens are two chunks
     assert made.usual_work_s(speed, 0.6, 12.0) == 0
     assert made.usual_work_s(speed, 0.7, 12.0) == pytest.approx(each_s)
@@ -343,14 +343,14 @@ def test_as_many_prompts_will_come_as_do_half_of_the_times() -> None:
 def test_prompts_that_usually_come_will_share_the_steps() -> None:
     made = PrefillQueueModel()
     for number in range(21):  # two short ones a second
-        made.join(str(number), work(25), None, ROOM, number / 2)
+        made.join(str(number), work(25), None, ROOM, number / 2, SPEED)
         made.computed(str(number), ROOM, number / 2)
     alone, last = PrefillQueueModel(), 10.0
     assert predict(alone, work(400), now_s=last).ends_s == last + 4.0
     assert last + 6.0 <= predict(made, work(400), now_s=last).ends_s <= last + 8.0  # half of what it computes, at most
     assert predict(made, work(20), now_s=last).ends_s == last + 0.2  # who comes later comes later
     few = PrefillQueueModel()
-    few.join("a", work(25), None, ROOM, last - 1)
+    few.join("a", work(25), None, ROOM, last - 1, SPEED)
     few.computed("a", ROOM, last)
     assert predict(few, work(400), now_s=last).ends_s == last + 4.0  # nothing is known of what will come
 
@@ -368,7 +368,7 @@ def test_a_prediction_is_no_sooner_than_its_own_work(
     for number, (pause_s, length, is_computed) in enumerate(events):
         now_s += pause_s
         made.advance(speed, 1.0, now_s)
-        made.join(str(number), work(length), Decoding(7, 1.0), ROOM, now_s)
+        made.join(str(number), work(length), Decoding(7, 1.0), ROOM, now_s, SPEED)
         if is_computed:
             made.computed(str(number // 2), ROOM, now_s)
         else:
