@@ -63,10 +63,10 @@ class Attempt:
         output: RequestOutput,
         placement: Placement,
         codec: HandoverCodec,
-        sources: Sequence[KVSource] = (),
-        moves: DecodeMoves | None = None,
+        sources: Sequence[KVSource],
+        moves: DecodeMoves,
     ) -> None:
-        """sources: workers from which the prefill worker may load what it lacks, best first. moves: None: it stays."""
+        """sources: workers from which the prefill worker may load what it lacks, best first."""
         self._moves = moves
         self._move: DecodeMove | None = None
         self._cluster = cluster
@@ -125,7 +125,7 @@ class Attempt:
             operation(current_span().child("attempt", attributes=workers)) as self._span,
             self._cluster.router.route(self._wire_id, route),
             nullcontext() if self._output.repeat is None else self._output.repeat.request.routed(flow.put),
-            nullcontext() if self._moves is None else self._moves.hot_spots.watching(self),
+            self._moves.hot_spots.watching(self),
         ):
             now_s = self._cluster.clock()
             membership.note_placed(self._wire_id, prefill, decode, self._num_prefill_tokens, now_s)
@@ -208,7 +208,7 @@ class Attempt:
 
     def _consider_move(self) -> None:
         """Prepares to go on elsewhere if the decode worker will no longer decode, and the answer is there."""
-        if self._moves is not None and self._decode.member.is_leaving and self._may_move:
+        if self._decode.member.is_leaving and self._may_move:
             self._move = self._moves.begin(self._decode, self._flow.put)
 
     @property
@@ -218,13 +218,13 @@ class Attempt:
 
     def running_answer(self) -> RunningAnswer | None:
         """See `Movable`."""
-        if self._moves is None or not self._may_move or not self._order.has_begun:
+        if not self._may_move or not self._order.has_begun:
             return None
         return self._moves.routing.running_answer(self._decode.member)
 
     def move_to(self, placement: Placement) -> None:
         """See `Movable`."""
-        if self._moves is not None and self._may_move:
+        if self._may_move:
             self._move = self._moves.begin(self._decode, self._flow.put, placement)
 
     @property
