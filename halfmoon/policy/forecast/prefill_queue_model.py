@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from halfmoon.policy.forecast.arrivals import ArrivalRate
-from halfmoon.policy.forecast.colocated_decodes import NO_DECODES, ColocatedDecodes
+from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
 from halfmoon.policy.forecast.nested_steps import NestedSteps, Turn
 from halfmoon.policy.forecast.pending_prompts import PendingPrompts
@@ -27,7 +27,7 @@ from halfmoon.policy.forecast.prefill_step import (
 )
 from halfmoon.policy.forecast.running_steps import NO_STEP, RunningStep
 from halfmoon.policy.models.chunk_length import NO_STEP_DECODES, StepDecodes
-from halfmoon.policy.models.latency import StepModel, num_pairs
+from halfmoon.policy.models.latency import num_pairs
 from halfmoon.policy.nested_step import OuterStep
 
 _MAX_STEPS = 256  # of look-ahead; the rest of the prompts is summed up
@@ -202,12 +202,12 @@ class PrefillQueueModel:
         past_busy: float,
         ahead_s: float,
         now_s: float,
-        decodes: ColocatedDecodes | None = None,
+        decodes: ColocatedDecodes,
     ) -> PredictedTimes:
         """When a prompt sent now would start and end.
 
         `past_busy` is as for `advance`; `ahead_s` is work of other gateways that comes first; `decodes` are the
-        requests that decode in the same steps, None where none ever does.
+        requests that decode in the same steps.
         """
         if speed.nests_steps and (turn := self._turn(work, speed, past_busy, now_s)):
             ends_s = colocated.after(turn.adds_s, turn.ends_s, speed.contention)
@@ -216,7 +216,6 @@ class PrefillQueueModel:
         queue = PendingPrompts([*self._prompts.values(), Prompt("", order, *work, None)])
         step, left_tokens, num_looks = self._step, work.new_tokens, 0
         begins_s, expected = math.inf, None
-        decodes = decodes or ColocatedDecodes(-1, NO_DECODES, StepModel())
         decode_s = decodes.step_s(now_s)
         step_s = work_s(step, speed.model) + decode_s
         done_s = _UNKNOWN * step_s

@@ -26,6 +26,7 @@ from halfmoon.policy.nested_step import nested_cost
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.worker_view import Role
 from tests.policy.busy_host import beside
+from tests.policy.forecast.test_prefill_queue_model import no_decodes
 from tests.policy.forecast.test_prefill_queue_models import D, P, at
 
 STEP = 100
@@ -58,7 +59,7 @@ def running(*prompts: int) -> PrefillQueueModel:
 def predict(
     made: PrefillQueueModel, wanted: PromptWork, now_s: float, speed: Speed = NESTS, past_busy: float = 0.0
 ) -> tuple[float, float]:
-    found = made.predict(wanted, speed, NOBODY, past_busy, 0.0, now_s)
+    found = made.predict(wanted, speed, NOBODY, past_busy, 0.0, now_s, no_decodes())
     return round(found.begins_s, 6), round(found.ends_s, 6)
 
 
@@ -202,7 +203,7 @@ def test_busy_neighbours_slow_nested_prompts_and_the_step() -> None:
     speed = NESTS._replace(contention=1.0)
     made = running(100)  # until 2, beside one
     assert predict(made, work(50), 0.9, speed, past_busy=1.0) == (0.9, 1.4)
-    found = made.predict(work(50), speed, beside({7: [(0.0, 9.0)]}), 1.0, 0.0, 0.9)
+    found = made.predict(work(50), speed, beside({7: [(0.0, 9.0)]}), 1.0, 0.0, 0.9, no_decodes())
     assert found.ends_s == pytest.approx(1.9)
     join(made, "short", work(50), 0.9, speed, 1.0)
     assert made._nested.seconds == pytest.approx(1.0)
@@ -212,7 +213,7 @@ def test_busy_neighbours_slow_nested_prompts_and_the_step() -> None:
 def test_what_is_left_behind_a_nested_prompt_is_told() -> None:
     made = running(100, 70)
     join(made, "short", work(20), 0.0)
-    assert made.predict(work(10), NESTS, NOBODY, 0.0, 0.0, 0.1).behind_tokens == 170
+    assert made.predict(work(10), NESTS, NOBODY, 0.0, 0.0, 0.1, no_decodes()).behind_tokens == 170
 
 
 newcomer = st.tuples(st.integers(1, 60), st.integers(-1, 1), st.floats(0, 1))
@@ -324,7 +325,7 @@ def test_no_prompt_is_done_before_the_earliest_moment(
     now_s += pause_s
     made.advance(speed, past_busy, now_s)
     earliest_s = made.earliest_s(least, speed, ahead_s, now_s, past_busy)
-    found = made.predict(wanted, speed, ColocatedWorkers({}), past_busy, ahead_s, now_s)
+    found = made.predict(wanted, speed, ColocatedWorkers({}), past_busy, ahead_s, now_s, no_decodes())
     assert now_s <= found.begins_s <= found.ends_s
     assert 0 <= found.behind_tokens <= made.num_tokens
     assert now_s <= earliest_s <= found.ends_s + 1e-9

@@ -17,7 +17,7 @@ from halfmoon.engine.scheduling.schedule import SchedulerLimits
 from halfmoon.engine.scheduling.scheduler import Scheduler
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.scheduling.sequence_queues import SequenceQueues
-from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes, DecodeIntervals
+from halfmoon.policy.forecast.colocated_decodes import NO_DECODES, ColocatedDecodes, DecodeIntervals
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
 from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel
 from halfmoon.policy.forecast.prefill_step import PromptWork, Speed, StepRoom
@@ -44,6 +44,10 @@ def course(*prompts: int) -> PrefillQueueModel:
     return made
 
 
+def no_decodes() -> ColocatedDecodes:
+    return ColocatedDecodes(-1, NO_DECODES, StepModel())
+
+
 class When(NamedTuple):
     begins_s: float
     ends_s: float
@@ -56,7 +60,7 @@ def predict(
     speed: Speed = SPEED,
     neighbours: ColocatedWorkers = NOBODY,
 ) -> When:
-    found = made.predict(wanted, speed, neighbours, 0.0, 0.0, now_s)
+    found = made.predict(wanted, speed, neighbours, 0.0, 0.0, now_s, no_decodes())
     return When(round(found.begins_s, 6), round(found.ends_s, 6))
 
 
@@ -116,7 +120,7 @@ def test_no_prompt_is_done_before_the_earliest_moment(
     for number, one in enumerate(prompts):
         made.join(str(number), one, Decoding(1, 2.0, 10) if number % 2 else None, ROOM, 0.0, SPEED)
     made.advance(speed, 1.0, now_s)
-    own = ColocatedDecodes(1, lives((2.0, 10)), StepModel(0.1, 0.1, 0.0)) if in_chunks else None
+    own = ColocatedDecodes(1, lives((2.0, 10)), StepModel(0.1, 0.1, 0.0)) if in_chunks else no_decodes()
     found = made.predict(wanted, speed, ColocatedWorkers({}), 1.0, ahead_s, now_s, own)
     assert made.earliest_s(least, speed, ahead_s, now_s) <= found.ends_s + 1e-9
 
@@ -179,7 +183,7 @@ def test_what_is_far_ahead_is_summed_up() -> None:
     assert predict(course(*[100] * 2000), work(100), speed=speed) == pytest.approx((3000.0, 3001.5))
     few = course(*[1] * 5000)
     few.join("behind", work(1, priority=1), None, ROOM, 0.0, SPEED)
-    found = few.predict(work(1), speed, NOBODY, 0.0, 0.0, 0.0)
+    found = few.predict(work(1), speed, NOBODY, 0.0, 0.0, 0.0, no_decodes())
     assert found.ends_s == pytest.approx(51 * 0.5 + 50.01)
     assert found.behind_tokens == 1
     ten = speed._replace(max_running=10)
@@ -190,7 +194,7 @@ def test_busy_neighbours_slow_it_down_as_long_as_they_are() -> None:
     speed = SPEED._replace(contention=1.0)
     made = PrefillQueueModel()
     for spans, ends_s in (({}, 1.0), ({7: [(0.0, 9.0)]}, 2.0), ({7: [(0.0, 1.0)]}, 1.5), ({7: [(0.5, 0.7)]}, 1.1)):
-        found = made.predict(work(100), speed, beside(spans), 0.0, 0.0, 0.0)
+        found = made.predict(work(100), speed, beside(spans), 0.0, 0.0, 0.0, no_decodes())
         assert found.ends_s == pytest.approx(ends_s)
     both = beside({7: [(0.0, 9.0)], 8: [(0.0, 9.0)]})
     assert predict(made, work(100), 0.0, speed, both) == (0.0, 3.0)
@@ -317,7 +321,7 @@ def test_what_it_computed_before_decodes_beside_a_prompt() -> None:
 
 
 def test_what_is_left_behind_a_prompt_is_told() -> None:
-    found = course(1000).predict(work(30), SPEED, NOBODY, 0.0, 0.0, 0.0)
+    found = course(1000).predict(work(30), SPEED, NOBODY, 0.0, 0.0, 0.0, no_decodes())
     assert found.behind_tokens == 1000 - 100 - 30
 
 
@@ -373,7 +377,7 @@ def test_a_prediction_is_no_sooner_than_its_own_work(
             made.computed(str(number // 2), ROOM, now_s)
         else:
             made.remove(str(number // 3), ROOM, now_s)
-    found = made.predict(work(num_tokens), speed, beside({7: [(now_s, now_s + 1)]}), 1.0, 0.0, now_s)
+    found = made.predict(work(num_tokens), speed, beside({7: [(now_s, now_s + 1)]}), 1.0, 0.0, now_s, no_decodes())
     assert now_s <= found.begins_s <= found.ends_s
     assert found.ends_s - now_s >= num_tokens * SPEED.model.b - 1e-9
     most_s = 2 * (num_tokens + made.num_tokens) * SPEED.model.b + 2  # who comes meanwhile has half of each step
