@@ -78,7 +78,12 @@ class RequestForecast:
 
     def ttft(self, view: ClusterView, request: PlacementRequest, now_s: float) -> TtftPrediction:
         """Estimates the TTFT on every worker from the sums of work ahead on each."""
-        waits = _Waits(self._prefills, request.priority, now_s)
+
+        def waits(reported_s: Floats, takes_s: Floats) -> Floats:
+            """Work that a worker reports beyond this gateway's comes from other gateways, and counts as ahead."""
+            others_s = np.maximum(reported_s - self._prefills.totals(len(takes_s), now_s), 0.0)
+            return others_s + self._prefills.waits(takes_s, request.priority, now_s)
+
         return predict_ttft(view, request, self._fetching_threshold, now_s, waits)
 
     def refine_prefill(
@@ -292,20 +297,6 @@ class RequestForecast:
         self._before_token.add(before_token_s)
         if handover_s is not None:
             self._handover.add(handover_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Waits:
-    """The queues ahead of a prompt of one priority, seen from `now_s`."""
-
-    prefills: PrefillForecast
-    priority: int
-    now_s: float
-
-    def __call__(self, reported_s: Floats, takes_s: Floats) -> Floats:
-        """Work that a worker reports beyond this gateway's comes from other gateways, and counts as ahead."""
-        others_s = np.maximum(reported_s - self.prefills.totals(len(takes_s), self.now_s), 0.0)
-        return others_s + self.prefills.waits(takes_s, self.priority, self.now_s)
 
 
 def _names(request_id: str, num_shares: int) -> list[str]:
