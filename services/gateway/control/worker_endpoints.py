@@ -75,7 +75,7 @@ class WorkerEndpoints:
         if not body.force:
             check_without(member, self._cluster.membership.members())
         self._cluster.drain(member.worker_id, returns=body.returns)
-        await self._until(member, lambda: member.load.draining)
+        member = await self._until(member, lambda present: present.load.draining)
         self._record(request, member, member.role, "restarted" if body.returns else "drained", body)
         return web.json_response({"worker_id": member.worker_id, "draining": True, "returns": body.returns})
 
@@ -92,7 +92,7 @@ class WorkerEndpoints:
             members, now_s = self._cluster.membership.members(), self._cluster.clock()
             check_role_change(member, body.role, members, self._dwell_s, now_s, force=body.force)
             self._cluster.change_role(member.worker_id, body.role, epoch)
-            await self._until(member, lambda: member.role_epoch != epoch)
+            member = await self._until(member, lambda present: present.role_epoch != epoch)
             if member.role_epoch == epoch:
                 raise Unavailable(f"{member.worker_id} has left the cluster")
             if member.role != body.role:
@@ -109,15 +109,23 @@ class WorkerEndpoints:
     def _member(self, request: web.Request) -> Member:
         return named(request.match_info["name"], self._cluster.membership.members())
 
-    async def _until(self, member: Member, holds: Callable[[], bool]) -> None:
-        """Returns when it holds, or the worker has left. Raises DeadlineExceeded."""
-        membership = self._cluster.membership
+    async def _until(self, member: Member, holds: Callable[[Member], bool]) -> Member:
+        """Returns the member when it holds, or the worker has left. Raises DeadlineExceeded.
+
+        A worker that registers again meanwhile, as another member, may not have heard of the change.
+        """
         try:
             async with asyncio.timeout(_ANSWER_S):
-                while not holds() and member in membership.members():  # noqa: ASYNC110
+                while not holds(member):
+                    members = self._cluster.membership.members()
+                    present = next((one for one in members if one.worker_id == member.worker_id), None)
+                    if present is None:
+                        break
+                    member = present
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise DeadlineExceeded(f"{member.worker_id} has not answered within {_ANSWER_S:g} s") from None
+        return member
 
     def _record(self, request: web.Request, member: Member, before: str, after: str, body: ChangeBody) -> None:
         """Logs the change and writes it to the ledger, which may be away."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from tests.services.gateway.fakes import running_fleet
+from halfmoon.pb.gateway_pb2 import WorkerLoad
+from tests.services.gateway.fakes import FakeWorker, Script, running_fleet
 from tests.services.gateway.test_access import ask
 
 OPERATOR = {"Authorization": "Bearer op"}
@@ -61,3 +63,23 @@ async def test_a_worker_that_does_not_answer(tmp_path: Path, monkeypatch: pytest
         _, decode = await fleet.pair()
         decode.answers_orders = False
         assert (await ask(fleet, "POST", "/halfmoon/v1/workers/d0/drain", json={"force": True}))[0] == 504
+
+
+@pytest.mark.parametrize(("was_heard", "status"), [(True, 200), (False, 504)])
+async def test_a_worker_that_registers_again_meanwhile_drains_if_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_heard: bool, status: int
+) -> None:
+    monkeypatch.setattr("services.gateway.control.worker_endpoints._ANSWER_S", 10.0 if was_heard else 0.5)
+    async with running_fleet(tmp_path) as fleet:
+        _, decode = await fleet.pair()
+        decode.answers_orders = False
+        before = fleet.cluster.worker("d0")
+        answer = asyncio.create_task(ask(fleet, "POST", "/halfmoon/v1/workers/d0/drain", json={"force": True}))
+        await fleet.until_told(lambda: bool(decode.drains))
+        again = FakeWorker("d0", "decode", Script(), fleet)
+        await fleet.serve(again)
+        await fleet.join(again)
+        await fleet.until_told(lambda: fleet.cluster.worker("d0") is not before)
+        if was_heard:
+            again.loads.put_nowait(WorkerLoad(free_blocks=100, draining=True))
+        assert (await answer)[0] == status
