@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 NUM_COEFFICIENTS = 3  # of either model
 _PRIOR_SAMPLES = 0.5  # weight of a shape, in measurements
-_USUAL_PREFILL_SAMPLES = 0.002  # attention may be several times as dear as is usual: prompts of 512 tokens show it
+_USUAL_SAMPLES = 0.005  # of the usual shape: attention may be ten times as dear, as few measurements can show
 _SINGULAR = 1e-9  # least determinant of a correlation matrix: features that never varied cannot be separated
 
 
@@ -106,13 +106,13 @@ def fit_step(samples: Sequence[StepSample]) -> StepModel:
 def profile_prefill(samples: Sequence[PrefillSample]) -> PrefillModel:
     """Like `fit_prefill`, with the usual shape where few samples say little, so that no token is free."""
     equations = normal_equations(*prefill_equations(samples))
-    return PrefillModel(*least_squares(*with_shape(*equations, prefill_shape(USUAL_PREFILL, _USUAL_PREFILL_SAMPLES))))
+    return PrefillModel(*least_squares(*with_shape(*equations, prefill_shape(USUAL_PREFILL, _USUAL_SAMPLES))))
 
 
 def profile_step(samples: Sequence[StepSample]) -> StepModel:
     """Like `fit_step`, with the usual shape where few samples say little."""
     equations = normal_equations(*step_equations(samples))
-    return StepModel(*least_squares(*with_shape(*equations, step_shape(USUAL_STEP))))
+    return StepModel(*least_squares(*with_shape(*equations, step_shape(USUAL_STEP, _USUAL_SAMPLES))))
 
 
 class WorkShape(NamedTuple):
@@ -129,12 +129,13 @@ def prefill_shape(model: PrefillModel, num_samples: float = _PRIOR_SAMPLES) -> W
     return _shape(*prefill_equations(samples), model, num_samples)
 
 
-def step_shape(model: StepModel) -> WorkShape:
-    """The shape of a model."""
-    return _shape(*step_equations([StepSample(*at, model.seconds(*at)) for at in _SHAPE_STEPS]), model)
+def step_shape(model: StepModel, num_samples: float = _PRIOR_SAMPLES) -> WorkShape:
+    """The shape of a model, with the weight of so many measurements."""
+    samples = [StepSample(*at, model.seconds(*at)) for at in _SHAPE_STEPS]
+    return _shape(*step_equations(samples), model, num_samples)
 
 
-def _shape(features: Floats, seconds: Floats, model: Sequence[float], num_samples: float = _PRIOR_SAMPLES) -> WorkShape:
+def _shape(features: Floats, seconds: Floats, model: Sequence[float], num_samples: float) -> WorkShape:
     if not (seconds > 0).all():
         return WorkShape(
             np.zeros((NUM_COEFFICIENTS, NUM_COEFFICIENTS)), np.zeros(NUM_COEFFICIENTS), np.zeros(NUM_COEFFICIENTS)

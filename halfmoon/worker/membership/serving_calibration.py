@@ -23,7 +23,7 @@ from halfmoon.worker.membership.calibration import (
     note_step,
     profile_file,
 )
-from halfmoon.worker.membership.trials import WARM_UP, TrialRoom, trial_requests, trials, trials_text
+from halfmoon.worker.membership.trials import TrialRoom, trial_requests, trials, trials_text, warm_up
 from halfmoon.worker.serving_engine import ServingEngine
 
 
@@ -103,7 +103,7 @@ async def _measured(
     engine: ServingEngine, tap: StepTap, room: TrialRoom, role: str, kind: str, seconds: float
 ) -> Profile:
     profile = Profile(kind)
-    await tap.steps(engine, trial_requests(WARM_UP, "0"), time.monotonic() + seconds)
+    await tap.steps(engine, trial_requests(warm_up(room), "0"), time.monotonic() + seconds)
     give_up_s = time.monotonic() + seconds
     for number, trial in enumerate(trials(room, role), 1):
         for result in await tap.steps(engine, trial_requests(trial, str(number)), give_up_s):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from halfmoon.engine.request import EngineRequest, SamplingParams
@@ -11,11 +11,15 @@ from halfmoon.engine.request import EngineRequest, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Sequences computed together: their number, the tokens of each prompt and the decode steps."""
+    """Sequences computed together: their number, the tokens of each prompt and the decode steps.
+
+    num_given: leading tokens of a prompt, in whole blocks, whose KV is there from the start, so that they cost no time.
+    """
 
     num_sequences: int
     num_prompt_tokens: int
     num_steps: int = 0
+    num_given: int = 0
 
 
 class TrialRoom(NamedTuple):
@@ -26,29 +30,47 @@ class TrialRoom(NamedTuple):
     block_tokens: int
     num_blocks: int
     max_running: int
+    can_be_given: bool = False  # KV of prompts that nobody computed
 
 
 _MOST_STEPS = 8  # of a trial
-WARM_UP = Trial(1, 8, 2)  # of memory, threads and caches
+_WARM_UP_TOKENS = 64
+_MOST_GIVEN = 4096  # tokens: attention is then as much of a decode step as all else, on CPUs with a small model
+
+
+def warm_up(room: TrialRoom) -> Trial:
+    """Memory, threads and caches as the first trial needs them."""
+    return Trial(1, min(_WARM_UP_TOKENS, _longest_step(room)), 2)
 
 
 def trials(room: TrialRoom, role: str) -> Iterator[Trial]:
     """Yields the most informative trials first; leaves out trials that do not fit into the engine.
 
     The first one of every role decodes behind a short prompt, so that a slow worker, too, knows both of its models in
-    time. One that only computes prompts may change its role.
+    time. One that only computes prompts may change its role. What attention costs shows behind a long context, which is
+    given if it can be.
     """
-    step = min(room.step_tokens, room.context_tokens - _MOST_STEPS - 1)
-    short = Trial(1, max(step // 8, 1), _MOST_STEPS)
+    step = _longest_step(room)
+    short, few, many = Trial(1, max(step // 8, 1), _MOST_STEPS), Trial(4, 32, 8), Trial(16, 16, 4)
+    long = _behind_given(room, short) if room.can_be_given else Trial(1, 2 * step, _MOST_STEPS)
     by_role = {
-        "prefill": (short, Trial(1, step), Trial(1, 2 * step), Trial(1, step // 2), Trial(4, 32, 8)),
-        "decode": (Trial(1, min(64, step), _MOST_STEPS), Trial(4, 32, 8), Trial(1, step, 6), Trial(16, 16, 4)),
-        "both": (
-            *(short, Trial(1, step, 6), Trial(4, 32, 8)),
-            *(Trial(1, 2 * step), Trial(16, 16, 4), Trial(1, step // 2)),
-        ),
+        "prefill": (short, Trial(1, step), long, Trial(1, step // 2), few, many),
+        "decode": (Trial(1, min(64, step), _MOST_STEPS), few, long, Trial(1, step, 6), many),
+        "both": (short, Trial(1, step, 6), few, long, many, Trial(1, step // 2)),
     }
     return (trial for trial in by_role[role] if fits(trial, room))
+
+
+def _longest_step(room: TrialRoom) -> int:
+    return min(room.step_tokens, room.context_tokens - _MOST_STEPS - 1)
+
+
+def _behind_given(room: TrialRoom, trial: Trial) -> Trial:
+    """The trial behind as much KV as there is room for, up to a bound."""
+    num_own = trial.num_prompt_tokens + trial.num_steps + 1
+    most = min(_MOST_GIVEN, room.context_tokens - num_own, room.num_blocks * room.block_tokens - num_own)
+    num_given = max(most, 0) // room.block_tokens * room.block_tokens
+    return replace(trial, num_prompt_tokens=num_given + trial.num_prompt_tokens, num_given=num_given)
 
 
 def trials_text(room: TrialRoom, role: str) -> str:

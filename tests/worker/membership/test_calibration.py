@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization
-from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.config import EngineConfig, OffloadConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.ledger.models import ProfileRow
-from halfmoon.policy.models.latency import PrefillSample, StepSample
+from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel, StepSample
 from halfmoon.sim.latency_sources.measured_profile import read_profile
 from halfmoon.worker.engine_host import OwnHost
 from halfmoon.worker.membership import calibration
@@ -50,7 +50,47 @@ def test_each_role_measures_what_it_does(engine: Engine, role: str) -> None:
     if role != "decode":
         assert {one.new_tokens for one in profile.prefills} >= {10, 40, 80}
     else:
-        assert {one.new_tokens for one in profile.prefills} == {64, 80}, "the prompts of its decode steps"
+        assert {one.new_tokens for one in profile.prefills} == {10, 64, 80}, "the prompts of its decode steps"
+
+
+@ROLES
+def test_attention_is_measured_behind_kv_that_nobody_computed(engine: Engine, role: str) -> None:
+    room = 64 * 8 - (10 + 8 + 1)  # of all blocks, but for the tokens of its own
+    profile = measure(engine, role, "k", 60)
+    (behind,) = (one for one in profile.prefills if one.cached_tokens)
+    assert behind[:2] == (10, room // 8 * 8)
+    assert max(one.context_tokens for one in profile.steps if one.batch == 1) == room // 8 * 8 + 10 + 8
+    assert max(one.new_tokens for one in profile.prefills) <= 80
+
+
+def test_a_dear_attention_is_seen_in_a_few_measurements() -> None:
+    """Ten times the usual share of a step and of a prompt, a twentieth off each time."""
+    prefill, step = PrefillModel(0.006, 5e-4, 2.5e-7), StepModel(0.009, 5e-4, 1.4e-6)
+    prompts, decodes = ((64, 0), (512, 0), (64, 4096)), ((1, 65), (4, 132), (1, 4161), (16, 272))
+    prefills = [PrefillSample(*at, prefill.seconds(*at) * (1 + (-1) ** index / 20)) for index, at in enumerate(prompts)]
+    steps = [StepSample(*at, step.seconds(*at) * (1 + (-1) ** index / 20)) for index, at in enumerate(decodes)]
+    profile = Profile("k", prefills, steps)
+    assert profile.prefill_model.seconds(64, 16000) == pytest.approx(prefill.seconds(64, 16000), rel=0.2)
+    assert profile.step_model.seconds(16, 64000) == pytest.approx(step.seconds(16, 64000), rel=0.2)
+
+
+ENGINES = {
+    "codes": EngineConfig(kv_dtype="int8"),
+    "on the host": EngineConfig(offload=OffloadConfig(1 << 20)),
+    "stages": EngineConfig(pipeline_parallel=2),
+    "no prefixes": EngineConfig(prefix_cache=False),
+}
+
+
+@pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
+def test_every_kind_of_engine_can_be_given_kv(tiny: Checkpoint, config: EngineConfig) -> None:
+    engine = Engine(tiny, replace(config, num_blocks=72, block_tokens=8, max_batch_tokens=80, num_threads=1))
+    try:
+        profile = measure(engine, "decode", "k", 60)
+        assert max(one.cached_tokens for one in profile.prefills) > 400
+        engine.check_integrity()
+    finally:
+        engine.close()
 
 
 @ROLES
