@@ -144,7 +144,7 @@ def ways(draw: st.DrawFn, num_tokens: int) -> list[tuple[int, int]]:
 @settings(max_examples=20)
 @given(data=st.data(), num_tokens=st.integers(4, 900), num_threads=st.sampled_from((1, 2, 5)))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("codes", [None, torch.uint8], ids=["", "e4m3"])
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.uint8], ids=["", "int8", "e4m3"])
 def test_attention_has_the_same_bits_in_any_chunk_batch_and_blocks(
     kind: str,
     codes: torch.dtype | None,

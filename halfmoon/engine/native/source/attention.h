@@ -157,8 +157,8 @@ static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, cons
     NAME(row_scales)(&a->format, keys, now, tile->key_scales);
     NAME(row_scales)(&a->format, values, now, tile->value_scales);
   }
-  NAME(pack_keys)(&a->format, keys, now, tile->keys, values, now);
-  NAME(pack_values)(&a->format, values, now, tile->values, keys, next);
+  NAME(pack_keys)(&a->format, keys, now, tile->keys, next);
+  NAME(pack_values)(&a->format, values, now, tile->values, next);
   NAME(attend_rows)(a, tile, num_rows, task->first_row_keys - first_key, now.count);
 }
 

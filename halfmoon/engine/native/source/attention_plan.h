@@ -62,16 +62,18 @@ typedef struct {
 typedef struct {
   const int64_t *slots; /* [count] */
   int64_t count;
+  int are_in_a_row; /* one after the other in memory, as they mostly are */
 } slots_t;
 
 /* The slots of the keys from `key` on, at most KEYS and none from `end` on; calls must go up. slots: room [KEYS]. */
 static slots_t slots_of(keys_t *keys, int64_t key, int64_t end, int64_t *slots) {
   const int64_t last = end - key < KEYS ? end : key + KEYS;
-  slots_t found = {slots, last > key ? last - key : 0};
+  slots_t found = {slots, last > key ? last - key : 0, 1};
   while (key < last) {
     const int64_t next_run_key = keys->run_key + keys->run->end - keys->run->start;
     const int64_t first_slot = keys->run->start + key - keys->run_key;
     const int64_t count = (next_run_key < last ? next_run_key : last) - key;
+    found.are_in_a_row &= count <= 0 || count == found.count;
     for (int64_t i = 0; i < count; i++) slots[i] = first_slot + i;
     if (count > 0) slots += count, key += count;
     if (key >= next_run_key) keys->run_key = next_run_key, keys->run++;

@@ -16,6 +16,19 @@ enum { ROWS_OF_NUMBERS, ROWS_OF_INT8, ROWS_OF_E4M3 };
 #define CODE_UNIT(rows) ((rows) == ROWS_OF_E4M3 ? 256.0f : 1.0f) /* the value of what the loads give as 1 */
 #define LARGEST_BITS 0x7e800000 /* float32: 2^126; a row with larger numbers is scaled for this one */
 
+/* The codes of e4m3 in the highest bytes of words -> their values / 256. */
+INLINE f32v highest_e4m3(u32v words) {
+#ifdef __AVX512F__
+  const __m512i halves = _mm512_and_si512((__m512i)((i32v)words >> 17), _mm512_set1_epi32(0xbf80));
+  return (f32v)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves));
+#else
+  const u32v magnitude = words >> 24 & 0x7f;
+  const f32v normal = (f32v)((magnitude << 20) + (112 << 23)); /* the bias of float32, less that of e4m3 and 8 */
+  const f32v subnormal = (f32v)((magnitude << 20) + (113 << 23)) - 0x1p-14f;
+  return (f32v)((u32v)choose((i32v)(magnitude < 8), subnormal, normal) | (words & 0x80000000));
+#endif
+}
+
 /* LANES codes of e4m3 -> their values / 256. */
 INLINE f32v load_e4m3(const uint8_t *p) {
 #if defined(__AVX512F__)
@@ -28,10 +41,7 @@ INLINE f32v load_e4m3(const uint8_t *p) {
   typedef uint8_t u8v __attribute__((vector_size(LANES)));
   u8v codes;
   memcpy(&codes, p, sizeof codes);
-  const u32v wide = __builtin_convertvector(codes, u32v), magnitude = wide & 0x7f;
-  const f32v normal = (f32v)((magnitude << 20) + (112 << 23)); /* the bias of float32, less that of e4m3 and 8 */
-  const f32v subnormal = (f32v)((magnitude << 20) + (113 << 23)) - 0x1p-14f;
-  return (f32v)((u32v)choose((i32v)(magnitude < 8), subnormal, normal) | (wide & 0x80) << 24);
+  return highest_e4m3(__builtin_convertvector(codes, u32v) << 24);
 #endif
 }
 

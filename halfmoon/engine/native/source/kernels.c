@@ -51,7 +51,6 @@ static void fetch_to_write(const void *memory, int64_t num_bytes) {
 #define FROM_FLOAT(x) (x)
 #define PACKED 1
 #define ITEMS(items, row, size) memcpy(items, row, (size) * 4)
-#define PAIR(items, low_row, high_row, size) /* every row has items of its own */
 #define STORE_ITEMS(row, j, x) store_f32((row) + (j) * LANES, x)
 #define DOT(sum, item, row) ((sum) + (f32v)((u32v){} + (item)) * (f32v)(row))
 #define PRODUCT NAME(product)
@@ -83,26 +82,13 @@ static void fetch_to_write(const void *memory, int64_t num_bytes) {
 #define FROM_FLOAT f32_to_bf16
 #ifdef HAS_BF16_DOT
 #undef PACKED
-#undef PAIR
 #undef STORE_ITEMS
 #undef DOT
 #define PACKED 2
 #define ITEMS(items, row, size) memcpy(items, row, (size) * 2)
-#define PAIR pair_bf16
 #define STORE_ITEMS(row, j, x) store_bf16((uint16_t *)(row) + (j) * LANES, x)
 #define DOT(sum, item, row) \
   ((f32v)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)_mm512_set1_epi32((int)(item)), (__m512bh)(row)))
-
-/* Two rows -> pairs of their numbers. */
-static void pair_bf16(uint32_t *items, const uint16_t *low_row, const uint16_t *high_row, int64_t size) {
-  for (int64_t d = 0; d < size; d += LANES) {
-    u16v low, high;
-    memcpy(&low, low_row + d, sizeof low);
-    memcpy(&high, high_row + d, sizeof high);
-    u32v both = __builtin_convertvector(low, u32v) | (__builtin_convertvector(high, u32v) << 16);
-    memcpy(items + d, &both, sizeof both);
-  }
-}
 #else
 #define ITEMS(items, row, size) widen_bf16((float *)(items), row, size)
 

@@ -52,106 +52,164 @@ static void NAME(store_row)(const NAME(kv_format) *format, const T *row, uint8_t
     memcpy(out, row, format->head_dim * sizeof(T));
 }
 
-/* A row's numbers, or codes / CODE_UNIT, as items. */
-INLINE void NAME(row_items)(const NAME(kv_format) *format, const uint8_t *row, uint32_t *items) {
-  const int64_t num_vectors = format->head_dim / LANES;
-  if (format->codes == ROWS_OF_INT8)
-    for (int64_t j = 0; j < num_vectors; j++) STORE_ITEMS((float *)items, j, load_i8(row + j * LANES));
-  else if (format->codes == ROWS_OF_E4M3)
-    for (int64_t j = 0; j < num_vectors; j++) STORE_ITEMS((float *)items, j, load_e4m3(row + j * LANES));
-  else
-    ITEMS(items, row, format->head_dim);
-}
-
-/* Fetches row i of a head, if there is one: to be read soon. */
+/* Fetches row i of a head, if there is one: to be read soon. Into the second-level cache: the first one can wait for so
+ * few lines at a time that a thread would read a third of what memory gives it. */
 INLINE void NAME(fetch_row)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of, int64_t i) {
   if (i >= of.count) return;
   const uint8_t *row = rows + of.slots[i] * format->row_bytes;
-  for (int64_t at = 0; at < format->row_bytes; at += 64) __builtin_prefetch(row + at);
+  for (int64_t at = 0; at < format->row_bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
+/* Row i of a head; zeros beyond them. */
+INLINE const uint8_t *NAME(row_at)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of, int64_t i) {
+  static const uint32_t zeros[MAX_HEAD_DIM];
+  return i < of.count ? rows + of.slots[i] * format->row_bytes : (const uint8_t *)zeros;
 }
 
 /* The scales of a head's rows times CODE_UNIT, 0 beyond; none are needed for numbers. */
 static void NAME(row_scales)(const NAME(kv_format) *format, const uint8_t *head, slots_t of, float *scales) {
-  for (int64_t i = 0; i < KEYS; i++) {
-    uint16_t scale = 0;
-    if (i < of.count) memcpy(&scale, head + format->scales + of.slots[i] * SCALE_BYTES, sizeof scale);
-    scales[i] = bf16_to_f32(scale) * CODE_UNIT(format->codes);
+  const uint8_t *all = head + format->scales;
+  for (int64_t key = 0; key < KEYS; key += LANES, scales += LANES) {
+    const int64_t *slots = of.slots + key;
+    if (of.are_in_a_row && key + LANES <= of.count) {
+      store_f32(scales, load_bf16((const uint16_t *)(all + slots[0] * SCALE_BYTES)) * CODE_UNIT(format->codes));
+      continue;
+    }
+    for (int64_t i = 0; i < LANES; i++) {
+      uint16_t scale = 0;
+      if (key + i < of.count) memcpy(&scale, all + slots[i] * SCALE_BYTES, sizeof scale);
+      scales[i] = bf16_to_f32(scale) * CODE_UNIT(format->codes);
+    }
   }
 }
 
-/* A word of each of LANES rows -> one row of items, or two. Returns where the next ones belong. */
-INLINE uint32_t *NAME(store_word)(u32v word, uint32_t *out, const int per_word) {
-  if (per_word == 1) return memcpy(out, &word, sizeof word), out + KEYS;
-  const u32v low = word << 16, high = word & 0xffff0000;
-  memcpy(out, &low, sizeof low);
-  memcpy(out + KEYS, &high, sizeof high);
-  return out + 2 * KEYS;
+/* Items in a 32-bit word of a row, which has one or two numbers, or four codes. */
+#define ITEMS_OF_WORD(codes) (4 / (PACKED * ((codes) == ROWS_OF_NUMBERS ? (int)sizeof(T) : 1)))
+
+/* A word of each of LANES rows -> their items, in order: numbers, or codes / CODE_UNIT. */
+INLINE void NAME(word_items)(const int codes, u32v word, u32v *items) {
+  if (codes == ROWS_OF_NUMBERS) {
+    items[0] = ITEMS_OF_WORD(codes) == 1 ? word : word << 16;
+    if (ITEMS_OF_WORD(codes) == 2) items[1] = word & 0xffff0000;
+    return;
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const u32v highest = word << (24 - 8 * i);
+    const u32v number = codes == ROWS_OF_INT8 ? (u32v)__builtin_convertvector((i32v)highest >> 24, f32v)
+                                              : (u32v)highest_e4m3(highest);
+    if (PACKED == 1)
+      items[i] = number;
+    else
+      items[i / 2] = i % 2 ? items[i / 2] | number : number >> 16; /* a code is a number of bfloat16 */
+  }
 }
 
-/* Rows of a head -> items [depth, KEYS], zero beyond them. Meanwhile fetches the rows `later`. */
-static void NAME(pack_keys)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of, uint32_t *packed,
-                            const uint8_t *later_rows, slots_t later) {
-  const int are_numbers = format->codes == ROWS_OF_NUMBERS;
-  /* Numbers are moved as they lie, 32 bits at a time: an item, or two that are parted when they are stored. */
-  const int per_word = are_numbers ? 4 / (PACKED * (int)sizeof(T)) : 1;
+#if PACKED == 2
+#define PAIRS(first) (((u32v)EACH_LANE + (first)) | ((u32v)EACH_LANE + (first) + 2 * LANES) << 16)
+#endif
+
+/* The numbers from `d` on of PACKED rows, or their codes / CODE_UNIT, as items. */
+INLINE void NAME(value_items)(const int codes, const int num_vectors, const uint8_t *const *rows, int64_t d, u32v *items) {
+#if PACKED == 2
+  if (codes == ROWS_OF_NUMBERS && num_vectors == 2) {
+    const __m512i low = (__m512i)load_u32(rows[0] + 2 * d), high = (__m512i)load_u32(rows[1] + 2 * d);
+    items[0] = (u32v)_mm512_permutex2var_epi16(low, (__m512i)PAIRS(0), high);
+    items[1] = (u32v)_mm512_permutex2var_epi16(low, (__m512i)PAIRS(LANES), high);
+    return;
+  }
+#endif
+#pragma GCC unroll 2
+  for (int j = 0; j < num_vectors; j++) {
+    u32v numbers[PACKED];
+#pragma GCC unroll 2
+    for (int i = 0; i < PACKED; i++)
+      numbers[i] = (u32v)(codes == ROWS_OF_INT8   ? load_i8(rows[i] + d + j * LANES)
+                          : codes == ROWS_OF_E4M3 ? load_e4m3(rows[i] + d + j * LANES)
+                                                  : LOAD((const T *)rows[i] + d + j * LANES));
+    items[j] = PACKED == 1 ? numbers[0] : numbers[PACKED - 1] | numbers[0] >> 16;
+  }
+}
+
+/* Calls a function that is compiled for each kind of rows. */
+#define FOR_ROWS(codes, function, ...)                             \
+  switch (codes) {                                                 \
+    case ROWS_OF_INT8: function(ROWS_OF_INT8, __VA_ARGS__); break; \
+    case ROWS_OF_E4M3: function(ROWS_OF_E4M3, __VA_ARGS__); break; \
+    default: function(ROWS_OF_NUMBERS, __VA_ARGS__);               \
+  }
+
+INLINE void NAME(pack_words)(const int codes, const NAME(kv_format) *format, const uint8_t *rows, slots_t of,
+                             uint32_t *packed, slots_t later) {
+  const int per_word = ITEMS_OF_WORD(codes);
   const int64_t depth = format->head_dim / PACKED, num_words = depth / per_word;
-  uint32_t made[LANES * MAX_HEAD_DIM] __attribute__((aligned(64)));
   const uint32_t *words[LANES];
   for (int64_t key = 0; key < KEYS; key += LANES) {
     if (key >= of.count) {
       for (int64_t k = 0; k < depth; k++) memset(packed + k * KEYS + key, 0, LANES * 4);
       continue;
     }
-    const int64_t valid = of.count - key < LANES ? of.count - key : LANES;
-    for (int64_t i = 0; i < valid; i++) {
-      const uint8_t *row = rows + of.slots[key + i] * format->row_bytes;
-      NAME(fetch_row)(format, later_rows, later, key + i);
-      words[i] = are_numbers ? (const uint32_t *)row : made + i * depth;
-      if (!are_numbers) NAME(row_items)(format, row, made + i * depth);
+    for (int i = 0; i < LANES; i++) {
+      words[i] = (const uint32_t *)NAME(row_at)(format, rows, of, key + i);
+      NAME(fetch_row)(format, rows, later, key + i);
     }
-    for (int64_t i = valid; i < LANES; i++) words[i] = memset(made + i * depth, 0, num_words * 4);
     uint32_t *out = packed + key;
     int64_t k = 0;
+    u32v columns[LANES], items[4];
     for (; k + LANES <= num_words; k += LANES) {
-      u32v columns[LANES];
       transpose(words, k, columns);
 #pragma GCC unroll 16
-      for (int j = 0; j < LANES; j++) out = NAME(store_word)(columns[j], out, per_word);
+      for (int j = 0; j < LANES; j++) {
+        NAME(word_items)(codes, columns[j], items);
+#pragma GCC unroll 4
+        for (int i = 0; i < per_word; i++, out += KEYS) memcpy(out, items + i, sizeof *items);
+      }
     }
     for (; k < num_words; k++) {
-      u32v column;
       for (int i = 0; i < LANES; i++) {
         uint32_t word; /* maybe of two bfloat16 */
         memcpy(&word, words[i] + k, sizeof word);
-        column[i] = word;
+        columns[0][i] = word;
       }
-      out = NAME(store_word)(column, out, per_word);
+      NAME(word_items)(codes, columns[0], items);
+      for (int i = 0; i < per_word; i++, out += KEYS) memcpy(out, items + i, sizeof *items);
     }
   }
 }
 
+/* Rows of a head -> items [depth, KEYS], zero beyond them. Meanwhile fetches the rows `later`. */
+static void NAME(pack_keys)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of, uint32_t *packed,
+                            slots_t later) {
+  FOR_ROWS(format->codes, NAME(pack_words), format, rows, of, packed, later)
+}
+
+INLINE void NAME(pack_rows)(const int codes, const NAME(kv_format) *format, const uint8_t *rows, slots_t of,
+                            uint32_t *packed, slots_t later) {
+  const int64_t head_dim = format->head_dim, used = ceil_div(of.count, PACKED);
+  for (int64_t i = 0; i < used; i++) {
+    const uint8_t *together[PACKED];
+    for (int64_t j = 0; j < PACKED; j++) {
+      together[j] = NAME(row_at)(format, rows, of, i * PACKED + j); /* zeros for a key without a partner */
+      NAME(fetch_row)(format, rows, later, i * PACKED + j);
+    }
+    u32v items[2];
+    uint32_t *out = packed + i * head_dim;
+    for (int64_t d = 0; d < head_dim; d += 2 * LANES) {
+      if (d + LANES < head_dim) {
+        NAME(value_items)(codes, 2, together, d, items);
+        memcpy(out + d, items, sizeof items);
+      } else {
+        NAME(value_items)(codes, 1, together, d, items);
+        memcpy(out + d, items, sizeof *items);
+      }
+    }
+  }
+  memset(packed + used * head_dim, 0, (KEYS / PACKED - used) * head_dim * 4);
+}
+
 /* Rows of a head -> items [KEYS / PACKED, head_dim], zero beyond them. Meanwhile fetches the rows `later`. */
 static void NAME(pack_values)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of, uint32_t *packed,
-                              const uint8_t *later_rows, slots_t later) {
-  const int64_t head_dim = format->head_dim, used = (of.count + PACKED - 1) / PACKED;
-  for (int64_t i = 0; i < used; i++) {
-    for (int64_t j = 0; j < PACKED; j++) NAME(fetch_row)(format, later_rows, later, i * PACKED + j);
-    if (PACKED == 1) {
-      NAME(row_items)(format, rows + of.slots[i] * format->row_bytes, packed + i * head_dim);
-      continue;
-    }
-    uint32_t items[2][MAX_HEAD_DIM] __attribute__((aligned(64)));
-    const void *pair[2] = {items[0], items[1]};
-    for (int64_t j = 0; j < 2; j++) {
-      const uint8_t *row = rows + of.slots[i * 2 + j < of.count ? i * 2 + j : 0] * format->row_bytes;
-      if (i * 2 + j >= of.count)
-        memset(items[j], 0, head_dim * sizeof(T)); /* a key without a partner */
-      else if (format->codes)
-        NAME(row_items)(format, row, items[j]);
-      else
-        pair[j] = row;
-    }
-    PAIR(packed + i * head_dim, pair[0], pair[1], head_dim);
-  }
-  if (used < KEYS / PACKED) memset(packed + used * head_dim, 0, (KEYS / PACKED - used) * head_dim * 4);
+                              slots_t later) {
+  FOR_ROWS(format->codes, NAME(pack_rows), format, rows, of, packed, later)
 }
+#undef PAIRS
