@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 
 from halfmoon.catalog.block_identity import block_id
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.kv.codec import Codec
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.store.kvstore_client import KVStoreClient, Lent
+from halfmoon.worker.store.block_source import BlockSource, Write
+from halfmoon.worker.store.source_progress import SourceProgress
 from tests.rpc.store.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
 from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, missed, own_store, stored
@@ -77,6 +80,35 @@ async def test_a_damaged_block_is_computed(
         assert tokens == reference(tiny, PROMPT, 8)
         assert first.first_token.num_loaded_tokens < 80
         assert missed(prefill) >= 1
+
+
+async def test_loads_that_end_at_once_are_not_the_last(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two end in one turn of the loop, with a part of what they were to bring: the rest is asked for."""
+    num_ended, is_second_here, real = 0, asyncio.Event(), BlockSource.load
+
+    async def load(
+        self: BlockSource, store: KVStoreClient, keys: Mapping[int, bytes], write: Write, codec: Codec = Codec.RAW
+    ) -> list[int]:
+        nonlocal num_ended
+        loaded = await real(self, store, dict(list(keys.items())[:1]), write, codec)
+        num_ended += 1
+        if num_ended == 1:
+            await is_second_here.wait()
+        is_second_here.set()
+        return loaded
+
+    async with served() as (_, address):
+        await stored(start_worker, tiny, address)
+        worker = await start_worker("prefill", store=address)
+        believe(worker, SLOW)
+        monkeypatch.setattr(SourceProgress, "most_at_once", 4)
+        monkeypatch.setattr(BlockSource, "load", load)
+        (first,) = await prefilled(worker, single(tiny, PROMPT))
+        assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+        assert first.first_token.num_loaded_tokens == 80
+        assert missed(worker) == 0
 
 
 async def test_a_link_that_slows_down_is_computed_past(start_worker: Start, tiny: Checkpoint) -> None:

@@ -64,9 +64,10 @@ class RestoreProgress:
 
     @property
     def is_over(self) -> bool:
-        """Whether both sides have met."""
+        """Whether both sides have met: no block is under way or left to ask for, and those below the fence are here."""
         is_idle = not any(source.under_way for source in self.sources)
-        return is_idle and self._num_done >= min(self.fence, self.num_blocks)
+        left = (self._free & self._available()) >> self._lowest
+        return is_idle and not left and self._num_done >= min(self.fence, self.num_blocks)
 
     @property
     def has_sources(self) -> bool:
@@ -97,7 +98,7 @@ class RestoreProgress:
 
     def claim(self, now_s: float, source: int = 0) -> list[int]:
         """Claims the next blocks to request from a source, last first. None if another one delivers them sooner."""
-        one, lowest = self.sources[source], max(self.fence, self._num_done)
+        one, lowest = self.sources[source], self._lowest
         wanted = (self._free & one.available) >> lowest
         if self._layers is not None or not wanted:
             return []
@@ -116,7 +117,7 @@ class RestoreProgress:
         """Claims all blocks behind the fence, to request by layer from `layer_source`, if that was planned."""
         if self._layers is None or self._has_asked_by_layer:
             return []
-        source, blocks = self.sources[self.layer_source], span(max(self.fence, self._num_done), self.num_blocks)
+        source, blocks = self.sources[self.layer_source], span(self._lowest, self.num_blocks)
         if blocks & ~source.available:
             self._layers = None
             return []
@@ -268,6 +269,11 @@ class RestoreProgress:
     def _num_done(self) -> int:
         """Number of leading blocks that are here."""
         return self._num_computed // self._block_tokens
+
+    @property
+    def _lowest(self) -> int:
+        """The first block that may still be asked for."""
+        return max(self.fence, self._num_done)
 
     def _available(self, but: int = -1) -> int:
         """What any source has, or any other one."""

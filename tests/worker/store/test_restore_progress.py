@@ -158,6 +158,21 @@ def test_little_is_asked_for_before_the_link_is_known() -> None:
     assert progress.sources[0].load_s_per_block == pytest.approx(0.001)
 
 
+def test_it_is_not_over_while_blocks_are_left_to_ask_for() -> None:
+    progress = progress_of(3, 1.0, 0.001)
+    progress.advance(0, 0.0)
+    assert not progress.is_over, "nothing was asked for yet"
+    assert [progress.claim(0.0), progress.claim(0.0)] == [[2], [1]]
+    progress.came([2], 0.001)
+    progress.left_out([1])
+    assert not progress.is_over, "two are left, though nothing is under way"
+    assert progress.claim(0.001) == [1]
+    assert progress.claim(0.001) == [0]
+    progress.came([0], 0.002)
+    assert progress.failed([1]) == [1]
+    assert progress.is_over, "nobody has the one that is left"
+
+
 def test_what_a_step_costs_is_counted() -> None:
     """Half of two blocks: the time of a step more is more than what loading the other half saves."""
     model = PrefillModel(0.05, 0.001, 0.0)

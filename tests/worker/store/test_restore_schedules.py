@@ -63,6 +63,8 @@ class Schedule:
             for load in [load for load in self.loads if load[0] == number]:
                 self._end(load, 0)
         self._claim()
+        is_behind = self.num_done < self.progress.fence
+        assert self.loads or is_behind or self.progress.is_over, "nobody asks for what is left"
         if self.loads and (is_orderly or self.rng.random() < 0.5):
             load = self.rng.choice(self.loads)
             if not is_orderly and self.rng.random() < 0.15:  # the source fails
