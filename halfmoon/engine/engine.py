@@ -17,6 +17,7 @@ from halfmoon.engine.assembly import assemble, kv_layout, most_context_tokens, w
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine_core import EngineCore, Step
+from halfmoon.engine.engine_stats import QUIET_S
 from halfmoon.engine.kv_memory.kv_access import KVAccess
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.kv_memory.kv_budget import paused_budget_bytes
@@ -44,8 +45,7 @@ from halfmoon.policy.nested_step import nested_cost
 
 logger = logging.getLogger(__name__)
 
-QUIET_S = 2.0  # an engine that has not stepped for so long is between requests, and those beside it probably are
-PREFAULT_EVERY_S = 0.01  # until then; a page takes 0.3 ms, or 5 where a host gives memory slowly
+PREFAULT_EVERY_S = 0.01  # until it is quiet; a page takes 0.3 ms, or 5 where a host gives memory slowly
 _ONE_DEVICE_ONLY = {"pooling": "embeddings: not with several ranks, or with KV on the host"}
 
 

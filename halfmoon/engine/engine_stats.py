@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+QUIET_S = 2.0
+"""An engine that has not computed for so long is between requests, and those on the same cores probably are.
+
+Between two prompts it is idle, too, and while others compute for it.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:

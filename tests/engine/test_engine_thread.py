@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.engine import PREFAULT_EVERY_S, QUIET_S, Engine
+from halfmoon.engine.engine import PREFAULT_EVERY_S, Engine
+from halfmoon.engine.engine_stats import QUIET_S
 from halfmoon.engine.engine_thread import EngineThread
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult

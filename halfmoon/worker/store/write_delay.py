@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from halfmoon.engine.engine_stats import EngineStats
+from halfmoon.engine.engine_stats import QUIET_S, EngineStats
 
 LONGEST_S = 20.0  # for an engine that is never idle; what a killed worker has not put by then is computed again
-IDLE_S = 2.0  # an engine between two prompts is idle, and one that waits while others compute on its cores
 LOOK_S = 0.2
 
 
@@ -24,4 +23,4 @@ def may_wait(
     free, none of them is the next to go. is_half_full: of the queue, which drops what comes beyond its bound.
     """
     is_safe = 2 * num_loose_blocks <= stats.num_free_blocks and not is_half_full
-    return idle_s < IDLE_S and is_safe and waited_s < longest_s
+    return idle_s < QUIET_S and is_safe and waited_s < longest_s

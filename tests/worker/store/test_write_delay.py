@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.background import running
-from halfmoon.engine.engine_stats import EngineStats
+from halfmoon.engine.engine_stats import QUIET_S, EngineStats
 from halfmoon.engine.step_result import BlockChain
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.source_links import SourceLinks
 from halfmoon.worker.store.store_writer import StoreWriter
-from halfmoon.worker.store.write_delay import IDLE_S, is_computing, may_wait
+from halfmoon.worker.store.write_delay import is_computing, may_wait
 from tests.worker.test_handover import until
 
 COUNTS = st.integers(0, 3)
@@ -30,12 +30,12 @@ def test_it_waits_only_for_a_busy_engine_for_a_while_and_while_nothing_can_be_ev
     free: int, idle_s: float, waited_s: float, loose: int, is_half_full: bool
 ) -> None:
     if may_wait(stats_of(num_free=free), idle_s, waited_s, 10.0, loose, is_half_full=is_half_full):
-        assert idle_s < IDLE_S
+        assert idle_s < QUIET_S
         assert waited_s < 10.0
         assert free - loose >= loose, "as many others are evicted before"
         assert not is_half_full
     elif waited_s < 10.0 and 2 * loose <= free and not is_half_full:
-        assert idle_s >= IDLE_S
+        assert idle_s >= QUIET_S
 
 
 @given(COUNTS, COUNTS, COUNTS)
@@ -85,7 +85,7 @@ async def test_an_engine_that_has_just_computed_is_not_idle_yet() -> None:
     async with running(writer(engine, queue, metrics).run()):
         await until(lambda: engine.num_looks >= 3)
         assert num_put(metrics) == 0, "a chain was offered a moment ago"
-        now_s[0] = IDLE_S
+        now_s[0] = QUIET_S
         await until(lambda: num_put(metrics) == 1)
 
 
