@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
 
@@ -11,7 +11,7 @@ from halfmoon.catalog.block_identity import block_id
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.kv.codec import Codec
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.rpc.store.kvstore_client import KVStoreClient, Lent
+from halfmoon.rpc.store.kvstore_client import KVStoreClient, Lent, LookUp
 from halfmoon.worker.store.block_source import BlockSource, Write
 from halfmoon.worker.store.source_progress import SourceProgress
 from tests.rpc.store.test_kvstore_client import served
@@ -109,6 +109,35 @@ async def test_loads_that_end_at_once_are_not_the_last(
         assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
         assert first.first_token.num_loaded_tokens == 80
         assert missed(worker) == 0
+
+
+async def test_loads_do_not_wait_for_a_store_that_is_asked_to_fetch(
+    start_worker: Start, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that its blocks are on its disk, and never answers how many are coming."""
+    was_asked, real = asyncio.Event(), KVStoreClient.look_up
+
+    async def look_up(
+        self: KVStoreClient, keys: Sequence[bytes], *, deadline_s: float, with_room: bool = False
+    ) -> LookUp:
+        found = await real(self, keys, deadline_s=deadline_s, with_room=with_room)
+        return found._replace(tiers=dict.fromkeys(found.tiers, "disk"))
+
+    async def prefetch(self: KVStoreClient, keys: Sequence[bytes], *, deadline_s: float) -> int:
+        was_asked.set()
+        await asyncio.Event().wait()
+        return len(keys)
+
+    async with served() as (_, address):
+        await stored(start_worker, tiny, address)
+        worker = await start_worker("prefill", store=address)
+        believe(worker, SLOW)
+        monkeypatch.setattr(KVStoreClient, "look_up", look_up)
+        monkeypatch.setattr(KVStoreClient, "prefetch", prefetch)
+        (first,) = await prefilled(worker, single(tiny, PROMPT))
+        assert was_asked.is_set()
+        assert [first.first_token.token.token_id] == reference(tiny, PROMPT, 1)
+        assert first.first_token.num_loaded_tokens == 80
 
 
 async def test_a_link_that_slows_down_is_computed_past(start_worker: Start, tiny: Checkpoint) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from halfmoon.background import uncancelled
+from halfmoon.background import logged, running, uncancelled
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.scheduling.layer_gate import LayerGate
@@ -117,15 +117,15 @@ class Restoring:
         moving: asyncio.Task[int] | None = None
         try:
             await self._has_begun.wait()
-            await self._prefetch()
-            while not self._is_gone:
-                self._replace_late_sources()
-                self._start_layers()
-                self._start_loads()
-                moving = self._moved(moving)
-                if self._progress.is_over and moving is None:
-                    return
-                await self._wait_for_news()
+            async with running(logged(self._prefetch())):
+                while not self._is_gone:
+                    self._replace_late_sources()
+                    self._start_layers()
+                    self._start_loads()
+                    moving = self._moved(moving)
+                    if self._progress.is_over and moving is None:
+                        return
+                    await self._wait_for_news()
             if self.must_load and not self._progress.has_sources:
                 raise Unavailable("all holders of the prefix that was to be copied have failed")
         finally:
@@ -299,16 +299,18 @@ class Restoring:
 
     async def _prefetch(self) -> None:
         """Has stores fetch blocks from their slower tiers, in the order in which they will be requested."""
-        for source in self._sources:
-            behind = [block for block in sorted(source.tiers, reverse=True) if block >= self._progress.fence]
-            wanted = [self._keys[block] for block in behind if source.tiers[block] != "dram"]
-            if not wanted:
-                continue
-            try:
-                with source.holder.use(self._request.tenant_salt) as client:
-                    await client.prefetch(wanted, deadline_s=_PREFETCH_S)
-            except HalfmoonError as error:
-                log.debug("store.prefetch_failed", extra={"reason": error.message})
+        await asyncio.gather(*map(self._prefetch_from, self._sources))
+
+    async def _prefetch_from(self, source: RestoringSource) -> None:
+        behind = [block for block in sorted(source.tiers, reverse=True) if block >= self._progress.fence]
+        wanted = [self._keys[block] for block in behind if source.tiers[block] != "dram"]
+        if not wanted:
+            return
+        try:
+            with source.holder.use(self._request.tenant_salt) as client:
+                await client.prefetch(wanted, deadline_s=_PREFETCH_S)
+        except HalfmoonError as error:
+            log.debug("store.prefetch_failed", extra={"reason": error.message})
 
 
 def _reason(error: HalfmoonError) -> str:
