@@ -106,13 +106,20 @@ def fit_step(samples: Sequence[StepSample]) -> StepModel:
 def profile_prefill(samples: Sequence[PrefillSample]) -> PrefillModel:
     """Like `fit_prefill`, with the usual shape where few samples say little, so that no token is free."""
     equations = normal_equations(*prefill_equations(samples))
-    return PrefillModel(*least_squares(*with_shape(*equations, prefill_shape(USUAL_PREFILL, _USUAL_SAMPLES))))
+    shape = prefill_shape(USUAL_PREFILL, _weight_of_usual({sample.new_tokens for sample in samples}))
+    return PrefillModel(*least_squares(*with_shape(*equations, shape)))
 
 
 def profile_step(samples: Sequence[StepSample]) -> StepModel:
-    """Like `fit_step`, with the usual shape where few samples say little."""
+    """Like `fit_step`, with the usual shape where few samples say little, so that no answer is free."""
     equations = normal_equations(*step_equations(samples))
-    return StepModel(*least_squares(*with_shape(*equations, step_shape(USUAL_STEP, _USUAL_SAMPLES))))
+    shape = step_shape(USUAL_STEP, _weight_of_usual({sample.batch for sample in samples}))
+    return StepModel(*least_squares(*with_shape(*equations, shape)))
+
+
+def _weight_of_usual(sizes: set[float]) -> float:
+    """Of samples of one size alone nobody knows what belongs to the size, and what to all else."""
+    return _USUAL_SAMPLES if len(sizes) > 1 else _PRIOR_SAMPLES
 
 
 class WorkShape(NamedTuple):

@@ -47,15 +47,15 @@ def trials(room: TrialRoom, role: str) -> Iterator[Trial]:
     """Yields the most informative trials first; leaves out trials that do not fit into the engine.
 
     The first one of every role decodes behind a short prompt, so that a slow worker, too, knows both of its models in
-    time. One that only computes prompts may change its role. What attention costs shows behind a long context, which is
-    given if it can be.
+    time. One that only computes prompts may change its role. Prompts and batches of two sizes come next: without them
+    a token, or an answer, could be free. What attention costs shows behind a long context, which is given if it can be.
     """
     step = _longest_step(room)
     short, few, many = Trial(1, max(step // 8, 1), _MOST_STEPS), Trial(4, 32, 8), Trial(16, 16, 4)
     long = _behind_given(room, short) if room.can_be_given else Trial(1, 2 * step, _MOST_STEPS)
     by_role = {
-        "prefill": (short, Trial(1, step), long, Trial(1, step // 2), few, many),
-        "decode": (Trial(1, min(64, step), _MOST_STEPS), few, long, Trial(1, step, 6), many),
+        "prefill": (short, Trial(1, step), few, long, Trial(1, step // 2), many),
+        "decode": (Trial(1, min(64, step), _MOST_STEPS), few, Trial(1, step, 6), long, many),
         "both": (short, Trial(1, step, 6), few, long, many, Trial(1, step // 2)),
     }
     return (trial for trial in by_role[role] if fits(trial, room))
@@ -66,10 +66,11 @@ def _longest_step(room: TrialRoom) -> int:
 
 
 def _behind_given(room: TrialRoom, trial: Trial) -> Trial:
-    """The trial behind as much KV as there is room for, up to a bound."""
+    """The trial behind as much KV as there is room for, up to a bound: a power of two of tokens, so that workers with
+    nearly the same room are of one kind."""
     num_own = trial.num_prompt_tokens + trial.num_steps + 1
     most = min(_MOST_GIVEN, room.context_tokens - num_own, room.num_blocks * room.block_tokens - num_own)
-    num_given = max(most, 0) // room.block_tokens * room.block_tokens
+    num_given = (1 << most.bit_length() >> 1 if most > 0 else 0) // room.block_tokens * room.block_tokens
     return replace(trial, num_prompt_tokens=num_given + trial.num_prompt_tokens, num_given=num_given)
 
 

@@ -225,6 +225,8 @@ static void NAME(attend_task)(void *data, long index) {
   NAME(begin_part)(&tile, num_rows, a->head_dim);
   keys_t keys = {a->runs + a->segments[task->segment].run_start, 0};
   slots_t next = slots_of(&keys, task->first_key, task->end_key, tile.slots[0]);
+  NAME(fetch_rows)(&a->format, a->keys + task->kv_head * a->kv_head_bytes, next);
+  NAME(fetch_rows)(&a->format, a->values + task->kv_head * a->kv_head_bytes, next);
   for (int64_t key = task->first_key; key < task->end_key; key += KEYS) {
     if (key > task->first_key && key % PART_KEYS == 0) {
       NAME(end_part)(&tile, num_rows, a->head_dim, key == PART_KEYS);

@@ -21,6 +21,9 @@ INLINE f32v highest_e4m3(u32v words) {
 #ifdef __AVX512F__
   const __m512i halves = _mm512_and_si512((__m512i)((i32v)words >> 17), _mm512_set1_epi32(0xbf80));
   return (f32v)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves));
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m256i halves = _mm256_and_si256((__m256i)((i32v)words >> 17), _mm256_set1_epi32(0xbf80));
+  return (f32v)_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 #else
   const u32v magnitude = words >> 24 & 0x7f;
   const f32v normal = (f32v)((magnitude << 20) + (112 << 23)); /* the bias of float32, less that of e4m3 and 8 */

@@ -60,6 +60,10 @@ INLINE void NAME(fetch_row)(const NAME(kv_format) *format, const uint8_t *rows, 
   for (int64_t at = 0; at < format->row_bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
 }
 
+static void NAME(fetch_rows)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of) {
+  for (int64_t i = 0; i < of.count; i++) NAME(fetch_row)(format, rows, of, i);
+}
+
 /* Row i of a head; zeros beyond them. */
 INLINE const uint8_t *NAME(row_at)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of, int64_t i) {
   static const uint32_t zeros[MAX_HEAD_DIM];
@@ -195,13 +199,13 @@ INLINE void NAME(pack_rows)(const int codes, const NAME(kv_format) *format, cons
     u32v items[2];
     uint32_t *out = packed + i * head_dim;
     for (int64_t d = 0; d < head_dim; d += 2 * LANES) {
-      if (d + LANES < head_dim) {
+      const int are_two = d + LANES < head_dim;
+      if (are_two)
         NAME(value_items)(codes, 2, together, d, items);
-        memcpy(out + d, items, sizeof items);
-      } else {
+      else
         NAME(value_items)(codes, 1, together, d, items);
-        memcpy(out + d, items, sizeof *items);
-      }
+      memcpy(out + d, items, sizeof *items); /* both at once would go through memory */
+      if (are_two) memcpy(out + d + LANES, items + 1, sizeof *items);
     }
   }
   memset(packed + used * head_dim, 0, (KEYS / PACKED - used) * head_dim * 4);
