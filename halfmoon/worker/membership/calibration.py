@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ _FOLDER = "profiles"  # inside the state directory
 # Of an engine's configuration; named in a kind where they differ from what is usual.
 _FOR_SPEED = ("max_running", "host_weights", "offload", "mixed_attention", "cuda_graphs", "speculation")
 _KIND_CHARACTERS = 256
+_PAUSE = 1.5  # times the usual step of a trial
 
 
 @dataclass(slots=True)
@@ -173,8 +175,7 @@ def measure(engine: Engine, role: str, kind: str, seconds: float) -> Profile:
         results = _run(engine, trial, give_up_s)
         if trial.num_given:  # the first attention to so much touches its memory
             results = _run(engine, trial, give_up_s) or results
-        for result in results:
-            note_step(profile, trial, result)
+        note_steps(profile, trial, results)
         if time.monotonic() > give_up_s:
             break
     engine.forget_prefixes()
@@ -218,17 +219,21 @@ def _run(engine: Engine, trial: Trial, give_up_s: float) -> Sequence[StepResult]
     return results
 
 
-def note_step(profile: Profile, trial: Trial, result: StepResult) -> None:
-    """Adds a step to the profile. Prefills count only when a single prompt was computed.
+def note_steps(profile: Profile, trial: Trial, results: Sequence[StepResult]) -> None:
+    """Adds the steps of a trial to the profile. Prefills count only when a single prompt was computed.
 
-    A decode worker's trials begin with prefills, too: it may have to restore a request alone.
+    A decode worker's trials begin with prefills, too: it may have to restore a request alone. Decode steps of a trial
+    compute the same: one that takes much longer than most of them has a pause of the machine in it.
     """
-    is_prefill = result.num_prefill_tokens and not result.num_decode_seqs
-    if is_prefill and trial.num_sequences == 1:
-        sample = prefill_sample(result.num_prefill_tokens, result.num_prefill_pairs, result.duration_s)
-        profile.prefills.append(sample)
-    elif result.num_decode_seqs and not result.num_prefill_tokens:
-        profile.steps.append(StepSample(result.num_decode_rows, result.decode_context_tokens, result.duration_s))
+    for result in results:
+        if result.num_prefill_tokens and not result.num_decode_seqs and trial.num_sequences == 1:
+            sample = prefill_sample(result.num_prefill_tokens, result.num_prefill_pairs, result.duration_s)
+            profile.prefills.append(sample)
+    decodes = [result for result in results if result.num_decode_seqs and not result.num_prefill_tokens]
+    usual_s = median_low([result.duration_s for result in decodes] or [0.0])
+    for result in decodes:
+        if result.duration_s <= _PAUSE * usual_s:
+            profile.steps.append(StepSample(result.num_decode_rows, result.decode_context_tokens, result.duration_s))
 
 
 def load_profile(file: Path, kind: str) -> Profile | None:

@@ -20,7 +20,7 @@ from halfmoon.worker.membership.calibration import (
     kind_text,
     load_profile,
     log_profile,
-    note_step,
+    note_steps,
     profile_file,
 )
 from halfmoon.worker.membership.trials import TrialRoom, trial_requests, trials, trials_text, warm_up
@@ -106,8 +106,7 @@ async def _measured(
     await tap.steps(engine, trial_requests(warm_up(room), "0"), time.monotonic() + seconds)
     give_up_s = time.monotonic() + seconds
     for number, trial in enumerate(trials(room, role), 1):
-        for result in await tap.steps(engine, trial_requests(trial, str(number)), give_up_s):
-            note_step(profile, trial, result)
+        note_steps(profile, trial, await tap.steps(engine, trial_requests(trial, str(number)), give_up_s))
         if time.monotonic() > give_up_s:
             break
     return profile

@@ -17,6 +17,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization
 from halfmoon.engine.config import EngineConfig, OffloadConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.step_result import StepResult
 from halfmoon.ledger.models import ProfileRow
 from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel, StepSample
 from halfmoon.sim.latency_sources.measured_profile import read_profile
@@ -30,8 +31,9 @@ from halfmoon.worker.membership.calibration import (
     kind_text,
     load_profile,
     measure,
+    note_steps,
 )
-from halfmoon.worker.membership.trials import TrialRoom, trials
+from halfmoon.worker.membership.trials import Trial, TrialRoom, trials
 
 
 @pytest.fixture
@@ -95,6 +97,18 @@ def test_nothing_is_free_whichever_trial_is_the_last(role: str, dearness: float)
         assert profile.step_model.e > 0
         if number > 2:
             assert profile.step_model.seconds(16, 1024) == pytest.approx(step.seconds(16, 1024), rel=0.15)
+
+
+def test_pauses_of_the_machine_are_no_steps() -> None:
+    profile = Profile("k")
+    durations_s = (0.02, 0.021, 0.5, 0.019, 0.02)
+    results = [StepResult(num_prefill_tokens=64, num_prefill_pairs=2048.0, duration_s=0.5)]
+    results += [StepResult(num_decode_seqs=1, decode_context_tokens=64, duration_s=one) for one in durations_s]
+    note_steps(profile, Trial(1, 64, 5), results)
+    assert [one.seconds for one in profile.steps] == [0.02, 0.021, 0.019, 0.02]
+    assert [one.new_tokens for one in profile.prefills] == [64], "of which there is but one"
+    note_steps(profile, Trial(1, 64), [])
+    assert len(profile.steps) == 4
 
 
 @ROLES
