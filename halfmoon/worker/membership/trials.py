@@ -66,8 +66,10 @@ def _longest_step(room: TrialRoom) -> int:
 
 
 def _behind_given(room: TrialRoom, trial: Trial) -> Trial:
-    """The trial behind as much KV as there is room for, up to a bound: a power of two of tokens, so that workers with
-    nearly the same room are of one kind."""
+    """The trial behind as much KV as there is room for, up to a bound.
+
+    It is a power of two of tokens, so that workers with nearly the same room are of one kind.
+    """
     num_own = trial.num_prompt_tokens + trial.num_steps + 1
     most = min(_MOST_GIVEN, room.context_tokens - num_own, room.num_blocks * room.block_tokens - num_own)
     num_given = (1 << most.bit_length() >> 1 if most > 0 else 0) // room.block_tokens * room.block_tokens
