@@ -73,6 +73,10 @@ _ROLE_NAMES = ROLES
 _ROLES = {name: number for number, name in ROLES.items()}
 
 
+def token(position: int, token_id: int = 0, finish: FinishReason.ValueType = NOT_FINISHED) -> Token:
+    return Token(request_id="r", token_id=token_id, position=position, finish_reason=finish)
+
+
 class ByteTokenizer:
     """One token a byte; 256 is the end of a text."""
 

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from halfmoon.pb.types_pb2 import (
-    LENGTH,
-    NOT_FINISHED,
-    STOP,
-    FinishReason,
-    Token,
-)
+from halfmoon.pb.types_pb2 import LENGTH, STOP
 from services.gateway.replies.text_stream import TextStream
-from tests.services.gateway.fakes import EOS, ByteDetokenizer
-
-
-def token(position: int, token_id: int = 0, finish: FinishReason.ValueType = NOT_FINISHED) -> Token:
-    return Token(request_id="r", token_id=token_id, position=position, finish_reason=finish)
+from tests.services.gateway.fakes import EOS, ByteDetokenizer, token
 
 
 def test_text_of_tokens() -> None:

@@ -7,17 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import HalfmoonError
-from halfmoon.pb.types_pb2 import (
-    LENGTH,
-    NOT_FINISHED,
-    FinishReason,
-    Token,
-)
+from halfmoon.pb.types_pb2 import LENGTH, Token
 from services.gateway.routing.token_order import TokenOrder
-
-
-def token(position: int, token_id: int = 0, finish: FinishReason.ValueType = NOT_FINISHED) -> Token:
-    return Token(request_id="r", token_id=token_id, position=position, finish_reason=finish)
+from tests.services.gateway.fakes import token
 
 
 def test_decode_tokens_wait_for_the_first_one() -> None:
