@@ -60,7 +60,7 @@ INLINE void NAME(fetch_row)(const NAME(kv_format) *format, const uint8_t *rows, 
   for (int64_t at = 0; at < format->row_bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
 }
 
-/* Never inlined: products beside it would lose registers, and prompts a tenth of their speed. */
+/* Never inlined: products beside it would lose registers, and attention of prompts 8 % of its speed. */
 static __attribute__((noinline)) void NAME(fetch_rows)(const NAME(kv_format) *format, const uint8_t *rows, slots_t of) {
   for (int64_t i = 0; i < of.count; i++) NAME(fetch_row)(format, rows, of, i);
 }
