@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional
 
 from halfmoon.engine.attention.attention import AttentionBatch, Segment
 from halfmoon.engine.attention.attention_backend import AttentionBackend, TokenSpan
@@ -20,7 +21,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import DevicePath, choose_path
 from halfmoon.engine.kv_memory.kv_arena import KVArena
-from halfmoon.engine.models import Model, build_model
+from halfmoon.engine.models import Model, build_model, opt
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.linear import pack_onednn
 from halfmoon.engine.models.rotary import Rotary
@@ -191,3 +192,16 @@ def test_the_rotary_tables_are_those_of_any_processor(tiny_checkpoint: Callable[
     angles = torch.outer(torch.arange(config.context_tokens).float(), frequencies)
     for got, function in zip(Rotary(config, torch.float32, "cpu").halves(), (math.cos, math.sin), strict=True):
         assert torch.equal(got, torch.tensor([[function(angle) for angle in row] for row in angles.tolist()]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gelu", "gelu_new"])
+@pytest.mark.parametrize("width", [1, 31, 96, 100, 2050])
+def test_an_activation_depends_on_no_other_row(
+    name: Literal["gelu", "gelu_new"], width: int, dtype: torch.dtype
+) -> None:
+    activation = opt._activation(name)
+    rows = torch.randn(9, width, generator=torch.Generator().manual_seed(0)).to(dtype) * 2
+    alone = torch.cat([activation(row[None]) for row in rows])
+    assert torch.equal(activation(rows), alone)
+    torch.testing.assert_close(alone, functional.gelu(rows, approximate="none" if name == "gelu" else "tanh"))

@@ -19,6 +19,7 @@ from halfmoon.engine.models.linear import Linear, PackLayer, PackWeight, alike, 
 from halfmoon.engine.models.model_part import ModelPart, whole_model
 
 _POSITION_OFFSET = 2  # the first two rows of OPT's position table are never used
+_TORCH_NUMBERS = 64  # that torch computes at once at most, on a CPU
 
 
 class OPTModel:
@@ -204,4 +205,12 @@ def _activation(name: Activation) -> Callable[[Tensor], Tensor]:
     if name == "relu":
         return torch.relu
     approximate = "tanh" if name == "gelu_new" else "none"
-    return lambda x: functional.gelu(x, approximate=approximate)
+
+    def gelu(x: Tensor) -> Tensor:
+        """Of each row, whichever others are there: torch computes a tensor's last few numbers by another formula."""
+        width = x.shape[-1]
+        if width % _TORCH_NUMBERS == 0:
+            return functional.gelu(x, approximate=approximate)
+        return functional.gelu(functional.pad(x, (0, -width % _TORCH_NUMBERS)), approximate=approximate)[..., :width]
+
+    return gelu
