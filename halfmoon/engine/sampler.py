@@ -175,11 +175,24 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     if num_whole == len(rows):
         return drawn
     probabilities, rows, points = probabilities[num_whole:], rows[num_whole:], points[num_whole:]
-    wanted = max(_FIRST_CANDIDATES, *(row.params.top_k for row in rows))
-    top, top_ids = probabilities.topk(min(wanted, logits.shape[1]), dim=-1)
-    for one, likely, ids, row, point in zip(probabilities, top.cpu(), top_ids.cpu(), rows, points, strict=True):
+    candidates = _candidates(probabilities, rows)
+    for one, (likely, ids), row, point in zip(probabilities, candidates, rows, points, strict=True):
         drawn.append(_draw_cut(one, likely, ids, row.params, point))
     return drawn
+
+
+def _candidates(probabilities: Tensor, rows: Sequence[SamplingRow]) -> list[tuple[Tensor, Tensor]]:
+    """The most likely tokens of each row on the host, in order, as probabilities and ids.
+
+    As many as the row itself asks for: equal ones come in another order among more of them.
+    """
+    wanted = [min(max(_FIRST_CANDIDATES, row.params.top_k), probabilities.shape[1]) for row in rows]
+    alike = [[index for index, own in enumerate(wanted) if own == number] for number in sorted(set(wanted))]
+    found = [probabilities[indices].topk(wanted[indices[0]], dim=-1) for indices in alike]
+    by_row: dict[int, tuple[Tensor, Tensor]] = {}
+    for indices, (top, top_ids) in zip(alike, found, strict=True):
+        by_row |= zip(indices, zip(top.cpu(), top_ids.cpu(), strict=True), strict=True)
+    return [by_row[index] for index in range(len(rows))]
 
 
 def _is_cut(params: SamplingParams, vocab_size: int) -> bool:

@@ -318,3 +318,14 @@ def test_the_last_token_of_a_bad_word_is_not_drawn_after_the_others() -> None:
     assert drawn([1, 9, 8], **words) != best
     assert [drawn(output, **words) for output in ([], [8], [9], [9, 8, 1])] == [best] * 4  # the prompt does not count
     assert drawn([], temperature=0.0, bad_words=((best,),)) != best
+
+
+@pytest.mark.parametrize("params", [{"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}])
+def test_equally_likely_tokens_are_drawn_whatever_others_ask_for(params: dict[str, Any]) -> None:
+    """As many candidates are looked at as the row itself needs: among more, equal ones come in another order."""
+    values = logits(rows=2)
+    values[:, VOCAB_SIZE // 2 :] = values[:, : VOCAB_SIZE // 2]
+    for seed in range(60):
+        own, other = row(seed=seed, **params), row(seed=seed, top_k=400)
+        alone = sample(values[:1], [own], EOS)
+        assert sample(values, [own, other], EOS)[0] == alone[0], seed
