@@ -54,7 +54,7 @@ class SandboxProcess:
         line = json.dumps(question)
         try:
             async with asyncio.timeout(most_s):
-                with suppress(ConnectionError):
+                with suppress(ConnectionError, RuntimeError):  # the latter from uvloop: it has ended, and was seen to
                     self._process.stdin.write(line.encode() + b"\n")
                     await self._process.stdin.drain()
                 answer = await self._process.stdout.readline()

@@ -12,6 +12,7 @@ import pytest
 
 from halfmoon.engine.request import Constraint
 from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.rpc.event_loop import ServiceLoop
 from services.gateway.sandbox.constraint_checker import ConstraintChecker
 from services.gateway.sandbox.sandbox import Sandbox
 from services.gateway.sandbox.sandbox_process import SandboxProcess
@@ -61,6 +62,22 @@ async def test_a_process_that_checked_others_before_does_not_count(caplog: pytes
         with pytest.raises(InvalidRequest, match="too complex"):
             await checker.check(DEADLY, "acme")
         assert deaths(caplog) == 2
+
+
+def test_a_process_that_was_killed_while_nobody_asked_it_is_replaced() -> None:
+    """On the loop of services: there, writing to a process that has ended is a RuntimeError."""
+
+    async def check() -> None:
+        async with running_checker() as checker:
+            await checker.check(GOOD, "acme")
+            for process in checker._sandbox._idle:
+                process._process.kill()
+                await process._process.wait()
+            await asyncio.sleep(0.05)  # until its pipes are seen to be closed
+            await checker.check(Constraint("regex", "[0-9]+"), "acme")
+
+    with asyncio.Runner(loop_factory=ServiceLoop) as runner:
+        runner.run(check())
 
 
 async def test_a_reason_that_repeats_a_long_source_is_cut() -> None:
