@@ -82,6 +82,7 @@ class Progress:
         """Takes what an earlier request computed. Its first token came when the worker says, its gaps are unknown."""
         self.note_prefill(first)
         self.is_resumed, self.cached_tokens = True, cached_tokens
+        self.loaded_tokens = min(self.loaded_tokens, cached_tokens)  # a later attempt loads of the answer, too
         self.ttft_s = first.queue_s + first.compute_s
         self.output_token_ids += token_ids
         self._last_token_s = at_s

@@ -76,7 +76,8 @@ class Adoption:
         if wants_prompt and len(first.prompt_logprobs) != len(output.prompt_token_ids) - 1:
             raise Unavailable("an earlier attempt had the prompt's log-probabilities: the answer is computed again")
         due = self._order.push_together(tokens)
-        cached_tokens = held.cached_tokens if held.attempt else first.num_cached_tokens
+        began_answer = first.token.position == 0  # attempts before it gave no token, and knew of nothing cached
+        cached_tokens = first.num_cached_tokens if began_answer else held.cached_tokens
         self._output.progress.note_resumed(first, cached_tokens, [token.token_id for token in due], at_s)
         self._output.progress.note_drafts(due)
         self._repeat.tokens.extend(due)

@@ -157,6 +157,7 @@ class Script:
     decode_gate: asyncio.Event | None = None  # decode tokens wait for it
     tokens_before_gate: int = 0  # decode tokens sent all the same
     cached_tokens: int = 0
+    loaded_tokens: int = 0  # of those that were cached
     fails_at: int | None = None  # the token at this position reports that its constraint failed
     stop_after: int | None = None  # the worker says STOP at this many tokens: a stop token
 
@@ -258,6 +259,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         event = FirstToken(
             token=first,
             num_cached_tokens=self.script.cached_tokens,
+            num_loaded_tokens=self.script.loaded_tokens,
             queue_s=0.25,
             compute_s=0.5,
             prompt_logprobs=prompt_logprobs(generation),

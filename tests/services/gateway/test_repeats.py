@@ -287,6 +287,24 @@ async def test_an_answer_that_is_lost_during_the_adoption_goes_on_elsewhere(tmp_
         assert [generation.repeatable.attempt for generation in generations] == [0, 1]
 
 
+async def test_what_a_second_attempt_loaded_is_cached_as_a_repeat_tells_it(tmp_path: Path) -> None:
+    script = Script(TEXT, asyncio.Event(), tokens_before_gate=3, cached_tokens=6, loaded_tokens=4)
+    async with two_gateways(tmp_path, script) as (one, other, prefill, _):
+        prefill.refuse = [Unavailable("not yet", retry_after_ms=1)]
+        async with posted(one, STREAM, KEY) as response:
+            await events_until(response, 4)
+            await one.stop()
+        assert script.decode_gate is not None
+        script.decode_gate.set()
+        status, answer = await whole(other, HI, KEY)
+        assert status == 422, "another body"
+        status, answer = await whole(other, STREAM, KEY)
+        assert (status, content_of(answer)) == (200, TEXT)
+        assert b'"cached_tokens":6' in answer
+        rows = await rows_of(other, "once", 1)
+        assert [(row["status"], row["cached_tokens"]) for row in rows if row["status"] != "rejected"] == [("ok", 6)]
+
+
 async def test_a_kept_answer_without_the_log_probabilities_of_its_prompt_is_computed_again(tmp_path: Path) -> None:
     gate = asyncio.Event()
     body = {"model": MODEL, "prompt": "hi", "echo": True, "logprobs": 0, "max_tokens": 9}
