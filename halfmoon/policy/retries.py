@@ -9,6 +9,7 @@ MAX_REFUSALS = 3  # attempts in a row without a token
 MAX_FAILOVERS = 2  # attempts that failed after some tokens
 _MAX_STALE = 20  # attempts at workers that no longer take such work; gateways know within a moment
 _USUAL_PAUSE_MS, _LONGEST_PAUSE_MS = 100, 1_000  # before workers that refused it are tried again
+_NOTICE_S = 0.5  # after two losses, for each further attempt: the gateway learns meanwhile who else has died
 _SHORTEST_RETRY_MS, _LONGEST_RETRY_MS = 10, 10_000  # `retry_ms_when_full`
 
 Reason = Literal["no room", "lost", "decode lost", "stale"]
@@ -39,7 +40,7 @@ class Retries:
         self._num_failovers = 0
         self._num_stale = 0
         self._has_tokens = False
-        self._has_lost = False
+        self._num_lost = 0
         self._last: FailedAttempt | None = None
         self._since_pause: list[FailedAttempt] = []
 
@@ -51,7 +52,20 @@ class Retries:
     @property
     def has_lost(self) -> bool:
         """Whether an attempt ended because a worker was lost or gave up: the request was inside."""
-        return self._has_lost
+        return self._num_lost > 0
+
+    @property
+    def notice_s(self) -> float:
+        """Pause before any worker is tried, after several were lost.
+
+        Where a whole host ends, each of its workers is found dead by itself, within moments. An attempt on each would
+        give the request up before the gateway knows of all of them, though it may wait for a worker then.
+        """
+        return _NOTICE_S * max(self._num_lost - 1, 0) if self._is_lost else 0.0
+
+    @property
+    def _is_lost(self) -> bool:
+        return self._last is not None and self._last.reason in ("lost", "decode lost")
 
     @property
     def pause_s(self) -> float:
@@ -64,7 +78,6 @@ class Retries:
     def add(self, attempt: FailedAttempt, *, have_others_begun: bool = False) -> bool:
         """Adds a failed attempt at a request, or at one of its outputs. Returns whether there may be another one."""
         self._has_tokens |= attempt.gave_tokens or have_others_begun
-        self._has_lost |= attempt.reason not in ("no room", "stale")
         self._num_stale += attempt.reason == "stale"
         self._num_failovers += attempt.gave_tokens
         self._num_in_row = 0 if attempt.gave_tokens else self._num_in_row + (attempt.reason != "stale")
@@ -73,6 +86,7 @@ class Retries:
         elif attempt.reason != "stale" and not (self._has_tokens and attempt.reason == "no room"):
             self._num_refusals += 1
         self._last = attempt
+        self._num_lost += self._is_lost
         self._since_pause.append(attempt)
         few_stale = self._num_stale <= _MAX_STALE
         return few_stale and self._num_refusals < MAX_REFUSALS and self._num_failovers <= MAX_FAILOVERS

@@ -46,6 +46,19 @@ def test_tokens_end_a_row_of_refusals_and_are_not_got_for_ever() -> None:
     assert not retries.add(failed("lost", gave_tokens=True))
 
 
+def test_after_two_losses_the_gateway_has_time_to_learn_who_else_has_died() -> None:
+    retries = Retries()
+    assert retries.notice_s == 0.0
+    retries.add(failed("decode lost", gave_tokens=True, decode="a"))
+    assert retries.notice_s == 0.0, "the usual case: one worker"
+    retries.add(failed("decode lost", decode="b"))
+    assert retries.notice_s == 0.5
+    retries.add(failed("no room", decode="c"))
+    assert retries.notice_s == 0.0
+    retries.add(failed("lost", decode="d"))
+    assert retries.notice_s == 1.0
+
+
 def test_the_next_attempt_is_elsewhere_until_nobody_is_left() -> None:
     retries = Retries()
     assert (retries.exclusions(), retries.last_reason, retries.pause_s) == ([()], None, 0.0)

@@ -221,6 +221,8 @@ class Relay:
         A request whose worker is lost waits up to `WaitLimits.failover_s` for a worker, the time that one may need to
         start again. A new request waits up to `return_s` if a worker was there a moment ago.
         """
+        if retries.notice_s:
+            await self._cluster.router.pause(retries.notice_s)
         for exclude in retries.exclusions():
             try:
                 return routing.place(exclude)

@@ -238,6 +238,21 @@ async def test_a_started_request_waits_for_a_new_worker(tmp_path: Path) -> None:
         assert await rest_of(stream) == "llo"
 
 
+async def test_a_started_request_outlives_a_host_with_many_workers(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        script = Script("hello", asyncio.Event(), tokens_before_gate=1)
+        workers = [await fleet.add(f"b{number}", "both", script) for number in range(6)]
+        stream = await open_stream(fleet)
+        assert await text_until(stream, 2) == "he"
+        for worker in workers:  # dead, and their registrations end one after the other
+            worker.refuse = [Unavailable("Socket closed")] * 9
+            asyncio.get_running_loop().call_later(0.2, worker.end_registration.set)
+        next(worker for worker in workers if worker.calls.prefills).end_registration.set()
+        await fleet.until(lambda: not fleet.placeable())
+        await fleet.add("new", "both")
+        assert await rest_of(stream) == "llo"
+
+
 async def test_a_started_request_waits_for_room(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         prefill, first = await fleet.pair(Script("hello", asyncio.Event(), tokens_before_gate=1))
