@@ -255,7 +255,8 @@ class RequestRouting:
 
     def _admit(self, admitted: Admitted) -> None:
         self._admitted = admitted
-        self.output = _as_admitted(self.output, admitted)
+        num_before = len(self._progress.output_token_ids)  # of an answer that was adopted, and lost by its worker
+        self.output = _as_admitted(self.output, admitted, num_before + admitted.max_tokens)
 
     def _begin(self, request: PlacementRequest, admitted: Admitted, now_s: float) -> Placement:
         """Sends the admitted output to its first workers."""
@@ -286,12 +287,12 @@ class RequestRouting:
         return keys.held(self._membership.index)
 
 
-def _as_admitted(output: RequestOutput, admitted: Admitted) -> RequestOutput:
+def _as_admitted(output: RequestOutput, admitted: Admitted, max_tokens: int) -> RequestOutput:
     output = replace(output, priority=admitted.priority)
-    if admitted.max_tokens == output.sampling.max_tokens:
+    if max_tokens == output.sampling.max_tokens:
         return output
     sampling = type(output.sampling)()
     sampling.CopyFrom(output.sampling)
-    sampling.max_tokens = admitted.max_tokens
-    sampling.min_tokens = min(sampling.min_tokens, admitted.max_tokens)
+    sampling.max_tokens = max_tokens
+    sampling.min_tokens = min(sampling.min_tokens, max_tokens)
     return replace(output, sampling=sampling)

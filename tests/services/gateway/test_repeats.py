@@ -287,6 +287,22 @@ async def test_an_answer_that_is_lost_during_the_adoption_goes_on_elsewhere(tmp_
         assert [generation.repeatable.attempt for generation in generations] == [0, 1]
 
 
+async def test_an_answer_that_is_lost_during_the_adoption_keeps_its_length(tmp_path: Path) -> None:
+    gate, body = asyncio.Event(), {**STREAM, "max_tokens": 6}
+    async with two_gateways(tmp_path, Script(TEXT, gate, tokens_before_gate=3)) as (one, other, prefill, decode):
+        async with posted(one, body, KEY) as response:
+            begun = await events_until(response, 4)
+            await one.stop()
+        async with posted(other, body, KEY) as response:
+            again = await events_until(response, 4)
+            gate.set()
+            decode.steps[other.cluster.gateway_id].put_nowait(Unavailable("the stream broke"))
+            came = again + await soon(response.read())
+        assert again == begun
+        assert b'"completion_tokens":6' in came
+        assert [request.generation.sampling.max_tokens for request in prefill.calls.prefills] == [6, 6]
+
+
 async def test_what_a_second_attempt_loaded_is_cached_as_a_repeat_tells_it(tmp_path: Path) -> None:
     script = Script(TEXT, asyncio.Event(), tokens_before_gate=3, cached_tokens=6, loaded_tokens=4)
     async with two_gateways(tmp_path, script) as (one, other, prefill, _):
