@@ -161,3 +161,13 @@ static void product_fastest(int64_t num_rows, int64_t num_columns, const uint32_
   (amx_is_permitted ? product_amx : product_bf16)(num_rows, num_columns, a, a_stride, b, b_stride, c, c_stride,
                                                        depth, accumulate);
 }
+
+/* Tiles are loaded without: it was never timed. */
+static void fetching_product_fastest(int64_t num_rows, int64_t num_columns, const uint32_t *a, int64_t a_stride,
+                                     const uint32_t *b, int64_t b_stride, float *c, int64_t c_stride, int64_t depth,
+                                     int accumulate, const uint32_t *b_end) {
+  if (amx_is_permitted)
+    product_amx(num_rows, num_columns, a, a_stride, b, b_stride, c, c_stride, depth, accumulate);
+  else
+    fetching_product_bf16(num_rows, num_columns, a, a_stride, b, b_stride, c, c_stride, depth, accumulate, b_end);
+}

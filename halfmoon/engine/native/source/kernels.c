@@ -54,7 +54,7 @@ static void fetch_to_write(const void *memory, int64_t num_bytes) {
 #define STORE_ITEMS(row, j, x) store_f32((row) + (j) * LANES, x)
 #define DOT(sum, item, row) ((sum) + (f32v)((u32v){} + (item)) * (f32v)(row))
 #define PRODUCT NAME(product)
-#define LINEAR_PRODUCT PRODUCT
+#define LINEAR_PRODUCT NAME(fetching_product)
 #define END_PRODUCTS() /* after the last one of a task */
 #define BLOCK_ROWS 48  /* rows whose scores stay near until they are used */
 #define NUM_BLOCKS 1   /* of which there are scores at a time */
@@ -110,7 +110,9 @@ static void widen_bf16(float *items, const void *numbers, int64_t size) {
 #undef PANEL
 #undef LINEAR_ROWS
 #undef LINEAR_DEPTH
+#undef LINEAR_PRODUCT
 #define PRODUCT product_fastest
+#define LINEAR_PRODUCT fetching_product_fastest
 #define END_PRODUCTS release_tiles
 #define BLOCK_ROWS 32
 #define NUM_BLOCKS 3

@@ -1,5 +1,5 @@
 /* y = x W^T + b over a weight packed for it, for one type T: panels of PANEL columns, as deep as the weight, stored one
- * after the other. A task is a panel and some rows; the panel stays near for all of them.
+ * after the other. A task is some rows and a panel, which stays near for all of them, or several panels for few rows.
  */
 
 /* What becomes of sums. */
@@ -39,17 +39,18 @@ typedef struct {
   const T *x, *bias;
   const uint32_t *packed;
   void *out;
-  int64_t num_rows, depth, num_columns, num_panels, rows_per_task, part; /* part: of the depth, multiplied at a time */
+  int64_t num_rows, depth, num_columns, num_panels, panels_per_task, rows_per_task;
+  int64_t part; /* of the depth, multiplied at a time */
   int kind;
   int is_gated; /* out is silu(gate) * up, SUMS_ROUNDED; weight and bias have num_columns of gate, then of up */
 } NAME(linear_args);
 
-/* sums [num_rows, PANEL] = x * panel. */
-INLINE void NAME(multiply_panel)(const NAME(linear_args) *a, const uint32_t *x, const uint32_t *panel, int64_t num_rows,
-                                 float *sums) {
+/* sums [num_rows, PANEL] = x * panel. end: of the panels to be fetched, or 0. */
+INLINE void NAME(multiply_panel)(const NAME(linear_args) *a, const uint32_t *x, const uint32_t *panel,
+                                 const uint32_t *end, int64_t num_rows, float *sums) {
   for (int64_t k = 0; k < a->depth; k += a->part)
     LINEAR_PRODUCT(num_rows, PANEL, x + k, a->depth, panel + k * PANEL, PANEL, sums, PANEL,
-                   part_size(k, a->depth, a->part), k > 0);
+                   part_size(k, a->depth, a->part), k > 0, end);
 }
 
 /* out [PANEL] = silu(gate) * up, of sums that are rounded to T first, as if they had been stored. */
@@ -60,15 +61,16 @@ static void NAME(store_gated)(T *out, const float *gate, const float *up, const 
   NAME(silu_row)(gate_up, out, PANEL);
 }
 
-static void NAME(linear_task)(void *data, long task) {
-  const NAME(linear_args) *a = data;
-  const int64_t column = task % a->num_panels * PANEL, row = task / a->num_panels * a->rows_per_task;
+/* Of the rows from `row` on the columns from `column` on; end: the one behind those of this task. */
+static void NAME(linear_panel)(const NAME(linear_args) *a, int64_t row, int64_t column, int64_t end) {
   const int64_t num_rows = part_size(row, a->num_rows, a->rows_per_task);
   const uint32_t *x = (const uint32_t *)(a->x) + row * a->depth, *panel = a->packed + column * a->depth;
+  const uint32_t *panels_end = num_rows > 1 ? a->packed + end * a->depth : 0;
   const T *bias = a->bias ? a->bias + column : 0;
   float sums[LINEAR_ROWS * PANEL] __attribute__((aligned(64))), up[LINEAR_ROWS * PANEL] __attribute__((aligned(64)));
-  NAME(multiply_panel)(a, x, panel, num_rows, sums);
-  if (a->is_gated) NAME(multiply_panel)(a, x, panel + a->num_columns * a->depth, num_rows, up);
+  const int64_t gate = a->num_columns * a->depth; /* of which up lies behind */
+  NAME(multiply_panel)(a, x, panel, panels_end, num_rows, sums);
+  if (a->is_gated) NAME(multiply_panel)(a, x, panel + gate, panels_end ? panels_end + gate : 0, num_rows, up);
   END_PRODUCTS();
   const int64_t num_columns = part_size(column, a->num_columns, PANEL);
   for (int64_t i = 0; i < num_rows; i++) {
@@ -81,6 +83,14 @@ static void NAME(linear_task)(void *data, long task) {
     else
       NAME(store_sums)(out, sums + i * PANEL, bias, num_columns, a->kind);
   }
+}
+
+static void NAME(linear_task)(void *data, long task) {
+  const NAME(linear_args) *a = data;
+  const int64_t num_groups = ceil_div(a->num_panels, a->panels_per_task), first = task % num_groups * a->panels_per_task;
+  const int64_t end = first + part_size(first, a->num_panels, a->panels_per_task);
+  for (int64_t panel = first; panel < end; panel++)
+    NAME(linear_panel)(a, task / num_groups * a->rows_per_task, panel * PANEL, end * PANEL);
 }
 
 /* The width in which `pack_linear` stores columns. */
@@ -107,6 +117,8 @@ void NAME(linear)(const T *x, const uint32_t *packed, const T *bias, void *out, 
   const int64_t num_panels = ceil_div(num_columns, PANEL), num_parts = ceil_div(depth, LINEAR_DEPTH);
   const int64_t part = ceil_div(ceil_div(depth, num_parts), 16) * 16;
   const int64_t rows = rows_of_tasks(num_rows, num_panels, LINEAR_ROWS, LEAST_ROWS, num_threads);
-  NAME(linear_args) args = {x, bias, packed, out, num_rows, depth, num_columns, num_panels, rows, part, kind, is_gated};
-  run_tasks(NAME(linear_task), &args, num_panels * ceil_div(num_rows, rows), num_threads);
+  const int64_t panels = num_rows <= LEAST_ROWS ? stretch_of(num_panels, num_threads) : 1;
+  NAME(linear_args) args = {x, bias, packed, out, num_rows, depth, num_columns, num_panels, panels, rows, part, kind,
+                            is_gated};
+  run_tasks(NAME(linear_task), &args, ceil_div(num_panels, panels) * ceil_div(num_rows, rows), num_threads);
 }

@@ -219,14 +219,15 @@ INLINE void dot_part(const int format, const int num_rows, const int part, const
   }
 }
 
-/* out [num_rows, LANES] = x * strip; x: [blocks, num_rows]. */
-INLINE void quantised_tile(const int format, const int num_rows, const x_block_t *x, const uint8_t *strip, float *out,
-                           int64_t num_inputs) {
+/* out [num_rows, LANES] = x * strip; x: [blocks, num_rows]; end: of the strips to be fetched, or 0. */
+INLINE void quantised_tile(const int format, const int num_rows, const x_block_t *x, const uint8_t *strip,
+                           const uint8_t *end, float *out, int64_t num_inputs) {
   f32v sums[TILE_ROWS];
 #pragma GCC unroll 8
   for (int i = 0; i < num_rows; i++) sums[i] = splat(0);
   scales_t scales = {};
   for (int64_t k = 0; k < num_inputs; k += BLOCK) {
+    for (int64_t at = 0; at <= 4 * CODE_BITS(format) * LANES; at += 64) fetch_ahead(strip + at, end);
     strip = read_scales(format, strip, k, &scales);
 #pragma GCC unroll 2
     for (int part = 0; part < PARTS(format); part++) {
@@ -246,17 +247,17 @@ INLINE void quantised_tile(const int format, const int num_rows, const x_block_t
   for (int i = 0; i < num_rows; i++) store_f32(out + i * LANES, sums[i]);
 }
 
-INLINE void quantised_rows(const int format, int num_rows, const x_block_t *x, const uint8_t *strip, float *out,
-                           int64_t num_inputs) {
+INLINE void quantised_rows(const int format, int num_rows, const x_block_t *x, const uint8_t *strip, const uint8_t *end,
+                           float *out, int64_t num_inputs) {
   switch (num_rows) {
-    case 8: quantised_tile(format, 8, x, strip, out, num_inputs); break;
-    case 7: quantised_tile(format, 7, x, strip, out, num_inputs); break;
-    case 6: quantised_tile(format, 6, x, strip, out, num_inputs); break;
-    case 5: quantised_tile(format, 5, x, strip, out, num_inputs); break;
-    case 4: quantised_tile(format, 4, x, strip, out, num_inputs); break;
-    case 3: quantised_tile(format, 3, x, strip, out, num_inputs); break;
-    case 2: quantised_tile(format, 2, x, strip, out, num_inputs); break;
-    default: quantised_tile(format, 1, x, strip, out, num_inputs);
+    case 8: quantised_tile(format, 8, x, strip, end, out, num_inputs); break;
+    case 7: quantised_tile(format, 7, x, strip, end, out, num_inputs); break;
+    case 6: quantised_tile(format, 6, x, strip, end, out, num_inputs); break;
+    case 5: quantised_tile(format, 5, x, strip, end, out, num_inputs); break;
+    case 4: quantised_tile(format, 4, x, strip, end, out, num_inputs); break;
+    case 3: quantised_tile(format, 3, x, strip, end, out, num_inputs); break;
+    case 2: quantised_tile(format, 2, x, strip, end, out, num_inputs); break;
+    default: quantised_tile(format, 1, x, strip, end, out, num_inputs);
   }
 }
 
@@ -270,9 +271,9 @@ INLINE void quantised_rows(const int format, int num_rows, const x_block_t *x, c
     default: function(Q6_K, __VA_ARGS__);             \
   }
 
-static void quantised_product(int format, int num_rows, const x_block_t *x, const uint8_t *strip, float *out,
-                              int64_t num_inputs) {
-  FOR_FORMAT(format, quantised_rows, num_rows, x, strip, out, num_inputs)
+static void quantised_product(int format, int num_rows, const x_block_t *x, const uint8_t *strip, const uint8_t *end,
+                              float *out, int64_t num_inputs) {
+  FOR_FORMAT(format, quantised_rows, num_rows, x, strip, end, out, num_inputs)
 }
 
 INLINE i32v add_i32(i32v a, i32v b) { return a + b; }

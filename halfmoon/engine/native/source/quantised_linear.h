@@ -2,10 +2,8 @@
  * makes of its argument: it is in eight bits before it was ever stored, with the same results.
  */
 
-/* Several tiles use a task's strips in turn: these and a tile of x fit into the first-level cache. For a single tile
- * each thread reads long stretches of memory. */
-#define STRIPS_BYTES 24576
-#define QUANTISED_ROWS 64  /* of a task; a multiple of the largest tile */
+#define STRIPS_BYTES 24576 /* that tiles use in turn: these and a tile of x fit into the first-level cache */
+#define QUANTISED_ROWS 64  /* most rows of a task; a multiple of the largest tile */
 
 typedef struct {
   const void *x; /* of T; float32 if it is added to the residual; 0 if nothing is */
@@ -14,7 +12,7 @@ typedef struct {
   x_block_t *blocks; /* x in eight bits, tile after tile, each [blocks, rows] */
   x_tile_t *tiles;   /* 0, or the same memory, for products by tiles: [num_rows / 16, blocks] */
   void *out;
-  int64_t num_rows, num_inputs, num_columns, strips_per_task, rows_per_task;
+  int64_t num_rows, num_inputs, num_columns, strips_per_task, strips_together, rows_per_task;
   int format, kind; /* kind: SUMS_… of linear.h */
   const T *norm; /* 0, or x is the norm of x + residual by these weights [num_inputs] */
   float *residual;
@@ -84,15 +82,17 @@ static void NAME(quantised_task)(void *data, long task) {
   }
 #endif
   float sums[TILE_ROWS * LANES] __attribute__((aligned(64)));
-  for (int64_t begin = row; begin < row + num_rows; begin += TILE_ROWS) {
-    const int64_t rows = part_size(begin, row + num_rows, TILE_ROWS);
-    const x_block_t *x = a->blocks + begin * (a->num_inputs / BLOCK);
-    for (int64_t strip = first; strip < last; strip++) {
-      const int64_t column = strip * LANES;
-      quantised_product(a->format, (int)rows, x, a->strips + strip * bytes, sums, a->num_inputs);
-      NAME(store_rows)(a, begin, rows, column, part_size(column, a->num_columns, LANES), sums, LANES);
+  for (int64_t group = first; group < last; group += a->strips_together)
+    for (int64_t begin = row; begin < row + num_rows; begin += TILE_ROWS) {
+      const int64_t rows = part_size(begin, row + num_rows, TILE_ROWS);
+      const x_block_t *x = a->blocks + begin * (a->num_inputs / BLOCK);
+      const uint8_t *end = begin == row && rows > 1 ? a->strips + last * bytes : 0;
+      for (int64_t strip = group; strip < group + part_size(group, last, a->strips_together); strip++) {
+        const int64_t column = strip * LANES;
+        quantised_product(a->format, (int)rows, x, a->strips + strip * bytes, end, sums, a->num_inputs);
+        NAME(store_rows)(a, begin, rows, column, part_size(column, a->num_columns, LANES), sums, LANES);
+      }
     }
-  }
 }
 
 /* out [num_rows, num_columns], of a `kind` of linear.h; x: [num_rows, num_inputs]; bias: [num_columns] or 0;
@@ -101,16 +101,17 @@ void NAME(quantised_linear)(const void *x, const uint8_t *strips, const T *bias,
                             int64_t num_rows, int64_t num_inputs, int64_t num_columns, int kind, const T *norm,
                             float *residual, float eps, int is_gated, int num_threads) {
   const int64_t num_strips = ceil_div(num_columns, LANES), fitting = STRIPS_BYTES / strip_bytes(format, num_inputs);
-  const int64_t share = ceil_div(num_strips, 2 * num_threads);
+  const int64_t together = fitting > 1 ? fitting : 1;
   const int is_tiled = can_tile(num_rows);
-  int64_t strips_per_task = num_rows <= TILE_ROWS ? share : fitting > 1 ? fitting : 1, rows_per_task = QUANTISED_ROWS;
+  int64_t rows_per_task = QUANTISED_ROWS;
+  int64_t strips_per_task = num_rows <= rows_per_task ? stretch_of(num_strips, num_threads) : together;
   if (is_tiled) {
     const int64_t num_groups = ceil_div(num_strips, TILED_STRIPS);
     rows_per_task = rows_of_tasks(num_rows, num_groups, TILED_ROWS, LEAST_TILED, num_threads);
     strips_per_task = num_groups * ceil_div(num_rows, rows_per_task) < 2 * num_threads ? 1 : TILED_STRIPS;
   }
   NAME(quantised_args) args = {x, bias, strips, room, is_tiled ? (x_tile_t *)room : 0, out, num_rows, num_inputs,
-                               num_columns, strips_per_task, rows_per_task, format, kind, norm, residual, eps,
+                               num_columns, strips_per_task, together, rows_per_task, format, kind, norm, residual, eps,
                                is_gated};
   const int64_t rows_of_x = is_tiled ? ceil_div(num_rows, AMX_ROWS) * AMX_ROWS : num_rows;
   run_tasks(NAME(quantise_task), &args, ceil_div(rows_of_x, TILE_ROWS), num_threads);

@@ -39,6 +39,16 @@ INLINE f32v load_f32(const float *p) { f32v x; memcpy(&x, p, sizeof x); return x
 INLINE void store_f32(float *p, f32v x) { memcpy(p, &x, sizeof x); }
 INLINE u32v load_u32(const void *p) { u32v x; memcpy(&x, p, sizeof x); return x; }
 
+#define FETCHED_AHEAD 8192
+
+/* Fetches the line that is so far behind `memory`, into the second-level cache, unless it is at `end` or beyond. By
+ * themselves processors are far enough ahead if they do nothing but read, not if they multiply each line with several
+ * rows: then memory waits for them, and they for memory. */
+INLINE void fetch_ahead(const void *memory, const void *end) {
+  const char *ahead = (const char *)memory + FETCHED_AHEAD;
+  if (ahead < (const char *)end) __builtin_prefetch(ahead, 0, 2);
+}
+
 INLINE f32v load_bf16(const uint16_t *p) {
 #if defined(__AVX2__) && LANES == 8 /* the same, which GCC 12 does half by half */
   return (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);

@@ -84,10 +84,10 @@ static void product_of_few_rows(int64_t num_rows, const uint32_t *a, int64_t a_s
   }
 }
 
-/* As `product`, of at most LINEAR_ROWS rows and a whole panel, over pairs. */
+/* As `fetching_product`, of at most LINEAR_ROWS rows and a whole panel, over pairs. What is fetched is said above. */
 static void product_widened(int64_t num_rows, int64_t num_columns, const uint32_t *a, int64_t a_stride,
                             const uint32_t *b, int64_t b_stride, float *c, int64_t c_stride, int64_t depth,
-                            int accumulate) {
+                            int accumulate, const uint32_t *b_end) {
   if (num_rows == 1) {
     product_of_row(a, b, c, depth, accumulate);
     return;
