@@ -121,6 +121,8 @@ def _exposed(state: Path) -> str:
 async def run(arguments: argparse.Namespace, state: Path) -> None:
     """Starts the systems, measures and prints."""
     os.environ.update(VLLM_CPU_NUM_OF_RESERVED_CPU="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):  # each system has its own settings
+        os.environ.pop(name, None)
     python = arguments.python.absolute()
     limits = (
         *("--dtype", arguments.dtype, "--kv-memory", str(arguments.kv_bytes), "--max-running", str(_MAX_RUNNING)),
