@@ -9,7 +9,7 @@ MAX_REFUSALS = 3  # attempts in a row without a token
 MAX_FAILOVERS = 2  # attempts that failed after some tokens
 _MAX_STALE = 20  # attempts at workers that no longer take such work; gateways know within a moment
 _USUAL_PAUSE_MS, _LONGEST_PAUSE_MS = 100, 1_000  # before workers that refused it are tried again
-_NOTICE_S = 0.5  # after two losses, for each further attempt: the gateway learns meanwhile who else has died
+_NOTICE_S = 0.5  # after two losses in a row, for each further attempt: the gateway learns meanwhile who else has died
 _SHORTEST_RETRY_MS, _LONGEST_RETRY_MS = 10, 10_000  # `retry_ms_when_full`
 
 Reason = Literal["no room", "lost", "decode lost", "stale"]
@@ -40,7 +40,8 @@ class Retries:
         self._num_failovers = 0
         self._num_stale = 0
         self._has_tokens = False
-        self._num_lost = 0
+        self._has_lost = False
+        self._num_lost = 0  # since an attempt gave tokens, itself included
         self._last: FailedAttempt | None = None
         self._since_pause: list[FailedAttempt] = []
 
@@ -52,11 +53,11 @@ class Retries:
     @property
     def has_lost(self) -> bool:
         """Whether an attempt ended because a worker was lost or gave up: the request was inside."""
-        return self._num_lost > 0
+        return self._has_lost
 
     @property
     def notice_s(self) -> float:
-        """Pause before any worker is tried, after several were lost.
+        """Pause before any worker is tried, after several were lost with no token between.
 
         Where a whole host ends, each of its workers is found dead by itself, within moments. An attempt on each would
         give the request up before the gateway knows of all of them, though it may wait for a worker then.
@@ -86,7 +87,8 @@ class Retries:
         elif attempt.reason != "stale" and not (self._has_tokens and attempt.reason == "no room"):
             self._num_refusals += 1
         self._last = attempt
-        self._num_lost += self._is_lost
+        self._has_lost |= self._is_lost
+        self._num_lost = (0 if attempt.gave_tokens else self._num_lost) + self._is_lost
         self._since_pause.append(attempt)
         few_stale = self._num_stale <= _MAX_STALE
         return few_stale and self._num_refusals < MAX_REFUSALS and self._num_failovers <= MAX_FAILOVERS

@@ -59,6 +59,16 @@ def test_after_two_losses_the_gateway_has_time_to_learn_who_else_has_died() -> N
     assert retries.notice_s == 1.0
 
 
+def test_a_loss_long_before_is_no_reason_to_pause() -> None:
+    retries = Retries()
+    retries.add(failed("decode lost", gave_tokens=True, decode="a"))
+    retries.add(failed("decode lost", gave_tokens=True, decode="b"))
+    assert retries.notice_s == 0.0, "the second attempt decoded meanwhile"
+    assert retries.has_lost
+    retries.add(failed("decode lost", decode="c"))
+    assert retries.notice_s == 0.5
+
+
 def test_the_next_attempt_is_elsewhere_until_nobody_is_left() -> None:
     retries = Retries()
     assert (retries.exclusions(), retries.last_reason, retries.pause_s) == ([()], None, 0.0)
