@@ -188,7 +188,8 @@ def _candidates(probabilities: Tensor, rows: Sequence[SamplingRow]) -> list[tupl
     """
     wanted = [min(max(_FIRST_CANDIDATES, row.params.top_k), probabilities.shape[1]) for row in rows]
     alike = [[index for index, own in enumerate(wanted) if own == number] for number in sorted(set(wanted))]
-    found = [probabilities[indices].topk(wanted[indices[0]], dim=-1) for indices in alike]
+    groups = [probabilities] if len(alike) == 1 else [probabilities[indices] for indices in alike]  # usually uncopied
+    found = [group.topk(wanted[indices[0]], dim=-1) for group, indices in zip(groups, alike, strict=True)]
     by_row: dict[int, tuple[Tensor, Tensor]] = {}
     for indices, (top, top_ids) in zip(alike, found, strict=True):
         by_row |= zip(indices, zip(top.cpu(), top_ids.cpu(), strict=True), strict=True)
