@@ -58,7 +58,8 @@ def test_a_child_process_has_a_team_of_its_own() -> None:
 
 
 JOBS = """
-#include <stdint.h>
+#include "vector.h"
+
 #include "team.h"
 
 static void count(void *args, long index) { ((long *)args)[index]++; }
@@ -88,6 +89,31 @@ def test_its_threads_rely_on_no_order_that_only_some_processors_keep(tmp_path: P
     if "unexpected memory mapping" in finished.stderr:
         pytest.skip("ThreadSanitizer does not know this kernel's layout of addresses")
     assert finished.returncode == 0, finished.stderr
+
+
+STRETCHES = """
+#include "vector.h"
+
+#include "team.h"
+
+int main(void) {
+  for (int threads = 1; threads <= 16; threads++)
+    for (int64_t num = 0; num < 3000; num++) {
+      const int64_t stretch = stretch_of(num, threads), share = ceil_div(num, threads);
+      if (stretch < 1 || ceil_div(ceil_div(num, stretch), threads) * stretch > share + share / 32) return 1;
+      if (share >= 32 && 4 * stretch <= share) return 2;
+    }
+  return 0;
+}
+"""
+
+
+def test_stretches_are_long_whatever_divides_a_weight_and_leave_no_thread_much_more(tmp_path: Path) -> None:
+    (tmp_path / "stretches.c").write_text(STRETCHES)
+    source = Path(compiler.__file__).parent / "source"
+    command = [*compiler._compilers()[0], "-std=gnu11", "-O1", "-w", "-pthread", f"-I{source}", "stretches.c"]
+    subprocess.run([*command, "-o", "stretches"], cwd=tmp_path, check=True)
+    assert subprocess.run([str(tmp_path / "stretches")], check=False).returncode == 0
 
 
 WORKER = """

@@ -162,7 +162,7 @@ static void product_fastest(int64_t num_rows, int64_t num_columns, const uint32_
                                                        depth, accumulate);
 }
 
-/* Tiles are loaded without: it was never timed. */
+/* `fetching_product`, which fetches nothing for tiles: that was never timed. */
 static void fetching_product_fastest(int64_t num_rows, int64_t num_columns, const uint32_t *a, int64_t a_stride,
                                      const uint32_t *b, int64_t b_stride, float *c, int64_t c_stride, int64_t depth,
                                      int accumulate, const uint32_t *b_end) {

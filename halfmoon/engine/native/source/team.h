@@ -16,6 +16,7 @@
 #define MAX_THREADS 256
 #define TASKS_PER_THREAD 8       /* at least, where work can be cut so, for threads to end together */
 #define STRETCHES_PER_THREAD 2   /* long ones, since memory is read in order within them */
+#define SHARES_OF_EXCESS 32      /* a thread may have that part of its share more for their sake */
 #define SPIN_NS 200000          /* a step's gaps between two calls are shorter */
 #define SPINS_BEFORE_YIELD 100
 #define LAST_SPINS 10000        /* of the caller, while the others end their last tasks */
@@ -170,10 +171,11 @@ static void run_tasks(task_function task, void *args, long num_tasks, int num_th
 }
 
 /* How many of `num` things that lie one after the other a task has: a thread reads them fastest in a few long stretches,
- * or in more, if otherwise it had more to do than the others. */
+ * or in more, if otherwise it had noticeably more to do than the others. */
 static int64_t stretch_of(int64_t num, int num_threads) {
-  int64_t stretch = ceil_div(num, STRETCHES_PER_THREAD * num_threads);
-  while (ceil_div(ceil_div(num, stretch), num_threads) * stretch > ceil_div(num, num_threads)) stretch--;
+  const int64_t share = ceil_div(num, num_threads), most = share + share / SHARES_OF_EXCESS;
+  int64_t stretch = num > 0 ? ceil_div(num, STRETCHES_PER_THREAD * num_threads) : 1;
+  while (ceil_div(ceil_div(num, stretch), num_threads) * stretch > most) stretch--;
   return stretch;
 }
 
