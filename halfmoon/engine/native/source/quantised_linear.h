@@ -86,7 +86,8 @@ static void NAME(quantised_task)(void *data, long task) {
     for (int64_t begin = row; begin < row + num_rows; begin += TILE_ROWS) {
       const int64_t rows = part_size(begin, row + num_rows, TILE_ROWS);
       const x_block_t *x = a->blocks + begin * (a->num_inputs / BLOCK);
-      const uint8_t *end = begin == row && rows > 1 ? a->strips + last * bytes : 0;
+      const int is_busy = rows > 1 || CODE_BITS(a->format) < 8; /* a processor that only reads foresees enough */
+      const uint8_t *end = begin == row && is_busy ? a->strips + last * bytes : 0;
       for (int64_t strip = group; strip < group + part_size(group, last, a->strips_together); strip++) {
         const int64_t column = strip * LANES;
         quantised_product(a->format, (int)rows, x, a->strips + strip * bytes, end, sums, a->num_inputs);
