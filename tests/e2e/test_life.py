@@ -119,11 +119,9 @@ async def begun_streams(http: aiohttp.ClientSession, bodies: Sequence[dict[str, 
     begun = [asyncio.Event() for _ in bodies]
     streams = [asyncio.create_task(streamed(http, body, one)) for body, one in zip(bodies, begun, strict=True)]
     for stream, one in zip(streams, begun, strict=True):
-        stream.add_done_callback(lambda _, one=one: one.set())  # one that failed would be waited for in vain
-    await asyncio.gather(*(one.wait() for one in begun))
-    for stream in streams:
+        await asyncio.wait((stream, asyncio.ensure_future(one.wait())), return_when=asyncio.FIRST_COMPLETED)
         if stream.done():
-            stream.result()
+            stream.result()  # raises, if it failed
     return streams
 
 
