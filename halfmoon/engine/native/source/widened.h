@@ -7,7 +7,6 @@
 #define WIDENED_DEPTH 128 /* pairs of a part, which stays in the second-level cache */
 #define FEW_ROWS 16       /* fewer rows than these read a part too seldom for that */
 #define FEW_ROWS_DEPTH 32 /* pairs of theirs, which stays in the first-level cache */
-#define PARTS_AHEAD 2     /* of that depth, from which few rows fetch: they wait for memory, not for their sums */
 
 #define LOW_HALF(x) ((f32v)((x) << 16))
 #define HIGH_HALF(x) ((f32v)((x) & 0xffff0000))
@@ -29,10 +28,11 @@ static void product_of_row(const uint32_t *a, const uint32_t *b, float *c, int64
   for (int j = 0; j < PANEL / LANES; j++) store_f32(c + j * LANES, sums[j]);
 }
 
-/* c [num_rows, PANEL] (+)= items [num_rows, 2 * depth] * b [depth, PANEL]. Meanwhile as much is fetched from `ahead`, in
- * the order in which it lies, which strips of columns are not; 0: nothing. */
-INLINE void few_rows_tile(const int num_rows, const float *items, const uint32_t *b, const uint32_t *ahead, float *c,
+/* c [num_rows, PANEL] (+)= items [num_rows, 2 * depth] * b [depth, PANEL]. Memory is fetched in the order in which it
+ * lies, which strips of columns are not. */
+INLINE void few_rows_tile(const int num_rows, const float *items, const uint32_t *b, const uint32_t *b_end, float *c,
                           int64_t c_stride, int64_t depth, int accumulate) {
+  const uint32_t *line = b;
   const int num_vectors = num_rows > 3 && LANES == 8 ? 2 : 4; /* of which the sums fit into registers */
   for (int64_t column = 0; column < PANEL; column += num_vectors * LANES) {
     f32v sums[5][4];
@@ -45,7 +45,7 @@ INLINE void few_rows_tile(const int num_rows, const float *items, const uint32_t
 #pragma GCC unroll 4
       for (int j = 0; j < num_vectors; j++) {
         const u32v pairs = load_u32(b + k * PANEL + column + j * LANES);
-        if (ahead && j * LANES % 16 == 0) __builtin_prefetch(ahead), ahead += 16;
+        if (j * LANES % 16 == 0) fetch_ahead(line, b_end), line += 16;
 #pragma GCC unroll 5
         for (int i = 0; i < num_rows; i++) {
           const float *item = items + i * 2 * FEW_ROWS_DEPTH + 2 * k;
@@ -63,7 +63,7 @@ INLINE void few_rows_tile(const int num_rows, const float *items, const uint32_t
 
 /* c [num_rows, PANEL] (+)= a [num_rows, depth] * b [depth, PANEL], of 2 to FEW_ROWS - 1 rows. */
 static void product_of_few_rows(int64_t num_rows, const uint32_t *a, int64_t a_stride, const uint32_t *b, float *c,
-                                int64_t c_stride, int64_t depth, int accumulate) {
+                                int64_t c_stride, int64_t depth, int accumulate, const uint32_t *b_end) {
   float items[FEW_ROWS * 2 * FEW_ROWS_DEPTH] __attribute__((aligned(64)));
   for (int64_t k = 0; k < depth; k += FEW_ROWS_DEPTH, b += FEW_ROWS_DEPTH * PANEL) {
     const int64_t part = depth - k < FEW_ROWS_DEPTH ? depth - k : FEW_ROWS_DEPTH;
@@ -73,8 +73,8 @@ static void product_of_few_rows(int64_t num_rows, const uint32_t *a, int64_t a_s
       rows = left <= 5 ? left : left <= 10 ? (left + 1) / 2 : 4; /* never one: its sums would wait for each other */
 #define TILE(n)                                                                                                     \
   if (rows == n)                                                                                                    \
-  few_rows_tile(n, items + i * 2 * FEW_ROWS_DEPTH, b, i ? 0 : b + PARTS_AHEAD * FEW_ROWS_DEPTH * PANEL,              \
-                c + i * c_stride, c_stride, part, accumulate || k > 0)
+  few_rows_tile(n, items + i * 2 * FEW_ROWS_DEPTH, b, i ? 0 : b_end, c + i * c_stride, c_stride, part,               \
+                accumulate || k > 0)
       TILE(2);
       TILE(3);
       TILE(4);
@@ -84,7 +84,7 @@ static void product_of_few_rows(int64_t num_rows, const uint32_t *a, int64_t a_s
   }
 }
 
-/* As `fetching_product`, of at most LINEAR_ROWS rows and a whole panel, over pairs. What is fetched is said above. */
+/* As `fetching_product`, of at most LINEAR_ROWS rows and a whole panel, over pairs. */
 static void product_widened(int64_t num_rows, int64_t num_columns, const uint32_t *a, int64_t a_stride,
                             const uint32_t *b, int64_t b_stride, float *c, int64_t c_stride, int64_t depth,
                             int accumulate, const uint32_t *b_end) {
@@ -93,7 +93,7 @@ static void product_widened(int64_t num_rows, int64_t num_columns, const uint32_
     return;
   }
   if (num_rows < FEW_ROWS) {
-    product_of_few_rows(num_rows, a, a_stride, b, c, c_stride, depth, accumulate);
+    product_of_few_rows(num_rows, a, a_stride, b, c, c_stride, depth, accumulate, b_end);
     return;
   }
   float wide_a[LINEAR_ROWS * 2 * WIDENED_DEPTH] __attribute__((aligned(64)));
