@@ -27,7 +27,7 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.live_system import free_port, running_system
-from benchmarks.serving import SCENARIOS, Server, measure, table
+from benchmarks.serving import SCENARIOS, Server, drop_waiting_policy, measure, table
 from halfmoon.engine.checkpoint.checkpoint import demo_file, prepare_checkpoint
 
 _START_S = 900.0
@@ -121,8 +121,7 @@ def _exposed(state: Path) -> str:
 async def run(arguments: argparse.Namespace, state: Path) -> None:
     """Starts the systems, measures and prints."""
     os.environ.update(VLLM_CPU_NUM_OF_RESERVED_CPU="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):  # each system has its own settings
-        os.environ.pop(name, None)
+    drop_waiting_policy()
     python = arguments.python.absolute()
     limits = (
         *("--dtype", arguments.dtype, "--kv-memory", str(arguments.kv_bytes), "--max-running", str(_MAX_RUNNING)),

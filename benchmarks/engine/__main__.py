@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ import aiohttp
 import torch
 
 from benchmarks.engine.accuracy import KV, Dtype, print_accuracy
-from benchmarks.serving import Client, Server
+from benchmarks.serving import Client, Server, drop_waiting_policy
 from halfmoon.engine.checkpoint.checkpoint import (
     DEMO_MODEL,
     Checkpoint,
@@ -170,11 +169,7 @@ class TransformersSubject:
 
 
 class LlamaCppSubject:
-    """llama.cpp's own `llama-batched-bench` over the model's GGUF file: its engine without a server.
-
-    Without our settings of OpenMP, if there are any: its threads wait for each other in every layer, and
-    `OMP_WAIT_POLICY=PASSIVE` alone costs it up to two thirds of its tokens/s.
-    """
+    """llama.cpp's own `llama-batched-bench` over the model's GGUF file: its engine without a server."""
 
     def __init__(self, program: Path, model: str) -> None:
         file = demo_file() if model == DEMO_MODEL else Path(model)
@@ -191,9 +186,8 @@ class LlamaCppSubject:
         context = batch * (num_prompt + 2 * _DECODE_STEPS)
         sizes = ("-npp", num_prompt, "-ntg", _DECODE_STEPS, "-npl", batch, "-c", context)
         command = [*self._command, *map(str, sizes), "--output-format", "jsonl"]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-        run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        return float(next(json.loads(line)[name] for line in run.stdout.splitlines() if line.startswith("{")))
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return float(next(json.loads(line)[name] for line in lines if line.startswith("{")))
 
 
 class ServerSubject:
@@ -280,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kv-dtype", choices=("int8", "fp8"), action="append", default=[])
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args(arguments)
+    drop_waiting_policy()
     checkpoint = prepare_checkpoint(options.model, quantization="none" if options.quantization else "auto")
     subjects: dict[str, Subject] = {"halfmoon": EngineSubject(checkpoint, options.dtype, options.device).measure}
     is_quantised = bool(options.quantization or options.kv_dtype)
