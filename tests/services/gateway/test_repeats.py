@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from halfmoon.errors import Unavailable
+from halfmoon.pb.types_pb2 import Generation
 from tests.services.gateway.fakes import MODEL, FakeWorker, Fleet, Script, running_fleet, served_model, soon
 
 HI = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -269,27 +270,10 @@ async def test_when_the_worker_is_gone_too_the_rest_is_computed_again(tmp_path: 
         assert (len(prefill.calls.prefills), len(seeds)) == (2, 1), "with the same seed"
 
 
-async def test_an_answer_that_is_lost_during_the_adoption_goes_on_elsewhere(tmp_path: Path) -> None:
+async def lost_in_adoption(directory: Path, body: dict[str, Any]) -> tuple[bytes, list[Generation]]:
+    """All that a repeat gets whose worker is lost after it was adopted, and what was asked of the prefill worker."""
     gate = asyncio.Event()
-    async with two_gateways(tmp_path, Script(TEXT, gate, tokens_before_gate=3)) as (one, other, prefill, decode):
-        async with posted(one, STREAM, KEY) as response:
-            begun = await events_until(response, 4)
-            await one.stop()
-        async with posted(other, STREAM, KEY) as response:
-            again = await events_until(response, 4)
-            gate.set()
-            decode.steps[other.cluster.gateway_id].put_nowait(Unavailable("the stream broke"))
-            came = again + await soon(response.read())
-        assert again == begun
-        assert content_of(came) == TEXT
-        generations = [request.generation for request in prefill.calls.prefills]
-        assert [len(generation.repeatable.tokens) for generation in generations] == [0, 4]
-        assert [generation.repeatable.attempt for generation in generations] == [0, 1]
-
-
-async def test_an_answer_that_is_lost_during_the_adoption_keeps_its_length(tmp_path: Path) -> None:
-    gate, body = asyncio.Event(), {**STREAM, "max_tokens": 6}
-    async with two_gateways(tmp_path, Script(TEXT, gate, tokens_before_gate=3)) as (one, other, prefill, decode):
+    async with two_gateways(directory, Script(TEXT, gate, tokens_before_gate=3)) as (one, other, prefill, decode):
         async with posted(one, body, KEY) as response:
             begun = await events_until(response, 4)
             await one.stop()
@@ -299,8 +283,20 @@ async def test_an_answer_that_is_lost_during_the_adoption_keeps_its_length(tmp_p
             decode.steps[other.cluster.gateway_id].put_nowait(Unavailable("the stream broke"))
             came = again + await soon(response.read())
         assert again == begun
-        assert b'"completion_tokens":6' in came
-        assert [request.generation.sampling.max_tokens for request in prefill.calls.prefills] == [6, 6]
+        return came, [request.generation for request in prefill.calls.prefills]
+
+
+async def test_an_answer_that_is_lost_during_the_adoption_goes_on_elsewhere(tmp_path: Path) -> None:
+    came, generations = await lost_in_adoption(tmp_path, STREAM)
+    assert content_of(came) == TEXT
+    assert [len(generation.repeatable.tokens) for generation in generations] == [0, 4]
+    assert [generation.repeatable.attempt for generation in generations] == [0, 1]
+
+
+async def test_an_answer_that_is_lost_during_the_adoption_keeps_its_length(tmp_path: Path) -> None:
+    came, generations = await lost_in_adoption(tmp_path, {**STREAM, "max_tokens": 6})
+    assert b'"completion_tokens":6' in came
+    assert [generation.sampling.max_tokens for generation in generations] == [6, 6]
 
 
 async def test_what_a_second_attempt_loaded_is_cached_as_a_repeat_tells_it(tmp_path: Path) -> None:
