@@ -161,8 +161,8 @@ def uniform(seed: int, position: int) -> float:
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Draws one token per row. logits: [num_rows, vocab_size] float32. Raises ValueError for unusable ones.
 
-    Rows that are cut come last. The others are drawn together, and what the cut ones need is read back together: each
-    time that the host waits for a GPU costs more than the draw.
+    Rows that are cut come last. The others are drawn together, and what cut ones that want alike need is read back
+    together: each time that the host waits for a GPU costs more than the draw.
     """
     temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
     probabilities = torch.softmax(logits / temperatures.unsqueeze(1), dim=-1)
