@@ -200,7 +200,7 @@ SCENARIOS: dict[str, Scenario] = {
 def drop_waiting_policy() -> None:
     """Lets what this process starts from now on wait for its threads as it does by itself.
 
-    A shell may have `OMP_WAIT_POLICY=PASSIVE` for our workers: it alone costs llama.cpp up to two thirds of its tokens/s.
+    A shell may have `OMP_WAIT_POLICY=PASSIVE` for our workers: alone it costs llama.cpp up to two thirds of its rate.
     """
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         os.environ.pop(name, None)
