@@ -11,10 +11,25 @@ from numpy.typing import NDArray
 
 from halfmoon.engine.models.blocks import BLOCK_SIZES, BlockFormat
 
-_SCALES: Mapping[BlockFormat, float] = {"Q4_0": 0.03, "Q4_1": 0.03, "Q8_0": 0.002, "Q4_K": 5e-4, "Q6_K": 5e-5}
+_SCALES: Mapping[BlockFormat, float] = {
+    "Q4_0": 0.03,
+    "Q4_1": 0.03,
+    "Q5_0": 0.015,
+    "Q5_1": 0.015,
+    "Q8_0": 0.002,
+    "IQ4_NL": 0.003,
+    "Q3_K": 1e-3,
+    "Q4_K": 5e-4,
+    "Q5_K": 2.5e-4,
+    "Q6_K": 5e-5,
+    "IQ4_XS": 1e-4,
+}
 _PLACES: Mapping[BlockFormat, tuple[int, ...]] = {
     "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
     "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q3_K": (108,),
     "Q6_K": (208,),
 }  # of float16 in a block
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization, prepare_checkpoint
@@ -34,6 +35,15 @@ MIXED: dict[str, BlockFormat] = {
     "ffn_gate": "Q4_0",
     "ffn_down": "Q6_K",  # ffn_up is in numbers
     "token_embd": "Q8_0",
+}
+OTHERS: dict[str, BlockFormat] = {
+    "attn_q": "Q5_K",
+    "attn_k": "Q5_1",
+    "attn_v": "IQ4_XS",
+    "attn_output": "Q5_0",
+    "ffn_gate": "IQ4_NL",
+    "ffn_down": "Q3_K",
+    "token_embd": "Q5_K",
 }
 TOKENS = [3, 7, 1, 20, 5, 5, 9, 11, 0, 2, 30, 31, 4]
 
@@ -68,12 +78,18 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
+@pytest.mark.parametrize("mix", [MIXED, OTHERS], ids=["mixed", "others"])
 @pytest.mark.parametrize("own_head", [False, True])
-def test_a_gguf_file_computes_in_its_blocks_what_its_numbers_do(own_head: bool, tmp_path: Path) -> None:
+def test_a_gguf_file_computes_in_its_blocks_what_its_numbers_do(
+    mix: dict[str, BlockFormat], own_head: bool, tmp_path: Path
+) -> None:
     head: dict[str, BlockFormat] = {"output": "Q6_K", "token_embd": "Q4_K"}
-    formats = MIXED | (head if own_head else {})
+    formats = mix | (head if own_head else {})
     blocks, plain = gguf(tmp_path, formats), gguf(tmp_path, formats, "none")
-    assert (blocks.block_file is None, plain.block_file is None) == (False, True)
+    assert blocks.block_file is not None
+    assert plain.block_file is None
+    with safe_open(blocks.block_file, framework="numpy") as kept:
+        assert set(kept.metadata().values()) == set(formats.values())
     assert blocks.fingerprint == plain.fingerprint  # the same weights
     assert 0 < distance(logits(blocks), logits(plain)) < 0.03
 

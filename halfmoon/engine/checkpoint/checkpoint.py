@@ -31,7 +31,7 @@ _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_VARIABLE = "HALFMOON_DEMO_DIR"  # its directory, or a description of it, where its package is not installed
 BLOCK_FILE = "model.blocks"  # safetensors, but by a name that other engines do not load
 _UNLIMITED_TOKENS = 1 << 20  # context of a model that names none; its engine knows its own
-_CONVERTED_AS = b"blocks"  # part of a converted directory's name: another content, another name
+_CONVERTED_AS = b"blocks of 3 to 8 bits"  # part of a converted directory's name: another content, another name
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
 
 Announce = Callable[[str], None]

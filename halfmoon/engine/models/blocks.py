@@ -14,14 +14,20 @@ from torch import Tensor
 
 from halfmoon.errors import Incompatible
 
-BlockFormat = Literal["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"]
+BlockFormat = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 
 BLOCK_SIZES: Mapping[BlockFormat, tuple[int, int]] = {  # inputs and bytes of a block
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
     "Q8_0": (32, 34),
+    "IQ4_NL": (32, 18),
+    "Q3_K": (256, 110),
     "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "IQ4_XS": (256, 136),
 }
 
 

@@ -25,9 +25,15 @@ FORMATS = list(BLOCK_SIZES)
 CODE_BYTES = {  # of a block
     "Q4_0": slice(2, 18),
     "Q4_1": slice(4, 20),
+    "Q5_0": slice(2, 22),
+    "Q5_1": slice(4, 24),
     "Q8_0": slice(2, 34),
+    "IQ4_NL": slice(2, 18),
+    "Q3_K": slice(0, 96),
     "Q4_K": slice(16, 144),
+    "Q5_K": slice(16, 176),
     "Q6_K": slice(0, 192),
+    "IQ4_XS": slice(8, 136),
 }
 
 
@@ -186,6 +192,8 @@ def test_a_broken_number_is_not_hidden(dtype: torch.dtype, what: float, num_rows
 
 
 @pytest.mark.parametrize("block_format", FORMATS)
-def test_a_packed_weight_is_no_larger_than_its_blocks(block_format: BlockFormat) -> None:
+def test_a_packed_weight_is_as_large_as_its_blocks(block_format: BlockFormat) -> None:
+    """But for whole-numbered scales, of which each takes a byte."""
     blocks = blocks_of(block_format, 128, 512)
-    assert packed(blocks, torch.float32).num_bytes <= blocks.data.nbytes * 1.03
+    more = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4, "IQ4_XS": 2}.get(block_format, 0)  # bytes of a block of 256
+    assert packed(blocks, torch.float32).num_bytes == blocks.data.nbytes + 128 * 2 * more

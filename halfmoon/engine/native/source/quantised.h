@@ -1,10 +1,11 @@
 /* Products over weights that stay in GGUF's blocks, with rows of x in eight bits.
  *
- * A weight is so much a block: scale * (code - zero) + low. Blocks are of 32 inputs; Q4_K and Q6_K have whole-numbered
- * scales for 32 and for 16 of them, multiplied by those of 256. A strip holds LANES columns, block after block:
+ * A weight is so much a block: scale * (code - zero) + low. Blocks are of 32 inputs; those of _K and _XS have
+ * whole-numbered scales for 32 of them (Q3_K and Q6_K for 16), multiplied by those of 256. A strip holds LANES columns, block after block:
  *   for each 32 or 256 inputs: scales, lows (both float16 [LANES])
  *   for each 32 inputs: their own scales, lows (int8 [LANES]), codes: four bytes of four inputs for each column in turn
- * Two codes of four bits share a byte, the second 16 inputs behind the first. Six bits are four and two.
+ * Two codes of four bits share a byte, the second 16 inputs behind the first. Six bits are four and two, five four and
+ * one, three two and one; one bit of each of eight words of codes is in a word. IQ4's four bits are places in a table.
  *
  * Sums of products are whole numbers within a block, and blocks are added in order: a row's result depends on neither
  * the other rows nor the processor, if that multiplies and adds in one rounding.
@@ -15,14 +16,20 @@
 #include <immintrin.h>
 #endif
 
-enum { Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, NUM_FORMATS }; /* block_kernels.py has the same order */
+/* block_kernels.py has the same order. */
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, NUM_FORMATS };
 
 #define BLOCK 32
-#define IS_NESTED(format) ((format) >= Q4_K)
-#define HAS_LOW(format) ((format) == Q4_1 || (format) == Q4_K)
-#define PARTS(format) ((format) == Q6_K ? 2 : 1) /* of a block, with a scale each */
-#define CODE_BITS(format) ((format) == Q8_0 ? 8 : (format) == Q6_K ? 6 : 4)
-#define ZERO(format) ((format) == Q8_0 ? 128 : (format) == Q6_K ? 32 : (format) == Q4_0 ? 8 : 0)
+#define IS_NESTED(format) ((format) >= Q3_K)
+#define HAS_TABLE(format) ((format) == IQ4_NL || (format) == IQ4_XS)
+#define IS_FIVE(format) ((format) == Q5_0 || (format) == Q5_1 || (format) == Q5_K)
+#define HAS_LOW(format) ((format) == Q4_1 || (format) == Q5_1 || (format) == Q4_K || (format) == Q5_K)
+#define PARTS(format) ((format) == Q3_K || (format) == Q6_K ? 2 : 1) /* of a block, with a scale each */
+#define LOW_BITS(format) ((format) == Q8_0 ? 8 : (format) == Q3_K ? 2 : 4)
+#define HIGH_BITS(format) ((format) == Q6_K ? 2 : (format) == Q3_K || IS_FIVE(format))
+#define CODE_BITS(format) (LOW_BITS(format) + HIGH_BITS(format))
+#define IS_CENTRED(format) ((format) == Q8_0 || HAS_TABLE(format)) /* signed bytes + 128 */
+#define ZERO(format) (IS_CENTRED(format) ? 128 : HAS_LOW(format) ? 0 : 1 << (CODE_BITS(format) - 1))
 #define TILE_ROWS 8 /* most rows of x that a strip is multiplied with at once */
 #define OUTER(format) (IS_NESTED(format) ? 256 : BLOCK) /* inputs that share a float16 scale */
 
@@ -127,12 +134,12 @@ INLINE i32v dot_bytes(i32v sum, u32v codes, int32_t x) {
 }
 
 /* Without an instruction for four bytes, two products are added in 16 bits. Those of codes below 64 may be added
- * further, SHORT_SUMS times: 8 * 2 * 15 * 127 and 2 * 2 * 63 * 127 fit. Larger ones are multiplied as signed numbers,
+ * further, SHORT_SUMS times: 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit. Larger ones are multiplied as signed numbers,
  * IS_SIGNED: 2 * 128 * 127. GCC 12 would add products last, and keep them all in memory until then. */
 #if defined(__AVX2__) && !defined(__AVXVNNI__) && LANES == 8
 #define KEPT_IN_ORDER(sum) __asm__("" : "+x"(sum))
-#define SHORT_SUMS(format) ((format) == Q8_0 ? 0 : (format) == Q6_K ? 2 : 8)
-#define IS_SIGNED(format) ((format) == Q8_0)
+#define SHORT_SUMS(format) (IS_CENTRED(format) ? 0 : (format) == Q6_K ? 2 : HIGH_BITS(format) ? 4 : 8)
+#define IS_SIGNED(format) IS_CENTRED(format)
 INLINE i32v add_pairs(i32v pairs, u32v codes, int32_t x) {
   pairs = (i32v)_mm256_add_epi16((__m256i)pairs, _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(x)));
   KEPT_IN_ORDER(pairs);
@@ -154,13 +161,42 @@ INLINE i32v dot_signed(i32v sum, u32v codes, int32_t x) { /* codes - 128 */
 #define dot_signed dot_bytes
 #endif
 
+/* What IQ4's codes stand for, + 128 (ggml-common.h: kvalues_iq4nl). */
+static const uint8_t iq4_table[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+INLINE u32v look_up(u32v places) {
+#if defined(__AVX512BW__) && LANES == 16
+  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)iq4_table));
+  return (u32v)_mm512_shuffle_epi8(table, (__m512i)places);
+#elif defined(__AVX2__) && LANES == 8
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)iq4_table));
+  return (u32v)_mm256_shuffle_epi8(table, (__m256i)places);
+#else
+  uint8_t bytes[sizeof places];
+  memcpy(bytes, &places, sizeof bytes);
+  for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = iq4_table[bytes[i]];
+  memcpy(&places, bytes, sizeof bytes);
+  return places;
+#endif
+}
+
 /* Inputs 4 * j to 4 * j + 3 of a block. */
 INLINE u32v load_codes(const int format, const uint8_t *codes, int j) {
   if (format == Q8_0) return load_u32(codes + j * 4 * LANES);
-  u32v four = load_u32(codes + j % 4 * 4 * LANES);
-  four = (j < 4 ? four : four >> 4) & 0x0f0f0f0f;
-  if (format != Q6_K) return four;
-  return four | (load_u32(codes + (4 + j / 4) * 4 * LANES) >> 2 * (j % 4) & 0x03030303) << 4;
+  const uint8_t *high = codes + LOW_BITS(format) * 4 * LANES;
+  u32v low;
+  if (LOW_BITS(format) == 2) {
+    low = load_u32(codes + j / 4 * 4 * LANES) >> 2 * (j % 4) & 0x03030303;
+  } else {
+    low = load_u32(codes + j % 4 * 4 * LANES);
+    low = (j < 4 ? low : low >> 4) & 0x0f0f0f0f;
+  }
+  if (HAS_TABLE(format)) return look_up(low);
+  if (HIGH_BITS(format) == 2) return low | (load_u32(high + j / 4 * 4 * LANES) >> 2 * (j % 4) & 0x03030303) << 4;
+  if (HIGH_BITS(format) == 0) return low;
+  const int place = LOW_BITS(format);
+  const u32v bits = load_u32(high);
+  return low | ((j < place ? bits << (place - j) : bits >> (j - place)) & (0x01010101 << place));
 }
 
 INLINE int64_t strip_bytes(const int format, int64_t num_inputs) {
@@ -262,13 +298,19 @@ INLINE void quantised_rows(const int format, int num_rows, const x_block_t *x, c
 }
 
 /* Calls a function that is compiled for each format. */
-#define FOR_FORMAT(format, function, ...)             \
-  switch (format) {                                   \
-    case Q4_0: function(Q4_0, __VA_ARGS__); break;    \
-    case Q4_1: function(Q4_1, __VA_ARGS__); break;    \
-    case Q8_0: function(Q8_0, __VA_ARGS__); break;    \
-    case Q4_K: function(Q4_K, __VA_ARGS__); break;    \
-    default: function(Q6_K, __VA_ARGS__);             \
+#define FOR_FORMAT(format, function, ...)              \
+  switch (format) {                                    \
+    case Q4_0: function(Q4_0, __VA_ARGS__); break;     \
+    case Q4_1: function(Q4_1, __VA_ARGS__); break;     \
+    case Q5_0: function(Q5_0, __VA_ARGS__); break;     \
+    case Q5_1: function(Q5_1, __VA_ARGS__); break;     \
+    case Q8_0: function(Q8_0, __VA_ARGS__); break;     \
+    case IQ4_NL: function(IQ4_NL, __VA_ARGS__); break; \
+    case Q3_K: function(Q3_K, __VA_ARGS__); break;     \
+    case Q4_K: function(Q4_K, __VA_ARGS__); break;     \
+    case Q5_K: function(Q5_K, __VA_ARGS__); break;     \
+    case Q6_K: function(Q6_K, __VA_ARGS__); break;     \
+    default: function(IQ4_XS, __VA_ARGS__);            \
   }
 
 static void quantised_product(int format, int num_rows, const x_block_t *x, const uint8_t *strip, const uint8_t *end,
