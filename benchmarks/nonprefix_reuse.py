@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256, help="of each document")
     options = parser.parse_args()
-    checkpoint = prepare_checkpoint(options.model)
+    checkpoint = prepare_checkpoint(options.model, as_numbers=True)
     model, tokenizer = Model(checkpoint), Tokenizer(checkpoint)
     results: dict[Way, Figures] = {}
     for prompt in prompts(tokenizer, options.prompts, options.documents, options.tokens):

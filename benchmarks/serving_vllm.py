@@ -55,7 +55,8 @@ async def plain_vllm(python: Path, arguments: argparse.Namespace) -> AsyncIterat
         *arguments.engine_args.split(),
     )
     program = python.parent / "vllm"
-    async with _started([program, "serve", prepare_checkpoint("demo").path, *options], port, arguments.verbose) as url:
+    model = prepare_checkpoint("demo", as_numbers=True).path
+    async with _started([program, "serve", model, *options], port, arguments.verbose) as url:
         yield url
 
 

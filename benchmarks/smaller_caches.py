@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of each document")
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 256, 128])
     options = parser.parse_args()
-    checkpoint = prepare_checkpoint(options.model)
+    checkpoint = prepare_checkpoint(options.model, as_numbers=True)
     model, tokenizer = Model(checkpoint), Tokenizer(checkpoint)
     results: Results = {}
     for number, prompt in enumerate(prompts(tokenizer, options.prompts, options.documents, options.tokens), 1):

@@ -275,9 +275,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args(arguments)
     drop_waiting_policy()
-    checkpoint = prepare_checkpoint(options.model, quantization="none" if options.quantization else "auto")
-    subjects: dict[str, Subject] = {"halfmoon": EngineSubject(checkpoint, options.dtype, options.device).measure}
     is_quantised = bool(options.quantization or options.kv_dtype)
+    checkpoint = prepare_checkpoint(
+        options.model, as_numbers=not is_quantised, quantization="none" if options.quantization else "auto"
+    )
+    subjects: dict[str, Subject] = {"halfmoon": EngineSubject(checkpoint, options.dtype, options.device).measure}
     if not is_quantised:
         subjects["transformers"] = TransformersSubject(checkpoint, options.dtype, options.device).measure
     for name in options.quantization:

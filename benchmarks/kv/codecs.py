@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--next", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args(arguments)
-    checkpoint = prepare_checkpoint(options.model)
+    checkpoint = prepare_checkpoint(options.model, as_numbers=True)
     model, results = Model(checkpoint), {codec: CodecResult() for codec in Codec}
     for text in texts(Tokenizer(checkpoint), options.prefixes, options.tokens + options.next):
         kv = model.kv(text[: options.tokens])

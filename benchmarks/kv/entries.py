@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args(arguments)
-    checkpoint = prepare_checkpoint(options.model)
+    checkpoint = prepare_checkpoint(options.model, as_numbers=True)
     [passage] = texts(Tokenizer(checkpoint), 1, options.tokens)
     kv = Model(checkpoint).kv(passage)
     layers, _, heads, _, head_dim = kv.shape

@@ -15,10 +15,10 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.device_path import (
     DevicePath,
-    block_file,
     capture_decode,
     choose_path,
     compile_ahead,
+    keeps_blocks,
     pack,
     weights_place,
 )
@@ -125,20 +125,20 @@ def _model_steps(
     weights: WeightStream | None,
     on_progress: Progress | None,
 ) -> ModelSteps:
-    blocks = block_file(checkpoint, path)
+    blocks, are_kept = checkpoint.block_file, keeps_blocks(checkpoint, path)
 
     def load(model: Model) -> None:
         if config.weights == "dummy":
             fill_dummy_weights(model)
         else:
-            load_weights(model, checkpoint.weight_files, on_progress, blocks)
+            load_weights(model, checkpoint.weight_files, on_progress, blocks, as_numbers=not are_kept)
 
     part = replace(whole_model(checkpoint.model_config), host_layers=host_layers)
     pack_layer = alike if weights is None else weights.pack_layer
     return ModelSteps(
         build=partial(build_model, checkpoint.model_config, dtype, config.device, path.layer_ops, part),
         load=load,
-        load_shapes=lambda model: load_block_shapes(model, blocks),
+        load_shapes=lambda model: load_block_shapes(model, blocks if are_kept else None),
         pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap, pack_layer),
     )
 

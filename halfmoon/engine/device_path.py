@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -68,9 +67,9 @@ def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, co
     return DevicePath("torch", TORCH_OPS, pack_onednn, _torch_attention(config))
 
 
-def block_file(checkpoint: Checkpoint, path: DevicePath) -> Path | None:
-    """The checkpoint's weights in blocks, if they are to be multiplied so, and `path` does."""
-    return checkpoint.block_file if path.kernels == "native" else None
+def keeps_blocks(checkpoint: Checkpoint, path: DevicePath) -> bool:
+    """Whether `path` multiplies with weights in blocks as they are, and is to."""
+    return path.kernels == "native" and checkpoint.quantization == "auto"
 
 
 @torch.no_grad()

@@ -239,7 +239,7 @@ def _start_vllm(settings: WorkerSettings) -> EngineHost:
         )
     for name in os.environ.keys() - child_environment(os.environ, "vllm").keys():
         del os.environ[name]
-    checkpoint = prepare_checkpoint(settings.model, for_any_engine=True)
+    checkpoint = prepare_checkpoint(settings.model, for_any_engine=True, as_numbers=True)
     options = VllmOptions(
         model=str(checkpoint.path),
         dtype=settings.dtype,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import aiohttp
@@ -52,12 +51,12 @@ class Reference(Protocol):
 
 
 @pytest.fixture(scope="session")
-def reference(checkpoint: Checkpoint) -> Reference:
+def reference() -> Reference:
     """The reference implementation; each prompt is computed once."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = Path(checkpoint.path)
+    path = prepare_checkpoint("demo", as_numbers=True).path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)
     known: dict[tuple[str, int], list[int]] = {}

@@ -173,7 +173,7 @@ def reference() -> Callable[[Checkpoint], PreTrainedModel]:
 def demo() -> Checkpoint:
     """SmolLM2-135M-Instruct, converted once into the user's cache."""
     try:
-        return prepare_checkpoint("demo")
+        return prepare_checkpoint("demo", as_numbers=True)
     except UnknownModel as error:
         pytest.skip(error.message)
 

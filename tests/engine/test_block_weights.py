@@ -14,7 +14,7 @@ from torch import Tensor
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization, prepare_checkpoint
 from halfmoon.engine.checkpoint.convert_gguf import convert_gguf
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.device_path import block_file, pack
+from halfmoon.engine.device_path import keeps_blocks, pack
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.blocks import BLOCK_SIZES, BlockFormat, Blocks, quantised
@@ -64,7 +64,8 @@ def gguf(path: Path, formats: Mapping[str, BlockFormat], quantization: Quantizat
 def packed_model(checkpoint: Checkpoint) -> Model:
     path = path_of(checkpoint)
     model = build_model(checkpoint.model_config, torch.float32, "cpu", path.layer_ops)
-    load_weights(model, checkpoint.weight_files, blocks=block_file(checkpoint, path))
+    as_numbers = not keeps_blocks(checkpoint, path)
+    load_weights(model, checkpoint.weight_files, blocks=checkpoint.block_file, as_numbers=as_numbers)
     pack(model, path, checkpoint.quantization)
     return model
 
@@ -87,7 +88,6 @@ def test_a_gguf_file_computes_in_its_blocks_what_its_numbers_do(
     formats = mix | (head if own_head else {})
     blocks, plain = gguf(tmp_path, formats), gguf(tmp_path, formats, "none")
     assert blocks.block_file is not None
-    assert plain.block_file is None
     with safe_open(blocks.block_file, framework="numpy") as kept:
         assert set(kept.metadata().values()) == set(formats.values())
     assert blocks.fingerprint == plain.fingerprint  # the same weights
@@ -147,11 +147,30 @@ def test_other_kernels_than_ours_are_refused_by_name(
         Engine(rounded, EngineConfig(dtype="float32", attention="sdpa", num_blocks=4))
 
 
-def test_kernels_that_do_not_multiply_with_blocks_have_the_numbers(tmp_path: Path) -> None:
-    blocks, plain = gguf(tmp_path, MIXED), gguf(tmp_path, MIXED, "none")
-    path = path_of(blocks, "sdpa")
-    assert block_file(blocks, path) is None
-    assert plain.weight_files == blocks.weight_files
+@pytest.mark.parametrize("grid", [Grid(1, 1), Grid(2, 1), Grid(1, 2)], ids=["whole", "tensor", "stages"])
+def test_kernels_that_do_not_multiply_with_blocks_have_the_numbers(grid: Grid, tmp_path: Path) -> None:
+    """Those that other engines read, of which a rank has its slices; also where ranks could not divide blocks."""
+    checkpoint = gguf(tmp_path, MIXED)
+    assert not keeps_blocks(checkpoint, path_of(checkpoint, "sdpa"))
+    assert not keeps_blocks(gguf(tmp_path, MIXED, "none"), path_of(checkpoint))
+    numbers = prepare_checkpoint(str(tmp_path / "tiny.gguf"), tmp_path / "cache", as_numbers=True)
+    for (part, model), (_, expected) in zip(parts_of(checkpoint, grid), parts_of(checkpoint, grid), strict=True):
+        load_part(model, part, checkpoint.weight_files, blocks=checkpoint.block_file, as_numbers=True)
+        load_part(expected, part, numbers.weight_files)
+        views = expected.parameters()
+        assert model.parameters().keys() == views.keys()
+        assert all(torch.equal(view, views[name]) for name, view in model.parameters().items())
+    (_, whole), (_, expected) = parts_of(checkpoint, Grid(1, 1)) * 2
+    load_weights(whole, checkpoint.weight_files, blocks=checkpoint.block_file, as_numbers=True)
+    load_weights(expected, numbers.weight_files)
+    views = expected.parameters()
+    assert all(torch.equal(view, views[name]) for name, view in whole.parameters().items())
+
+
+def test_a_checkpoint_with_both_is_read_once(tmp_path: Path) -> None:
+    gguf(tmp_path, MIXED)
+    both = prepare_checkpoint(str(tmp_path / "tiny.gguf"), tmp_path / "cache", as_numbers=True)
+    assert torch.equal(logits(both), logits(gguf(tmp_path, MIXED)))
 
 
 def parts_of(checkpoint: Checkpoint, grid: Grid) -> list[tuple[ModelPart, Model]]:

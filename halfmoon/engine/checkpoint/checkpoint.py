@@ -31,7 +31,8 @@ _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_VARIABLE = "HALFMOON_DEMO_DIR"  # its directory, or a description of it, where its package is not installed
 BLOCK_FILE = "model.blocks"  # safetensors, but by a name that other engines do not load
 _UNLIMITED_TOKENS = 1 << 20  # context of a model that names none; its engine knows its own
-_CONVERTED_AS = b"blocks of 3 to 8 bits"  # part of a converted directory's name: another content, another name
+_CONVERTED_AS = b"blocks of 3 to 8 bits apart"  # part of a converted directory's name: other content, other name
+_WITH_NUMBERS = "-with-numbers"  # ends the name if all weights are in safetensors, too
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
 
 Announce = Callable[[str], None]
@@ -53,9 +54,9 @@ class Checkpoint:
 
     @property
     def block_file(self) -> Path | None:
-        """The weights that a GGUF file has in blocks, as it has them; None if they are not to be multiplied so."""
+        """The weights that a GGUF file has in blocks, as it has them; None: all are in `weight_files`."""
         file = self.path / BLOCK_FILE
-        return file if self.quantization == "auto" and file.is_file() else None
+        return file if file.is_file() else None
 
     @property
     def model_config(self) -> ModelConfig:
@@ -66,7 +67,10 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
-        """The model's safetensors files, in a fixed order; empty for a directory with only a configuration."""
+        """The model's safetensors files, in a fixed order; empty for a directory with only a configuration.
+
+        They need not have what is in `block_file`.
+        """
         return _weight_files(self.path)
 
 
@@ -76,18 +80,20 @@ def prepare_checkpoint(
     on_progress: Announce | None = None,
     *,
     for_any_engine: bool = False,
+    as_numbers: bool = False,
     quantization: Quantization = "auto",
 ) -> Checkpoint:
     """Makes `model` a local directory: `demo`, a directory, a `.gguf` file, or a Hugging Face id.
 
     Weights rounded to int8 or int4 are other weights, with a fingerprint of their own. With `auto` and `none` they are
-    the file's, in its blocks or as numbers.
+    the file's, in its blocks or as numbers. Others than our own engine read no blocks: for them all weights are written
+    `as_numbers`, too, which takes four bytes a weight on disk.
 
     `on_progress` gets one line before each slow step. Raises UnknownModel when the model cannot be obtained,
     InvalidRequest when there is no model in it, and Incompatible when our own engine cannot compute it exactly, unless
     it is `for_any_engine`.
     """
-    checkpoint = _prepared(model, cache_dir, on_progress)
+    checkpoint = _prepared(model, cache_dir, on_progress, as_numbers)
     if not for_any_engine and isinstance(checkpoint.config, Incompatible):
         raise checkpoint.config
     if quantization in ("int8", "int4"):
@@ -97,17 +103,22 @@ def prepare_checkpoint(
     return replace(checkpoint, quantization=quantization)
 
 
-def _prepared(model: str, cache_dir: Path | None, on_progress: Announce | None) -> Checkpoint:
+def _prepared(model: str, cache_dir: Path | None, on_progress: Announce | None, as_numbers: bool) -> Checkpoint:
     announce = on_progress or (lambda line: None)
     if model == DEMO_MODEL:
         named = os.environ.get(_DEMO_VARIABLE)
-        directory = Path(named) if named else _converted(demo_file(), cache_dir, announce)
+        directory = Path(named) if named else _converted(demo_file(), cache_dir, announce, as_numbers)
         return _describe(directory, "SmolLM2-135M-Instruct")
     path = Path(model).expanduser()
     if path.is_dir():
+        if as_numbers and not _has_numbers(path):
+            raise Incompatible(
+                f"{path} has weights in a GGUF file's blocks, which only our own engine reads: give the .gguf file",
+                param="model",
+            )
         return _describe(path, path.resolve().name)
     if path.suffix == ".gguf" and path.is_file():
-        return _describe(_converted(path, cache_dir, announce), path.stem)
+        return _describe(_converted(path, cache_dir, announce, as_numbers), path.stem)
     if path.suffix == ".gguf" or _is_path(model):
         if path.exists():
             raise InvalidRequest(f"{path} is neither a directory nor a .gguf file", param="model")
@@ -153,10 +164,10 @@ def default_cache_dir() -> Path:
     return Path(named).expanduser() if named else Path.home() / ".cache" / "halfmoon"
 
 
-def _converted(file: Path, cache_dir: Path | None, announce: Announce) -> Path:
+def _converted(file: Path, cache_dir: Path | None, announce: Announce, as_numbers: bool) -> Path:
     """The directory converted from a GGUF file: made once, whole or not at all, even with concurrent callers."""
     models = (cache_dir or default_cache_dir()) / "models"
-    target = models / f"{file.stem}-{_file_digest(file)}"
+    target = models / f"{file.stem}-{_file_digest(file)}{_WITH_NUMBERS if as_numbers else ''}"
     if target.is_dir():
         return target
     models.mkdir(parents=True, exist_ok=True)
@@ -165,7 +176,7 @@ def _converted(file: Path, cache_dir: Path | None, announce: Announce) -> Path:
             if alone:
                 _remove_partial(target)
             announce(f"converting {file.name} (once)")
-            _convert(file, target)
+            _convert(file, target, as_numbers)
     return target
 
 
@@ -176,7 +187,7 @@ def _remove_partial(target: Path) -> None:
             shutil.rmtree(path)
 
 
-def _convert(file: Path, target: Path) -> None:
+def _convert(file: Path, target: Path, as_numbers: bool) -> None:
     if find_spec("gguf") is None:
         raise Incompatible(
             f"GGUF files are not read here, and no worker has converted {file.name} into {target}; give the directory "
@@ -185,6 +196,7 @@ def _convert(file: Path, target: Path) -> None:
         )
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     command = [sys.executable, "-m", "halfmoon.engine.checkpoint.convert_gguf", str(file), str(partial)]
+    command += ["numbers"] if as_numbers else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         shutil.rmtree(partial, ignore_errors=True)
@@ -276,6 +288,19 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidRequest(f"{path} is not JSON: {error}", param="model") from error
     return loaded if isinstance(loaded, dict) else {}
+
+
+def _has_numbers(path: Path) -> bool:
+    """Whether safetensors have all weights of a directory, those in blocks too."""
+    if not (path / BLOCK_FILE).is_file():
+        return True
+    from safetensors import safe_open  # a gateway of another directory does without
+
+    names: list[set[str]] = []
+    for file in (path / BLOCK_FILE, *_weight_files(path)):
+        with safe_open(file, framework="np") as tensors:
+            names.append(set(tensors.keys()))
+    return names[0] <= set().union(*names[1:])
 
 
 def _eos_token_ids(path: Path, raw: dict[str, Any]) -> frozenset[int]:

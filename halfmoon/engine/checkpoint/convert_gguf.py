@@ -1,14 +1,15 @@
-"""`python -m halfmoon.engine.checkpoint.convert_gguf SRC DST`: makes a Hugging Face directory of a GGUF file.
+"""`python -m halfmoon.engine.checkpoint.convert_gguf SRC DST [numbers]`: makes a Hugging Face directory of a GGUF file.
 
-Weights are dequantised to float32 safetensors; those in blocks that our own engine multiplies with are also kept as
-they are. Configuration and tokenizer come from transformers' reading of the
-file's metadata. Supports Llama, Mistral, Qwen2 and Qwen3.
+Weights in blocks that our own engine reads are kept as they are, the others become float32 safetensors; with `numbers`
+all do, too, for who reads no blocks. Configuration and tokenizer come from transformers' reading of the file's
+metadata. Supports Llama, Mistral, Qwen2 and Qwen3. Needs the memory of one file of safetensors, whatever the model.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from gguf import GGUFReader, ReaderTensor, dequantize
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from halfmoon.engine.checkpoint.checkpoint import BLOCK_FILE
+from halfmoon.engine.checkpoint.checkpoint import BLOCK_FILE, read_json
+from halfmoon.engine.checkpoint.fingerprint import FINGERPRINT_FILE, SAMPLE_BYTES, Sample, fingerprint_of
 from halfmoon.errors import Incompatible
 
 _LAYER_NAMES = {
@@ -40,53 +42,76 @@ _OUTER_NAMES = {
 }
 _BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 _COMPUTED = ("rope_freqs.weight",)
+_SHARD_BYTES = 2 << 30
 
 
-def convert_gguf(source: Path, target: Path) -> None:
+def convert_gguf(source: Path, target: Path, as_numbers: bool = False) -> None:
     """Writes `target`. Raises Incompatible for an unknown tensor or architecture."""
     from transformers import AutoConfig, AutoTokenizer
 
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     reader = GGUFReader(source)
-    tensors = convert_tensors(reader.tensors, _rotated_heads(reader, config))
+    rotated_heads = _rotated_heads(reader, config)
+    weights = [_Weight(tensor, rotated_heads) for tensor in reader.tensors if tensor.name not in _COMPUTED]
     target.mkdir(parents=True)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    blocks, formats = convert_blocks(reader.tensors, _rotated_heads(reader, config))
+    blocks = [weight for weight in weights if weight.format in _BLOCK_FORMATS]
     if blocks:
-        save_file(blocks, target / BLOCK_FILE, metadata=formats)
-    config.tie_word_embeddings = "lm_head.weight" not in tensors
+        formats = {weight.name: weight.format for weight in blocks}
+        save_file({weight.name: weight.data() for weight in blocks}, target / BLOCK_FILE, metadata=formats)
+    _save_numbers([weight for weight in weights if as_numbers or weight.format not in _BLOCK_FORMATS], target)
+    config.tie_word_embeddings = "lm_head.weight" not in {weight.name for weight in weights}
     config.architectures = [_architecture(config.model_type)]
     config.dtype = "float32"
     config.save_pretrained(target)
     tokenizer.save_pretrained(target)
     generation = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     (target / "generation_config.json").write_text(json.dumps(generation))
+    samples = (weight.sample() for weight in sorted(weights, key=lambda weight: weight.name))
+    (target / FINGERPRINT_FILE).write_text(fingerprint_of(read_json(target / "config.json"), samples), encoding="ascii")
 
 
-def convert_tensors(tensors: list[ReaderTensor], rotated_heads: dict[str, int]) -> dict[str, NDArray[np.float32]]:
-    """Dequantised tensors under their transformers names; `rotated_heads` comes from `_rotated_heads`."""
-    converted = {}
-    for tensor in tensors:
-        if tensor.name in _COMPUTED:
-            continue
-        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        converted[transformers_name(tensor.name)] = np.ascontiguousarray(_in_our_order(tensor, values, rotated_heads))
-    return converted
+class _Weight:
+    """A tensor of a file, under its transformers name and with its rows in our order."""
+
+    def __init__(self, tensor: ReaderTensor, rotated_heads: dict[str, int]) -> None:
+        self.name, self.format = transformers_name(tensor.name), tensor.tensor_type.name
+        self.shape = [int(size) for size in reversed(tensor.shape)]
+        kind = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
+        self._tensor, self._num_heads = tensor, rotated_heads.get(kind)
+
+    def data(self) -> NDArray[Any]:
+        """As the file has it, row by row: [out_features, bytes] of blocks."""
+        rows = self._tensor.data
+        return np.ascontiguousarray(rows if self._num_heads is None else _halves_from_pairs(rows, self._num_heads))
+
+    def numbers(self, rows: slice = slice(None)) -> NDArray[np.float32]:
+        """Some outputs of a matrix, or numbers of a vector."""
+        values = dequantize(self.data()[rows], self._tensor.tensor_type)
+        return np.ascontiguousarray(values.astype(np.float32, copy=False))
+
+    def sample(self) -> Sample:
+        """What its fingerprint is made of: that of its numbers, whatever they are kept as."""
+        row_bytes = 4 * prod(self.shape[1:])
+        content = self.numbers(slice(-(-SAMPLE_BYTES // row_bytes))).tobytes()
+        return Sample(self.name, "F32", self.shape, content[:SAMPLE_BYTES])
 
 
-def convert_blocks(
-    tensors: list[ReaderTensor], rotated_heads: dict[str, int]
-) -> tuple[dict[str, NDArray[np.uint8]], dict[str, str]]:
-    """The weights in blocks, [out_features, bytes], and their formats, under their transformers names."""
-    blocks, formats = {}, {}
-    for tensor in tensors:
-        if tensor.name in _COMPUTED or tensor.tensor_type.name not in _BLOCK_FORMATS:
-            continue
-        name = transformers_name(tensor.name)
-        blocks[name] = np.ascontiguousarray(_in_our_order(tensor, tensor.data, rotated_heads))
-        formats[name] = tensor.tensor_type.name
-    return blocks, formats
+def _save_numbers(weights: list[_Weight], target: Path) -> None:
+    """Writes files of at most _SHARD_BYTES, or of one weight, and the index of several."""
+    shards: list[list[_Weight]] = [[]]
+    for weight in weights:
+        if shards[-1] and sum(4 * prod(one.shape) for one in (*shards[-1], weight)) > _SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(weight)
+    names = {}
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({weight.name: weight.numbers() for weight in shard}, target / name, metadata={"format": "pt"})
+        names |= {weight.name: name for weight in shard}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(4 * prod(weight.shape) for weight in weights)}, "weight_map": names}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def transformers_name(name: str) -> str:
@@ -107,11 +132,6 @@ def _rotated_heads(reader: GGUFReader, config: Any) -> dict[str, int]:
     return {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
 
 
-def _in_our_order(tensor: ReaderTensor, rows: NDArray[Any], rotated_heads: dict[str, int]) -> NDArray[Any]:
-    kind = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
-    return _halves_from_pairs(rows, rotated_heads[kind]) if kind in rotated_heads else rows
-
-
 def _halves_from_pairs(values: NDArray[Any], num_heads: int) -> NDArray[Any]:
     """Reorders the rows of each head from (0, h, 1, h+1, ...) to (0, 1, ..., h, h+1, ...), which rotates by halves."""
     rows, *rest = values.shape
@@ -126,4 +146,4 @@ def _architecture(model_type: str) -> str:
 
 
 if __name__ == "__main__":
-    convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]), "numbers" in sys.argv[3:])

@@ -5,13 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfmoon.errors import HalfmoonError
 
-FINGERPRINT_FILE = "halfmoon_fingerprint"  # in place of the weights: `description.py`
-_SAMPLE_BYTES = 4096  # read from each tensor
+FINGERPRINT_FILE = "halfmoon_fingerprint"  # where weights are not there, or not as numbers: description, convert_gguf
+SAMPLE_BYTES = 4096  # read from each tensor
+
+
+class Sample(NamedTuple):
+    """What counts of a tensor: `dtype` as safetensors names it, and the first SAMPLE_BYTES of its numbers."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    content: bytes
 
 
 def fingerprint(path: Path, raw: dict[str, Any], files: tuple[Path, ...]) -> str:
@@ -22,22 +33,30 @@ def fingerprint(path: Path, raw: dict[str, Any], files: tuple[Path, ...]) -> str
     described = path / FINGERPRINT_FILE
     if described.is_file():
         return described.read_text(encoding="ascii")
+    return fingerprint_of(raw, chain.from_iterable(map(_samples, files)))
+
+
+def fingerprint_of(raw: dict[str, Any], samples: Iterable[Sample]) -> str:
+    """The fingerprint of a configuration and of tensors, which are sorted by name within a file."""
     hasher = hashlib.blake2b(digest_size=16)
     volatile = ("_name_or_path", "transformers_version")
     hasher.update(json.dumps({k: v for k, v in raw.items() if k not in volatile}, sort_keys=True).encode())
-    for file in files:
-        try:
-            _hash_tensors(hasher, file)
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-            raise HalfmoonError(f"{file} is damaged or cut off ({error}): get it again") from error
+    for sample in samples:
+        hasher.update(f"{sample.name} {sample.dtype} {sample.shape}".encode())
+        hasher.update(sample.content)
     return hasher.hexdigest()
 
 
-def _hash_tensors(hasher: hashlib.blake2b, file: Path) -> None:
-    """Hashes a safetensors file: the header's length (u64 LE), a JSON header, then the tensors' bytes.
+def _samples(file: Path) -> list[Sample]:
+    """Reads a safetensors file: the header's length (u64 LE), a JSON header, then the tensors' bytes."""
+    try:
+        return _samples_of_whole(file)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise HalfmoonError(f"{file} is damaged or cut off ({error}): get it again") from error
 
-    Raises ValueError, KeyError, TypeError, AttributeError or struct.error for a broken one.
-    """
+
+def _samples_of_whole(file: Path) -> list[Sample]:
+    samples = []
     file_bytes = file.stat().st_size
     with file.open("rb") as stream:
         (header_bytes,) = struct.unpack("<Q", stream.read(8))
@@ -49,6 +68,7 @@ def _hash_tensors(hasher: hashlib.blake2b, file: Path) -> None:
             start, end = header[name]["data_offsets"]
             if 8 + header_bytes + end > file_bytes:
                 raise ValueError(f"{name} ends behind the file's {file_bytes} bytes")
-            hasher.update(f"{name} {header[name]['dtype']} {header[name]['shape']}".encode())
             stream.seek(8 + header_bytes + start)
-            hasher.update(stream.read(min(end - start, _SAMPLE_BYTES)))
+            content = stream.read(min(end - start, SAMPLE_BYTES))
+            samples.append(Sample(name, header[name]["dtype"], header[name]["shape"], content))
+    return samples

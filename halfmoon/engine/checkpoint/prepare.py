@@ -1,6 +1,6 @@
 """`python -m halfmoon.engine.checkpoint.prepare MODEL [any]`: readies model and kernels on disk, in a killable process.
 
-With `any`, a model that our own engine does not compute is no error.
+With `any`, a model that our own engine does not compute is no error, and other engines can read its weights.
 
 Prints one JSON object per line: `{"step": …}` before each slow step, at the end `{"path": …, "name": …}` or, with exit
 status 1, `{"error": …}`.
@@ -20,7 +20,9 @@ from halfmoon.errors import HalfmoonError, Incompatible
 def main(model: str, engine: str = "own") -> int:
     """Returns the exit status."""
     try:
-        checkpoint = prepare_checkpoint(model, on_progress=lambda step: _say(step=step), for_any_engine=engine == "any")
+        checkpoint = prepare_checkpoint(
+            model, on_progress=lambda step: _say(step=step), for_any_engine=engine == "any", as_numbers=engine == "any"
+        )
         _compile_kernels()
     except HalfmoonError as error:
         _say(error=error.message)

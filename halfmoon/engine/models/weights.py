@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -23,30 +23,41 @@ _DUMMY_SCALE = 0.02  # the initializer range of the supported architectures
 
 @torch.no_grad()
 def load_weights(
-    model: Model, files: Iterable[Path], on_progress: Progress | None = None, blocks: Path | None = None
+    model: Model,
+    files: Iterable[Path],
+    on_progress: Progress | None = None,
+    blocks: Path | None = None,
+    *,
+    as_numbers: bool = False,
 ) -> None:
-    """Streams `files` into `model`, but takes from the file `blocks` what is in there.
+    """Streams `files` into `model`, but takes from the file `blocks` what is in there, in blocks or `as_numbers`.
 
     Raises Incompatible for a missing, an unexpected or a misshapen tensor.
     """
     files = tuple(files)
-    total_bytes = sum(file.stat().st_size for file in ((blocks,) if blocks else files))
     wanted = dict(model.parameters())
-    taken = load_blocks(model, blocks, {name: tuple(view.shape) for name, view in wanted.items()})
-    done_bytes = 0
-    for name, num_bytes in taken.items():
-        del wanted[name]
+    taken = load_blocks(model, None if as_numbers else blocks, {name: tuple(wanted[name].shape) for name in wanted})
+    total_bytes = sum(file.stat().st_size for file in (*files, *((blocks,) if blocks else ())))
+    done_bytes = sum(taken.values())
+    wanted = {name: view for name, view in wanted.items() if name not in taken}
+
+    def fill(name: str, tensor: Tensor, num_bytes: int) -> None:
+        nonlocal done_bytes
+        _fill(wanted, name, tensor)
         done_bytes += num_bytes
+        if on_progress is not None:
+            on_progress(min(done_bytes, total_bytes), total_bytes)
+
+    in_blocks = names_in(blocks)
+    for name, stored in read_blocks(blocks, lambda name: not (name in taken or model.ignores(name))):
+        fill(name, stored.numbers(()), stored.data.nbytes)
     for file in files:
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if checkpoint_name(name) in taken or model.ignores(checkpoint_name(name)):
+                if checkpoint_name(name) in in_blocks or model.ignores(checkpoint_name(name)):
                     continue
                 tensor = tensors.get_tensor(name)
-                _fill(wanted, checkpoint_name(name), tensor)
-                done_bytes += tensor.nbytes
-                if on_progress is not None:
-                    on_progress(min(done_bytes, total_bytes), total_bytes)
+                fill(checkpoint_name(name), tensor, tensor.nbytes)
     if wanted:
         raise Incompatible(f"the checkpoint lacks {len(wanted)} tensors: {_some(wanted)}")
 
@@ -65,30 +76,42 @@ def load_blocks(
     elsewhere. Raises Incompatible for a misshapen weight, and for one that cannot be cut.
     """
     taken: dict[str, int] = {}
+    for name, stored in read_blocks(file, model.parameters().__contains__, is_empty=is_empty):
+        if stored.shape != shapes[name]:
+            raise Incompatible(
+                f"tensor {name} has shape {list(stored.shape)}, the configuration says {list(shapes[name])}"
+            )
+        where = None if part is None else part.slices(name)
+        own = stored if where is None else stored.cut(name, where)
+        if model.put_blocks(name, own):
+            taken[name] = own.data.nbytes
+    return taken
+
+
+def read_blocks(
+    file: Path | None, is_wanted: Callable[[str], bool], *, is_empty: bool = False
+) -> Iterator[tuple[str, Blocks]]:
+    """The weights of `file`, whole and one at a time, under their names; `is_empty`: without their bytes."""
     if file is None:
-        return taken
-    names = model.parameters().keys()
+        return
     with safe_open(str(file), framework="pt") as tensors:
         formats = tensors.metadata()
-        for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
-            if name not in names:
-                continue
+        for name in filter(is_wanted, tensors.keys()):
             if formats[name] not in get_args(BlockFormat):
                 raise Incompatible(f"tensor {name} is in blocks of an unknown format, {formats[name]}")
             if is_empty:
                 data = torch.empty(tensors.get_slice(name).get_shape(), dtype=torch.uint8, device="meta")
             else:
                 data = tensors.get_tensor(name)
-            blocks = Blocks(formats[name], data)
-            if blocks.shape != shapes[name]:
-                raise Incompatible(
-                    f"tensor {name} has shape {list(blocks.shape)}, the configuration says {list(shapes[name])}"
-                )
-            where = None if part is None else part.slices(name)
-            blocks = blocks if where is None else blocks.cut(name, where)
-            if model.put_blocks(name, blocks):
-                taken[name] = blocks.data.nbytes
-    return taken
+            yield name, Blocks(formats[name], data)
+
+
+def names_in(file: Path | None) -> frozenset[str]:
+    """The names of a safetensors file's tensors; none without a file."""
+    if file is None:
+        return frozenset()
+    with safe_open(str(file), framework="pt") as tensors:
+        return frozenset(tensors.keys())
 
 
 def load_block_shapes(model: Model, file: Path | None) -> None:

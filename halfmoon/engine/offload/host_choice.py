@@ -19,7 +19,7 @@ from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.attention.attention_backend import AttentionBackend
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig, HostChoiceConfig
-from halfmoon.engine.device_path import block_file, choose_path, pack
+from halfmoon.engine.device_path import choose_path, keeps_blocks, pack
 from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES, KVArena
 from halfmoon.engine.kv_memory.kv_budget import movable_bytes, usable_bytes, weight_bytes
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
@@ -123,7 +123,8 @@ def measure(checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, most
     if config.weights == "dummy":
         fill_dummy_part(model, part)
     else:
-        load_part(model, part, checkpoint.weight_files, None, block_file(checkpoint, path))
+        as_numbers = not keeps_blocks(checkpoint, path)
+        load_part(model, part, checkpoint.weight_files, blocks=checkpoint.block_file, as_numbers=as_numbers)
     recompute = "never" if config.offload is None else config.offload.recompute
     keys_values = None if recompute == "never" else keys_values_of(model, part.config)
     packed: Counter[int] = Counter()

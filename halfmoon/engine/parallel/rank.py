@@ -14,7 +14,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks
-from halfmoon.engine.device_path import DevicePath, block_file, choose_path, pack, weights_place
+from halfmoon.engine.device_path import DevicePath, choose_path, keeps_blocks, pack, weights_place
 from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
@@ -123,19 +123,19 @@ class Rank:
     def _model(
         self, checkpoint: Checkpoint, config: EngineConfig, path: DevicePath, on_progress: Progress | None
     ) -> Model:
-        part, blocks = self._part, block_file(checkpoint, path)
+        part, blocks, are_kept = self._part, checkpoint.block_file, keeps_blocks(checkpoint, path)
 
         def load(model: Model) -> None:
             if config.weights == "dummy":
                 fill_dummy_part(model, part)
             else:
-                load_part(model, part, checkpoint.weight_files, on_progress, blocks)
+                load_part(model, part, checkpoint.weight_files, on_progress, blocks, as_numbers=not are_kept)
 
         pack_layer = alike if self.weights is None else self.weights.pack_layer
         steps = ModelSteps(
             build=partial(build_model, self._whole, self._dtype, self._device, path.layer_ops, part),
             load=load,
-            load_shapes=lambda model: load_part_shapes(model, part, blocks),
+            load_shapes=lambda model: load_part_shapes(model, part, blocks if are_kept else None),
             pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap, pack_layer),
         )
         return ready_model(steps, weights_place(config, checkpoint, path, self._dtype, part))

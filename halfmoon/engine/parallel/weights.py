@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -13,7 +12,15 @@ from torch import Tensor
 
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.model_part import ModelPart
-from halfmoon.engine.models.weights import Progress, checkpoint_name, dummy_values, is_superfluous, load_blocks
+from halfmoon.engine.models.weights import (
+    Progress,
+    checkpoint_name,
+    dummy_values,
+    is_superfluous,
+    load_blocks,
+    names_in,
+    read_blocks,
+)
 from halfmoon.errors import Incompatible
 
 
@@ -24,6 +31,8 @@ def load_part(
     files: Iterable[Path],
     on_progress: Progress | None = None,
     blocks: Path | None = None,
+    *,
+    as_numbers: bool = False,
 ) -> None:
     """Streams `part`'s slices into `model`, reporting its own bytes to `on_progress`; see `load_weights`.
 
@@ -31,20 +40,33 @@ def load_part(
     """
     shapes = _whole_shapes(part)
     wanted = dict(model.parameters())
-    taken = load_blocks(model, blocks, shapes, part)
+    taken = load_blocks(model, None if as_numbers else blocks, shapes, part)
     wanted = {name: view for name, view in wanted.items() if name not in taken}
     total_bytes, done_bytes = sum(view.nbytes for view in wanted.values()) + sum(taken.values()), sum(taken.values())
+
+    def fill(name: str, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+        nonlocal done_bytes
+        view = wanted.pop(name)
+        _fill(view, read, part.pieces(name))
+        done_bytes += view.nbytes
+        if on_progress is not None:
+            on_progress(done_bytes, total_bytes)
+
+    def is_unread(name: str) -> bool:
+        return name in wanted or not (name in shapes or model.ignores(name))
+
+    in_blocks = names_in(blocks)
+    for name, stored in read_blocks(blocks, is_unread):
+        if _is_known(name, stored.shape, shapes):
+            fill(name, stored.numbers)
     for file in files:
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 ours, source = checkpoint_name(name), tensors.get_slice(name)
-                if model.ignores(ours) or not _is_known(ours, tuple(source.get_shape()), shapes) or ours not in wanted:
+                if ours in in_blocks or model.ignores(ours):
                     continue
-                view = wanted.pop(ours)
-                _fill(view, source, part.pieces(ours))
-                done_bytes += view.nbytes
-                if on_progress is not None:
-                    on_progress(done_bytes, total_bytes)
+                if _is_known(ours, tuple(source.get_shape()), shapes) and ours in wanted:
+                    fill(ours, source.__getitem__)
     if wanted:
         raise Incompatible(f"the checkpoint lacks {len(wanted)} tensors: {', '.join(sorted(wanted)[:3])}")
 
@@ -60,9 +82,8 @@ def fill_dummy_part(model: Model, part: ModelPart) -> None:
     """Fills in slices of `fill_dummy_weights`' numbers, so that every grid has the same model."""
     shapes = _whole_shapes(part)
     for name, view in model.parameters().items():
-        _fill(
-            view, dummy_values(name, torch.empty(shapes[name], dtype=view.dtype, device=view.device)), part.pieces(name)
-        )
+        whole = dummy_values(name, torch.empty(shapes[name], dtype=view.dtype, device=view.device))
+        _fill(view, whole.__getitem__, part.pieces(name))
 
 
 def _whole_shapes(part: ModelPart) -> dict[str, tuple[int, ...]]:
@@ -81,10 +102,10 @@ def _is_known(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int,
     return True
 
 
-def _fill(view: Tensor, source: Any, pieces: tuple[tuple[slice, ...], ...]) -> None:
+def _fill(view: Tensor, read: Callable[[tuple[slice, ...]], Tensor], pieces: tuple[tuple[slice, ...], ...]) -> None:
     if not pieces:
         view.zero_()
         return
-    values = torch.cat([source[where] for where in pieces]) if len(pieces) > 1 else source[pieces[0]]
+    values = torch.cat([read(where) for where in pieces]) if len(pieces) > 1 else read(pieces[0])
     assert math.prod(values.shape) == view.numel(), "the part's rules and its tensors disagree"
     view.copy_(values)

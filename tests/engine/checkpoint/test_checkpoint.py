@@ -18,8 +18,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
-from halfmoon.engine.checkpoint.convert_gguf import transformers_name
+from halfmoon.engine.checkpoint.convert_gguf import convert_gguf, transformers_name
 from halfmoon.engine.checkpoint.description import describe
+from halfmoon.engine.checkpoint.fingerprint import FINGERPRINT_FILE
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, UnknownModel
 from tests.engine.gguf_files import write_gguf
 
@@ -120,7 +121,7 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_demo_is_ready_at_once_the_second_time(demo: Checkpoint) -> None:
     told: list[str] = []
     again = prepare_checkpoint("demo", on_progress=told.append)
-    assert again == demo
+    assert replace(again, path=demo.path) == demo  # which has all its numbers
     assert told == []
     assert again.eos_token_ids == {2}
     assert again.context_tokens == 8192
@@ -156,13 +157,49 @@ def test_gguf_is_converted_once_by_whoever_comes_first(conversion: Conversion) -
     assert both[0].eos_token_ids == {27}
     weights = load_file(both[0].path / "model.safetensors")
     assert all(value.dtype == np.float32 for value in weights.values())
-    assert weights["model.layers.0.mlp.gate_proj.weight"].shape == (64, 32)
-    assert np.abs(weights["model.layers.0.mlp.gate_proj.weight"]).max() <= 0.26
     with safe_open(both[0].path / "model.blocks", "np") as blocks:
         assert set(blocks.metadata().values()) == {"Q8_0"}
         assert sorted(name.split(".")[4] for name in blocks.keys()) == ["down_proj", "gate_proj", "up_proj"]  # noqa: SIM118
+        assert not weights.keys() & set(blocks.keys())
     assert both[0].model_config.tie_word_embeddings
     assert [path.name for path in (cache / "models").iterdir() if path.is_dir()] == [both[0].path.name]
+
+
+def numbers_of(gguf: Path, cache: Path) -> Checkpoint:
+    return prepare_checkpoint(str(gguf), cache, as_numbers=True)
+
+
+def test_other_engines_find_all_weights_as_numbers(tiny_gguf: Path, conversion: Conversion, tmp_path: Path) -> None:
+    blocks, numbers = conversion.both[0], numbers_of(tiny_gguf, conversion.cache)
+    weights = load_file(numbers.path / "model.safetensors")
+    assert weights["model.layers.0.mlp.gate_proj.weight"].shape == (64, 32)
+    assert np.abs(weights["model.layers.0.mlp.gate_proj.weight"]).max() <= 0.26
+    kept, again = (load_file(directory / "model.blocks") for directory in (blocks.path, numbers.path))
+    assert {name: value.tobytes() for name, value in kept.items()} == {name: again[name].tobytes() for name in again}
+    assert replace(numbers, path=blocks.path) == blocks
+    plain = shutil.copytree(
+        numbers.path, tmp_path / "plain", ignore=shutil.ignore_patterns("*.blocks", FINGERPRINT_FILE)
+    )
+    assert prepare_checkpoint(str(plain)).fingerprint == blocks.fingerprint  # of the numbers themselves
+    assert prepare_checkpoint(str(numbers.path), as_numbers=True) == replace(numbers, name=numbers.path.name)
+    with pytest.raises(Incompatible, match=r"which only our own engine reads: give the \.gguf file"):
+        prepare_checkpoint(str(blocks.path), as_numbers=True)
+
+
+def test_numbers_of_a_large_model_are_in_several_files(
+    tiny_gguf: Path, conversion: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfmoon.engine.checkpoint.checkpoint._convert", convert_gguf)
+    monkeypatch.setattr("halfmoon.engine.checkpoint.convert_gguf._SHARD_BYTES", 10_000)
+    one, several = numbers_of(tiny_gguf, conversion.cache), numbers_of(tiny_gguf, tmp_path)
+    assert len(several.weight_files) > 2
+    assert several.fingerprint == one.fingerprint
+    found = [load_file(file) for file in several.weight_files]
+    assert all(sum(value.nbytes for value in file.values()) <= 10_000 for file in found)
+    together = {name: value for file in found for name, value in file.items()}
+    expected = load_file(one.path / "model.safetensors")
+    assert together.keys() == expected.keys()
+    assert all(np.array_equal(together[name], expected[name]) for name in expected)
 
 
 def test_what_a_killed_conversion_left_is_no_obstacle(tiny_gguf: Path, conversion: Conversion, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from halfmoon.engine import assembly
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.device_path import block_file, pack, weights_place
+from halfmoon.engine.device_path import keeps_blocks, pack, weights_place
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.blocks import BlockFormat
@@ -42,16 +42,16 @@ class Loads:
     def _load(self, model: Model) -> None:
         self.count += 1
         checkpoint, path = self._checkpoint, path_of(self._checkpoint)
-        blocks = block_file(checkpoint, path)
+        blocks, as_numbers = checkpoint.block_file, not keeps_blocks(checkpoint, path)
         if self._part is None:
-            load_weights(model, checkpoint.weight_files, blocks=blocks)
+            load_weights(model, checkpoint.weight_files, blocks=blocks, as_numbers=as_numbers)
         else:
-            load_part(model, self._part, checkpoint.weight_files, blocks=blocks)
+            load_part(model, self._part, checkpoint.weight_files, blocks=blocks, as_numbers=as_numbers)
 
     @torch.no_grad()
     def model(self, *, is_kept: bool = True) -> Model:
         checkpoint, part, path = self._checkpoint, self._part, path_of(self._checkpoint)
-        blocks = block_file(checkpoint, path)
+        blocks = checkpoint.block_file if keeps_blocks(checkpoint, path) else None
 
         def load_shapes(model: Model) -> None:
             if part is None:
