@@ -42,7 +42,7 @@ _OUTER_NAMES = {
 }
 _BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 _COMPUTED = ("rope_freqs.weight",)
-_SHARD_BYTES = 2 << 30
+_SHARD_BYTES = 1 << 30
 
 
 def convert_gguf(source: Path, target: Path, as_numbers: bool = False) -> None:
