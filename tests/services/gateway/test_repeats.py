@@ -319,15 +319,14 @@ async def test_what_a_second_attempt_loaded_is_cached_as_a_repeat_tells_it(tmp_p
 
 async def test_a_kept_answer_without_the_log_probabilities_of_its_prompt_is_computed_again(tmp_path: Path) -> None:
     gate = asyncio.Event()
-    body = {"model": MODEL, "prompt": "hi", "echo": True, "logprobs": 0, "max_tokens": 9}
+    body = {"model": MODEL, "prompt": "hi", "stream": True, "echo": True, "logprobs": 0, "max_tokens": 9}
     async with two_gateways(tmp_path, Script(TEXT, gate, tokens_before_gate=3)) as (one, other, prefill, decode):
-        answering = asyncio.ensure_future(whole(one, body, KEY, "completions"))
-        await soon(prefill.calls.prefill_ended.wait())
-        gate.set()
-        decode.steps[one.cluster.gateway_id].put_nowait(Unavailable("the stream broke"))
-        answer = await soon(answering)
-        assert answer[0] == 200
-        assert await whole(other, body, KEY, "completions") == answer
+        async with posted(one, body, KEY, "completions") as response:
+            came = await events_until(response, 3)
+            gate.set()
+            decode.steps[one.cluster.gateway_id].put_nowait(Unavailable("the stream broke"))
+            came += await soon(response.read())
+        assert await whole(other, body, KEY, "completions") == (200, came)
         assert [bool(request.generation.output_token_ids) for request in prefill.calls.prefills] == [False, True, False]
 
 
