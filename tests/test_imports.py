@@ -19,6 +19,7 @@ ROOMS = (
     *(
         "errors",
         "host_limits",
+        "freed_memory",
         "background",
         "architectures",
         "pb",
@@ -40,6 +41,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon": frozenset(),
     "halfmoon.errors": frozenset(),
     "halfmoon.host_limits": frozenset(),
+    "halfmoon.freed_memory": frozenset(),
     "halfmoon.background": frozenset(),
     "halfmoon.architectures": frozenset({"halfmoon.errors"}),
     "halfmoon.pb": frozenset(),
@@ -51,7 +53,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.catalog": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.ledger": frozenset({"halfmoon.errors"}),
     "halfmoon.engine": frozenset(
-        f"halfmoon.{room}" for room in ("errors", "host_limits", "architectures", "kv", "policy")
+        f"halfmoon.{room}" for room in ("errors", "host_limits", "freed_memory", "architectures", "kv", "policy")
     ),
     "halfmoon.vllm_engine": frozenset({"halfmoon.errors", "halfmoon.background", "halfmoon.engine", "halfmoon.kv"}),
     "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.pb"}),
@@ -61,7 +63,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         f"halfmoon.{room}"
         for room in (
             *("config", "engine", "vllm_engine", "kv", "rpc", "pb", "policy", "sim"),
-            *("background", "errors", "host_limits"),
+            *("background", "errors", "host_limits", "freed_memory"),
         )
     ),
     "halfmoon.profiling": frozenset(
@@ -86,6 +88,7 @@ TORCH_FREE_PACKAGES = (
 TORCH_FREE_FILES = (
     "halfmoon/errors.py",
     "halfmoon/host_limits.py",
+    "halfmoon/freed_memory.py",
     "halfmoon/background.py",
     *(
         f"halfmoon/engine/{name}.py"

@@ -31,6 +31,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.kv.handover import WORKER, hand_over, process, work
 from benchmarks.kv.tls_certificates import BenchmarkCertificates, benchmark_certificates
+from halfmoon.freed_memory import keep_freed_memory
 from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.frame import KVRange, plan_frames
 from halfmoon.kv.kv_layout import KVLayout
@@ -41,7 +42,6 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import run_service, running_server
 from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, KVIntake, TransferSender, raw_service, transfer_to
-from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16", 64)

@@ -19,13 +19,13 @@ from halfmoon.engine.engine_facts import EngineFacts
 from halfmoon.engine.step_result import StepResult
 from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.errors import InvalidRequest
+from halfmoon.freed_memory import keep_freed_memory
 from halfmoon.policy.forecast.restore_plan import LAYER_PASSES
 from halfmoon.policy.models.chunk_length import CONSTANT_CHUNKS, ChunkRule
 from halfmoon.policy.offload.host_choice import Objective
 from halfmoon.rpc.credentials.child_environment import child_environment
 from halfmoon.rpc.credentials.credential import rank_key
 from halfmoon.rpc.credentials.sources import own_credential
-from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.vllm_engine.frontend.engine_arguments import VllmOptions
 from halfmoon.worker.loading_progress import loading_progress
 from halfmoon.worker.membership.calibration import Profile, calibrated

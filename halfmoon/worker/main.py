@@ -16,6 +16,7 @@ from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.engine_facts import EngineFacts
 from halfmoon.engine.kv_memory.cuda_memory import CudaMemory
+from halfmoon.freed_memory import keep_freed_memory
 from halfmoon.kv import frame
 from halfmoon.pb import gateway_pb2
 from halfmoon.rpc.addresses.towards import own_host
@@ -29,7 +30,6 @@ from halfmoon.rpc.service import metrics_endpoint
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
 from halfmoon.rpc.telemetry.spans import Tracer
 from halfmoon.rpc.telemetry.tracing import tracing
-from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.rpc.transport.rank_fetches import RankKVServicer
 from halfmoon.rpc.transport.ranks import RankLinks

@@ -26,6 +26,7 @@ from halfmoon.engine.models.blocks import Blocks
 from halfmoon.engine.models.linear import Multiply, PackWeight
 from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.native.weight_file import Memory, Part, WeightFile, WeightFiles
+from halfmoon.freed_memory import give_back_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,13 @@ class KeptWeights:
 
 def ready_model(steps: ModelSteps, kept: KeptWeights | None) -> Model:
     """A packed model, mapped if that is possible. The first process packs and keeps it, and maps it then, too."""
+    try:
+        return _ready_model(steps, kept)
+    finally:
+        give_back_freed_memory()  # weights as they were read, and before they were mapped
+
+
+def _ready_model(steps: ModelSteps, kept: KeptWeights | None) -> Model:
     if kept is None:
         return _packed(steps, lambda pack_weight: pack_weight)
     if (model := _mapped(steps, kept)) is not None:

@@ -17,5 +17,4 @@ memfd.py        shared memory handed over without a name that could outlive it
 window.py       bytes in flight on a link
 limiter.py      a throttled link, for experiments
 estimate.py     how fast a link is
-freed_memory.py why the memory of messages is not given back
 """

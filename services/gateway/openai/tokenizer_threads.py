@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from halfmoon.errors import Cancelled, NoCapacity
+from halfmoon.freed_memory import give_back_freed_memory
 from services.gateway.openai.served_model import Encodes, PromptPrefix, ServedModel
 
 T = TypeVar("T")
@@ -95,13 +95,11 @@ def _calling(work: Callable[[ServedModel], T], model: ServedModel) -> T:
 
 
 def _trimming(work: Callable[[ServedModel], T], model: ServedModel) -> T:
-    """Gives the memory that tokenizing took back to the system: glibc keeps it otherwise."""
+    """Gives the memory that tokenizing took back to the system."""
     try:
         return work(model)
     finally:
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(ctypes.c_size_t(0))
+        give_back_freed_memory()
 
 
 def _be_nice() -> None:

@@ -87,6 +87,18 @@ def test_a_mapped_model_computes_the_same_bits(
     check_mapped(Loads(tiny_checkpoint(name), tmp_path / "prepared"))
 
 
+def test_what_loading_took_is_given_back(
+    tiny_checkpoint: Callable[[str], Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[int] = []
+    loads = Loads(tiny_checkpoint("llama"), tmp_path / "prepared")
+    give_back = "halfmoon.engine.native.prepared_model.give_back_freed_memory"
+    monkeypatch.setattr(give_back, lambda: given_back.append(loads.count))
+    for is_kept in (False, True):
+        loads.model(is_kept=is_kept)
+    assert given_back == [1, 2]  # each after the weights were read
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_rounded_weights_are_mapped(
     quantization: Quantization, tiny_checkpoint: Callable[[str], Checkpoint], tmp_path: Path
