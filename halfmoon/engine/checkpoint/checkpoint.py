@@ -165,11 +165,17 @@ def default_cache_dir() -> Path:
 
 
 def _converted(file: Path, cache_dir: Path | None, announce: Announce, as_numbers: bool) -> Path:
-    """The directory converted from a GGUF file: made once, whole or not at all, even with concurrent callers."""
+    """The directory converted from a GGUF file: made once, whole or not at all, even with concurrent callers.
+
+    One with numbers is as good for who reads blocks, if it is there: a gateway, say, that could make none.
+    """
     models = (cache_dir or default_cache_dir()) / "models"
-    target = models / f"{file.stem}-{_file_digest(file)}{_WITH_NUMBERS if as_numbers else ''}"
-    if target.is_dir():
-        return target
+    blocks = models / f"{file.stem}-{_file_digest(file)}"
+    numbers = blocks.with_name(blocks.name + _WITH_NUMBERS)
+    target = numbers if as_numbers else blocks
+    for made in (target, numbers):
+        if made.is_dir():
+            return made
     models.mkdir(parents=True, exist_ok=True)
     with locked(models / f".{target.name}.lock") as alone:
         if not target.is_dir():

@@ -251,3 +251,14 @@ def test_without_what_reads_gguf_files_another_way_is_named(tmp_path: Path, monk
     monkeypatch.setattr("halfmoon.engine.checkpoint.checkpoint.find_spec", lambda name: None)
     with pytest.raises(Incompatible, match=r"give the directory that .* makes"):
         prepare_checkpoint(str(tmp_path / "model.gguf"), tmp_path / "cache")
+
+
+def test_without_what_reads_gguf_files_a_directory_with_numbers_will_do(
+    tiny_gguf: Path, conversion: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker with vLLM makes no other, and a gateway that shares its cache makes none."""
+    numbers = numbers_of(tiny_gguf, conversion.cache)
+    shutil.copytree(numbers.path, tmp_path / "models" / numbers.path.name)
+    monkeypatch.setattr("halfmoon.engine.checkpoint.checkpoint.find_spec", lambda name: None)
+    found = prepare_checkpoint(str(tiny_gguf), tmp_path)
+    assert replace(found, path=numbers.path) == numbers
