@@ -28,10 +28,12 @@ class Sample(NamedTuple):
 def fingerprint(path: Path, raw: dict[str, Any], files: tuple[Path, ...]) -> str:
     """Hash of the configuration `raw`, and of every tensor's name, dtype, shape and first bytes.
 
-    Raises HalfmoonError for a broken file.
+    Raises HalfmoonError for a broken file, also where the hash is written down.
     """
     described = path / FINGERPRINT_FILE
     if described.is_file():
+        for file in filter(Path.is_file, (*files, *path.glob("*.blocks"))):
+            _samples(file, f"remove {path} and start again from the .gguf file")
         return described.read_text(encoding="ascii")
     return fingerprint_of(raw, chain.from_iterable(map(_samples, files)))
 
@@ -47,12 +49,12 @@ def fingerprint_of(raw: dict[str, Any], samples: Iterable[Sample]) -> str:
     return hasher.hexdigest()
 
 
-def _samples(file: Path) -> list[Sample]:
+def _samples(file: Path, advice: str = "get it again") -> list[Sample]:
     """Reads a safetensors file: the header's length (u64 LE), a JSON header, then the tensors' bytes."""
     try:
         return _samples_of_whole(file)
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise HalfmoonError(f"{file} is damaged or cut off ({error}): get it again") from error
+        raise HalfmoonError(f"{file} is damaged or cut off ({error}): {advice}") from error
 
 
 def _samples_of_whole(file: Path) -> list[Sample]:

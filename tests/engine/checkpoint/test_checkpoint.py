@@ -212,6 +212,14 @@ def test_what_a_killed_conversion_left_is_no_obstacle(tiny_gguf: Path, conversio
     assert {path.name for path in target.parent.iterdir() if path.is_dir()} == {target.name, ".other.1"}
 
 
+@pytest.mark.parametrize("name", ["model.blocks", "model.safetensors"])
+def test_a_converted_file_that_was_cut_off_is_named(name: str, conversion: Conversion, tmp_path: Path) -> None:
+    copied = shutil.copytree(conversion.both[0].path, tmp_path / "copy")
+    os.truncate(copied / name, (copied / name).stat().st_size - 1)
+    with pytest.raises(HalfmoonError, match=rf"{name} is damaged or cut off .*: remove .*copy and start again"):
+        prepare_checkpoint(str(copied))
+
+
 def test_a_broken_gguf_leaves_nothing_behind(tmp_path: Path) -> None:
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"GGUF but not really")
