@@ -173,6 +173,26 @@ def test_a_checkpoint_with_both_is_read_once(tmp_path: Path) -> None:
     assert torch.equal(logits(both), logits(gguf(tmp_path, MIXED)))
 
 
+@pytest.mark.parametrize("as_numbers", [False, True])
+@pytest.mark.parametrize("with_both", [False, True])
+def test_loading_tells_of_what_is_read(with_both: bool, as_numbers: bool, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", 256, MIXED)
+    checkpoint = prepare_checkpoint(str(tmp_path / "tiny.gguf"), tmp_path / "cache", as_numbers=with_both)
+    model = build_model(checkpoint.model_config, torch.float32, "cpu", path_of(checkpoint).layer_ops)
+    seen: list[tuple[int, int]] = []
+    load_weights(
+        model,
+        checkpoint.weight_files,
+        lambda done, total: seen.append((done, total)),
+        checkpoint.block_file,
+        as_numbers=as_numbers,
+    )
+    done, totals = zip(*seen, strict=True)
+    assert list(done) == sorted(done)
+    assert len(set(totals)) == 1
+    assert 0.95 * totals[0] < done[-1] <= totals[0]
+
+
 def parts_of(checkpoint: Checkpoint, grid: Grid) -> list[tuple[ModelPart, Model]]:
     config = checkpoint.model_config
     parts = [ModelPart(config, grid.shard(config, r), grid.tensor_rank(r), grid.tensor_size) for r in grid.ranks]

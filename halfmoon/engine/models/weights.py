@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -37,7 +38,9 @@ def load_weights(
     files = tuple(files)
     wanted = dict(model.parameters())
     taken = load_blocks(model, None if as_numbers else blocks, {name: tuple(wanted[name].shape) for name in wanted})
+    in_blocks = names_in(blocks)
     total_bytes = sum(file.stat().st_size for file in (*files, *((blocks,) if blocks else ())))
+    total_bytes -= sum(_repeated_bytes(file, in_blocks) for file in files if in_blocks)
     done_bytes = sum(taken.values())
     wanted = {name: view for name, view in wanted.items() if name not in taken}
 
@@ -48,7 +51,6 @@ def load_weights(
         if on_progress is not None:
             on_progress(min(done_bytes, total_bytes), total_bytes)
 
-    in_blocks = names_in(blocks)
     for name, stored in read_blocks(blocks, lambda name: not (name in taken or model.ignores(name))):
         fill(name, stored.numbers(()), stored.data.nbytes)
     for file in files:
@@ -112,6 +114,13 @@ def names_in(file: Path | None) -> frozenset[str]:
         return frozenset()
     with safe_open(str(file), framework="pt") as tensors:
         return frozenset(tensors.keys())
+
+
+def _repeated_bytes(file: Path, in_blocks: frozenset[str]) -> int:
+    """Those that are not read of a file, since they are in blocks, too: convert_gguf writes them in float32."""
+    with safe_open(str(file), framework="pt") as tensors:
+        repeated = [name for name in tensors.keys() if checkpoint_name(name) in in_blocks]  # noqa: SIM118
+        return sum(4 * math.prod(tensors.get_slice(name).get_shape()) for name in repeated)
 
 
 def load_block_shapes(model: Model, file: Path | None) -> None:
