@@ -108,15 +108,10 @@ def _prepared(model: str, cache_dir: Path | None, on_progress: Announce | None, 
     if model == DEMO_MODEL:
         named = os.environ.get(_DEMO_VARIABLE)
         directory = Path(named) if named else _converted(demo_file(), cache_dir, announce, as_numbers)
-        return _describe(directory, "SmolLM2-135M-Instruct")
+        return _checkpoint_in(directory, "SmolLM2-135M-Instruct", as_numbers)
     path = Path(model).expanduser()
     if path.is_dir():
-        if as_numbers and not _has_numbers(path):
-            raise Incompatible(
-                f"{path} has weights in a GGUF file's blocks, which only our own engine reads: give the .gguf file",
-                param="model",
-            )
-        return _describe(path, path.resolve().name)
+        return _checkpoint_in(path, path.resolve().name, as_numbers)
     if path.suffix == ".gguf" and path.is_file():
         return _describe(_converted(path, cache_dir, announce, as_numbers), path.stem)
     if path.suffix == ".gguf" or _is_path(model):
@@ -124,6 +119,17 @@ def _prepared(model: str, cache_dir: Path | None, on_progress: Announce | None, 
             raise InvalidRequest(f"{path} is neither a directory nor a .gguf file", param="model")
         raise UnknownModel(f"there is no directory or file {path}", param="model")
     return _describe(_downloaded(model, announce), model)
+
+
+def _checkpoint_in(path: Path, name: str, as_numbers: bool) -> Checkpoint:
+    """Raises Incompatible for a directory without the numbers that are wanted."""
+    checkpoint = _describe(path, name)
+    if as_numbers and not _has_numbers(path):
+        raise Incompatible(
+            f"{path} has weights in a GGUF file's blocks, which only our own engine reads: give the .gguf file",
+            param="model",
+        )
+    return checkpoint
 
 
 def _is_path(model: str) -> bool:

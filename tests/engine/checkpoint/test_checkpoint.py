@@ -216,8 +216,9 @@ def test_what_a_killed_conversion_left_is_no_obstacle(tiny_gguf: Path, conversio
 def test_a_converted_file_that_was_cut_off_is_named(name: str, conversion: Conversion, tmp_path: Path) -> None:
     copied = shutil.copytree(conversion.both[0].path, tmp_path / "copy")
     os.truncate(copied / name, (copied / name).stat().st_size - 1)
-    with pytest.raises(HalfmoonError, match=rf"{name} is damaged or cut off .*: remove .*copy and start again"):
-        prepare_checkpoint(str(copied))
+    for as_numbers in (False, True):
+        with pytest.raises(HalfmoonError, match=rf"{name} is damaged or cut off .*: remove .*copy and start again"):
+            prepare_checkpoint(str(copied), as_numbers=as_numbers)
 
 
 def test_a_broken_gguf_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -252,6 +253,12 @@ def test_the_demo_model_may_be_a_description(
     describe(tiny_checkpoint("llama"), tmp_path / "described")
     monkeypatch.setenv("HALFMOON_DEMO_DIR", str(tmp_path / "described"))
     assert prepare_checkpoint("demo").fingerprint == tiny_checkpoint("llama").fingerprint
+
+
+def test_other_engines_do_without_a_demo_in_blocks(conversion: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFMOON_DEMO_DIR", str(conversion.both[0].path))
+    with pytest.raises(Incompatible, match=r"which only our own engine reads: give the \.gguf file"):
+        prepare_checkpoint("demo", as_numbers=True)
 
 
 def test_without_what_reads_gguf_files_another_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
