@@ -104,7 +104,7 @@ def _save_numbers(weights: list[_Weight], target: Path) -> None:
         if shards[-1] and sum(4 * prod(one.shape) for one in (*shards[-1], weight)) > _SHARD_BYTES:
             shards.append([])
         shards[-1].append(weight)
-    names = {}
+    names: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file({weight.name: weight.numbers() for weight in shard}, target / name, metadata={"format": "pt"})
