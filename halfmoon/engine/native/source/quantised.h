@@ -1,7 +1,8 @@
 /* Products over weights that stay in GGUF's blocks, with rows of x in eight bits.
  *
  * A weight is so much a block: scale * (code - zero) + low. Blocks are of 32 inputs; those of _K and _XS have
- * whole-numbered scales for 32 of them (Q3_K and Q6_K for 16), multiplied by those of 256. A strip holds LANES columns, block after block:
+ * whole-numbered scales for 32 of them (Q3_K and Q6_K for 16), multiplied by those of 256. A strip holds LANES
+ * columns, block after block:
  *   for each 32 or 256 inputs: scales, lows (both float16 [LANES])
  *   for each 32 inputs: their own scales, lows (int8 [LANES]), codes: four bytes of four inputs for each column in turn
  * Two codes of four bits share a byte, the second 16 inputs behind the first. Six bits are four and two, five four and
@@ -134,8 +135,8 @@ INLINE i32v dot_bytes(i32v sum, u32v codes, int32_t x) {
 }
 
 /* Without an instruction for four bytes, two products are added in 16 bits. Those of codes below 64 may be added
- * further, SHORT_SUMS times: 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit. Larger ones are multiplied as signed numbers,
- * IS_SIGNED: 2 * 128 * 127. GCC 12 would add products last, and keep them all in memory until then. */
+ * further, SHORT_SUMS times: 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit. Larger ones are multiplied
+ * as signed numbers, IS_SIGNED: 2 * 128 * 127. GCC 12 would add products last, and keep them all in memory until then. */
 #if defined(__AVX2__) && !defined(__AVXVNNI__) && LANES == 8
 #define KEPT_IN_ORDER(sum) __asm__("" : "+x"(sum))
 #define SHORT_SUMS(format) (IS_CENTRED(format) ? 0 : (format) == Q6_K ? 2 : HIGH_BITS(format) ? 4 : 8)
