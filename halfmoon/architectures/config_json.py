@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from halfmoon.architectures.config_fields import Raw
+from halfmoon.architectures.config_fields import Raw, listed
 from halfmoon.architectures.deepseek_config import DEEPSEEK_FAMILY, parse_deepseek
 from halfmoon.architectures.gemma_config import GEMMA_FAMILY, parse_gemma
 from halfmoon.architectures.llama_config import LLAMA_FAMILY, parse_llama_family
@@ -51,7 +51,10 @@ def parse_model_config(raw: Raw) -> ModelConfig:
     quantisation = raw.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, Mapping) else "unknown"
-        raise Incompatible(f"the checkpoint is quantised ({method}); supported: float32, float16, bfloat16, GGUF")
+        raise Incompatible(
+            f"the checkpoint is quantised ({method}); supported: float32, float16, bfloat16, GGUF",
+            param="quantization_config",
+        )
     return config
 
 
@@ -61,8 +64,10 @@ def parse_architecture(raw: Raw) -> ModelConfig:
 
 
 def _architecture(raw: Raw) -> str:
-    named = list(raw.get("architectures") or [])
+    named = listed(raw, "architectures", str)
     name = named[0] if named else FAMILIES.get(str(raw.get("model_type")), str(raw.get("model_type")))
     if name not in _PARSERS:
-        raise Incompatible(f"architecture {name!r} is not supported; supported: {', '.join(_PARSERS)}")
+        raise Incompatible(
+            f"architecture {name!r} is not supported; supported: {', '.join(_PARSERS)}", param="architectures"
+        )
     return str(name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from halfmoon.architectures.config_fields import Raw, required
+from collections.abc import Sequence
+
+from halfmoon.architectures.config_fields import Raw, count, flag, listed, required
 from halfmoon.architectures.model_config import Experts
 from halfmoon.errors import Incompatible
 
@@ -12,8 +14,8 @@ def llama_experts(raw: Raw, architecture: str, num_layers: int) -> Experts:
     if architecture == "MixtralForCausalLM":
         return checked(
             Experts(
-                num_experts=int(raw.get("num_local_experts") or 8),
-                num_chosen=int(raw.get("num_experts_per_tok") or 2),
+                num_experts=count(raw, "num_local_experts", 8),
+                num_chosen=count(raw, "num_experts_per_tok", 2),
                 intermediate_size=required(raw, "intermediate_size"),
                 in_layer=(True,) * num_layers,
                 normalised=True,
@@ -21,20 +23,25 @@ def llama_experts(raw: Raw, architecture: str, num_layers: int) -> Experts:
             )
         )
     is_second = architecture == "Qwen2MoeForCausalLM"
-    number = raw.get("num_experts") or raw.get("num_local_experts")  # transformers 5 writes the latter
-    dense, step = raw.get("mlp_only_layers") or (), int(raw.get("decoder_sparse_step") or 1)
-    shared = int(raw.get("shared_expert_intermediate_size", 5632)) if is_second else 0
+    dense, step = listed(raw, "mlp_only_layers", int), count(raw, "decoder_sparse_step", 1)
+    shared = count(raw, "shared_expert_intermediate_size", 5632, least=0) if is_second else 0
     return checked(
         Experts(
-            num_experts=int(number or (60 if is_second else 128)),
-            num_chosen=int(raw.get("num_experts_per_tok") or (4 if is_second else 8)),
-            intermediate_size=int(raw.get("moe_intermediate_size") or (1408 if is_second else 768)),
+            num_experts=num_experts_of(raw, ("num_experts", "num_local_experts"), 60 if is_second else 128),
+            num_chosen=count(raw, "num_experts_per_tok", 4 if is_second else 8),
+            intermediate_size=count(raw, "moe_intermediate_size", 1408 if is_second else 768),
             in_layer=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
-            normalised=bool(raw.get("norm_topk_prob", False)),
+            normalised=flag(raw, "norm_topk_prob", False),
             shared_intermediate_size=shared,
             is_shared_gated=is_second,
         )
     )
+
+
+def num_experts_of(raw: Raw, names: Sequence[str], default: int) -> int:
+    """The first of several spellings that is there. Raises Incompatible."""
+    name = next((name for name in names if raw.get(name) is not None), names[0])
+    return count(raw, name, default)
 
 
 def checked(experts: Experts) -> Experts:
@@ -43,9 +50,13 @@ def checked(experts: Experts) -> Experts:
     if experts.num_experts % groups or not 0 < experts.num_chosen_groups <= groups:
         raise Incompatible(
             f"config.json: {experts.num_chosen_groups} of {groups} groups cannot be chosen of {experts.num_experts} "
-            "experts"
+            "experts (n_group, topk_group, n_routed_experts)",
+            param="topk_group",
         )
     choice = experts.num_experts // groups * experts.num_chosen_groups
     if experts.num_chosen > choice:
-        raise Incompatible(f"config.json: {experts.num_chosen} experts cannot be chosen of {choice}")
+        raise Incompatible(
+            f"config.json: {experts.num_chosen} experts cannot be chosen of {choice} (num_experts_per_tok)",
+            param="num_experts_per_tok",
+        )
     return experts

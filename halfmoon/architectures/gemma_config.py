@@ -10,7 +10,12 @@ from typing import Any
 from halfmoon.architectures.config_fields import (
     Raw,
     check_heads,
+    count,
+    flag,
     layer_windows,
+    mapping,
+    num_layers_of,
+    number,
     refuse,
     refuse_partial_rotation,
     required,
@@ -46,16 +51,16 @@ def parse_gemma(raw: Raw, architecture: str) -> ModelConfig:
     refuse(raw, "use_bidirectional_attention", (False, None))
     refuse(raw, "attention_bias", (False, None))
     hidden, heads = required(raw, "hidden_size"), required(raw, "num_attention_heads")
-    kv_heads, head_dim = raw.get("num_key_value_heads") or 4, raw.get("head_dim") or 256
+    kv_heads, head_dim = count(raw, "num_key_value_heads", 4), count(raw, "head_dim", 256)
     check_heads(heads, kv_heads, head_dim)
-    num_layers = required(raw, "num_hidden_layers")
+    num_layers = num_layers_of(raw)
     rope, window_theta = _rope(raw, is_third)
     refuse_partial_rotation(rope)
-    max_positions = int(raw.get("max_position_embeddings") or defaults.max_positions)
+    max_positions = count(raw, "max_position_embeddings", defaults.max_positions)
     context_tokens = served_positions(max_positions, rope)
-    period = int(raw.get("sliding_window_pattern") or defaults.period)
+    period = count(raw, "sliding_window_pattern", defaults.period)
     sliding = sliding_layers(raw, num_layers, [(layer + 1) % period > 0 for layer in range(num_layers)])
-    window = int(raw.get("sliding_window") or 4096)
+    window = count(raw, "sliding_window", 4096)
     # Layers keep their windows even where no sequence is longer: they decide the rotation, too.
     windows = layer_windows(window, sliding, max(context_tokens, window + 1) if is_third else context_tokens)
     return ModelConfig(
@@ -71,35 +76,34 @@ def parse_gemma(raw: Raw, architecture: str) -> ModelConfig:
         max_positions=max_positions,
         context_tokens=context_tokens,
         activation="gelu_new",
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
+        norm_eps=number(raw, "rms_norm_eps", 1e-6, zero=True),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings", True),
         qk_norm=is_third,
         norm_offset=True,
         post_norms=True,
         embedding_scale=hidden**0.5,
-        attention_scale=float(raw.get("query_pre_attn_scalar", 256)) ** -0.5,
+        attention_scale=number(raw, "query_pre_attn_scalar", 256.0) ** -0.5,
         attention_softcap=_softcap(raw, "attn_logit_softcapping", defaults.attention_softcap),
         logit_softcap=_softcap(raw, "final_logit_softcapping", defaults.logit_softcap),
         windows=windows,
         rope_type=rope["rope_type"],
-        rope_theta=float(rope["rope_theta"]),
+        rope_theta=rope["rope_theta"],
         rope_parameters=MappingProxyType(rope),
         window_rope_theta=window_theta,
     )
 
 
 def _softcap(raw: Raw, name: str, default: float | None) -> float | None:
-    value = raw.get(name, default)
-    return float(value) if value else None
+    return number(raw, name, default or 0.0, zero=True, null=0.0) or None
 
 
 def _rope(raw: Raw, is_third: bool) -> tuple[dict[str, Any], float | None]:
     """Rotation of layers without a window, and the base of those with one if it is another."""
     if not is_third:
         return rope_parameters(raw), None
-    by_kind = raw.get("rope_parameters") or {}
-    windowed = by_kind.get("sliding_attention") or {}
+    by_kind = mapping(raw, "rope_parameters")
+    windowed = mapping(by_kind, "sliding_attention")
     refuse(windowed, "rope_type", ("default",))
-    own = by_kind.get("full_attention") or raw.get("rope_scaling") or {}
-    theta = windowed.get("rope_theta") or raw.get("rope_local_base_freq") or 10000.0
-    return rope_parameters({"rope_parameters": own, "rope_theta": raw.get("rope_theta")}, 1_000_000.0), float(theta)
+    own = mapping(by_kind, "full_attention") or mapping(raw, "rope_scaling")
+    theta = number(windowed, "rope_theta", number(raw, "rope_local_base_freq", 10000.0))
+    return rope_parameters({"rope_parameters": own, "rope_theta": raw.get("rope_theta")}, 1_000_000.0), theta

@@ -10,7 +10,13 @@ from typing import Any
 from halfmoon.architectures.config_fields import (
     Raw,
     check_heads,
+    count,
+    flag,
     layer_windows,
+    listed,
+    mapping,
+    num_layers_of,
+    number,
     refuse,
     refuse_partial_rotation,
     required,
@@ -62,15 +68,15 @@ def parse_llama_family(raw: Raw, architecture: str) -> ModelConfig:
     is_phi = architecture == "Phi3ForCausalLM"
     refuse(raw, "hidden_act", ("silu",))
     hidden, heads = required(raw, "hidden_size"), required(raw, "num_attention_heads")
-    kv_heads = raw.get("num_key_value_heads") or defaults.num_kv_heads or heads
-    head_dim = raw.get("head_dim") or defaults.head_dim or hidden // heads
+    kv_heads = count(raw, "num_key_value_heads", defaults.num_kv_heads or heads)
+    head_dim = count(raw, "head_dim", defaults.head_dim or hidden // heads, least=0)
     check_heads(heads, kv_heads, head_dim)
-    attention_bias = bool(raw.get("attention_bias", False)) and architecture not in _WITHOUT_ATTENTION_BIAS
-    qkv_bias = raw.get("qkv_bias", True) if architecture == "Qwen2MoeForCausalLM" else True
-    num_layers = required(raw, "num_hidden_layers")
-    max_positions = int(raw.get("max_position_embeddings") or defaults.max_positions)
+    attention_bias = flag(raw, "attention_bias", False) and architecture not in _WITHOUT_ATTENTION_BIAS
+    qkv_bias = flag(raw, "qkv_bias", True) if architecture == "Qwen2MoeForCausalLM" else True
+    num_layers = num_layers_of(raw)
+    max_positions = count(raw, "max_position_embeddings", defaults.max_positions)
     if is_phi:
-        rope = _phi_rope(raw, max_positions)
+        rope = _phi_rope(raw, max_positions, head_dim)
     else:
         refuse(raw, "partial_rotary_factor", (1, 1.0, None))
         rope = rope_parameters(raw, defaults.rope_theta)
@@ -91,11 +97,11 @@ def parse_llama_family(raw: Raw, architecture: str) -> ModelConfig:
         max_positions=max_positions,
         context_tokens=context_tokens,
         activation="silu",
-        norm_eps=float(raw.get("rms_norm_eps", defaults.norm_eps)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=attention_bias or (defaults.qkv_bias and bool(qkv_bias)),
+        norm_eps=number(raw, "rms_norm_eps", defaults.norm_eps, zero=True),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings", False),
+        qkv_bias=attention_bias or (defaults.qkv_bias and qkv_bias),
         output_bias=attention_bias and defaults.output_bias_follows_qkv,
-        mlp_bias=bool(raw.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+        mlp_bias=flag(raw, "mlp_bias", False) and architecture == "LlamaForCausalLM",
         qk_norm=defaults.qk_norm,
         windows=layer_windows(
             _window(raw, architecture, defaults), _sliding(raw, architecture, num_layers), context_tokens
@@ -103,30 +109,42 @@ def parse_llama_family(raw: Raw, architecture: str) -> ModelConfig:
         fused_in_checkpoint=is_phi,
         experts=llama_experts(raw, architecture, num_layers) if architecture in _MIXTURES else None,
         rope_type=rope["rope_type"],
-        rope_theta=float(rope["rope_theta"]),
+        rope_theta=rope["rope_theta"],
         rope_parameters=MappingProxyType(rope),
         rotary_dim=int(head_dim * rope.get("partial_rotary_factor", 1.0)),
     )
 
 
-def _phi_rope(raw: Raw, max_positions: int) -> dict[str, Any]:
+def _phi_rope(raw: Raw, max_positions: int, head_dim: int) -> dict[str, Any]:
     """Phi-3 calls LongRoPE `su` or `yarn`, too, and keeps its original length beside the parameters.
 
-    Raises Incompatible for an odd number of rotated values.
+    Raises Incompatible for an odd number of rotated values, or other than one factor for two of them.
     """
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    scaling = dict(mapping(raw, "rope_parameters") or mapping(raw, "rope_scaling"))
     name = scaling.get("rope_type") or scaling.get("type")
     if name in ("su", "yarn"):
         scaling["rope_type"] = "longrope"
     rope = rope_parameters({**raw, "rope_parameters": scaling}, further=("longrope",))
-    rope.setdefault("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0)
-    original = rope.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or 4096
-    rope["original_max_position_embeddings"] = int(original)
+    share = number(rope, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0))
+    original_name = "original_max_position_embeddings"
+    original = count(rope, original_name, count(raw, original_name, 4096))
+    rope.update({"partial_rotary_factor": share, original_name: original})
+    rotated = int(head_dim * share)
+    if share > 1 or rotated < 2 or rotated % 2:
+        raise Incompatible(
+            f"config.json: partial_rotary_factor must leave an even part of {head_dim} numbers to rotate, got {share}",
+            param="partial_rotary_factor",
+        )
     if rope["rope_type"] == "longrope":
-        rope.setdefault("factor", max_positions / int(original))
-    head_dim = raw.get("head_dim") or required(raw, "hidden_size") // required(raw, "num_attention_heads")
-    if int(head_dim * rope["partial_rotary_factor"]) % 2:
-        raise Incompatible(f"config.json: partial_rotary_factor leaves an odd part of {head_dim} numbers to rotate")
+        rope.setdefault("factor", max_positions / original)
+        for name in ("short_factor", "long_factor"):
+            factors = listed(rope, name, float)
+            if len(factors) != rotated // 2 or min(factors) <= 0:
+                raise Incompatible(
+                    f"config.json: {name} must have {rotated // 2} positive numbers, one for two of the {rotated} "
+                    f"rotated ones, got {len(factors)}",
+                    param=name,
+                )
     return rope
 
 
@@ -136,15 +154,14 @@ def _window(raw: Raw, architecture: str, defaults: _Defaults) -> int | None:
     if architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
         refuse(raw, "use_sliding_window", (False, None))
         return None
-    if architecture.startswith("Qwen") and not raw.get("use_sliding_window", False):
+    if architecture.startswith("Qwen") and not flag(raw, "use_sliding_window", False):
         return None
-    window = raw.get("sliding_window", defaults.sliding_window)
-    return int(window) if window else None
+    return count(raw, "sliding_window", defaults.sliding_window or 0, least=0, null=0) or None
 
 
 def _sliding(raw: Raw, architecture: str, num_layers: int) -> Sequence[bool]:
     """Layers with a window, if there is one: of Mistral and Phi-3 all."""
     if not architecture.startswith("Qwen"):
         return [True] * num_layers
-    first = int(raw.get("max_window_layers", 28))
+    first = count(raw, "max_window_layers", 28, least=0)
     return sliding_layers(raw, num_layers, [layer >= first for layer in range(num_layers)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -211,3 +213,136 @@ def test_opt_refuses_an_activation_it_does_not_know() -> None:
     raw = {"model_type": "opt", "vocab_size": 9, "hidden_size": 8, "num_attention_heads": 2, "activation_function": "x"}
     with pytest.raises(Incompatible, match="activation 'x'"):
         parse_model_config(raw)
+
+
+CONFIG_CLASSES = [
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Phi3Config,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    OPTConfig,
+]
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "attention_factor": 1.0}
+    | {"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.9},
+    {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 64},
+    {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48, "factor": 2.0},
+]
+NO_KEY_TAKES_THESE: list[Any] = [-1.5, -7, math.nan, math.inf, 10**400, "4096", ["x"], [None], {"a": 1}]
+# A key that takes any object, or the name of something, has other words for what it does not take.
+NAMES_AND_OBJECTS = {"architectures", "model_type", "quantization_config", "rope_parameters", "rope_scaling"}
+
+
+class _Read(dict[str, Any]):
+    """Remembers which keys are looked up."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        super().__init__(raw)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def _complete(config_class: Any) -> dict[str, Any]:
+    raw: dict[str, Any] = config_class(num_experts_per_tok=6).to_dict()
+    return {**raw, "architectures": None}
+
+
+def _broken(config_class: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A key, and a configuration where it has a value that no key takes."""
+    raw = _complete(config_class)
+    read = _Read(raw)
+    parse_model_config(read)
+    for name in sorted(read.names - NAMES_AND_OBJECTS):
+        yield from ((name, {**raw, name: value}) for value in NO_KEY_TAKES_THESE)
+    if config_class is OPTConfig:
+        return
+    plain = {name: value for name, value in raw.items() if name != "rope_parameters"}
+    for rope in ROPES:
+        if rope["rope_type"] == "longrope" and config_class is not Phi3Config:
+            continue
+        if rope["rope_type"] == "yarn" and config_class is Phi3Config:
+            continue
+        for name in rope:
+            yield from ((name, {**plain, "rope_scaling": {**rope, name: value}}) for value in NO_KEY_TAKES_THESE)
+
+
+@pytest.mark.parametrize("config_class", CONFIG_CLASSES)
+def test_a_value_of_the_wrong_kind_is_refused_by_its_key(config_class: Any) -> None:
+    for name, raw in _broken(config_class):
+        with pytest.raises(Incompatible, match=name):
+            parse_model_config(raw)
+
+
+@pytest.mark.parametrize("config_class", CONFIG_CLASSES)
+@pytest.mark.parametrize("name", sorted(NAMES_AND_OBJECTS))
+def test_names_and_objects_of_the_wrong_kind_are_refused(config_class: Any, name: str) -> None:
+    for value in (-1.5, "4096", ["x"], [None], math.nan):
+        raw = _complete(config_class)
+        read = _Read(raw)
+        parse_model_config(read)
+        if name not in read.names or name == "rope_scaling":
+            continue
+        with pytest.raises(Incompatible):
+            parse_model_config({**raw, name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer, got 0"),
+        ({"hidden_size": 2}, "hidden_size leaves nothing for each of 4 attention heads"),
+        ({"head_dim": -16}, "head_dim"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 65536"),
+        ({"vocab_size": 1 << 40}, "vocab_size must be a positive integer, at most 2147483647"),
+        ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
+        ({"rope_theta": "x" * 1000}, "rope_theta must be a positive number, got 'x{79}…"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type linear needs factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a positive number, got 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, "factor must be at most 2147483647 by original_max"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of texts, got 'LlamaForCausalLM'"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures must be a list of texts"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": "1"}, "mlp_only_layers must be a list of int"),
+        (
+            {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "sliding_window": -1},
+            "sliding_window must be an integer from 0 on, got -1",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2, "use_sliding_window": True}
+            | {"layer_types": "full_attention"},
+            "layer_types must be a list of texts",
+        ),
+        ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": -4}, "query_pre_attn_scalar must be a pos"),
+        (
+            {"architectures": ["Phi3ForCausalLM"]}
+            | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},
+            "short_factor must have 8 positive numbers, one for two of the 16 rotated ones, got 7",
+        ),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.01}, "partial_rotary_factor must leave"),
+    ],
+)
+def test_what_cannot_be_is_not_taken_for_something_else(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(Incompatible, match=message):
+        parse_model_config({**LLAMA, **change})
+
+
+def test_null_is_what_an_absent_key_is_unless_it_means_none() -> None:
+    nulls = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling")
+    assert parse_model_config({**LLAMA, **dict.fromkeys(nulls)}) == parse_model_config(LLAMA)
+    assert parse_model_config({**LLAMA, "max_position_embeddings": 2048.0}) == parse_model_config(LLAMA)
+    raw = {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": None}
+    assert parse_model_config(raw).attention_softcap is None
