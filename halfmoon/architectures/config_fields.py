@@ -160,12 +160,16 @@ def rope_parameters(raw: Raw, theta: float = 10000.0, further: tuple[str, ...] =
             f"config.json: rope_type {rope['rope_type']!r} is not supported; supported: {', '.join(supported)}",
             param="rope_type",
         )
+    if rope["rope_theta"] <= 1:
+        raise _wrong("rope_theta", "above 1", rope["rope_theta"])
     for name in rope.keys() & _ROPE_NUMBERS.keys():
         number(rope, name, 1.0, zero=_ROPE_NUMBERS[name])
     count(rope, "original_max_position_embeddings", 1)
     for name in _ROPE_NEEDS.get(rope["rope_type"], ()):
         if rope.get(name) is None:
             raise Incompatible(f"config.json: rope_type {rope['rope_type']} needs {name}", param=name)
+    if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise _wrong("low_freq_factor", f"below high_freq_factor, {rope['high_freq_factor']}", rope["low_freq_factor"])
     return rope
 
 

@@ -308,6 +308,11 @@ def test_names_and_objects_of_the_wrong_kind_are_refused(config_class: Any, name
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 65536"),
         ({"vocab_size": 1 << 40}, "vocab_size must be a positive integer, at most 2147483647"),
         ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
+        ({"rope_theta": 1}, "rope_theta must be above 1"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 4.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+            "low_freq_factor must be below high_freq_factor, 1.0, got 4.0",
+        ),
         ({"rope_theta": "x" * 1000}, "rope_theta must be a positive number, got 'x{79}…"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_type linear needs factor"),
