@@ -43,14 +43,25 @@ class ChatTemplate:
 
 
 def template_source(path: Path, config: Mapping[str, Any]) -> str | None:
-    """The template of a checkpoint's directory, whose tokenizer has this `config`; None if it has none."""
+    """The template of a checkpoint's directory, whose tokenizer has this `config`; None if it has none.
+
+    Raises InvalidRequest for what is no text.
+    """
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"{file} is not a text in UTF-8: {error}", param="model") from error
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):  # several, by name
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise InvalidRequest(
+            f"{path / 'tokenizer_config.json'}: chat_template must be a text, or a list of objects with a name and a "
+            "template",
+            param="model",
+        )
     return template
 
 

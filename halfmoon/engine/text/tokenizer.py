@@ -31,7 +31,7 @@ class Tokenizer:
         self.config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
         self._fast = load_fast_tokenizer(checkpoint.path)
         self._special_tokens = {
-            name: value["content"] if isinstance(value, dict) else value
+            name: _token_text(checkpoint.path, name, value)
             for name, value in config.items()
             if name in ("bos_token", "eos_token", "pad_token", "unk_token") and value is not None
         }
@@ -183,10 +183,26 @@ class Detokenizer:
         return rest
 
 
+def _token_text(path: Path, name: str, value: Any) -> str:
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise InvalidRequest(
+            f"{path / 'tokenizer_config.json'}: {name} must be a text, or an object with its content, got {value!r}",
+            param="model",
+        )
+    return text
+
+
 def load_fast_tokenizer(path: Path) -> FastTokenizer:
-    """The tokenizer of a checkpoint's directory, in any format. Raises InvalidRequest if there is none."""
-    if (path / "tokenizer.json").is_file():
-        return FastTokenizer.from_file(str(path / "tokenizer.json"))
+    """The tokenizer of a checkpoint's directory, in any format. Raises InvalidRequest if there is none, or a broken."""
+    file = path / "tokenizer.json"
+    if file.is_file():
+        try:
+            return FastTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises no narrower class
+            raise InvalidRequest(
+                f"{file} cannot be read as a tokenizer: {error}; get it again", param="model"
+            ) from error
     from transformers import AutoTokenizer  # imports torch; converts the older formats
 
     try:

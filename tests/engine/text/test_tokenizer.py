@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +179,26 @@ def test_a_template_cannot_reach_out(tmp_path: Path) -> None:
     hostile = checkpoint_at(tmp_path, chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(InvalidRequest):
         Tokenizer(hostile).render_chat(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json cannot be read as a tokenizer: Model missing"),
+        ("tokenizer.json", '{"model": {"type": "X"}}', "tokenizer.json cannot be read as a tokenizer"),
+        ("tokenizer_config.json", '{"bos_token": {"x": 1}}', "tokenizer_config.json: bos_token must be a text"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "tokenizer_config.json: eos_token must be a text"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "tokenizer_config.json: chat_template must be a text"),
+        ("tokenizer_config.json", '{"chat_template": [1]}', "chat_template must be a text, or a list of objects"),
+        ("tokenizer_config.json", '{"chat_template": "{% if"}', "TemplateSyntaxError"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not a text in UTF-8"),
+    ],
+)
+def test_broken_files_are_named(
+    name: str, content: str | bytes, message: str, demo: Checkpoint, tmp_path: Path
+) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.path / file, tmp_path)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InvalidRequest, match=message):
+        Tokenizer(replace(demo, path=tmp_path))
