@@ -249,7 +249,9 @@ def locked(path: Path) -> Iterator[bool]:
 def _describe(path: Path, name: str) -> Checkpoint:
     raw = read_json(path / "config.json")
     if not raw:
-        raise InvalidRequest(f"{path} holds no config.json; a model directory needs one", param="model")
+        raise InvalidRequest(
+            f"{path} holds no config.json, or an empty one; a model directory needs one", param="model"
+        )
     if not _weight_files(path) and any(path.glob("*.bin")):
         raise Incompatible(f"{path} holds .bin weights only; supported: safetensors (convert with transformers)")
     config = _config(raw)
@@ -276,7 +278,8 @@ def _sizes(raw: dict[str, Any], config: ModelConfig | Incompatible) -> tuple[int
     """Vocabulary and context in tokens. Raises `config`, if it is an error, for a file without a vocabulary."""
     if not isinstance(config, Incompatible):
         return config.vocab_size, config.context_tokens
-    text = {**raw, **(raw.get("text_config") or {})}
+    inner = raw.get("text_config")
+    text = {**raw, **(inner if isinstance(inner, dict) else {})}
     vocab_size, context_tokens = text.get("vocab_size"), text.get("max_position_embeddings", _UNLIMITED_TOKENS)
     if not (isinstance(vocab_size, int) and isinstance(context_tokens, int) and min(vocab_size, context_tokens) > 0):
         raise config
@@ -284,22 +287,30 @@ def _sizes(raw: dict[str, Any], config: ModelConfig | Incompatible) -> tuple[int
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
-    index = read_json(path / "model.safetensors.index.json")
+    index_file = path / "model.safetensors.index.json"
+    index = read_json(index_file)
     if index:
-        return tuple(path / name for name in sorted(set(index["weight_map"].values())))
+        names = index.get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise InvalidRequest(f"{index_file}: weight_map must name the file of each tensor", param="model")
+        return tuple(path / name for name in sorted(set(names.values())))
     single = path / "model.safetensors"
     return (single,) if single.is_file() else tuple(sorted(path.glob("*.safetensors")))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty if the file does not exist. Raises InvalidRequest for broken JSON."""
+    """The JSON object in `path`; empty if the file does not exist. Raises InvalidRequest for anything else."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}", param="model") from error
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{path} is not JSON: {error}", param="model") from error
-    return loaded if isinstance(loaded, dict) else {}
+    if not isinstance(loaded, dict):
+        raise InvalidRequest(f"{path} must be a JSON object, not {type(loaded).__name__}", param="model")
+    return loaded
 
 
 def _has_numbers(path: Path) -> bool:
@@ -318,11 +329,22 @@ def _has_numbers(path: Path) -> bool:
 def _eos_token_ids(path: Path, raw: dict[str, Any]) -> frozenset[int]:
     """Every id that generation_config.json, config.json or the tokenizer declares to end a text."""
     token_ids: set[int] = set()
-    for value in (read_json(path / "generation_config.json").get("eos_token_id"), raw.get("eos_token_id")):
-        token_ids.update([value] if isinstance(value, int) else value or ())
+    for name, found in (("generation_config.json", read_json(path / "generation_config.json")), ("config.json", raw)):
+        value = found.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
+            raise InvalidRequest(
+                f"{path / name}: eos_token_id must be an integer or a list of integers, got {value!r}",
+                param="eos_token_id",
+            )
+        token_ids.update(ids)
     eos = read_json(path / "tokenizer_config.json").get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
     if isinstance(text, str):
-        added = read_json(path / "tokenizer.json").get("added_tokens", [])
-        token_ids.update(token["id"] for token in added if token["content"] == text)
+        added = read_json(path / "tokenizer.json").get("added_tokens") or []
+        try:
+            token_ids.update(int(token["id"]) for token in added if token["content"] == text)
+        except (LookupError, TypeError, ValueError) as error:
+            why = "added_tokens must be a list of objects with an id and a content"
+            raise InvalidRequest(f"{path / 'tokenizer.json'}: {why}", param="model") from error
     return frozenset(token_ids)

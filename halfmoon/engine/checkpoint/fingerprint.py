@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import struct
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halfmoon.errors import HalfmoonError
+from halfmoon.errors import InvalidRequest
 
 FINGERPRINT_FILE = "halfmoon_fingerprint"  # where weights are not there, or not as numbers: description, convert_gguf
 SAMPLE_BYTES = 4096  # read from each tensor
+_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 
 
 class Sample(NamedTuple):
@@ -28,13 +31,16 @@ class Sample(NamedTuple):
 def fingerprint(path: Path, raw: dict[str, Any], files: tuple[Path, ...]) -> str:
     """Hash of the configuration `raw`, and of every tensor's name, dtype, shape and first bytes.
 
-    Raises HalfmoonError for a broken file, also where the hash is written down.
+    Raises InvalidRequest for a broken file, also where the hash is written down.
     """
     described = path / FINGERPRINT_FILE
     if described.is_file():
         for file in filter(Path.is_file, (*files, *path.glob("*.blocks"))):
             _samples(file, f"remove {path} and start again from the .gguf file")
-        return described.read_text(encoding="ascii")
+        text = described.read_bytes()
+        if not re.fullmatch(rb"[0-9a-f]{32}", text):
+            raise InvalidRequest(f"{described} must be 32 hexadecimal digits: make the directory anew", param="model")
+        return text.decode()
     return fingerprint_of(raw, chain.from_iterable(map(_samples, files)))
 
 
@@ -53,11 +59,18 @@ def _samples(file: Path, advice: str = "get it again") -> list[Sample]:
     """Reads a safetensors file: the header's length (u64 LE), a JSON header, then the tensors' bytes."""
     try:
         return _samples_of_whole(file)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise HalfmoonError(f"{file} is damaged or cut off ({error}): {advice}") from error
+    except FileNotFoundError as error:
+        raise InvalidRequest(
+            f"{file} is not there, and the model's weights are in it: get it", param="model"
+        ) from error
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be read: {error.strerror}", param="model") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise InvalidRequest(f"{file} is damaged or cut off ({error}): {advice}", param="model") from error
 
 
 def _samples_of_whole(file: Path) -> list[Sample]:
+    """Checks what the safetensors library does while it loads: tensors lie end to end, up to the file's end."""
     samples = []
     file_bytes = file.stat().st_size
     with file.open("rb") as stream:
@@ -66,10 +79,22 @@ def _samples_of_whole(file: Path) -> list[Sample]:
             raise ValueError(f"a header of {header_bytes} bytes in a file of {file_bytes}")
         header = json.loads(stream.read(header_bytes))
         header.pop("__metadata__", None)
-        for name in sorted(header):
+        here = 0
+        for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
             start, end = header[name]["data_offsets"]
             if 8 + header_bytes + end > file_bytes:
                 raise ValueError(f"{name} ends behind the file's {file_bytes} bytes")
+            if start != here or end < start:
+                raise ValueError(f"{name} begins at byte {start}, the tensors before it end at {here}")
+            dtype, shape = header[name]["dtype"], header[name]["shape"]
+            bits = _BITS.get(dtype)
+            if not isinstance(dtype, str) or (bits is not None and math.prod(shape) * bits != 8 * (end - start)):
+                raise ValueError(f"{name} of {dtype} {shape} has {end - start} bytes")
+            here = end
+        if 8 + header_bytes + here != file_bytes:
+            raise ValueError(f"its tensors end at byte {8 + header_bytes + here}, the file at {file_bytes}")
+        for name in sorted(header):
+            start, end = header[name]["data_offsets"]
             stream.seek(8 + header_bytes + start)
             content = stream.read(min(end - start, SAMPLE_BYTES))
             samples.append(Sample(name, header[name]["dtype"], header[name]["shape"], content))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -96,6 +96,81 @@ def test_broken_directories(
 ) -> None:
     break_it(copy)
     with pytest.raises(error, match=message):
+        prepare_checkpoint(str(copy))
+
+
+def _json(name: str, value: Any) -> Callable[[Path], object]:
+    """Merges an object into the file `name`, or makes it something else."""
+
+    def write(path: Path) -> None:
+        file = path / name
+        before = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**before, **value} if isinstance(value, dict) else value))
+
+    return write
+
+
+def _header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """Changes the header of the weights."""
+
+    def write(path: Path) -> None:
+        whole = (path / "model.safetensors").read_bytes()
+        (header_bytes,) = struct.unpack("<Q", whole[:8])
+        header = json.loads(whole[8 : 8 + header_bytes])
+        change(header)
+        text = json.dumps(header).encode()
+        content = struct.pack("<Q", len(text)) + text + whole[8 + header_bytes :]
+        (path / "model.safetensors").write_bytes(content)
+
+    return write
+
+
+_INDEX = "model.safetensors.index.json"
+_NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (_json("config.json", [1]), r"config.json must be a JSON object, not list"),
+        (lambda path: (path / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
+        (
+            lambda path: ((path / "config.json").unlink(), (path / "config.json").mkdir()),
+            "config.json cannot be read: Is a directory",
+        ),
+        (_json("config.json", {"architectures": ["X"], "text_config": "x"}), None),
+        *(
+            (_json(name, {"eos_token_id": value}), f"{name}: eos_token_id must be an integer or a list of integers")
+            for name in ("config.json", "generation_config.json")
+            for value in ("x", ["x"], [[1]], 1.5, {"a": 1}, [None], True)
+        ),
+        (
+            lambda path: (
+                _json("tokenizer_config.json", {"eos_token": "x"})(path),
+                _json("tokenizer.json", {"added_tokens": 5})(path),
+            ),
+            "tokenizer.json: added_tokens must be a list of objects",
+        ),
+        (_json(_INDEX, {"metadata": {}}), f"{_INDEX}: weight_map must name the file of each tensor"),
+        (_json(_INDEX, {"weight_map": ["x"]}), "weight_map must name"),
+        (_json(_INDEX, {"weight_map": {"x": None}}), "weight_map must name"),
+        (_json(_INDEX, {"weight_map": {"x": "absent.safetensors"}}), "absent.safetensors is not there"),
+        (_header(lambda header: header[_NORM].update(data_offsets=[-8, 8])), "damaged or cut off"),
+        (_header(lambda header: header[_NORM].update(dtype=3)), "damaged or cut off"),
+        (_header(lambda header: header[_NORM].update(dtype="F16")), f"{_NORM} of F16 .* has 256 bytes"),
+        (_header(lambda header: header[_NORM].update(shape="x")), "damaged or cut off"),
+        (_header(lambda header: header[_NORM].update(shape=[-1, 2])), f"{_NORM} of F32 .* has 256 bytes"),
+        (_header(lambda header: header.pop("lm_head.weight")), "begins at byte"),
+        (
+            lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes() + b"more"),
+            r"its tensors end at byte \d+, the file at \d+",
+        ),
+        (lambda path: (path / FINGERPRINT_FILE).write_bytes(b"\xff"), "must be 32 hexadecimal digits"),
+    ],
+)
+def test_broken_files_are_named(break_it: Callable[[Path], object], message: str | None, copy: Path) -> None:
+    break_it(copy)
+    with pytest.raises(InvalidRequest if message else Incompatible, match=message or "'X' is not supported"):
         prepare_checkpoint(str(copy))
 
 
