@@ -11,7 +11,7 @@ from typing import Literal
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -156,6 +156,19 @@ def test_weights_that_do_not_fit_are_refused(
     model = build_model(tiny_checkpoint(config_of).model_config, torch.float32, "cpu")
     with pytest.raises(Incompatible, match=message):
         load_weights(model, tiny_checkpoint(weights_of).weight_files)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn])
+def test_numbers_that_are_no_plain_weights_are_refused(
+    dtype: torch.dtype, tmp_path: Path, tiny_checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    checkpoint = tiny_checkpoint("llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(checkpoint.weight_files[0])
+    save_file({**weights, name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
+    model = build_model(checkpoint.model_config, torch.float32, "cpu")
+    with pytest.raises(Incompatible, match=rf"tensor {name} is of dtype \w+; supported: F64, F32, F16, BF16"):
+        load_weights(model, [tmp_path / "model.safetensors"])
 
 
 def test_layers_that_predict_further_tokens_are_ignored(

@@ -19,6 +19,7 @@ from halfmoon.errors import Incompatible
 
 Progress = Callable[[int, int], None]  # (done_bytes, total_bytes)
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _DUMMY_SCALE = 0.02  # the initializer range of the supported architectures
 
 
@@ -33,7 +34,7 @@ def load_weights(
 ) -> None:
     """Streams `files` into `model`, but takes from the file `blocks` what is in there, in blocks or `as_numbers`.
 
-    Raises Incompatible for a missing, an unexpected or a misshapen tensor.
+    Raises Incompatible for a missing, an unexpected or a misshapen tensor, and for one that is not of plain numbers.
     """
     files = tuple(files)
     wanted = dict(model.parameters())
@@ -58,6 +59,8 @@ def load_weights(
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if checkpoint_name(name) in in_blocks or model.ignores(checkpoint_name(name)):
                     continue
+                if not is_superfluous(checkpoint_name(name)):
+                    check_float(name, tensors.get_slice(name).get_dtype())
                 tensor = tensors.get_tensor(name)
                 fill(checkpoint_name(name), tensor, tensor.nbytes)
     if wanted:
@@ -138,6 +141,12 @@ def checkpoint_name(name: str) -> str:
 def is_superfluous(name: str) -> bool:
     """Whether `name` may be redundant in a checkpoint: a tied head stored twice, or a table that is computed."""
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+
+
+def check_float(name: str, dtype: str) -> None:
+    """Raises Incompatible for numbers that are quantised or no weights; `dtype` is safetensors' name."""
+    if dtype not in _FLOATS:
+        raise Incompatible(f"tensor {name} is of dtype {dtype}; supported: {', '.join(_FLOATS)}")
 
 
 def _fill(wanted: dict[str, Tensor], name: str, tensor: Tensor) -> None:

@@ -14,6 +14,7 @@ from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.models.weights import (
     Progress,
+    check_float,
     checkpoint_name,
     dummy_values,
     is_superfluous,
@@ -66,6 +67,7 @@ def load_part(
                 if ours in in_blocks or model.ignores(ours):
                     continue
                 if _is_known(ours, tuple(source.get_shape()), shapes) and ours in wanted:
+                    check_float(name, source.get_dtype())
                     fill(ours, source.__getitem__)
     if wanted:
         raise Incompatible(f"the checkpoint lacks {len(wanted)} tensors: {', '.join(sorted(wanted)[:3])}")

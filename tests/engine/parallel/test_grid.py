@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
@@ -195,6 +197,9 @@ class SpySlice:
     def get_shape(self) -> list[int]:
         return list(self._tensor.get_shape())
 
+    def get_dtype(self) -> str:
+        return str(self._tensor.get_dtype())
+
     def __getitem__(self, where: tuple[slice, ...]) -> torch.Tensor:
         piece: torch.Tensor = self._tensor[where]
         self._file.read_bytes += piece.nbytes
@@ -233,3 +238,13 @@ def test_weights_that_do_not_fit_are_refused(
     part, model = parts_of(tiny_checkpoint(config_of), Grid(2, 1))[1]
     with pytest.raises(Incompatible, match=message):
         load_part(model, part, tiny_checkpoint(weights_of).weight_files)
+
+
+def test_a_rank_refuses_numbers_that_are_no_plain_weights(tmp_path: Path, tiny_checkpoint: Tiny) -> None:
+    checkpoint = tiny_checkpoint("llama")
+    weights = load_file(checkpoint.weight_files[0])
+    weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"].to(torch.int8)
+    save_file(weights, tmp_path / "model.safetensors")
+    part, model = parts_of(checkpoint, Grid(2, 1))[1]
+    with pytest.raises(Incompatible, match="is of dtype I8; supported: F64"):
+        load_part(model, part, [tmp_path / "model.safetensors"])
