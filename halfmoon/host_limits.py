@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+MOST_THREADS = 4096  # of a process; far more end it: OpenMP does not report threads that it cannot start
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = Path("/sys/fs/cgroup")

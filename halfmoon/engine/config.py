@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from halfmoon import host_limits
@@ -16,6 +18,27 @@ from halfmoon.policy.offload.host_choice import Objective
 OffloadSchedule = Literal["latency", "throughput"]
 OffloadOverlap = Literal["layers", "layer", "none"]
 Kernels = Literal["torch", "native", "triton"]  # implementation of everything between matrix products
+
+_LEAST: Mapping[str, int] = MappingProxyType(
+    {
+        "block_tokens": 1,
+        "kv_memory_bytes": 1,
+        "host_workers": 1,
+        "num_blocks": 1,
+        "paused_bytes": 0,
+        "max_batch_tokens": 1,
+        "chunk_tokens": 1,
+        "max_running": 1,
+        "num_threads": 1,
+        "load_threads": 1,
+        "max_context_tokens": 1,
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
+        "sequence_parallel": 1,
+        "long_prompt_tokens": 1,
+    }
+)
+_PARAMS: Mapping[str, str] = MappingProxyType({"kv_memory_bytes": "kv_memory", "paused_bytes": "paused_memory"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +119,22 @@ class EngineConfig:
     link_bytes_per_s: float | None = None  # throttles what comes from the host to this rate, for experiments on a CPU
 
     def __post_init__(self) -> None:
-        for name in (
-            "block_tokens",
-            "max_batch_tokens",
-            "chunk_tokens",
-            "max_running",
-            "tensor_parallel",
-            "pipeline_parallel",
-            "sequence_parallel",
-            "long_prompt_tokens",
-        ):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise Incompatible(f"engine: {name} must be at least 1, got {value}", param=name)
+            if value is not None and value < least:
+                raise Incompatible(
+                    f"engine: {name} must be at least {least}, got {value}", param=_PARAMS.get(name, name)
+                )
+        for name in ("num_threads", "load_threads"):
+            value = getattr(self, name)
+            if value is not None and value > host_limits.MOST_THREADS:
+                raise Incompatible(
+                    f"engine: {name} must be at most {host_limits.MOST_THREADS}, got {value}", param=name
+                )
+        if self.link_bytes_per_s is not None and not self.link_bytes_per_s > 0:
+            raise Incompatible(
+                f"engine: link_bytes_per_s must be positive, got {self.link_bytes_per_s}", param="link_bytes_per_s"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise Incompatible(
                 f"engine: gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}",

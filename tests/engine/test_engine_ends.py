@@ -138,6 +138,27 @@ class TestRefusals:
         with pytest.raises(Incompatible, match="does not hold one block"):
             make_engine(num_blocks=None, kv_memory_bytes=100)
 
+    @pytest.mark.parametrize(
+        ("name", "value", "param"),
+        [
+            ("num_blocks", -1, "num_blocks"),
+            ("num_blocks", 0, "num_blocks"),
+            ("kv_memory_bytes", 0, "kv_memory"),
+            ("paused_bytes", -1, "paused_memory"),
+            ("host_workers", 0, "host_workers"),
+            ("num_threads", -1, "num_threads"),
+            ("num_threads", 1_000_000, "num_threads"),
+            ("load_threads", 0, "load_threads"),
+            ("max_context_tokens", -1, "max_context_tokens"),
+            ("link_bytes_per_s", -1.0, "link_bytes_per_s"),
+            ("link_bytes_per_s", math.nan, "link_bytes_per_s"),
+        ],
+    )
+    def test_numbers_out_of_range_are_named(self, name: str, value: Any, param: str) -> None:
+        with pytest.raises(Incompatible, match=f"engine: {name} must be") as refused:
+            EngineConfig(**{name: value})
+        assert refused.value.param == param
+
     def test_nonsense_limits(self) -> None:
         with pytest.raises(Incompatible, match="max_batch_tokens"):
             EngineConfig(max_batch_tokens=64, max_running=64)
