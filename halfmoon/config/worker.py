@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, Field
 
 from halfmoon.config.section import Section, off_is_a_word
+from halfmoon.host_limits import MOST_THREADS
 
 Calibrate = Literal["auto", "always", "never"]
+_MOST = (1 << 31) - 1  # of what is counted: messages between services hold no more
 
 
 class WorkerConfig(Section):
@@ -49,9 +51,10 @@ class WorkerConfig(Section):
         description="number format of KV in memory; int8, fp8 (e4m3): with a scale for each token and head, half as "
         "large as bfloat16, int8 nearer to it; auto: the dtype. Not with vLLM, nor with offload_kv",
     )
-    block_tokens: int = Field(64, ge=1, description="tokens in a KV block; must be the same on all workers")
+    block_tokens: int = Field(64, ge=1, le=_MOST, description="tokens in a KV block; must be the same on all workers")
     kv_memory: ByteSize | None = Field(
         None,
+        gt=0,
         description="memory for KV blocks, such as 2GiB, on a CPU in huge pages, of which an idle worker of one rank "
         "without offload_kv has some ready ahead of use; default on a CPU: an eighth of the free memory, or a "
         "quarter among more than two host_workers, at most 2GiB",
@@ -74,15 +77,16 @@ class WorkerConfig(Section):
         0.9, gt=0, le=1, description="share of a GPU's memory that this worker uses, unless kv_memory is given"
     )
     max_batch_tokens: int | None = Field(
-        None, ge=2, description="most tokens in one forward pass; default: depends on the device"
+        None, ge=2, le=_MOST, description="most tokens in one forward pass; default: depends on the device"
     )
     chunk_tokens: int | None = Field(
         None,
         ge=1,
+        le=_MOST,
         description="most prompt tokens in a step with running decodes; default: what the tightest TBT target of those "
         "leaves, or all that fits where nobody set one",
     )
-    max_running: int = Field(64, ge=1, description="most sequences in one batch")
+    max_running: int = Field(64, ge=1, le=_MOST, description="most sequences in one batch")
     offload_kv: Literal["none", "host", "auto"] = Field(
         "none",
         description="'host': KV that exceeds kv_memory is kept in host memory and fetched layer by layer; for OPT, "
@@ -116,7 +120,7 @@ class WorkerConfig(Section):
         "of one. On a CPU with attention: native. Not with vLLM",
     )
     max_context_tokens: int | None = Field(
-        None, ge=1, description="most tokens of prompt and output; default: the model's context"
+        None, ge=1, le=_MOST, description="most tokens of prompt and output; default: the model's context"
     )
     attention: Literal["auto", "sdpa", "native", "triton", "flex"] = Field(
         "auto",
@@ -137,26 +141,30 @@ class WorkerConfig(Section):
     num_threads: int | None = Field(
         None,
         ge=1,
+        le=MOST_THREADS,
         description="CPU threads of each rank of the engine; default: `OMP_NUM_THREADS`, which `halfmoon up` sets to a "
         "share of the cores",
     )
-    tensor_parallel: int = Field(1, ge=1, description="devices that share every layer of the model")
-    pipeline_parallel: int = Field(1, ge=1, description="stages that the layers are divided into")
+    tensor_parallel: int = Field(1, ge=1, le=_MOST, description="devices that share every layer of the model")
+    pipeline_parallel: int = Field(1, ge=1, le=_MOST, description="stages that the layers are divided into")
     sequence_parallel: int = Field(
         1,
         ge=1,
+        le=_MOST,
         description="devices with the whole model each that share the tokens of long prompts (ring attention), for "
         "prefill workers; instead of the two others. Our own engine",
     )
     long_prompt_tokens: int = Field(
         4096,
         ge=1,
+        le=_MOST,
         description="with sequence_parallel: all its devices compute prompts with more uncached tokens than this; "
         "shorter ones stay on one each",
     )
     remote_ranks: int = Field(
         0,
         ge=0,
+        le=_MOST,
         description="how many of the tensor, pipeline or sequence parallel ranks are on other hosts, the last "
         "first: `halfmoon join RANK_LISTEN --ranks N` there. Not with vLLM",
     )
@@ -166,7 +174,7 @@ class WorkerConfig(Section):
         "shm,grpc",
         description="transports of KV, best first: 'cuda_ipc', 'shm', 'nixl'; 'grpc' is always the last resort",
     )
-    kv_window: ByteSize = Field(ByteSize(32 << 20), description="most KV in transfer to one worker")
+    kv_window: ByteSize = Field(ByteSize(32 << 20), gt=0, description="most KV in transfer to one worker")
     kv_stall_s: float = Field(10.0, gt=0, description="a KV link without progress for this long has failed")
     kv_link_mbps: float | None = Field(
         None, gt=0, description="for experiments: limits KV transfer to this many megabytes per second"

@@ -86,6 +86,15 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
             ],
         ),
         ("cluster: {workers: [{role: both, count: 100000000}]}", ["cluster.workers[0].count: Input should be less"]),
+        (
+            "workers: {both: {kv_memory: 0, kv_window: 0, num_threads: 1000000, block_tokens: 99999999999}}",
+            [
+                "workers.both[0].kv_memory: Input should be greater than 0",
+                "workers.both[0].kv_window: Input should be greater than 0",
+                "workers.both[0].num_threads: Input should be less than or equal to 4096",
+                "workers.both[0].block_tokens: Input should be less than or equal to 2147483647",
+            ],
+        ),
         ("security: {api_key: [5]}", ["security.api_key[0]: must be a text"]),
         ("security: {api_key: {a: 1}}", ["security.api_key[0]: must be a text"]),
         ("gateway: 3\nclasses: [a]", ["1: gateway: must be a mapping", "2: classes: must be a mapping"]),
