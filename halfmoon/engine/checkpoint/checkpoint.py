@@ -206,16 +206,13 @@ def _convert(file: Path, target: Path, as_numbers: bool) -> None:
             "that `python -m halfmoon.engine.checkpoint.description FILE DIRECTORY` makes elsewhere",
             param="model",
         )
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    command = [sys.executable, "-m", "halfmoon.engine.checkpoint.convert_gguf", str(file), str(partial)]
+    command = [sys.executable, "-m", "halfmoon.engine.checkpoint.convert_gguf", str(file), str(target)]
     command += ["numbers"] if as_numbers else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        shutil.rmtree(partial, ignore_errors=True)
         last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
         advice = "" if "Incompatible" in last_line else "; if it is damaged or cut off, get it again"
         raise Incompatible(f"{file.name} could not be converted: {last_line}{advice}", param="model")
-    partial.rename(target)
 
 
 def _file_digest(file: Path) -> str:

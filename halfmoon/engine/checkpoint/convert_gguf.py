@@ -8,6 +8,8 @@ metadata. Supports Llama, Mistral, Qwen2 and Qwen3. Needs the memory of one file
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from math import prod
 from pathlib import Path
@@ -145,5 +147,16 @@ def _architecture(model_type: str) -> str:
     return f"{names[model_type]}ForCausalLM"
 
 
+def main(source: Path, target: Path, as_numbers: bool) -> None:
+    """Makes `target` whole or not at all, also if who asked for it is gone, and another was quicker meanwhile."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        convert_gguf(source, partial, as_numbers)
+        if not target.is_dir():
+            partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 if __name__ == "__main__":
-    convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]), "numbers" in sys.argv[3:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), "numbers" in sys.argv[3:])

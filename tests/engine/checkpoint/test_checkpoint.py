@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
-from halfmoon.engine.checkpoint.convert_gguf import convert_gguf, transformers_name
+from halfmoon.engine.checkpoint.convert_gguf import convert_gguf, main, transformers_name
 from halfmoon.engine.checkpoint.description import describe
 from halfmoon.engine.checkpoint.fingerprint import FINGERPRINT_FILE
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, UnknownModel
@@ -294,6 +294,16 @@ def test_a_converted_file_that_was_cut_off_is_named(name: str, conversion: Conve
     for as_numbers in (False, True):
         with pytest.raises(HalfmoonError, match=rf"{name} is damaged or cut off .*: remove .*copy and start again"):
             prepare_checkpoint(str(copied), as_numbers=as_numbers)
+
+
+def test_a_conversion_that_is_overtaken_leaves_nothing_behind(tiny_gguf: Path, tmp_path: Path) -> None:
+    """As one whose process outlived the worker that began it."""
+    target = tmp_path / "tiny"
+    target.mkdir()
+    (target / "config.json").write_text("another's")
+    main(tiny_gguf, target, as_numbers=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    assert [path.name for path in target.iterdir()] == ["config.json"]
 
 
 def test_a_broken_gguf_leaves_nothing_behind(tmp_path: Path) -> None:
