@@ -150,7 +150,8 @@ def rope_parameters(raw: Raw, theta: float = 10000.0, further: tuple[str, ...] =
     `further` types are supported besides those of every model. Raises Incompatible for others, and for one that
     lacks a number.
     """
-    rope = dict(mapping(raw, "rope_parameters") or mapping(raw, "rope_scaling"))
+    given = mapping(raw, "rope_parameters") or mapping(raw, "rope_scaling")
+    rope = {name: value for name, value in given.items() if value is not None}  # which transformers would compute with
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope.pop("type", None)
     rope["rope_theta"] = number(rope, "rope_theta", number(raw, "rope_theta", theta))

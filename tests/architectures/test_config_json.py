@@ -345,6 +345,15 @@ def test_what_cannot_be_is_not_taken_for_something_else(change: dict[str, Any], 
         parse_model_config({**LLAMA, **change})
 
 
+@pytest.mark.parametrize("rope", [rope for rope in ROPES if rope["rope_type"] != "longrope"])
+def test_null_is_what_an_absent_number_of_a_rotary_embedding_is(rope: dict[str, Any]) -> None:
+    given = {name: value for name, value in rope.items() if name != "original_max_position_embeddings"}
+    nulls = {"original_max_position_embeddings": None, "partial_rotary_factor": None, "attention_factor": None}
+    parsed = parse_model_config({**LLAMA, "rope_scaling": {**nulls, **given}})
+    assert parsed == parse_model_config({**LLAMA, "rope_scaling": given})
+    assert None not in parsed.rope_parameters.values()
+
+
 def test_null_is_what_an_absent_key_is_unless_it_means_none() -> None:
     nulls = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling")
     assert parse_model_config({**LLAMA, **dict.fromkeys(nulls)}) == parse_model_config(LLAMA)
