@@ -69,7 +69,7 @@ def parse_llama_family(raw: Raw, architecture: str) -> ModelConfig:
     refuse(raw, "hidden_act", ("silu",))
     hidden, heads = required(raw, "hidden_size"), required(raw, "num_attention_heads")
     kv_heads = count(raw, "num_key_value_heads", defaults.num_kv_heads or heads)
-    head_dim = count(raw, "head_dim", defaults.head_dim or hidden // heads, least=0)
+    head_dim = count(raw, "head_dim", 1) if raw.get("head_dim") is not None else defaults.head_dim or hidden // heads
     check_heads(heads, kv_heads, head_dim)
     attention_bias = flag(raw, "attention_bias", False) and architecture not in _WITHOUT_ATTENTION_BIAS
     qkv_bias = flag(raw, "qkv_bias", True) if architecture == "Qwen2MoeForCausalLM" else True

@@ -305,6 +305,7 @@ def test_names_and_objects_of_the_wrong_kind_are_refused(config_class: Any, name
         ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer, got 0"),
         ({"hidden_size": 2}, "hidden_size leaves nothing for each of 4 attention heads"),
         ({"head_dim": -16}, "head_dim"),
+        ({"head_dim": 0}, "head_dim must be a positive integer, got 0"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 65536"),
         ({"vocab_size": 1 << 40}, "vocab_size must be a positive integer, at most 2147483647"),
         ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
