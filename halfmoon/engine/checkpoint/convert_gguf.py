@@ -1,7 +1,7 @@
 """`python -m halfmoon.engine.checkpoint.convert_gguf SRC DST [numbers]`: makes a Hugging Face directory of a GGUF file.
 
 Weights in blocks that our own engine reads are kept as they are, the others become float32 safetensors; with `numbers`
-all do, too, for who reads no blocks. Configuration and tokenizer come from transformers' reading of the file's
+all do, too, for those who read no blocks. Configuration and tokenizer come from transformers' reading of the file's
 metadata. Supports Llama, Mistral, Qwen2 and Qwen3. Needs the memory of one file of safetensors, whatever the model.
 """
 
@@ -42,6 +42,7 @@ _OUTER_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+# As models/blocks.py, which has torch.
 _BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 _COMPUTED = ("rope_freqs.weight",)
 _SHARD_BYTES = 1 << 30
