@@ -25,7 +25,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Gives the system what is free now, after work that took much; glibc alone would keep it, in pieces even all."""
+    """Gives free memory back to the system, after work that took much. glibc keeps what lies between pieces in use."""
     trim = _glibc("malloc_trim")
     if trim is not None:
         trim(ctypes.c_size_t(0))

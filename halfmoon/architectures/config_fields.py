@@ -47,7 +47,7 @@ def required(raw: Raw, name: str) -> int:
 
 
 def num_layers_of(raw: Raw) -> int:
-    """`num_hidden_layers`. Raises Incompatible for what is no number of layers."""
+    """`num_hidden_layers`. Raises Incompatible for anything but 1 to 65,536."""
     layers = required(raw, "num_hidden_layers")
     if layers > _MOST_LAYERS:
         raise _wrong("num_hidden_layers", f"at most {_MOST_LAYERS}", layers)

@@ -68,7 +68,7 @@ def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, co
 
 
 def keeps_blocks(checkpoint: Checkpoint, path: DevicePath) -> bool:
-    """Whether `path` multiplies with weights in blocks as they are, and is to."""
+    """Whether weights in blocks stay so: `path` multiplies with them, and `--quantization` is auto."""
     return path.kernels == "native" and checkpoint.quantization == "auto"
 
 

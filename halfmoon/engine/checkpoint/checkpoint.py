@@ -86,8 +86,8 @@ def prepare_checkpoint(
     """Makes `model` a local directory: `demo`, a directory, a `.gguf` file, or a Hugging Face id.
 
     Weights rounded to int8 or int4 are other weights, with a fingerprint of their own. With `auto` and `none` they are
-    the file's, in its blocks or as numbers. Others than our own engine read no blocks: for them all weights are written
-    `as_numbers`, too, which takes four bytes a weight on disk.
+    the file's, in its blocks or as numbers. `as_numbers` is for engines that read no blocks: all weights are written in
+    float32, too, four bytes a weight on disk.
 
     `on_progress` gets one line before each slow step. Raises UnknownModel when the model cannot be obtained,
     InvalidRequest when there is no model in it, and Incompatible when our own engine cannot compute it exactly, unless
@@ -122,7 +122,7 @@ def _prepared(model: str, cache_dir: Path | None, on_progress: Announce | None, 
 
 
 def _checkpoint_in(path: Path, name: str, as_numbers: bool) -> Checkpoint:
-    """Raises Incompatible for a directory without the numbers that are wanted."""
+    """Describes a directory. Raises Incompatible for one that has weights in blocks only, if they are `as_numbers`."""
     checkpoint = _describe(path, name)
     if as_numbers and not _has_numbers(path):
         raise Incompatible(
@@ -173,7 +173,7 @@ def default_cache_dir() -> Path:
 def _converted(file: Path, cache_dir: Path | None, announce: Announce, as_numbers: bool) -> Path:
     """The directory converted from a GGUF file: made once, whole or not at all, even with concurrent callers.
 
-    One with numbers is as good for who reads blocks, if it is there: a gateway, say, that could make none.
+    Without `as_numbers`, one that has numbers, too, is also returned if it is there: not every gateway can convert.
     """
     models = (cache_dir or default_cache_dir()) / "models"
     blocks = models / f"{file.stem}-{_file_digest(file)}"
@@ -311,7 +311,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _has_numbers(path: Path) -> bool:
-    """Whether safetensors have all weights of a directory, those in blocks too."""
+    """Whether a directory's safetensors hold all weights, also those that are in blocks."""
     if not (path / BLOCK_FILE).is_file():
         return True
     from safetensors import safe_open  # a gateway of another directory does without

@@ -120,7 +120,7 @@ def names_in(file: Path | None) -> frozenset[str]:
 
 
 def _repeated_bytes(file: Path, in_blocks: frozenset[str]) -> int:
-    """Those that are not read of a file, since they are in blocks, too: convert_gguf writes them in float32."""
+    """Bytes of a file's tensors that are read from blocks instead; convert_gguf writes them in float32."""
     with safe_open(str(file), framework="pt") as tensors:
         repeated = [name for name in tensors.keys() if checkpoint_name(name) in in_blocks]  # noqa: SIM118
         return sum(4 * math.prod(tensors.get_slice(name).get_shape()) for name in repeated)

@@ -194,7 +194,7 @@ def _token_text(path: Path, name: str, value: Any) -> str:
 
 
 def load_fast_tokenizer(path: Path) -> FastTokenizer:
-    """The tokenizer of a checkpoint's directory, in any format. Raises InvalidRequest if there is none, or a broken."""
+    """The tokenizer of a checkpoint's directory, in any format. Raises InvalidRequest for none or a broken one."""
     file = path / "tokenizer.json"
     if file.is_file():
         try:
