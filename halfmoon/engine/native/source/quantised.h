@@ -136,7 +136,7 @@ INLINE i32v dot_bytes(i32v sum, u32v codes, int32_t x) {
 
 /* Without an instruction for four bytes, two products are added in 16 bits. Those of codes below 64 may be added
  * further, SHORT_SUMS times: 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit. Larger ones are multiplied
- * as signed numbers, IS_SIGNED: 2 * 128 * 127. GCC 12 would add products last, and keep them all in memory until then. */
+ * as signed numbers, IS_SIGNED: 2 * 128 * 127. GCC 12 would add products last, and keep all in memory until then. */
 #if defined(__AVX2__) && !defined(__AVXVNNI__) && LANES == 8
 #define KEPT_IN_ORDER(sum) __asm__("" : "+x"(sum))
 #define SHORT_SUMS(format) (IS_CENTRED(format) ? 0 : (format) == Q6_K ? 2 : HIGH_BITS(format) ? 4 : 8)
@@ -181,19 +181,24 @@ INLINE u32v look_up(u32v places) {
 #endif
 }
 
+/* Two bits of each of inputs 4 * j to 4 * j + 3 of a block. */
+INLINE u32v two_bits(const uint8_t *bits, int j) {
+  return load_u32(bits + j / 4 * 4 * LANES) >> 2 * (j % 4) & 0x03030303;
+}
+
 /* Inputs 4 * j to 4 * j + 3 of a block. */
 INLINE u32v load_codes(const int format, const uint8_t *codes, int j) {
   if (format == Q8_0) return load_u32(codes + j * 4 * LANES);
   const uint8_t *high = codes + LOW_BITS(format) * 4 * LANES;
   u32v low;
   if (LOW_BITS(format) == 2) {
-    low = load_u32(codes + j / 4 * 4 * LANES) >> 2 * (j % 4) & 0x03030303;
+    low = two_bits(codes, j);
   } else {
     low = load_u32(codes + j % 4 * 4 * LANES);
     low = (j < 4 ? low : low >> 4) & 0x0f0f0f0f;
   }
   if (HAS_TABLE(format)) return look_up(low);
-  if (HIGH_BITS(format) == 2) return low | (load_u32(high + j / 4 * 4 * LANES) >> 2 * (j % 4) & 0x03030303) << 4;
+  if (HIGH_BITS(format) == 2) return low | two_bits(high, j) << 4;
   if (HIGH_BITS(format) == 0) return low;
   const int place = LOW_BITS(format);
   const u32v bits = load_u32(high);
