@@ -45,7 +45,7 @@ class ChatTemplate:
 def template_source(path: Path, config: Mapping[str, Any]) -> str | None:
     """The template of a checkpoint's directory, whose tokenizer has this `config`; None if it has none.
 
-    Raises InvalidRequest for what is no text.
+    Raises InvalidRequest for one that is not text.
     """
     file = path / "chat_template.jinja"
     if file.is_file():
