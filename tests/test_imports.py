@@ -102,6 +102,7 @@ TORCH_FREE_FILES = (
             "kv_memory/kv_access",
             "kv_memory/canonical_kv",
             "checkpoint/checkpoint",
+            "checkpoint/converted",
         )
     ),
 )

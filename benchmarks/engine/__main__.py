@@ -33,10 +33,10 @@ from benchmarks.serving import Client, Server, drop_waiting_policy
 from halfmoon.engine.checkpoint.checkpoint import (
     DEMO_MODEL,
     Checkpoint,
-    default_cache_dir,
     demo_file,
     prepare_checkpoint,
 )
+from halfmoon.engine.checkpoint.converted import default_cache_dir
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.native.compiler import compiled

@@ -15,7 +15,8 @@ from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.attention.attention import SdpaBackend
 from halfmoon.engine.attention.attention_backend import AttentionBackend
 from halfmoon.engine.attention.attention_table import Backend, attends, need_of
-from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization, default_cache_dir
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, Quantization
+from halfmoon.engine.checkpoint.converted import default_cache_dir
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig, Kernels
 from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES, KVArena

@@ -12,7 +12,8 @@ import torch
 
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint.adapters import read_adapters
-from halfmoon.engine.checkpoint.checkpoint import default_cache_dir, prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
+from halfmoon.engine.checkpoint.converted import default_cache_dir
 from halfmoon.engine.config import EngineConfig, HostChoiceConfig, JoinedRanks, OffloadConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.engine_facts import EngineFacts

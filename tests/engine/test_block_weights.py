@@ -51,7 +51,7 @@ TOKENS = [3, 7, 1, 20, 5, 5, 9, 11, 0, 2, 30, 31, 4]
 @pytest.fixture(autouse=True)
 def _convert_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process that loads transformers for each file; those of the tests of the conversion have one."""
-    monkeypatch.setattr("halfmoon.engine.checkpoint.checkpoint._convert", convert_gguf)
+    monkeypatch.setattr("halfmoon.engine.checkpoint.converted._convert", convert_gguf)
 
 
 def gguf(path: Path, formats: Mapping[str, BlockFormat], quantization: Quantization = "auto") -> Checkpoint:

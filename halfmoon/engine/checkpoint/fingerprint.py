@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from halfmoon.errors import InvalidRequest
 
+BLOCK_FILE = "model.blocks"  # safetensors, but by a name that other engines do not load
 FINGERPRINT_FILE = "halfmoon_fingerprint"  # where weights are not there, or not as numbers: description, convert_gguf
 SAMPLE_BYTES = 4096  # read from each tensor
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
@@ -35,7 +36,7 @@ def fingerprint(path: Path, raw: dict[str, Any], files: tuple[Path, ...]) -> str
     """
     described = path / FINGERPRINT_FILE
     if described.is_file():
-        for file in filter(Path.is_file, (*files, *path.glob("*.blocks"))):
+        for file in filter(Path.is_file, (*files, path / BLOCK_FILE)):
             _samples(file, f"remove {path} and start again from the .gguf file")
         text = described.read_bytes()
         if not re.fullmatch(rb"[0-9a-f]{32}", text):

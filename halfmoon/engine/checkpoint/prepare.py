@@ -1,6 +1,6 @@
 """`python -m halfmoon.engine.checkpoint.prepare MODEL [any]`: readies model and kernels on disk, in a killable process.
 
-With `any`, a model that our own engine does not compute is no error, and other engines can read its weights.
+With `any`, a model that our own engine does not compute is not an error, and other engines can read its weights.
 
 Prints one JSON object per line: `{"step": …}` before each slow step, at the end `{"path": …, "name": …}` or, with exit
 status 1, `{"error": …}`.
@@ -12,7 +12,8 @@ import json
 import sys
 from contextlib import suppress
 
-from halfmoon.engine.checkpoint.checkpoint import default_cache_dir, prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
+from halfmoon.engine.checkpoint.converted import default_cache_dir
 from halfmoon.engine.native.compiler import compiled
 from halfmoon.errors import HalfmoonError, Incompatible
 

@@ -20,7 +20,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from halfmoon.engine.checkpoint.checkpoint import Checkpoint, locked
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.converted import locked
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.blocks import Blocks
 from halfmoon.engine.models.linear import Multiply, PackWeight

@@ -20,7 +20,7 @@ import torch
 
 import halfmoon
 from halfmoon.config.worker import Calibrate
-from halfmoon.engine.checkpoint.checkpoint import locked
+from halfmoon.engine.checkpoint.converted import locked
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.native.compiler import processor, sources_digest

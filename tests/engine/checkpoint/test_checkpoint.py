@@ -264,7 +264,7 @@ def test_other_engines_find_all_weights_as_numbers(tiny_gguf: Path, conversion: 
 def test_numbers_of_a_large_model_are_in_several_files(
     tiny_gguf: Path, conversion: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfmoon.engine.checkpoint.checkpoint._convert", convert_gguf)
+    monkeypatch.setattr("halfmoon.engine.checkpoint.converted._convert", convert_gguf)
     monkeypatch.setattr("halfmoon.engine.checkpoint.convert_gguf._SHARD_BYTES", 10_000)
     one, several = numbers_of(tiny_gguf, conversion.cache), numbers_of(tiny_gguf, tmp_path)
     assert len(several.weight_files) > 2
@@ -348,7 +348,7 @@ def test_other_engines_do_without_a_demo_in_blocks(conversion: Conversion, monke
 
 def test_without_what_reads_gguf_files_another_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").write_bytes(bytes(16))
-    monkeypatch.setattr("halfmoon.engine.checkpoint.checkpoint.find_spec", lambda name: None)
+    monkeypatch.setattr("halfmoon.engine.checkpoint.converted.find_spec", lambda name: None)
     with pytest.raises(Incompatible, match=r"give the directory that .* makes"):
         prepare_checkpoint(str(tmp_path / "model.gguf"), tmp_path / "cache")
 
@@ -359,6 +359,6 @@ def test_without_what_reads_gguf_files_a_directory_with_numbers_will_do(
     """A worker with vLLM makes no other, and a gateway that shares its cache makes none."""
     numbers = numbers_of(tiny_gguf, conversion.cache)
     shutil.copytree(numbers.path, tmp_path / "models" / numbers.path.name)
-    monkeypatch.setattr("halfmoon.engine.checkpoint.checkpoint.find_spec", lambda name: None)
+    monkeypatch.setattr("halfmoon.engine.checkpoint.converted.find_spec", lambda name: None)
     found = prepare_checkpoint(str(tiny_gguf), tmp_path)
     assert replace(found, path=numbers.path) == numbers

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, dequantize
 from torch import Tensor
 from torch.nn import functional
 
-from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
+from halfmoon.engine.checkpoint.converted import default_cache_dir
 from halfmoon.engine.models.blocks import BLOCK_SIZES, BlockFormat, Blocks
 from halfmoon.engine.native.block_kernels import PackedBlocks
 from halfmoon.engine.native.compiler import compiled

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
 from halfmoon.engine.attention.attention_backend import AttentionRule, TokenSpan
-from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
+from halfmoon.engine.checkpoint.converted import default_cache_dir
 from halfmoon.engine.kv_memory.quantised_rows import CODES, put_rows, round_rows, rows_at
 from halfmoon.engine.models.linear import KeepsSums
 from halfmoon.engine.models.rotary import rotate

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
+from halfmoon.engine.checkpoint.converted import default_cache_dir
 from halfmoon.engine.native import compiler
 from halfmoon.engine.native.compiler import compiled
 from halfmoon.engine.native.library import NativeLibrary
