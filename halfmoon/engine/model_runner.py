@@ -21,7 +21,7 @@ from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.request import SampledToken
-from halfmoon.engine.sampler import SamplingRow, prompt_logprobs, sample
+from halfmoon.engine.sampler import ChooseTokens, SamplingRow, choose_by_torch, has_penalties, prompt_logprobs, sample
 from halfmoon.engine.scheduling.schedule import ScheduledSequence
 
 
@@ -49,6 +49,7 @@ class ModelRunner:
         eos_token_ids: frozenset[int],
         recorded: DecodeSteps | None = None,
         masks: TokenMasks | None = None,
+        choose: ChooseTokens = choose_by_torch,
     ) -> None:
         self._model = model
         self._arena = arena
@@ -56,6 +57,7 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         self._recorded = recorded
         self._masks = masks
+        self._choose = choose
         self._device_watch = DeviceWatch() if arena.tensor.is_cuda else None
 
     @property
@@ -115,7 +117,7 @@ class ModelRunner:
         rows = [row for item in scheduled for row in _sampling_rows(item)]
         if any(item.num_logits != item.num_drawn for item in scheduled):
             logits = logits[_note_prompts(scheduled, logits)]
-        return sample(logits, rows, self._eos_token_ids, self._masks) if rows else []
+        return sample(logits, rows, self._eos_token_ids, self._masks, self._choose) if rows else []
 
     def batch(self, chunks: Sequence[Chunk], attention: StepAttention | None = None) -> ForwardBatch:
         """The tensors of one forward pass over `chunks`, with `attention`, if given."""
@@ -164,14 +166,14 @@ def seen_spans(chunk: Chunk, block_tokens: int) -> Iterator[TokenSpan]:
 def _sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
     """The rows of the next token and of those behind each guess, as if the guesses before it were right."""
     sequence = item.sequence
+    sampling, num_prompt, forbidden = sequence.sampling, sequence.num_prompt, sequence.forbidden
+    if not item.num_drawn:
+        return []
+    ids = sequence.ids() if has_penalties(sampling) else None
+    guessed = ([*sequence.token_ids, *item.drafts[:number]] for number in range(1, item.num_drawn))
     return [
-        SamplingRow(
-            sequence.sampling,
-            [*sequence.token_ids, *item.drafts[:number]] if number else sequence.token_ids,
-            sequence.num_prompt,
-            sequence.forbidden,
-        )
-        for number in range(item.num_drawn)
+        SamplingRow(sampling, sequence.token_ids, num_prompt, forbidden, ids),
+        *(SamplingRow(sampling, token_ids, num_prompt, forbidden) for token_ids in guessed),
     ]
 
 

@@ -2,15 +2,18 @@
 
 Order of operations as in vLLM (v1/sample/sampler.py): bans and bias, penalties, temperature, min-p, top-k, top-p;
 tokens that a constraint does not allow are banned before all. Bans of `min_tokens` and `bad_words` that would leave no
-token give way. The remaining distribution is inverted at one uniform number, which Philox (Salmon et al., 2011)
-generates from (seed, i).
+token give way. The remaining distribution, in the order of ids, is inverted at one uniform number, which Philox (Salmon
+et al., 2011) generates from (seed, i). From penalties on there are two of it: torch's here, and the CPU kernels'
+(`native/sampling.py`), by the same rules.
 """
 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,6 +39,7 @@ class SamplingRow:
     token_ids: Sequence[int]
     num_prompt: int
     forbidden: NDArray[np.bool_] | None = None  # the parameters', made once a request; None: made here
+    ids: array[int] | None = None  # token_ids once more (int64), where there are penalties; None: made where needed
 
     @property
     def position(self) -> int:
@@ -43,15 +47,31 @@ class SamplingRow:
         return len(self.token_ids) - self.num_prompt
 
 
+class ChooseTokens(Protocol):
+    """Chooses a token for each row, from penalties on."""
+
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        """logits: [num_rows, vocab_size], any float; not changed. -1 for a row that cannot be drawn from.
+
+        That is one with NaN or infinity, or without any token that is allowed. A row's token does not depend on the
+        other rows. May raise for any reason, which one row alone must be enough for.
+        """
+
+
 def sample(
-    logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], masks: TokenMasks | None = None
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    eos_token_ids: frozenset[int],
+    masks: TokenMasks | None = None,
+    choose: ChooseTokens | None = None,
 ) -> list[SampledToken]:
     """Draws one token per row; ERROR_TOKEN_ID for a row that fails, CONSTRAINT_TOKEN_ID for one whose constraint does.
 
-    logits: [num_rows, vocab_size], any float; not changed. `masks` are needed for rows with a constraint.
+    logits: [num_rows, vocab_size], any float; not changed. `masks` are needed for rows with a constraint. `choose` is
+    torch's code if not given.
     """
     try:
-        return _sample(logits, rows, eos_token_ids, masks)
+        return _sample(logits, rows, eos_token_ids, masks, choose or choose_by_torch)
     except Exception as error:
         if len(rows) == 1:
             if isinstance(error, InvalidRequest):  # the client's doing
@@ -60,69 +80,82 @@ def sample(
             logger.exception("sampling_failed")
             return [SampledToken(ERROR_TOKEN_ID)]
         # One row must not fail the others, and does not depend on them.
-        return [sample(logits[index : index + 1], [row], eos_token_ids, masks)[0] for index, row in enumerate(rows)]
+        return [
+            sample(logits[index : index + 1], [row], eos_token_ids, masks, choose)[0] for index, row in enumerate(rows)
+        ]
 
 
 def _sample(
-    logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], masks: TokenMasks | None
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    eos_token_ids: frozenset[int],
+    masks: TokenMasks | None,
+    choose: ChooseTokens,
 ) -> list[SampledToken]:
-    if all(is_plain_greedy(row.params, row.position) for row in rows):
-        return [SampledToken(token_id) for token_id in _argmax(logits)]
-    raw = logits.float()
-    adjusted = raw.clone()
-    for row, values in zip(rows, adjusted, strict=True):
-        if row.params.constraint is not None:
-            assert masks is not None
-            allowed = masks.allowed(row.params.constraint, row.token_ids[row.num_prompt :])
-            values.masked_fill_(torch.from_numpy(~allowed).to(values.device), float("-inf"))
-        adjust_logits(values, row, eos_token_ids)
-    token_ids = _argmax(adjusted)
-    random = [index for index, row in enumerate(rows) if not _is_greedy(row.params)]
-    random.sort(key=lambda index: _is_cut(rows[index].params, logits.shape[1]))
-    if random:
-        drawn = _draw(adjusted[random], [rows[index] for index in random])
-        for index, token_id in zip(random, drawn, strict=True):
-            token_ids[index] = token_id
+    adjusted = logits
+    if any(_bars(row) for row in rows):
+        adjusted = logits.float().clone()
+        for row, values in zip(rows, adjusted, strict=True):
+            if row.params.constraint is not None:
+                assert masks is not None
+                allowed = masks.allowed(row.params.constraint, row.token_ids[row.num_prompt :])
+                values.masked_fill_(torch.from_numpy(~allowed).to(values.device), float("-inf"))
+            ban_and_bias(values, row, eos_token_ids)
+    token_ids = choose(adjusted, rows)
+    if min(token_ids) < 0:
+        raise ValueError("the logits hold NaN or infinity, or every token is banned")
     return [
         SampledToken(token_id, _logprobs(values, token_id, row.params.num_top_logprobs))
-        for token_id, values, row in zip(token_ids, raw, rows, strict=True)
+        for token_id, values, row in zip(token_ids, logits, rows, strict=True)
     ]
 
 
-def _argmax(logits: Tensor) -> list[int]:
-    """The likeliest token of each row. Raises ValueError for NaN or infinity, and where no token is allowed."""
-    most, token_ids = logits.max(dim=-1)
-    found: list[int] = torch.where(most.isfinite(), token_ids, -1).tolist()  # read back at once
-    if min(found) < 0:
-        raise ValueError("the logits hold NaN or infinity, or every token is banned")
-    return found
+def choose_by_torch(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """See `ChooseTokens`, on any device."""
+    penalised = [index for index, row in enumerate(rows) if has_penalties(row.params)]
+    if penalised:
+        logits = logits.float().clone()
+        for index in penalised:
+            penalise(logits[index], rows[index])
+    most, likeliest = logits.max(dim=-1)
+    token_ids: list[int] = torch.where(most.isfinite(), likeliest, -1).tolist()  # read back at once
+    random = [index for index, row in enumerate(rows) if not is_greedy(row.params) and token_ids[index] >= 0]
+    random.sort(key=lambda index: _is_cut(rows[index].params, logits.shape[1]))
+    if random:
+        drawn = _draw(logits[random].float(), [rows[index] for index in random])
+        for index, token_id in zip(random, drawn, strict=True):
+            token_ids[index] = token_id
+    return token_ids
 
 
-def is_plain_greedy(params: SamplingParams, position: int) -> bool:
-    """Whether the token is simply the argmax of the raw logits, with nothing else to return."""
-    return (
-        _is_greedy(params)
-        and params.num_top_logprobs is None
-        and params.constraint is None
-        and not (params.logit_bias or params.allowed_token_ids or params.bad_words)
-        and position >= params.min_tokens
-        and not params.presence_penalty
-        and not params.frequency_penalty
-        and params.repetition_penalty == 1.0
-    )
-
-
-def _is_greedy(params: SamplingParams) -> bool:
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the likeliest token is taken."""
     return params.temperature < _GREEDY_BELOW
 
 
-def adjust_logits(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:
-    """Applies bans, bias and penalties in place. values: [vocab_size] float32."""
-    params, output = row.params, row.token_ids[row.num_prompt :]
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a token's logit depends on those before."""
+    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+
+
+def _bars(row: SamplingRow) -> bool:
+    """Whether tokens are banned or biased."""
+    params = row.params
+    lists = params.logit_bias or params.allowed_token_ids or params.bad_words
+    return params.constraint is not None or bool(lists) or row.position < params.min_tokens
+
+
+def ban_and_bias(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:
+    """Applies bans and bias in place. values: [vocab_size] float32."""
     _ban(values, row, eos_token_ids)
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=values.device)
-        values[ids] += torch.tensor(list(params.logit_bias.values()), device=values.device)
+    if bias := row.params.logit_bias:
+        ids = torch.tensor(list(bias), device=values.device)
+        values[ids] += torch.tensor(list(bias.values()), device=values.device)
+
+
+def penalise(values: Tensor, row: SamplingRow) -> None:
+    """Applies penalties in place. values: [vocab_size] float32."""
+    params, output = row.params, row.token_ids[row.num_prompt :]
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(row.token_ids)), device=values.device)
         picked = values[seen]
@@ -208,8 +241,9 @@ def _draw_cut(probabilities: Tensor, top: Tensor, top_ids: Tensor, params: Sampl
     """
     if len(top) < len(probabilities) and _reaches_past(top, params):
         top, top_ids = (ranked.cpu() for ranked in probabilities.sort(descending=True))
-    kept = top[: num_kept(top, params)]
-    return int(top_ids[_invert(kept.unsqueeze(0), [point])[0]])
+    num = num_kept(top, params)
+    ids, order = top_ids[:num].sort()
+    return int(ids[_invert(top[:num][order].unsqueeze(0), [point])[0]])
 
 
 def _reaches_past(top: Tensor, params: SamplingParams) -> bool:
@@ -265,9 +299,9 @@ def _some_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> It
 
 
 def _logprobs(values: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
-    """Computes log-probabilities under the model's own distribution, before penalties. values: [vocab_size] float32."""
+    """Log-probabilities under the model's own distribution, before penalties. values: [vocab_size], any float."""
     if num_top is None:
         return None
-    logprobs = values.log_softmax(dim=-1)
+    logprobs = values.float().log_softmax(dim=-1)
     top, ids = logprobs.topk(min(num_top, len(values)))
     return TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), top.tolist(), strict=True)))

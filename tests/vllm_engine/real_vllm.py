@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from halfmoon.engine.checkpoint.adapters import Adapter, read_adapters
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams, TokenOutput
-from halfmoon.engine.sampler import SamplingRow, adjust_logits
+from halfmoon.engine.sampler import SamplingRow, ban_and_bias, penalise
 from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import BlockChain, StepResult
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity
@@ -134,7 +134,9 @@ class Checks:
         while len(ids) < len(prompt) + sampling.max_tokens:
             with torch.inference_mode():
                 logits = self.reference(torch.tensor([ids])).logits[0, -1].clone()
-                adjust_logits(logits, SamplingRow(sampling, ids, len(prompt)), frozenset({2}))
+                row = SamplingRow(sampling, ids, len(prompt))
+                ban_and_bias(logits, row, frozenset({2}))
+                penalise(logits, row)
                 ids.append(int(logits.argmax()))
         return ids[len(prompt) :]
 

@@ -6,10 +6,12 @@ Tensors are float32 or bfloat16 on the CPU; the functions trust their shapes, wh
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from halfmoon.engine.models.blocks import Blocks
@@ -28,6 +30,7 @@ _ROTATE = (*[c_void_p] * 4, *[c_int64] * 5, c_int)
 _LINEAR = (*[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 3)
 _PACK_LINEAR = (*[c_void_p] * 2, *[c_int64] * 2)
 _ATTEND = (*[c_void_p] * 12, *[c_int64] * 9, c_float, c_int, c_int)
+_SAMPLE = (*[c_void_p] * 3, *[c_int64] * 2, c_int)
 _PLAN = (c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_void_p, POINTER(c_int64))
 
 
@@ -55,6 +58,10 @@ class NativeLibrary:
         self.block_kernels = BlockKernels(library, suffix, dtype, lambda: self.num_threads)
         self.run_layers = c_function(library, f"run_layers_{suffix}", (c_void_p, c_void_p))
         self._plan = c_function(library, "plan_attention", _PLAN, c_int64)
+        self._sample = c_function(library, "sample_tokens", _SAMPLE)
+        self._sampling_room = c_function(library, "sampling_room", (c_int64, c_int64, c_int), c_int64)
+        self._uniform_number = c_function(library, "uniform_number", (c_uint64, c_uint64), c_double)
+        self._room = torch.empty(0)
         self._num_team_threads = c_function(library, "num_team_threads", (), c_int)
 
     @property
@@ -130,6 +137,21 @@ class NativeLibrary:
             return PackedNumbers(self, shape, memory) if memory.nbytes == self.packed_bytes(shape) else None
         num_bytes = self.block_kernels.packed_bytes(format_number, *shape)
         return PackedBlocks(self.block_kernels, format_number, shape, memory) if memory.nbytes == num_bytes else None
+
+    def sample(self, draws: NDArray[np.void], vocab_size: int) -> list[int]:
+        """The token of each row, or -1. draws: [num_rows] of sampling.h's draw_t. Engines compute in one thread."""
+        num_numbers = self._sampling_room(len(draws), vocab_size, self.num_threads)
+        if len(self._room) < num_numbers:
+            self._room = torch.empty(num_numbers)
+        tokens = np.empty(len(draws), np.int64)
+        room = self._room.data_ptr()
+        self._sample(draws.ctypes.data, room, tokens.ctypes.data, len(draws), vocab_size, self.num_threads)
+        found: list[int] = tokens.tolist()
+        return found
+
+    def uniform_number(self, seed: int, position: int) -> float:
+        """See `sampler.uniform`."""
+        return float(self._uniform_number(seed % (1 << 64), position))
 
     def plan(self, segments: Tensor, runs: Tensor, num_kv_heads: int, group: int) -> tuple[Tensor, int]:
         """Tasks [num_tasks, …] for `attend`, and the number of partial results that they share.

@@ -114,7 +114,9 @@ class Rank:
             num_blocks = offload.rooms.device
         self.arena = KVArena(layout, num_blocks, self._device, path.kernels)  # on the device
         masks = TokenMasks(checkpoint.path, whole.vocab_size, checkpoint.eos_token_ids)
-        self.runner = ModelRunner(model, self.arena, path.attention, checkpoint.eos_token_ids, masks=masks)
+        self.runner = ModelRunner(
+            model, self.arena, path.attention, checkpoint.eos_token_ids, masks=masks, choose=path.choose
+        )
         self.memory: KVArena | TieredKV = self.arena
         self.offload: OffloadRunner | None = None
         if offload is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -49,6 +50,7 @@ class Sequence:
         self.rank = (request.priority, request.arrival_s, order)  # smaller runs first; unique
         self.pauses = Pauses(request.class_priority, request.max_pause_s)
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self._ids = array("q")
         self.num_before = len(self.token_ids)  # when its computing began here, or began again
         self.num_computed = 0  # leading tokens whose K and V are in `blocks`
         self.num_cached = 0  # of those, how many came from the prefix cache
@@ -84,6 +86,11 @@ class Sequence:
     def forbidden(self) -> NDArray[np.bool_]:
         """See `SamplingParams.forbidden`."""
         return self.sampling.forbidden()
+
+    def ids(self) -> array[int]:
+        """`token_ids` as int64, to which only new ones are added with each call."""
+        self._ids.extend(self.token_ids[len(self._ids) :])
+        return self._ids
 
     @property
     def num_prompt(self) -> int:

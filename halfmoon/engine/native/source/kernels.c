@@ -8,6 +8,8 @@
 
 #include "attention_plan.h"
 
+#include "sampling.h"
+
 #include "quantised.h"
 
 #include "amx_quantised.h"
