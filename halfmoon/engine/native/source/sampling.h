@@ -9,7 +9,7 @@
 #define GROUP 16        /* numbers that are added to different sums, whatever LANES is */
 #define CHUNK 1024      /* numbers that are added in float32, before their sums are in float64 */
 #define THRESHOLDS 7    /* that a pass over the weights tries at once */
-#define WHOLE_PASSES 3  /* over all weights; then those in question are put together */
+#define WHOLE_PASSES 3  /* over all weights, before those in question are put together */
 #define NO_TOKEN (-1)
 
 typedef struct {
@@ -29,7 +29,7 @@ typedef struct {
   int64_t *tokens;
 } sampling_args;
 
-#define ROOMS 4
+#define ROOMS 3
 
 static int64_t padded(int64_t size) { return ceil_div(size, CHUNK) * CHUNK; }
 
@@ -148,12 +148,16 @@ static int64_t collect(const float *weights, int64_t size, int32_t low, int32_t 
 }
 
 /* The fewest tokens, likeliest first and of equal ones the first, whose weights reach `wanted`, or whose number does.
- * near: room of as many weights. */
-static cut_t find_cut(const float *weights, int64_t size, double wanted, int by_count, float *near) {
+ * num_whole: see WHOLE_PASSES. near: room of as many weights. */
+static cut_t find_cut(const float *weights, int64_t size, double wanted, int by_count, int num_whole, float *near) {
   int32_t low = 0, high = bits_of(1.0f) + 1, tried[THRESHOLDS]; /* what is at least `low` reaches it; not so `high` */
-  double above = 0, base = 0, masses[THRESHOLDS];                /* of what is at least `high` */
+  double above = 0, base = 0, masses[THRESHOLDS];               /* of what is at least `high` */
   static const int32_t octaves[THRESHOLDS] = {24, 15, 11, 8, 6, 4, 2};
   for (int pass = 0; high - low > 1; pass++) {
+    if (pass == num_whole) {
+      size = collect(weights, size, low ? low : 1, high, near);
+      weights = near, base = above;
+    }
     for (int j = 0; j < THRESHOLDS; j++)
       tried[j] = pass ? low + 1 + (int32_t)((int64_t)(high - low - 1) * j / THRESHOLDS) : (127 - octaves[j]) << 23;
     add_masses(weights, size, tried, by_count, masses);
@@ -162,31 +166,22 @@ static cut_t find_cut(const float *weights, int64_t size, double wanted, int by_
         low = tried[j];
       else if (tried[j] < high)
         high = tried[j], above = base + masses[j];
-    if (pass + 1 == WHOLE_PASSES && high - low > 1) {
-      size = collect(weights, size, low, high, near);
-      weights = near, base = above;
-    }
   }
   const double missing = by_count ? wanted - above : ceil((wanted - above) / weight_of(low));
   return (cut_t){low, low == 0 || missing < 1 ? 1 : missing > 1e15 ? (int64_t)1e15 : (int64_t)missing};
 }
 
-/* Puts the weights that are kept together, in order, with their tokens. Returns their number up to whole chunks. */
-static int64_t keep(float *weights, int32_t *tokens, int64_t size, cut_t cut, int are_numbered) {
-  const float least = weight_of(cut.bits > 0 ? cut.bits - 1 : 0);
-  int64_t count = 0;
+/* Makes zeros of the weights that are not kept. */
+static void keep(float *weights, int64_t size, cut_t cut) {
+  const f32v one = splat(1);
   for (int64_t i = 0; i < size; i += LANES) {
-    if (!any_above(load_f32(weights + i), least)) continue;
-    for (int lane = 0; lane < LANES; lane++) {
-      const int32_t bits = bits_of(weights[i + lane]), token = are_numbered ? tokens[i + lane] : (int32_t)(i + lane);
-      const int is_equal = bits == cut.bits;
-      weights[count] = weights[i + lane], tokens[count] = token;
-      count += bits > cut.bits || (is_equal && cut.num_equal > 0);
-      cut.num_equal -= is_equal;
-    }
+    const f32v weight = load_f32(weights + i);
+    const i32v is_equal = (i32v)weight == cut.bits;
+    store_f32(weights + i, (f32v)((i32v)weight & ((i32v)weight >= cut.bits)));
+    if (!any_above((f32v)((i32v)one & is_equal), 0)) continue;
+    for (int lane = 0; lane < LANES; lane++)
+      if (is_equal[lane] && cut.num_equal-- <= 0) weights[i + lane] = 0;
   }
-  memset(weights + count, 0, (padded(count) - count) * sizeof(float));
-  return padded(count);
 }
 
 /* sums [size / CHUNK]: of each chunk. Returns their sum. */
@@ -228,36 +223,26 @@ double uniform_number(uint64_t seed, uint64_t position) {
 
 /* room: of this task. */
 static int64_t draw_token(const draw_t *draw, int64_t size, float *room) {
-  float *weights = room, *near = weights + padded(size), *logits = near + padded(size), most;
-  int32_t *tokens = (int32_t *)(logits + padded(size));
-  const float *of = draw->logits;
+  const int64_t num = padded(size);
+  float *weights = room, *near = weights + num, *penalised = near + num, most;
+  const float *logits = draw->logits;
   if (draw->repetition_penalty != 1 || draw->presence_penalty != 0 || draw->frequency_penalty != 0) {
-    memcpy(logits, of, size * sizeof(float));
-    if (!penalise(draw, logits, tokens, size)) return NO_TOKEN;
-    of = logits;
+    memcpy(penalised, logits, size * sizeof(float));
+    if (!penalise(draw, penalised, (int32_t *)near, size)) return NO_TOKEN;
+    logits = penalised;
   }
-  const int64_t best = likeliest(of, size, &most);
+  const int64_t best = likeliest(logits, size, &most);
   if (best == NO_TOKEN || draw->temperature == 0) return best;
-  weigh(of, size, most, draw->temperature, weights);
-  int64_t num = padded(size);
-  int is_cut = 0;
-  double sums[num / CHUNK], total;
-  if (draw->top_k > 0 && draw->top_k < size) {
-    num = keep(weights, tokens, num, find_cut(weights, num, (double)draw->top_k, 1, near), is_cut);
-    is_cut = 1;
-  }
-  if (draw->min_p > 0) {
-    num = keep(weights, tokens, num, (cut_t){bits_of((float)draw->min_p), size}, is_cut);
-    is_cut = 1;
-  }
-  total = add_chunks(weights, num, sums);
+  weigh(logits, size, most, draw->temperature, weights);
+  const int has_top_k = draw->top_k > 0 && draw->top_k < size;
+  if (has_top_k) keep(weights, num, find_cut(weights, num, (double)draw->top_k, 1, WHOLE_PASSES, near));
+  if (draw->min_p > 0) keep(weights, num, (cut_t){bits_of((float)draw->min_p), size});
+  double sums[num / CHUNK], total = add_chunks(weights, num, sums);
   if (draw->top_p < 1) {
-    num = keep(weights, tokens, num, find_cut(weights, num, draw->top_p * total, 0, near), is_cut);
+    keep(weights, num, find_cut(weights, num, draw->top_p * total, 0, has_top_k ? 0 : WHOLE_PASSES, near));
     total = add_chunks(weights, num, sums);
-    is_cut = 1;
   }
-  const int64_t place = share_at(weights, num, sums, uniform_number(draw->seed, draw->position) * total);
-  return is_cut ? tokens[place] : place;
+  return share_at(weights, num, sums, uniform_number(draw->seed, draw->position) * total);
 }
 
 static void sampling_task(void *data, long task) {
