@@ -19,7 +19,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -81,13 +81,14 @@ class Client:
     server: Server
     session: aiohttp.ClientSession
     rng: random.Random = field(default_factory=lambda: random.Random(0))
+    sampling: Mapping[str, float] = field(default_factory=lambda: {"temperature": 0})  # fields of each request
 
     def prompt(self, num_tokens: int) -> list[int]:
         """Random token ids."""
         return self.rng.choices(_VOCABULARY, k=num_tokens)
 
     async def stream(self, prompt: list[int], num_output: int) -> Sample:
-        """One greedy request of exactly `num_output` tokens.
+        """One request of exactly `num_output` tokens.
 
         llama.cpp streams no log-probabilities here. Its tokens are counted by its usage: it sends a chunk for each, but
         for those that end within a character, which count with the last one.
@@ -97,10 +98,10 @@ class Client:
             "prompt": prompt,
             "max_tokens": num_output,
             "min_tokens": num_output,
-            "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "logprobs": 0,  # a token without text of its own then has a chunk too
+            **self.sampling,
         }
         started_s = time.perf_counter()
         arrivals: list[float] = []
@@ -217,14 +218,16 @@ async def _settle() -> None:
             return
 
 
-async def measure(servers: Sequence[Server], names: Sequence[str], repeat: int) -> dict[str, dict[str, list[float]]]:
+async def measure(
+    servers: Sequence[Server], names: Sequence[str], repeat: int, sampling: Mapping[str, float]
+) -> dict[str, dict[str, list[float]]]:
     """All figures of all repeats: figure -> server -> values."""
     results: dict[str, dict[str, list[float]]] = {}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # llama.cpp closes idle connections within seconds
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         seed = random.SystemRandom().getrandbits(32)  # new prompts in every run, the same for all servers
-        clients = [Client(server, session, random.Random(seed)) for server in servers]
+        clients = [Client(server, session, random.Random(seed), sampling) for server in servers]
         for client in clients:
             await client.stream(client.prompt(16), 4)  # warm
         for _ in range(repeat):
@@ -252,6 +255,17 @@ def table(results: dict[str, dict[str, list[float]]], servers: Sequence[Server])
     return "\n".join(lines)
 
 
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--sampling`."""
+    parser.add_argument(
+        "--sampling",
+        type=json.loads,
+        default={"temperature": 0},
+        metavar="JSON",
+        help='fields of every request, such as \'{"temperature": 1.0, "top_p": 0.95}\'; greedy if not given',
+    )
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -259,12 +273,13 @@ def main() -> None:
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help=f"any of {', '.join(SCENARIOS)}")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="write every value here too")
+    add_sampling(parser)
     arguments = parser.parse_args()
     names = arguments.scenarios.split(",")
     for name in names:
         if name not in SCENARIOS:
             parser.error(f"unknown scenario {name!r}; known: {', '.join(SCENARIOS)}")
-    results = asyncio.run(measure(arguments.servers, names, arguments.repeat))
+    results = asyncio.run(measure(arguments.servers, names, arguments.repeat, arguments.sampling))
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(results, file, indent=1)

@@ -27,7 +27,7 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.live_system import free_port, running_system
-from benchmarks.serving import SCENARIOS, Server, drop_waiting_policy, measure, table
+from benchmarks.serving import SCENARIOS, Server, add_sampling, drop_waiting_policy, measure, table
 from halfmoon.engine.checkpoint.checkpoint import demo_file, prepare_checkpoint
 
 _START_S = 900.0
@@ -141,7 +141,7 @@ async def run(arguments: argparse.Namespace, state: Path) -> None:
                 system = running_system(options, state / name, 2 if "1p1d" in name else 1, _START_S)
                 url = await stack.enter_async_context(system)
             servers.append(Server(name, url, "demo"))
-        results = await measure(servers, arguments.scenarios.split(","), arguments.repeat)
+        results = await measure(servers, arguments.scenarios.split(","), arguments.repeat, arguments.sampling)
         exposed = [_exposed(state / name) for name in arguments.systems.split(",")]
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--kv-bytes", type=int, default=512 << 20)
     parser.add_argument("--engine-args", default="", help="further options of vLLM, such as --enforce-eager")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every value here too")
+    add_sampling(parser)
     parser.add_argument("--verbose", action="store_true", help="show what vLLM says")
     arguments = parser.parse_args()
     unknown = set(arguments.systems.split(",")) - {"vllm", "llama", *_SYSTEMS}

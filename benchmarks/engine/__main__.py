@@ -7,7 +7,7 @@ Subjects take turns within each repeat. Figures are medians; ratios are to trans
 as numbers if quantised weights or KV are measured beside it, and above 1 where the subject is better. Of those it also
 says how far they are from float32: perplexity of a text, mean KL divergence, share of equal likeliest tokens, and of
 200 questions the greedy answers that are the same.
-"colocated" is role `both` at work: eight sequences decode while a prompt of 2,048 tokens is computed in chunks. It
+"sampled" draws with temperature 1 and top-p 0.95, all else is greedy. "colocated" is role `both` at work: eight sequences decode while a prompt of 2,048 tokens is computed in chunks. It
 gives the decode rate during that time and the longest stall of a decode.
 """
 
@@ -22,6 +22,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,12 @@ from halfmoon.host_limits import num_threads
 PREFILL_TOKENS = (128, 512, 2048)
 DECODE_BATCHES = (1, 8, 32)
 DECODE_CONTEXTS = (2000,)  # of one sequence
+SAMPLED_BATCHES = (1, 8)
 _DECODE_CONTEXT = 256
 _DECODE_STEPS = 24
 _KV_BYTES = 1 << 30
+_GREEDY = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+_SAMPLED = replace(_GREEDY, temperature=1.0, top_p=0.95)
 Figures = dict[str, float]
 Subject = Callable[[], Figures]
 
@@ -76,14 +80,15 @@ class EngineSubject:
         """Measures all figures once."""
         figures = {f"prefill {n} tokens/s": self._prefill(n) for n in PREFILL_TOKENS}
         figures |= {f"decode batch {n} tokens/s": self._decode(n) for n in DECODE_BATCHES}
+        figures |= {f"sampled batch {n} tokens/s": self._decode(n, sampling=_SAMPLED) for n in SAMPLED_BATCHES}
         figures |= {f"decode behind {n} tokens/s": self._decode(1, n) for n in DECODE_CONTEXTS}
         figures["tokens of KV in 1 GiB"] = float(self._engine.num_blocks * self._engine.layout.block_tokens)
         return figures | self._colocated(8, 2048)
 
-    def _add(self, num_prompt: int, max_tokens: int) -> str:
+    def _add(self, num_prompt: int, max_tokens: int, sampling: SamplingParams = _GREEDY) -> str:
         self._num_requests += 1
         prompt = tuple(self._rng.choices(range(1000, 30000), k=num_prompt))
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        sampling = replace(sampling, max_tokens=max_tokens)
         self._engine.add(EngineRequest(str(self._num_requests), prompt, sampling))
         return str(self._num_requests)
 
@@ -94,14 +99,16 @@ class EngineSubject:
             self._engine.step()
         return num_tokens / (time.perf_counter() - started_s)
 
-    def _start_decodes(self, batch: int, max_tokens: int, context: int = _DECODE_CONTEXT) -> None:
+    def _start_decodes(
+        self, batch: int, max_tokens: int, context: int = _DECODE_CONTEXT, sampling: SamplingParams = _GREEDY
+    ) -> None:
         for _ in range(batch):
-            self._add(context, max_tokens)
+            self._add(context, max_tokens, sampling)
         while self._engine.step().num_prefill_tokens or self._engine.stats().num_waiting:
             pass
 
-    def _decode(self, batch: int, context: int = _DECODE_CONTEXT) -> float:
-        self._start_decodes(batch, 4096, context)
+    def _decode(self, batch: int, context: int = _DECODE_CONTEXT, sampling: SamplingParams = _GREEDY) -> float:
+        self._start_decodes(batch, 4096, context, sampling)
         started_s = time.perf_counter()
         for _ in range(_DECODE_STEPS):
             self._engine.step()

@@ -108,7 +108,7 @@ def _on_one_device(
     recorded = capture_decode(config, model_config, model, arena, path.attention)
     path.use_threads(num_threads)
     masks = TokenMasks(checkpoint.path, model_config.vocab_size, checkpoint.eos_token_ids)
-    runner = ModelRunner(model, arena, path.attention, checkpoint.eos_token_ids, recorded, masks, path.choose)
+    runner = ModelRunner(model, arena, path.attention, checkpoint.eos_token_ids, recorded, masks, path.sampler)
     if path.kernels == "triton" and arena.tensor.is_cuda:
         compile_ahead(runner, arena, layout, most_tokens)
     if offload is None:

@@ -27,7 +27,7 @@ from halfmoon.engine.models.layer_ops import TORCH_OPS, LayerOps
 from halfmoon.engine.models.linear import Multiply, PackLayer, PackWeight, alike, pack_onednn
 from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.native.prepared_model import KeptWeights, Packing, Wrap, kept_weights
-from halfmoon.engine.sampler import ChooseTokens, choose_by_torch
+from halfmoon.engine.sampler import TORCH_SAMPLER, SamplerOps
 from halfmoon.errors import Incompatible
 from halfmoon.kv.kv_layout import KVLayout, KVSlice
 
@@ -46,7 +46,7 @@ class DevicePath:
     attention: AttentionBackend
     packing: Packing | None = None  # None: packed weights cannot be kept
     use_threads: Callable[[int], None] = torch.set_num_threads  # how many, from now on, where they compute on a CPU
-    choose: ChooseTokens = choose_by_torch
+    sampler: SamplerOps = TORCH_SAMPLER
 
 
 def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:
@@ -145,7 +145,7 @@ def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, c
     from halfmoon.engine.native.compiler import compiled
     from halfmoon.engine.native.layer_ops import native_ops
     from halfmoon.engine.native.library import NativeLibrary
-    from halfmoon.engine.native.sampling import native_choice
+    from halfmoon.engine.native.sampling import native_sampler
 
     if config.device != "cpu":
         raise Incompatible(f"the native kernels compute on a CPU, not on {config.device}")
@@ -162,8 +162,8 @@ def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, c
     else:
         attention = _torch_attention(config)
     packing = Packing(library.packing, library.packed_weight)
-    choose = native_choice(library)
-    return DevicePath("native", native_ops(library), library.pack_weight, attention, packing, use_threads, choose)
+    sampler = native_sampler(library)
+    return DevicePath("native", native_ops(library), library.pack_weight, attention, packing, use_threads, sampler)
 
 
 def _triton_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:

@@ -21,7 +21,7 @@ from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.request import SampledToken
-from halfmoon.engine.sampler import ChooseTokens, SamplingRow, choose_by_torch, has_penalties, prompt_logprobs, sample
+from halfmoon.engine.sampler import TORCH_SAMPLER, SamplerOps, SamplingRow, has_penalties, prompt_logprobs, sample
 from halfmoon.engine.scheduling.schedule import ScheduledSequence
 
 
@@ -49,7 +49,7 @@ class ModelRunner:
         eos_token_ids: frozenset[int],
         recorded: DecodeSteps | None = None,
         masks: TokenMasks | None = None,
-        choose: ChooseTokens = choose_by_torch,
+        sampler: SamplerOps = TORCH_SAMPLER,
     ) -> None:
         self._model = model
         self._arena = arena
@@ -57,7 +57,7 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         self._recorded = recorded
         self._masks = masks
-        self._choose = choose
+        self._sampler = sampler
         self._device_watch = DeviceWatch() if arena.tensor.is_cuda else None
 
     @property
@@ -117,7 +117,7 @@ class ModelRunner:
         rows = [row for item in scheduled for row in _sampling_rows(item)]
         if any(item.num_logits != item.num_drawn for item in scheduled):
             logits = logits[_note_prompts(scheduled, logits)]
-        return sample(logits, rows, self._eos_token_ids, self._masks, self._choose) if rows else []
+        return sample(logits, rows, self._eos_token_ids, self._masks, self._sampler) if rows else []
 
     def batch(self, chunks: Sequence[Chunk], attention: StepAttention | None = None) -> ForwardBatch:
         """The tensors of one forward pass over `chunks`, with `attention`, if given."""

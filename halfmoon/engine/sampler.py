@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -47,15 +46,20 @@ class SamplingRow:
         return len(self.token_ids) - self.num_prompt
 
 
-class ChooseTokens(Protocol):
-    """Chooses a token for each row, from penalties on."""
+@dataclass(frozen=True, slots=True)
+class SamplerOps:
+    """What is done with logits [num_rows, vocab_size] of any float, which it does not change.
 
-    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-        """logits: [num_rows, vocab_size], any float; not changed. -1 for a row that cannot be drawn from.
+    A row's results do not depend on the other rows. Either may raise for any reason, which one row alone must be
+    enough for.
 
-        That is one with NaN or infinity, or without any token that is allowed. A row's token does not depend on the
-        other rows. May raise for any reason, which one row alone must be enough for.
-        """
+    choose: a token for each row, from penalties on; -1 for one that cannot be drawn from, which has NaN or infinity, or
+    no token that is allowed. logprobs: log-probabilities of one token of each row and of as many as are wanted of the
+    most likely, under the model's own distribution.
+    """
+
+    choose: Callable[[Tensor, Sequence[SamplingRow]], list[int]]
+    logprobs: Callable[[Tensor, Sequence[int], Sequence[int]], list[TokenLogprobs]]
 
 
 def sample(
@@ -63,15 +67,15 @@ def sample(
     rows: Sequence[SamplingRow],
     eos_token_ids: frozenset[int],
     masks: TokenMasks | None = None,
-    choose: ChooseTokens | None = None,
+    ops: SamplerOps | None = None,
 ) -> list[SampledToken]:
     """Draws one token per row; ERROR_TOKEN_ID for a row that fails, CONSTRAINT_TOKEN_ID for one whose constraint does.
 
-    logits: [num_rows, vocab_size], any float; not changed. `masks` are needed for rows with a constraint. `choose` is
-    torch's code if not given.
+    logits: [num_rows, vocab_size], any float; not changed. `masks` are needed for rows with a constraint; without
+    `ops` it is torch's code.
     """
     try:
-        return _sample(logits, rows, eos_token_ids, masks, choose or choose_by_torch)
+        return _sample(logits, rows, eos_token_ids, masks, ops or TORCH_SAMPLER)
     except Exception as error:
         if len(rows) == 1:
             if isinstance(error, InvalidRequest):  # the client's doing
@@ -81,7 +85,7 @@ def sample(
             return [SampledToken(ERROR_TOKEN_ID)]
         # One row must not fail the others, and does not depend on them.
         return [
-            sample(logits[index : index + 1], [row], eos_token_ids, masks, choose)[0] for index, row in enumerate(rows)
+            sample(logits[index : index + 1], [row], eos_token_ids, masks, ops)[0] for index, row in enumerate(rows)
         ]
 
 
@@ -90,7 +94,7 @@ def _sample(
     rows: Sequence[SamplingRow],
     eos_token_ids: frozenset[int],
     masks: TokenMasks | None,
-    choose: ChooseTokens,
+    ops: SamplerOps,
 ) -> list[SampledToken]:
     adjusted = logits
     if any(_bars(row) for row in rows):
@@ -101,17 +105,21 @@ def _sample(
                 allowed = masks.allowed(row.params.constraint, row.token_ids[row.num_prompt :])
                 values.masked_fill_(torch.from_numpy(~allowed).to(values.device), float("-inf"))
             ban_and_bias(values, row, eos_token_ids)
-    token_ids = choose(adjusted, rows)
+    token_ids = ops.choose(adjusted, rows)
     if min(token_ids) < 0:
         raise ValueError("the logits hold NaN or infinity, or every token is banned")
-    return [
-        SampledToken(token_id, _logprobs(values, token_id, row.params.num_top_logprobs))
-        for token_id, values, row in zip(token_ids, logits, rows, strict=True)
-    ]
+    tokens = [SampledToken(token_id) for token_id in token_ids]
+    wanted = {index: num for index, row in enumerate(rows) if (num := row.params.num_top_logprobs) is not None}
+    if wanted:
+        raw = logits if len(wanted) == len(rows) else logits[list(wanted)]
+        found = ops.logprobs(raw, [token_ids[index] for index in wanted], list(wanted.values()))
+        for index, logprobs in zip(wanted, found, strict=True):
+            tokens[index] = SampledToken(token_ids[index], logprobs)
+    return tokens
 
 
-def choose_by_torch(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """See `ChooseTokens`, on any device."""
+def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """See `SamplerOps.choose`, on any device."""
     penalised = [index for index, row in enumerate(rows) if has_penalties(row.params)]
     if penalised:
         logits = logits.float().clone()
@@ -298,10 +306,14 @@ def _some_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> It
     return (TokenLogprobs(one, tuple(zip(of, best, strict=True)), rank) for one, rank, best, of in rows)
 
 
-def _logprobs(values: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
-    """Log-probabilities under the model's own distribution, before penalties. values: [vocab_size], any float."""
-    if num_top is None:
-        return None
-    logprobs = values.float().log_softmax(dim=-1)
-    top, ids = logprobs.topk(min(num_top, len(values)))
-    return TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), top.tolist(), strict=True)))
+def _logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """See `SamplerOps.logprobs`, on any device."""
+    found = []
+    for values, token_id, num in zip(logits, token_ids, num_top, strict=True):
+        logprobs = values.float().log_softmax(dim=-1)
+        top, ids = logprobs.topk(min(num, len(values)))
+        found.append(TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), top.tolist(), strict=True))))
+    return found
+
+
+TORCH_SAMPLER = SamplerOps(_choose, _logprobs)  # on any device

@@ -29,7 +29,7 @@ from halfmoon.engine.checkpoint.converted import default_cache_dir
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.native.compiler import compiled
 from halfmoon.engine.native.library import NativeLibrary
-from halfmoon.engine.native.sampling import native_choice
+from halfmoon.engine.native.sampling import native_sampler
 from halfmoon.engine.request import ERROR_TOKEN_ID, Constraint, SamplingParams
 from halfmoon.engine.sampler import SamplingRow, ban_and_bias, num_kept, penalise, prompt_logprobs, sample, uniform
 
@@ -39,10 +39,10 @@ VOCAB_SIZE = 600  # more than the sampler looks at first
 
 @pytest.fixture(params=["torch", "native"], autouse=True)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What `sample` chooses tokens by."""
+    """What `sample` computes by."""
     if request.param == "native":
         library = NativeLibrary(compiled(default_cache_dir()), torch.float32, 2)
-        monkeypatch.setattr(sampler, "choose_by_torch", native_choice(library))
+        monkeypatch.setattr(sampler, "TORCH_SAMPLER", native_sampler(library))
     return str(request.param)
 
 

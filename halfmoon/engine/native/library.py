@@ -31,6 +31,7 @@ _LINEAR = (*[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 3)
 _PACK_LINEAR = (*[c_void_p] * 2, *[c_int64] * 2)
 _ATTEND = (*[c_void_p] * 12, *[c_int64] * 9, c_float, c_int, c_int)
 _SAMPLE = (*[c_void_p] * 3, *[c_int64] * 2, c_int)
+_LOGPROBS = (*[c_void_p] * 2, *[c_int64] * 2, c_int)
 _PLAN = (c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_void_p, POINTER(c_int64))
 
 
@@ -59,6 +60,7 @@ class NativeLibrary:
         self.run_layers = c_function(library, f"run_layers_{suffix}", (c_void_p, c_void_p))
         self._plan = c_function(library, "plan_attention", _PLAN, c_int64)
         self._sample = c_function(library, "sample_tokens", _SAMPLE)
+        self._log_probabilities = c_function(library, "log_probabilities", _LOGPROBS)
         self._sampling_room = c_function(library, "sampling_room", (c_int64, c_int64, c_int), c_int64)
         self._uniform_number = c_function(library, "uniform_number", (c_uint64, c_uint64), c_double)
         self._room = torch.empty(0)
@@ -139,15 +141,24 @@ class NativeLibrary:
         return PackedBlocks(self.block_kernels, format_number, shape, memory) if memory.nbytes == num_bytes else None
 
     def sample(self, draws: NDArray[np.void], vocab_size: int) -> list[int]:
-        """The token of each row, or -1. draws: [num_rows] of sampling.h's draw_t. Engines compute in one thread."""
-        num_numbers = self._sampling_room(len(draws), vocab_size, self.num_threads)
-        if len(self._room) < num_numbers:
-            self._room = torch.empty(num_numbers)
+        """The token of each row, or -1. draws: [num_rows] of sampling.h's draw_t."""
         tokens = np.empty(len(draws), np.int64)
-        room = self._room.data_ptr()
+        room = self._sampling_memory(len(draws), vocab_size)
         self._sample(draws.ctypes.data, room, tokens.ctypes.data, len(draws), vocab_size, self.num_threads)
         found: list[int] = tokens.tolist()
         return found
+
+    def log_probabilities(self, wanted: NDArray[np.void], vocab_size: int) -> None:
+        """Writes to where it is wanted. wanted: [num_rows] of sampling.h's logprobs_t."""
+        room = self._sampling_memory(len(wanted), vocab_size)
+        self._log_probabilities(wanted.ctypes.data, room, len(wanted), vocab_size, self.num_threads)
+
+    def _sampling_memory(self, num_rows: int, vocab_size: int) -> int:
+        """Its content is lost with the next call: engines compute in one thread."""
+        num_numbers = self._sampling_room(num_rows, vocab_size, self.num_threads)
+        if len(self._room) < num_numbers:
+            self._room = torch.empty(num_numbers)
+        return self._room.data_ptr()
 
     def uniform_number(self, seed: int, position: int) -> float:
         """See `sampler.uniform`."""

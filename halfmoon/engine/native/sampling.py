@@ -1,4 +1,4 @@
-"""The tokens of rows of logits by the compiled kernels (sampling.h), with the rules of `sampler.py`."""
+"""What `sampler.py` does with rows of logits, by the compiled kernels (sampling.h)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from halfmoon.engine.native.library import NativeLibrary
-from halfmoon.engine.sampler import ChooseTokens, SamplingRow, has_penalties, is_greedy
+from halfmoon.engine.request import TokenLogprobs
+from halfmoon.engine.sampler import SamplerOps, SamplingRow, has_penalties, is_greedy
 
 _DRAW = np.dtype(  # sampling.h: draw_t
     [
@@ -22,16 +23,24 @@ _DRAW = np.dtype(  # sampling.h: draw_t
         *((name, np.float64) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
     ]
 )
+_LOGPROBS = np.dtype(  # sampling.h: logprobs_t
+    [
+        ("logits", np.uint64),
+        *((name, np.int64) for name in ("token", "num_top")),
+        *((name, np.uint64) for name in ("logprob", "top", "top_ids")),
+    ]
+)
 _SEEDS = 1 << 64
 _NO_IDS = array("q")
 
 
-def native_choice(library: NativeLibrary) -> ChooseTokens:
-    """A `ChooseTokens` for logits on the CPU."""
-    return partial(_choose, library)
+def native_sampler(library: NativeLibrary) -> SamplerOps:
+    """For logits on the CPU."""
+    return SamplerOps(partial(_choose, library), partial(_logprobs, library))
 
 
 def _choose(library: NativeLibrary, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """See `SamplerOps.choose`."""
     logits = logits.float().contiguous()
     vocab_size = logits.shape[1]
     ids = [_ids(row) for row in rows]
@@ -61,3 +70,26 @@ def _ids(row: SamplingRow) -> array[int]:
     if not has_penalties(row.params):
         return _NO_IDS
     return array("q", row.token_ids) if row.ids is None else row.ids
+
+
+def _logprobs(
+    library: NativeLibrary, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """See `SamplerOps.logprobs`."""
+    logits = logits.float().contiguous()
+    num_rows, vocab_size = logits.shape
+    width = max(num_top)
+    of_tokens, top = np.empty(num_rows), np.empty((num_rows, width))
+    top_ids = np.empty((num_rows, width), np.int64)
+    wanted = np.zeros(num_rows, _LOGPROBS)
+    rows = np.arange(num_rows, dtype=np.uint64)
+    wanted["logits"] = logits.data_ptr() + rows * (4 * vocab_size)
+    wanted["token"], wanted["num_top"] = token_ids, num_top
+    wanted["logprob"] = of_tokens.ctypes.data + rows * 8
+    wanted["top"], wanted["top_ids"] = top.ctypes.data + rows * (8 * width), top_ids.ctypes.data + rows * (8 * width)
+    library.log_probabilities(wanted, vocab_size)
+    found = zip(of_tokens.tolist(), top_ids.tolist(), top.tolist(), num_top, strict=True)
+    return [
+        TokenLogprobs(one, tuple(pair for pair in zip(ids[:num], values[:num], strict=True) if pair[0] >= 0))
+        for one, ids, values, num in found
+    ]

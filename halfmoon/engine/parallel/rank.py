@@ -115,7 +115,7 @@ class Rank:
         self.arena = KVArena(layout, num_blocks, self._device, path.kernels)  # on the device
         masks = TokenMasks(checkpoint.path, whole.vocab_size, checkpoint.eos_token_ids)
         self.runner = ModelRunner(
-            model, self.arena, path.attention, checkpoint.eos_token_ids, masks=masks, choose=path.choose
+            model, self.arena, path.attention, checkpoint.eos_token_ids, masks=masks, sampler=path.sampler
         )
         self.memory: KVArena | TieredKV = self.arena
         self.offload: OffloadRunner | None = None

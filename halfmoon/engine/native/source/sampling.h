@@ -1,4 +1,5 @@
-/* The next token of each row of logits: penalties, temperature, top-k, min-p, top-p and the draw of ../../sampler.py.
+/* The next token of each row of logits: penalties, temperature, top-k, min-p, top-p and the draw of ../../sampler.py;
+ * and log-probabilities.
  *
  * A row is one thread's. What is added up is added in groups of GROUP numbers, within chunks, in the order of the
  * tokens: a row's token depends on neither other rows nor threads. Less likely tokens are left out without sorting: the
@@ -22,8 +23,17 @@ typedef struct {
   double repetition_penalty, presence_penalty, frequency_penalty;
 } draw_t;
 
+/* Log-probabilities that are wanted of a row: the token's, and the largest ones. */
+typedef struct {
+  const float *logits;
+  int64_t token, num_top;
+  double *logprob, *top; /* [1], [num_top] */
+  int64_t *top_ids;      /* [num_top], NO_TOKEN behind the last one */
+} logprobs_t;
+
 typedef struct {
   const draw_t *draws;
+  const logprobs_t *wanted;
   int64_t num_rows, vocab_size, num_tasks;
   float *room; /* [num_tasks, ROOMS, padded vocab_size] */
   int64_t *tokens;
@@ -245,22 +255,69 @@ static int64_t draw_token(const draw_t *draw, int64_t size, float *room) {
   return share_at(weights, num, sums, uniform_number(draw->seed, draw->position) * total);
 }
 
+/* The largest logits in falling order, of equal ones the first, and their tokens; less than num_top if fewer are finite. */
+static int64_t largest(const float *logits, int64_t size, int64_t num_top, double *top, int64_t *top_ids) {
+  int64_t count = 0;
+  float least = -INFINITY; /* of those found, once there are num_top */
+  for (int64_t begin = 0; begin < size && num_top; begin += LANES) {
+    const int64_t end = begin + part_size(begin, size, LANES);
+    if (end - begin == LANES && !any_above(load_f32(logits + begin), least)) continue;
+    for (int64_t i = begin; i < end; i++) {
+      if (!(logits[i] > least)) continue;
+      int64_t place = count < num_top ? count++ : num_top - 1;
+      for (; place && top[place - 1] < logits[i]; place--) top[place] = top[place - 1], top_ids[place] = top_ids[place - 1];
+      top[place] = logits[i], top_ids[place] = i;
+      if (count == num_top) least = (float)top[num_top - 1];
+    }
+  }
+  return count;
+}
+
+static void find_logprobs(const logprobs_t *wanted, int64_t size, float *weights) {
+  float most;
+  double sums[padded(size) / CHUNK];
+  likeliest(wanted->logits, size, &most);
+  weigh(wanted->logits, size, most, 1, weights);
+  const double all = most + log(add_chunks(weights, padded(size), sums));
+  *wanted->logprob = wanted->logits[wanted->token] - all;
+  const int64_t count = largest(wanted->logits, size, wanted->num_top, wanted->top, wanted->top_ids);
+  for (int64_t i = 0; i < wanted->num_top; i++)
+    if (i < count)
+      wanted->top[i] -= all;
+    else
+      wanted->top_ids[i] = NO_TOKEN;
+}
+
 static void sampling_task(void *data, long task) {
   const sampling_args *a = data;
   float *room = a->room + task * ROOMS * padded(a->vocab_size);
   for (int64_t row = task; row < a->num_rows; row += a->num_tasks)
-    a->tokens[row] = draw_token(a->draws + row, a->vocab_size, room);
+    if (a->wanted)
+      find_logprobs(a->wanted + row, a->vocab_size, room);
+    else
+      a->tokens[row] = draw_token(a->draws + row, a->vocab_size, room);
 }
 
-/* The numbers that `sample_tokens` needs room for. */
+static int64_t num_sampling_tasks(int64_t num_rows, int num_threads) {
+  return num_rows < num_threads ? num_rows : num_threads;
+}
+
+/* The numbers that the functions below need room for. */
 int64_t sampling_room(int64_t num_rows, int64_t vocab_size, int num_threads) {
-  const int64_t num_tasks = num_rows < num_threads ? num_rows : num_threads;
-  return num_tasks * ROOMS * padded(vocab_size);
+  return num_sampling_tasks(num_rows, num_threads) * ROOMS * padded(vocab_size);
 }
 
 /* tokens [num_rows] = what is drawn of each row's logits [vocab_size]; NO_TOKEN where nothing can be. */
-void sample_tokens(const draw_t *draws, float *room, int64_t *tokens, int64_t num_rows, int64_t vocab_size, int num_threads) {
-  const int64_t num_tasks = num_rows < num_threads ? num_rows : num_threads;
-  sampling_args args = {draws, num_rows, vocab_size, num_tasks, room, tokens};
+void sample_tokens(const draw_t *draws, float *room, int64_t *tokens, int64_t num_rows, int64_t vocab_size,
+                   int num_threads) {
+  const int64_t num_tasks = num_sampling_tasks(num_rows, num_threads);
+  sampling_args args = {draws, 0, num_rows, vocab_size, num_tasks, room, tokens};
+  run_tasks(sampling_task, &args, num_tasks, num_threads);
+}
+
+/* Writes what is wanted of each row. */
+void log_probabilities(const logprobs_t *wanted, float *room, int64_t num_rows, int64_t vocab_size, int num_threads) {
+  const int64_t num_tasks = num_sampling_tasks(num_rows, num_threads);
+  sampling_args args = {0, wanted, num_rows, vocab_size, num_tasks, room, 0};
   run_tasks(sampling_task, &args, num_tasks, num_threads);
 }
