@@ -71,6 +71,7 @@ class Linear:
         self.bias = bias
         self.fused: FusedRows | None = None  # once packed
         self._multiply: Multiply | None = None
+        self._keeps_sums: KeepsSums | None = None  # the same, if it does
         self._blocks: dict[int, Blocks] = {}  # by their first row
 
     @classmethod
@@ -93,6 +94,7 @@ class Linear:
         else:
             (self._multiply,) = packed
         self.fused = self._multiply if isinstance(self._multiply, FusedRows) else None
+        self._keeps_sums = self._multiply if isinstance(self._multiply, KeepsSums) else None
         if self._multiply is not None:
             self.weight = self.weight.new_empty(0)
 
@@ -131,9 +133,9 @@ class Linear:
 
     def sums(self, x: Tensor) -> Tensor:
         """The same in float32; where the kernels of CPUs multiply, sums are not rounded before."""
-        if self._multiply is None:
-            return functional.linear(x, self.weight, self.bias).float()
-        return sums(self._multiply, x, self.bias)
+        if self._keeps_sums is not None:
+            return self._keeps_sums.sums(x, self.bias)
+        return Linear.__call__(self, x).float()  # of this class: others may add up what ranks have
 
 
 FusedMatrix = tuple[Linear, dict[str, int]]  # with the rows of the checkpoint's matrices that it fuses

@@ -125,7 +125,9 @@ class LlamaModel:
         if not self._part.is_last:
             return hidden + delta
         rows = batch.logit_rows
-        normed = self._ops.add_rms_norm(delta[rows], hidden[rows], self._norm, self._config.norm_eps)[0]
+        if rows.shape[0] < hidden.shape[0]:
+            hidden, delta = hidden[rows], delta[rows]
+        normed = self._ops.add_rms_norm(delta, hidden, self._norm, self._config.norm_eps)[0]
         if batch.on_outputs is not None:
             batch.on_outputs(normed)
         logits, softcap = self._head.sums(normed), self._config.logit_softcap

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -19,7 +20,9 @@ from halfmoon.engine.native.attention import NativeBatch
 from halfmoon.engine.native.block_kernels import PackedBlocks, x_room_bytes
 from halfmoon.engine.native.library import NativeLibrary, PackedNumbers, row_codes
 
+_LINE = 64  # bytes of a cache line, where rooms begin
 _Between = ctypes.CFUNCTYPE(c_int, c_int64, c_int)
+_NOBODY = _Between()
 
 
 class _Matrix(ctypes.Structure):
@@ -121,21 +124,24 @@ class NativeLayers:
         num_tokens, inner = len(hidden), config.intermediate_size
         num_heads = config.num_heads + 2 * config.num_kv_heads
         widths = (config.hidden_size, num_heads * config.head_dim, config.q_size, 2 * inner, inner)
-        rooms = [torch.empty(num_tokens, width, dtype=library.dtype) for width in widths]
-        normed, heads, attended, gate_up, gated = rooms
+        row_bytes = (width * library.dtype.itemsize for width in widths)
+        starts = [0, *accumulate(-(-num_tokens * size // _LINE) * _LINE for size in row_bytes)]
+        rooms = torch.empty(starts.pop(), dtype=torch.uint8)
         segments, runs, tasks = batch.plan
         partials, done = batch.partials
         x_blocks = library.block_kernels.room(x_room_bytes(num_tokens, max(config.hidden_size, config.q_size, inner)))
         hidden, item_bytes = hidden.contiguous(), kv.element_size()
         step = _Step(
-            *(room.data_ptr() for room in (hidden, normed, heads, attended, gate_up, gated, x_blocks)),
+            hidden.data_ptr(),
+            *(rooms.data_ptr() + start for start in starts),  # normed, heads, attended, gate_up, gated
+            x_blocks.data_ptr(),
             *(table.data_ptr() for table in (self._cos, self._sin, positions, batch.slots)),
             *(part.data_ptr() for part in (segments, runs, tasks, partials, done, kv)),
             *(kv.stride(dimension) * item_bytes for dimension in range(3)),
             *(len(self._weights), num_tokens, len(tasks), config.num_heads, config.num_kv_heads),
             *(config.head_dim, config.hidden_size, self._cos.stride(0)),
             *(config.norm_eps, config.score_scale, row_codes(kv.dtype), library.num_threads),
-            *(_Between(listeners.between) if calls else _Between(), calls),
+            *(_Between(listeners.between) if calls else _NOBODY, calls),
             None if listeners.asked is None else ctypes.pointer(listeners.asked),
         )
         library.run_layers(self._table, ctypes.byref(step))

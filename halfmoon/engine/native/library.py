@@ -140,13 +140,11 @@ class NativeLibrary:
         num_bytes = self.block_kernels.packed_bytes(format_number, *shape)
         return PackedBlocks(self.block_kernels, format_number, shape, memory) if memory.nbytes == num_bytes else None
 
-    def sample(self, draws: NDArray[np.void], vocab_size: int) -> list[int]:
+    def sample(self, draws: bytes, num_rows: int, vocab_size: int) -> list[int]:
         """The token of each row, or -1. draws: [num_rows] of sampling.h's draw_t."""
-        tokens = np.empty(len(draws), np.int64)
-        room = self._sampling_memory(len(draws), vocab_size)
-        self._sample(draws.ctypes.data, room, tokens.ctypes.data, len(draws), vocab_size, self.num_threads)
-        found: list[int] = tokens.tolist()
-        return found
+        tokens = (c_int64 * num_rows)()
+        self._sample(draws, self._sampling_memory(num_rows, vocab_size), tokens, num_rows, vocab_size, self.num_threads)
+        return list(tokens)
 
     def log_probabilities(self, wanted: NDArray[np.void], vocab_size: int) -> None:
         """Writes to where it is wanted. wanted: [num_rows] of sampling.h's logprobs_t."""

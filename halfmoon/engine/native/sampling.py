@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Sequence
 from functools import partial
@@ -13,16 +14,7 @@ from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.engine.request import TokenLogprobs
 from halfmoon.engine.sampler import SamplerOps, SamplingRow, has_penalties, is_greedy
 
-_DRAW = np.dtype(  # sampling.h: draw_t
-    [
-        *((name, np.uint64) for name in ("logits", "ids")),
-        *((name, np.int64) for name in ("num_ids", "num_prompt")),
-        *((name, np.uint64) for name in ("seed", "position")),
-        ("top_k", np.int64),
-        *((name, np.float64) for name in ("top_p", "min_p", "temperature")),
-        *((name, np.float64) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
-    ]
-)
+_DRAW = struct.Struct("=QQqqQQqdddddd")  # sampling.h: draw_t
 _LOGPROBS = np.dtype(  # sampling.h: logprobs_t
     [
         ("logits", np.uint64),
@@ -44,9 +36,10 @@ def _choose(library: NativeLibrary, logits: Tensor, rows: Sequence[SamplingRow])
     logits = logits.float().contiguous()
     vocab_size = logits.shape[1]
     ids = [_ids(row) for row in rows]
+    address, row_bytes = logits.data_ptr(), 4 * vocab_size
     draws = [
-        (
-            logits.data_ptr() + 4 * vocab_size * index,
+        _DRAW.pack(
+            address + row_bytes * index,
             of_row.buffer_info()[0],
             len(of_row),
             row.num_prompt,
@@ -62,7 +55,7 @@ def _choose(library: NativeLibrary, logits: Tensor, rows: Sequence[SamplingRow])
         )
         for index, (row, of_row) in enumerate(zip(rows, ids, strict=True))
     ]
-    return library.sample(np.array(draws, _DRAW), vocab_size)
+    return library.sample(b"".join(draws), len(rows), vocab_size)
 
 
 def _ids(row: SamplingRow) -> array[int]:
