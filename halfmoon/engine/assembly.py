@@ -85,14 +85,14 @@ def _on_one_device(
     checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, num_threads: int, on_progress: Progress | None
 ) -> Assembled:
     assert config.dtype != "auto"
-    dtype, model_config = TORCH_DTYPES[config.dtype], checkpoint.model_config
-    most_tokens = most_context_tokens(checkpoint, config)
+    dtype, most_tokens = TORCH_DTYPES[config.dtype], most_context_tokens(checkpoint, config)
+    model_config = replace(checkpoint.model_config, context_tokens=most_tokens)
     num_blocks = config.num_blocks or blocks_in(kv_budget_bytes(config, model_config, dtype), layout)
     path = choose_path(config, model_config, dtype, most_tokens)
     device, throttle = torch.device(config.device), Throttle(config.link_bytes_per_s)
     host_layers = layers_on_host(model_config.num_layers, config.host_weights)
     weights = weight_stream(host_layers, device, throttle, path.packing)
-    steps = _model_steps(checkpoint, config, path, dtype, host_layers, weights, on_progress)
+    steps = _model_steps(checkpoint, model_config, config, path, dtype, host_layers, weights, on_progress)
     offload = None
     if config.offload is not None:
         model = steps.build()
@@ -118,6 +118,7 @@ def _on_one_device(
 
 def _model_steps(
     checkpoint: Checkpoint,
+    model_config: ModelConfig,
     config: EngineConfig,
     path: DevicePath,
     dtype: torch.dtype,
@@ -133,10 +134,10 @@ def _model_steps(
         else:
             load_weights(model, checkpoint.weight_files, on_progress, blocks, as_numbers=not are_kept)
 
-    part = replace(whole_model(checkpoint.model_config), host_layers=host_layers)
+    part = replace(whole_model(model_config), host_layers=host_layers)
     pack_layer = alike if weights is None else weights.pack_layer
     return ModelSteps(
-        build=partial(build_model, checkpoint.model_config, dtype, config.device, path.layer_ops, part),
+        build=partial(build_model, model_config, dtype, config.device, path.layer_ops, part),
         load=load,
         load_shapes=lambda model: load_block_shapes(model, blocks if are_kept else None),
         pack=lambda model, wrap: pack(model, path, checkpoint.quantization, wrap, pack_layer),

@@ -15,13 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.attention.attention import AttentionBatch, Segment
 from halfmoon.engine.attention.attention_backend import AttentionBackend, TokenSpan
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import DevicePath, choose_path
+from halfmoon.engine.engine import Engine
 from halfmoon.engine.kv_memory.kv_arena import KVArena
-from halfmoon.engine.models import Model, build_model, opt
+from halfmoon.engine.models import Model, build_model, llama, opt
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.linear import pack_onednn
 from halfmoon.engine.models.rotary import Rotary
@@ -205,6 +207,27 @@ def test_the_rotary_tables_are_those_of_any_processor(tiny_checkpoint: Callable[
     angles = torch.outer(torch.arange(config.context_tokens).float(), frequencies)
     for got, function in zip(Rotary(config, torch.float32, "cpu").halves(), (math.cos, math.sin), strict=True):
         assert torch.equal(got, torch.tensor([[function(angle) for angle in row] for row in angles.tolist()]))
+
+
+def test_rotary_tables_are_as_long_as_a_worker_lets_sequences_be(
+    tiny_checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as the model would: a million tokens took seconds and 256 MB. Without memory nothing is made at all."""
+    config = tiny_checkpoint("llama").model_config
+    endless = replace(config, context_tokens=1 << 40)
+    build_model(endless, torch.float32, "meta")
+    lengths: list[int] = []
+
+    class Measured(Rotary):
+        def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+            super().__init__(config, dtype, device)
+            lengths.append(len(self.halves()[0]))
+
+    monkeypatch.setattr(llama, "Rotary", Measured)
+    checkpoint = replace(tiny_checkpoint("llama"), config=endless, context_tokens=1 << 40)
+    engine = Engine(checkpoint, EngineConfig(dtype="float32", num_blocks=8, max_context_tokens=96))
+    assert set(lengths) == {96}
+    engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,9 +18,10 @@ class Rotary:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
         inv_freq, scaling = _frequencies(config)
-        positions = torch.arange(config.context_tokens, dtype=torch.float32)
+        computed_on = "meta" if device == "meta" else "cpu"
+        positions = torch.arange(config.context_tokens, dtype=torch.float32, device=computed_on)
         # In float32 the last bit depends on the processor, and on ARM on the number of torch's threads.
-        angles = torch.outer(positions, inv_freq.float()).double()  # [context_tokens, rotary_size / 2]
+        angles = torch.outer(positions, inv_freq.float().to(computed_on)).double()  # [context_tokens, rotary_size / 2]
         self._cos = (angles.cos().float() * scaling).repeat(1, 2).to(device, dtype)  # [context_tokens, rotary_size]
         # The first half is negated here, so that a row needs no negation: x * cos + swap_halves(x) * sin.
         sin = angles.sin().float() * scaling

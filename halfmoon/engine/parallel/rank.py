@@ -81,7 +81,8 @@ class Rank:
         """Loads the weights. `config` has device, dtype and num_blocks resolved. Raises Incompatible."""
         assert config.dtype != "auto"
         assert config.num_blocks is not None
-        whole = checkpoint.model_config
+        context_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
+        whole = replace(checkpoint.model_config, context_tokens=context_tokens)
         shard = grid.shard(whole, rank)
         self._is_first_rank, self._is_sender = rank == 0, grid.tensor_rank(rank) == 0
         self.links = links
@@ -92,7 +93,6 @@ class Rank:
         reduce = links.all_reduce if grid.tensor_size > 1 else None
         host_layers = layers_on_host(shard.layer_end - shard.layer_start, config.host_weights)
         self._part = ModelPart(whole, shard, grid.tensor_rank(rank), grid.tensor_size, reduce, host_layers)
-        context_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
         path = choose_path(config, self._part.config, self._dtype, context_tokens)
         throttle = Throttle(config.link_bytes_per_s)
         self.weights = weight_stream(host_layers, torch.device(self._device), throttle, path.packing)
