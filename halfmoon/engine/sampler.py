@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,11 +54,12 @@ class SamplerOps:
     enough for.
 
     choose: a token for each row, from penalties on; -1 for one that cannot be drawn from, which has NaN or infinity, or
-    no token that is allowed. logprobs: log-probabilities of one token of each row and of as many as are wanted of the
-    most likely, under the model's own distribution.
+    no token that is allowed. Of some rows, by their numbers, other logits count instead, [vocab_size] float32.
+    logprobs: log-probabilities of one token of each row and of as many as are wanted of the most likely, under the
+    model's own distribution.
     """
 
-    choose: Callable[[Tensor, Sequence[SamplingRow]], list[int]]
+    choose: Callable[[Tensor, Sequence[SamplingRow], Mapping[int, Tensor]], list[int]]
     logprobs: Callable[[Tensor, Sequence[int], Sequence[int]], list[TokenLogprobs]]
 
 
@@ -96,16 +97,12 @@ def _sample(
     masks: TokenMasks | None,
     ops: SamplerOps,
 ) -> list[SampledToken]:
-    adjusted = logits
-    if any(_bars(row) for row in rows):
-        adjusted = logits.float().clone()
-        for row, values in zip(rows, adjusted, strict=True):
-            if row.params.constraint is not None:
-                assert masks is not None
-                allowed = masks.allowed(row.params.constraint, row.token_ids[row.num_prompt :])
-                values.masked_fill_(torch.from_numpy(~allowed).to(values.device), float("-inf"))
-            ban_and_bias(values, row, eos_token_ids)
-    token_ids = ops.choose(adjusted, rows)
+    adjusted = {
+        index: _adjusted(logits[index], row, eos_token_ids, masks)
+        for index, row in enumerate(rows)
+        if _is_adjusted(row, eos_token_ids)
+    }
+    token_ids = ops.choose(logits, rows, adjusted)
     if min(token_ids) < 0:
         raise ValueError("the logits hold NaN or infinity, or every token is banned")
     tokens = [SampledToken(token_id) for token_id in token_ids]
@@ -118,11 +115,13 @@ def _sample(
     return tokens
 
 
-def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+def _choose(logits: Tensor, rows: Sequence[SamplingRow], adjusted: Mapping[int, Tensor]) -> list[int]:
     """See `SamplerOps.choose`, on any device."""
     penalised = [index for index, row in enumerate(rows) if has_penalties(row.params)]
-    if penalised:
+    if penalised or adjusted:
         logits = logits.float().clone()
+        for index, values in adjusted.items():
+            logits[index] = values
         for index in penalised:
             penalise(logits[index], rows[index])
     most, likeliest = logits.max(dim=-1)
@@ -146,11 +145,24 @@ def has_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
 
 
-def _bars(row: SamplingRow) -> bool:
+def _is_adjusted(row: SamplingRow, eos_token_ids: frozenset[int]) -> bool:
     """Whether tokens are banned or biased."""
     params = row.params
-    lists = params.logit_bias or params.allowed_token_ids or params.bad_words
-    return params.constraint is not None or bool(lists) or row.position < params.min_tokens
+    if params.constraint is not None or params.logit_bias or params.allowed_token_ids or params.bad_words:
+        return True
+    ends = params.stop_token_ids or (eos_token_ids and not params.ignore_eos)
+    return row.position < params.min_tokens and bool(ends)
+
+
+def _adjusted(logits: Tensor, row: SamplingRow, eos_token_ids: frozenset[int], masks: TokenMasks | None) -> Tensor:
+    """A row's logits [vocab_size] under its constraint, bans and bias, in float32."""
+    values = logits.float().clone()
+    if row.params.constraint is not None:
+        assert masks is not None
+        allowed = masks.allowed(row.params.constraint, row.token_ids[row.num_prompt :])
+        values.masked_fill_(torch.from_numpy(~allowed).to(values.device), float("-inf"))
+    ban_and_bias(values, row, eos_token_ids)
+    return values
 
 
 def ban_and_bias(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:

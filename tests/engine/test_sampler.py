@@ -345,3 +345,21 @@ def test_equally_likely_tokens_are_drawn_whatever_others_ask_for(params: dict[st
         own, other = row(seed=seed, **params), row(seed=seed, top_k=400)
         alone = sample(values[:1], [own], EOS)
         assert sample(values, [own, other], EOS)[0] == alone[0], seed
+
+
+def test_a_row_with_bans_is_drawn_beside_others_as_alone() -> None:
+    values = logits(rows=6)
+    kinds: list[dict[str, Any]] = [
+        {"logit_bias": {5: 3.0}, "repetition_penalty": 1.5},
+        {},
+        {"min_tokens": 9, "stop_token_ids": (4, 5)},
+        {"min_tokens": 9, "ignore_eos": True, "top_p": 0.5},
+        {"bad_words": ((7,),), "temperature": 0.0, "num_top_logprobs": 2},
+        {"allowed_token_ids": (3, 9, 12), "top_k": 2},
+    ]
+    rows = [row([0, 5, 5], seed=index, **params) for index, params in enumerate(kinds)]
+    alone = [sample(values[index : index + 1], [rows[index]], EOS)[0] for index in range(6)]
+    assert sample(values, rows, EOS) == alone
+    assert sample(values.bfloat16(), rows, EOS)[1:4] == [
+        sample(values[index : index + 1].bfloat16(), [rows[index]], EOS)[0] for index in (1, 2, 3)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -31,7 +31,9 @@ def native_sampler(library: NativeLibrary) -> SamplerOps:
     return SamplerOps(partial(_choose, library), partial(_logprobs, library))
 
 
-def _choose(library: NativeLibrary, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+def _choose(
+    library: NativeLibrary, logits: Tensor, rows: Sequence[SamplingRow], adjusted: Mapping[int, Tensor]
+) -> list[int]:
     """See `SamplerOps.choose`."""
     logits = logits.float().contiguous()
     vocab_size = logits.shape[1]
@@ -39,7 +41,7 @@ def _choose(library: NativeLibrary, logits: Tensor, rows: Sequence[SamplingRow])
     address, row_bytes = logits.data_ptr(), 4 * vocab_size
     draws = [
         _DRAW.pack(
-            address + row_bytes * index,
+            adjusted[index].data_ptr() if index in adjusted else address + row_bytes * index,
             of_row.buffer_info()[0],
             len(of_row),
             row.num_prompt,

@@ -81,7 +81,7 @@ PARAMS = st.fixed_dictionaries(
 )
 def test_a_token_is_where_its_number_falls(params: dict[str, Any], size: int, scale: float, seed: int) -> None:
     logits, of = random(1, size, scale, seed), row([1, 2, 3], seed=seed, **params)
-    (token,) = ops().choose(logits, [of])
+    (token,) = ops().choose(logits, [of], {})
     assert_right(token, logits[0], of)
 
 
@@ -94,7 +94,7 @@ def test_other_processors_draw_likewise(flags: str, monkeypatch: pytest.MonkeyPa
     kinds: list[dict[str, Any]] = [{}, {"top_k": 30}, {"top_p": 0.95}, {"min_p": 0.01, "top_p": 0.8}, {"top_k": 2000}]
     for size in SIZES:
         logits, rows = random(20, size), [row(seed=index, **kinds[index % 5]) for index in range(20)]
-        for token, of_row, of in zip(choose(logits, rows), logits, rows, strict=True):
+        for token, of_row, of in zip(choose(logits, rows, {}), logits, rows, strict=True):
             assert_right(token, of_row, of)
 
 
@@ -102,7 +102,7 @@ def test_other_processors_draw_likewise(flags: str, monkeypatch: pytest.MonkeyPa
 @given(params=PARAMS, size=st.sampled_from(SIZES[3:-1]), seed=st.integers(0, 10**6))
 def test_torch_draws_likewise(params: dict[str, Any], size: int, seed: int) -> None:
     logits, of = random(1, size, 2.0, seed), row(seed=seed, **params)
-    (token,) = TORCH_SAMPLER.choose(logits, [of])
+    (token,) = TORCH_SAMPLER.choose(logits, [of], {})
     assert_right(token, logits[0], of)
 
 
@@ -117,23 +117,23 @@ def test_rows_depend_on_neither_each_other_nor_threads(num_threads: int) -> None
         {"min_p": 0.02, "repetition_penalty": 1.2},
     ]
     rows = [row([*range(index + 3)], seed=index, **kinds[index % 5]) for index in range(23)]
-    together = ops(num_threads).choose(logits, rows)
-    alone = [ops(1).choose(logits[index : index + 1], rows[index : index + 1])[0] for index in range(23)]
+    together = ops(num_threads).choose(logits, rows, {})
+    alone = [ops(1).choose(logits[index : index + 1], rows[index : index + 1], {})[0] for index in range(23)]
     assert together == alone
-    assert ops(num_threads).choose(logits.flip(0), rows[::-1])[::-1] == alone
+    assert ops(num_threads).choose(logits.flip(0), rows[::-1], {})[::-1] == alone
     assert len(set(together)) > 10
 
 
 def test_of_equal_tokens_the_first_are_kept() -> None:
     logits = torch.zeros(1, 3000)
     logits[0, [7, 1999]] = 1.0
-    drawn = {ops().choose(logits, [row(seed=seed, top_k=5)])[0] for seed in range(300)}
+    drawn = {ops().choose(logits, [row(seed=seed, top_k=5)], {})[0] for seed in range(300)}
     assert drawn == {0, 1, 2, 7, 1999}
-    half = {ops().choose(torch.zeros(1, 3000), [row(seed=seed, top_p=0.5)])[0] for seed in range(3000)}
+    half = {ops().choose(torch.zeros(1, 3000), [row(seed=seed, top_p=0.5)], {})[0] for seed in range(3000)}
     assert max(half) < 1500
     assert len(half) > 1000
-    assert ops().choose(logits, [row(temperature=0.0)]) == [7]
-    assert {ops().choose(logits, [row(seed=seed, min_p=1.0)])[0] for seed in range(50)} == {7, 1999}
+    assert ops().choose(logits, [row(temperature=0.0)], {}) == [7]
+    assert {ops().choose(logits, [row(seed=seed, min_p=1.0)], {})[0] for seed in range(50)} == {7, 1999}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -143,7 +143,7 @@ def test_a_row_that_cannot_be_drawn_has_no_token(size: int, temperature: float) 
     for index, strange in enumerate((float("nan"), float("inf"))):
         logits[index, (7 * size) // 8] = strange
     logits[2] = float("-inf")
-    tokens = ops().choose(logits, [row(temperature=temperature)] * 4)
+    tokens = ops().choose(logits, [row(temperature=temperature)] * 4, {})
     assert tokens[:3] == [-1, -1, -1]
     assert 0 <= tokens[3] < size
 
@@ -153,7 +153,7 @@ def test_banned_tokens_are_not_drawn(size: int) -> None:
     logits = torch.full((1, size), float("-inf"))
     logits[0, size // 2 :: 3] = 0.5
     for params in ({}, {"top_k": 700}, {"top_p": 0.99}, {"min_p": 0.5}):
-        tokens = {ops().choose(logits, [row(seed=seed, **params)])[0] for seed in range(40)}
+        tokens = {ops().choose(logits, [row(seed=seed, **params)], {})[0] for seed in range(40)}
         assert all(logits[0, token] == 0.5 for token in tokens)
 
 
@@ -161,8 +161,8 @@ def test_unlikely_tokens_are_no_weights() -> None:
     """Those below 2^-126 of the likeliest, down to the smallest numbers."""
     logits = torch.tensor([[-88.0, -90.0, 0.0, -200.0, -1e30, -3.4e38]])
     for params in ({}, {"top_k": 3}, {"top_p": 1 - 1e-12}, {"temperature": 1e-5}):
-        assert {ops().choose(logits, [row(seed=seed, **params)])[0] for seed in range(50)} == {2}
-    assert ops().choose(torch.tensor([[3.4e38, -3.4e38, 3.3e38]]), [row()]) == [0]
+        assert {ops().choose(logits, [row(seed=seed, **params)], {})[0] for seed in range(50)} == {2}
+    assert ops().choose(torch.tensor([[3.4e38, -3.4e38, 3.3e38]]), [row()], {}) == [0]
 
 
 @settings(max_examples=60)
@@ -190,7 +190,7 @@ def test_penalties_are_those_of_torch(
     penalise(expected, of)
     choose = ops().choose
     for _ in range(20):
-        (token,) = choose(logits, [of])
+        (token,) = choose(logits, [of], {})
         assert float(expected[token]) == pytest.approx(float(expected.max()), abs=1e-5)
         logits[0, token] = expected[token] = float("-inf")
 
@@ -200,13 +200,13 @@ def test_tokens_kept_as_an_array_are_those_of_the_list() -> None:
     listed = row(ids, 2, repetition_penalty=3.0, frequency_penalty=1.0)
     for seed in range(30):
         seeded = replace(listed, params=replace(listed.params, seed=seed))
-        assert ops().choose(logits, [replace(seeded, ids=array("q", ids))]) == ops().choose(logits, [seeded])
+        assert ops().choose(logits, [replace(seeded, ids=array("q", ids))], {}) == ops().choose(logits, [seeded], {})
 
 
 @pytest.mark.parametrize("outside", [-1, 500, 1 << 40])
 def test_a_token_outside_the_vocabulary_fails_its_row_alone(outside: int) -> None:
     rows = [row([3, outside], repetition_penalty=2.0), row([3, 4], repetition_penalty=2.0)]
-    first, second = ops().choose(random(2, 500), rows)
+    first, second = ops().choose(random(2, 500), rows, {})
     assert first == -1
     assert second >= 0
 
@@ -221,9 +221,9 @@ def test_numbers_are_those_of_numpy() -> None:
 def test_the_logits_stay_as_they_were() -> None:
     logits = random(3, 2000)
     before = logits.clone()
-    ops().choose(logits, [row([1, 2], repetition_penalty=2.0), row(top_p=0.5), row(top_k=4)])
+    ops().choose(logits, [row([1, 2], repetition_penalty=2.0), row(top_p=0.5), row(top_k=4)], {})
     assert torch.equal(logits, before)
-    half = ops().choose(logits.bfloat16(), [row(temperature=0.0)] * 3)
+    half = ops().choose(logits.bfloat16(), [row(temperature=0.0)] * 3, {})
     assert half == logits.bfloat16().float().argmax(dim=1).tolist()
 
 
