@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from halfmoon.engine.request import SamplingParams
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import InvalidRequest
@@ -17,7 +19,7 @@ _SAMPLING_RANGES = {  # both ends included; no range contains NaN
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.01, 100.0),  # smaller values leave the range of float32
+    "repetition_penalty": (float(np.float32(0.01)), 100.0),  # as sent; smaller values leave the range of float32
 }
 _MOST_LOGIT_BIAS = 1000.0
 

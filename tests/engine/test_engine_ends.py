@@ -14,6 +14,7 @@ from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SampledToken, SamplingParams
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound
 from halfmoon.kv.kv_layout import KVSlice
+from halfmoon.pb import types_pb2 as pb
 from tests.engine.engine_runs import MakeEngine, finish, generate, request, tokens
 
 
@@ -88,6 +89,11 @@ class TestRefusals:
                 method(bad)
             assert caught.value.param == param
         assert not engine.has_work()
+
+    def test_the_least_repetition_penalty_is_allowed_as_it_is_sent(self, make_engine: MakeEngine) -> None:
+        sent = pb.SamplingParams(max_tokens=1, repetition_penalty=0.01).repetition_penalty
+        assert sent < 0.01
+        make_engine().add(request(repetition_penalty=sent))
 
     def test_a_second_request_of_the_same_name(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
