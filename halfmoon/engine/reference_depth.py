@@ -105,7 +105,7 @@ def _grammar_depth(source: str) -> int:
     if "::=" in text:
         text = _CHARACTERS.sub(" ", text)
     starts = list(_DEFINED.finditer(text))
-    ends = [*(one.start() for one in starts[1:]), len(text)]
+    ends = [*(one.start() for one in starts), len(text)][1:]
     rules = {one[1]: text[one.end() : end] for one, end in zip(starts, ends, strict=True)}
 
     def references(name: str) -> list[str]:

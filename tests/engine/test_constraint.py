@@ -173,6 +173,8 @@ def test_what_cannot_be_used_is_refused_with_the_reason() -> None:
         ("regex", "[a", "regex"),
         ("regex", "(?=a)", "look-around"),
         ("grammar", "start: nothing", "nothing"),
+        ("grammar", "hello", "Expected ::="),
+        ("grammar", "", "No 'root' rule"),
         ("choice", "[]", "choice"),
         ("json_schema", '{"$ref": "#"}', "no output can begin"),
         ("regex", r"a[^\s\S]", "no output can begin"),
