@@ -114,6 +114,12 @@ async def test_every_wrong_chat_parameter_is_named(fleet: Fleet) -> None:
         assert param in error["message"] or param == "stop", (param, value, error)
 
 
+@pytest.mark.parametrize("given", [5, False, ["a"]])
+async def test_a_schema_of_the_wrong_type_is_named_as_the_client_wrote_it(fleet: Fleet, given: Any) -> None:
+    _, error = await refused(fleet, CHAT, {"model": MODEL, "messages": MESSAGES, "structured_outputs": {"json": given}})
+    assert error["param"] == "structured_outputs.json"
+
+
 async def test_wrong_messages_are_named_by_place(fleet: Fleet) -> None:
     wrong: list[tuple[Any, str]] = [
         ({"role": "a boss", "content": "hi"}, "messages[1].role"),

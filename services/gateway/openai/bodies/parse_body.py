@@ -50,7 +50,7 @@ TAGS = frozenset(
 """Types of the items of a list that may have several: pydantic names them in the location of an error, too."""
 
 UNION_FIELDS = frozenset(
-    name
+    field.alias or name
     for schema in (
         ChatBody,
         CompletionBody,
