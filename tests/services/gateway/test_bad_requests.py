@@ -120,6 +120,24 @@ async def test_a_schema_of_the_wrong_type_is_named_as_the_client_wrote_it(fleet:
     assert error["param"] == "structured_outputs.json"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT, {"messages": MESSAGES, "response_format": 5}, "response_format: input should be a valid dictionary"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "x"}]},
+            "input[0]: the type should be one of 'message', 'function_call', 'function_call_output', 'reasoning'",
+        ),
+    ],
+)
+async def test_reasons_do_not_name_classes_and_functions(
+    fleet: Fleet, path: str, body: dict[str, Any], message: str
+) -> None:
+    _, error = await refused(fleet, path, {"model": MODEL, **body})
+    assert error["message"] == message
+
+
 async def test_wrong_messages_are_named_by_place(fleet: Fleet) -> None:
     wrong: list[tuple[Any, str]] = [
         ({"role": "a boss", "content": "hi"}, "messages[1].role"),

@@ -208,6 +208,10 @@ def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
             message = f"{param}: this parameter is not supported"
         case "too_long":
             message = f"{param}: at most {error['ctx']['max_length']} items"
+        case "model_type":
+            message = f"{param}: input should be a valid dictionary"
+        case "union_tag_invalid":
+            message = f"{param}: the type should be one of {error['ctx']['expected_tags']}"
         case _:
             message = f"{param}: {error['msg'][:1].lower()}{error['msg'][1:]}"
     return InvalidRequest(message, param=param if path else None)
