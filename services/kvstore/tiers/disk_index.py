@@ -7,6 +7,7 @@ process is killed, every row names a whole record. A row is not sealed: what it 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import sqlite3
@@ -20,11 +21,20 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from halfmoon.catalog.block_identity import BlockMeta
+from halfmoon.catalog.block_identity import ID_BYTES, BlockMeta
+from halfmoon.errors import HalfmoonError
 from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.owner import KVOwner
 from services.kvstore.tiers.segments import Location
 
+log = logging.getLogger(__name__)
+
 _BATCH = 500
+_OUTSIDE = (  # failures of SQLite that say nothing of what the file holds
+    sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH,
+)  # fmt: skip
+_NUMBERS = ("depth", "num_layers", "num_kv_heads", "head_dim", "block_tokens", "segment", "offset", "num_bytes")
 _OLD_TABLES = ("blocks_v1",)  # their records had no seal
 
 
@@ -64,8 +74,15 @@ class IndexedBlock:
     pinned: bool
 
 
+class _Damaged(OSError):
+    """The file is no index."""
+
+
 class DiskIndex:
-    """Owns the SQLite file. Raises OSError for every failure of SQLite, above all a full disk."""
+    """Owns the SQLite file. Raises OSError for every failure of SQLite, above all a full disk.
+
+    A damaged file is begun anew when it is opened: its blocks are a cache.
+    """
 
     def __init__(self, path: Path, key_id: bytes) -> None:
         """key_id: of the seal of records. Rows of other keys and of older versions are deleted, see `num_foreign`."""
@@ -75,16 +92,14 @@ class DiskIndex:
         self._engine: Engine = create_engine(f"sqlite:///{path}")
         event.listen(self._engine, "connect", _on_connect)
         try:
-            _Tables.metadata.create_all(self._engine)
-        except DatabaseError as err:  # the index is damaged; its blocks are a cache, so start empty
+            self.num_foreign = self._prepare()
+        except (_Damaged, UnicodeDecodeError) as err:  # names that are no text
+            log.warning("disk.index_damaged", extra={"reason": str(err)})
             self._engine.dispose()
-            if "malformed" not in str(err) and "not a database" not in str(err):
-                raise OSError(f"the disk tier's index cannot be opened: {err.orig}") from err
             for file in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
                 file.unlink(missing_ok=True)
             _make(path)
-            _Tables.metadata.create_all(self._engine)
-        self.num_foreign = self._delete_foreign()
+            self.num_foreign = self._prepare()
         self._inode = path.stat().st_ino
 
     def is_here(self) -> bool:
@@ -96,15 +111,11 @@ class DiskIndex:
 
     def load(self) -> list[IndexedBlock]:
         """All rows, each after its parent's."""
-        with self._begin() as connection:
-            rows = connection.execute(select(BlockRow.__table__).order_by(BlockRow.depth)).mappings()
-            return [_read(row) for row in rows]
+        return self._rows(select(BlockRow.__table__).order_by(BlockRow.depth))
 
     def in_segment(self, segment: int) -> list[IndexedBlock]:
         """Rows whose records lie in one file, in file order."""
-        query = select(BlockRow.__table__).where(BlockRow.segment == segment).order_by(BlockRow.offset)
-        with self._begin() as connection:
-            return [_read(row) for row in connection.execute(query).mappings()]
+        return self._rows(select(BlockRow.__table__).where(BlockRow.segment == segment).order_by(BlockRow.offset))
 
     def apply(
         self,
@@ -134,6 +145,28 @@ class DiskIndex:
     def close(self) -> None:
         """Closes the file."""
         self._engine.dispose()
+
+    def _prepare(self) -> int:
+        """Makes the table and reads it once; returns how many rows of other keys were deleted."""
+        try:
+            _Tables.metadata.create_all(self._engine)
+        except DatabaseError as err:
+            raise _error(err) from err
+        with self._begin() as connection:
+            found = connection.execute(text("PRAGMA integrity_check(1)")).scalar()
+        if found != "ok":
+            raise _Damaged(errno.EIO, f"the disk tier's index: {found}")
+        num_foreign = self._delete_foreign()
+        self.load()
+        return num_foreign
+
+    def _rows(self, query: Any) -> list[IndexedBlock]:
+        with self._begin() as connection:
+            rows = connection.execute(query).mappings().all()
+        try:
+            return [_read(row) for row in rows]
+        except (HalfmoonError, TypeError, ValueError) as err:
+            raise _Damaged(errno.EIO, f"the disk tier's index: {err}") from err
 
     def _delete_foreign(self) -> int:
         with self._begin() as connection:
@@ -177,7 +210,9 @@ def _make(path: Path) -> None:
 
 def _error(error: DatabaseError) -> OSError:
     """The error of the file system behind SQLite's."""
-    code = error.orig.sqlite_errorcode & 0xFF if isinstance(error.orig, sqlite3.Error) else 0
+    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # text that is no text has none
+    if code not in _OUTSIDE:
+        return _Damaged(errno.EIO, f"the disk tier's index: {error.orig}")
     number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}.get(code, errno.EIO)
     return OSError(number, f"the disk tier's index: {error.orig}")
 
@@ -213,6 +248,12 @@ def _written(meta: BlockMeta, place: Location) -> dict[str, Any]:
 
 
 def _read(row: Any) -> IndexedBlock:
+    """Raises HalfmoonError, TypeError or ValueError if no block can be so."""
+    KVOwner(row["tenant"])
+    if any(len(block) != ID_BYTES for block in (row["id"], row["parent"]) if block is not None):
+        raise ValueError("a row names no block")
+    if not all(isinstance(row[name], int) and row[name] >= 0 for name in _NUMBERS):
+        raise ValueError("a row has a number that cannot be")
     layout = KVLayout(row["num_layers"], row["num_kv_heads"], row["head_dim"], row["dtype"], row["block_tokens"])
     expires_at_s = math.inf if row["expires_at_s"] is None else row["expires_at_s"]
     meta = BlockMeta(row["id"], row["parent"], row["depth"], layout, row["recompute_s"], expires_at_s, row["tenant"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
+import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +118,46 @@ async def test_a_damaged_index_begins_anew(tmp_path: Path) -> None:
             await tier.read(IDS[0])
         await tier.write([record(IDS[0])])
         assert await whole(tier, IDS[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dtype", "bfloat12"),
+        ("num_layers", 0),
+        ("offset", -1),
+        ("parent", b"short"),
+        ("tenant", "\u00e9"),
+        ("depth", "x"),
+    ],
+)
+async def test_an_index_with_a_row_that_cannot_be_begins_anew(tmp_path: Path, name: str, value: object) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[0])])
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as index:
+        index.execute(f"UPDATE blocks_v2 SET {name} = ?", (value,))
+        index.commit()
+    async with opened(tmp_path) as tier:
+        with pytest.raises(NotFound):
+            await tier.read(IDS[0])
+        await tier.write([record(IDS[0])])
+        assert await whole(tier, IDS[0])
+
+
+async def test_a_store_starts_whatever_bits_of_its_index_were_flipped(tmp_path: Path) -> None:
+    whole_index, chance = tmp_path / "index", random.Random(1)
+    async with opened(tmp_path / "0") as tier:
+        await tier.write([record(block) for block in IDS[:60]])
+    (tmp_path / "0" / "index.sqlite").rename(whole_index)
+    for attempt in range(1, 60):
+        bits = bytearray(whole_index.read_bytes())
+        for _ in range(chance.choice([1, 3, 20])):
+            bits[chance.randrange(len(bits))] ^= 1 << chance.randrange(8)
+        (directory := tmp_path / str(attempt)).mkdir()
+        (directory / "index.sqlite").write_bytes(bits)
+        async with opened(directory) as tier:
+            await tier.write([record(block) for block in IDS[:60]])
+            assert all([await whole(tier, block) for block in IDS[:60]])
 
 
 async def test_files_stay_within_the_budget_however_much_is_replaced(tmp_path: Path) -> None:
