@@ -35,8 +35,8 @@ class TenantAccounts:
         self._accounts: dict[str, TenantAccount] = {}
 
     def __iter__(self) -> Iterator[TenantAccount]:
-        """Those that hold blocks, the largest first."""
-        held = [account for account in self._accounts.values() if account.num_blocks]
+        """Those that hold blocks, the largest first. May be read on any thread, so it starts with a copy."""
+        held = [account for account in list(self._accounts.values()) if account.num_blocks]
         return iter(sorted(held, key=lambda account: (-account.used_bytes, account.tenant)))
 
     def set_quota(self, owner: KVOwner) -> None:

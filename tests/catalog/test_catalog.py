@@ -273,6 +273,19 @@ def test_an_expired_block_is_a_miss_before_it_is_swept() -> None:
     assert list(it) == []
 
 
+def test_accounts_may_be_read_while_another_thread_adds_some() -> None:
+    accounts = catalog().tenants
+
+    class Interrupted:
+        @property
+        def num_blocks(self) -> int:
+            accounts.set_quota(KVOwner("new", 1))
+            return 0
+
+    accounts._accounts["old"] = Interrupted()  # type: ignore[assignment]
+    assert list(accounts) == []
+
+
 def test_a_block_does_not_outlive_its_predecessor_of_the_same_store() -> None:
     it = catalog()
     assert it.can_add(IDS[0], Tier.DISK), "its predecessor is elsewhere"
