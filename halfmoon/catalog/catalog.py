@@ -23,6 +23,7 @@ from halfmoon.policy.eviction import EvictionPolicy, Usage
 
 _FULL = 0.97  # share of a tier's budget above which blocks make room for others
 _RETRY_S = 1.0  # delay until an expired block that others need is checked again
+_SPARE_EXPIRIES = 1024  # of blocks that have left, or whose time has changed
 
 
 class Catalog:
@@ -225,6 +226,14 @@ class Catalog:
         entry.usage.recompute_s, entry.usage.num_tokens = self._costs.recompute_s(entry.meta), entry.meta.num_tokens
         if meta.expires_at_s < math.inf:
             heapq.heappush(self._expiries, (meta.expires_at_s, meta.id))
+            if len(self._expiries) > 2 * len(self.fragments) + _SPARE_EXPIRIES:
+                self._prune_expiries()
+
+    def _prune_expiries(self) -> None:
+        """Forgets the times of blocks that left in another way, once they are most of them."""
+        times = ((entry.meta.expires_at_s, entry.meta.id) for entry in self.fragments)
+        self._expiries = [(expires_at_s, block) for expires_at_s, block in times if expires_at_s < math.inf]
+        heapq.heapify(self._expiries)
 
     def _reassign(self, entry: Entry, tenant: str) -> None:
         """Moves a block from `tenant` to its own, which a listing of the cold tier could not tell."""

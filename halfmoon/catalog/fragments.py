@@ -21,6 +21,9 @@ class Fragments:
     def __getitem__(self, block: bytes) -> Entry:
         return self._entries[block]
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 

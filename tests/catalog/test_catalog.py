@@ -273,6 +273,16 @@ def test_an_expired_block_is_a_miss_before_it_is_swept() -> None:
     assert list(it) == []
 
 
+def test_times_of_blocks_that_left_otherwise_are_forgotten() -> None:
+    it = catalog()
+    it.add(meta(0, expires_at_s=10), Tier.DRAM, 1)
+    for _ in range(5000):
+        it.add(meta(5, expires_at_s=20), Tier.DRAM, 1)
+        it.drop(IDS[5])
+    assert len(it._expiries) < 2000
+    assert it.expire(10) == 1
+
+
 def test_accounts_may_be_read_while_another_thread_adds_some() -> None:
     accounts = catalog().tenants
 
