@@ -15,6 +15,7 @@ from services.kvstore.pool import Pool
 from services.kvstore.tiers.dram import Draft
 
 MAX_BLOCKS = 1024  # in one run
+_MAX_DEPTH = 0xFFFF_FFFF  # a record has 32 bits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Run:
             raise InvalidRequest(f"a run is of 1 to {MAX_BLOCKS} blocks", param="keys")
         if len({self.metas[0].parent, *(meta.id for meta in self.metas)}) != len(self.metas) + 1:
             raise InvalidRequest("a block cannot come before itself", param="parent")
+        if self.metas[-1].depth > _MAX_DEPTH:
+            raise InvalidRequest(f"a block has at most {_MAX_DEPTH} others before it", param="depth")
         if not (self.ttl_s >= 0 and all(meta.recompute_s >= 0 for meta in self.metas)):
             raise InvalidRequest("times cannot be negative", param="ttl_s")
 

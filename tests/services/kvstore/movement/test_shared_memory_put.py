@@ -11,6 +11,7 @@ import pytest
 import xxhash
 
 from halfmoon.catalog.block_identity import block_id
+from halfmoon.errors import InvalidRequest
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id
@@ -68,6 +69,15 @@ async def test_rooms_are_nobody_elses_while_a_cancelled_copy_goes_on(monkeypatch
         assert await is_right(pool, other)
         assert not pool.match([block_id(KEYS[0])])
         pool.dram.check_integrity()
+
+
+async def test_a_block_deeper_than_a_record_can_say_is_refused() -> None:
+    pool = make_pool()
+    with closing(SharedMemoryPut(pool, Arrivals(pool))) as taker:
+        async with offered() as request:
+            request.depth = 2**32 - 2
+            with pytest.raises(InvalidRequest, match="before it"):
+                await taker.take(request)
 
 
 async def test_runs_in_opposite_order_do_not_wait_for_each_other() -> None:
