@@ -55,6 +55,15 @@ class Fragments:
             ancestor = None if entry is None else entry.meta.parent
         return ancestor
 
+    def precedes(self, block: bytes, later: bytes | None) -> bool:
+        """Whether the block is `later` or, as far as is known here, before it."""
+        if block not in self._entries and block not in self._orphans:
+            return block == later
+        while later is not None and later != block:
+            entry = self._entries.get(later)
+            later = None if entry is None else entry.meta.parent
+        return later is not None
+
     def descendants(self, block: bytes) -> list[Entry]:
         """Entries of the block and all that follow it, each after its parent; none if the block is not here."""
         entries: list[Entry] = []

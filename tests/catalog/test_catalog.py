@@ -283,6 +283,17 @@ def test_times_of_blocks_that_left_otherwise_are_forgotten() -> None:
     assert it.expire(10) == 1
 
 
+@pytest.mark.parametrize("ring", [[0], [0, 1], [0, 2, 1]])
+def test_no_block_comes_before_itself(ring: list[int]) -> None:
+    it = catalog()
+    metas = [BlockMeta(IDS[block], IDS[before]) for before, block in zip(ring, ring[1:] + ring[:1], strict=True)]
+    for one in metas[:-1]:
+        assert it.can_begin(one)
+        it.add(one, Tier.DRAM, 1)
+    assert not it.can_begin(metas[-1])
+    assert all(it.can_begin(one) for one in metas[:-1]), "they are here"
+
+
 def test_accounts_may_be_read_while_another_thread_adds_some() -> None:
     accounts = catalog().tenants
 

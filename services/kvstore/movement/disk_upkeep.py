@@ -41,7 +41,7 @@ class DiskUpkeep:
         """Takes over blocks found on disk; forgets those that would outlive their predecessors in memory."""
         for row in self._disk.recovered():
             meta = row.meta
-            if self._catalog.can_add(meta.parent, Tier.DISK):
+            if self._catalog.can_begin(meta) and self._catalog.can_add(meta.parent, Tier.DISK):
                 self._disk.admit(row)
                 self._catalog.add(meta, Tier.DISK, row.place.num_bytes)
                 self._catalog.pin(meta.id, row.pinned)

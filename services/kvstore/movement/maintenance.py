@@ -95,6 +95,8 @@ class Maintenance:
             await asyncio.sleep(self._options.cold_list_s)
 
     def _learn_cold(self, meta: BlockMeta, num_bytes: int) -> None:
+        if not self._catalog.can_begin(meta):
+            return
         entry = self._catalog.get(meta.id)
         if (entry is None or Tier.COLD not in entry.tiers) and self._catalog.can_add(meta.parent, Tier.COLD):
             self._catalog.add(meta if entry is None else entry.meta, Tier.COLD, num_bytes)

@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 from halfmoon.catalog.block_identity import BlockMeta
 from halfmoon.catalog.catalog import Catalog
 from halfmoon.catalog.entry import Tier
-from halfmoon.errors import DataLoss, NoCapacity, NotFound
+from halfmoon.errors import DataLoss, InvalidRequest, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVBytes, KVLayout
@@ -97,7 +97,8 @@ class DramTier:
         return draft
 
     def commit(self, draft: Draft, known_digest: int | None = None) -> None:
-        """Makes the block visible as the most recently used. Raises NotFound if its predecessor was dropped meanwhile.
+        """Makes the block visible as the most recently used. Raises NotFound if its predecessor was dropped meanwhile,
+        InvalidRequest if the block would come before itself.
 
         known_digest: digest of the draft's bytes if it has been checked.
         """
@@ -176,6 +177,8 @@ class DramTier:
     def _check_joined(self, draft: Draft) -> None:
         if draft.is_joined and draft.meta.parent not in self._catalog:
             raise NotFound("the block before this one was dropped", param="parent")
+        if not self._catalog.can_begin(draft.meta):
+            raise InvalidRequest("a block cannot come before itself", param="parent")
 
     def _room(self, num_bytes: int) -> Room:
         if num_bytes > self.capacity_bytes:

@@ -22,7 +22,7 @@ from services.kvstore.tiers.record import HEADER_BYTES, decode_record, encode_re
 from services.kvstore.tiers.seal import Seal
 from tests.services.kvstore.blocks import LAYOUT, content, is_right, meta, put_chain, read
 from tests.services.kvstore.cold_memory import ColdMemory
-from tests.services.kvstore.pools import IDS, KEYS, pool, tiers
+from tests.services.kvstore.pools import IDS, KEYS, pool, tiers, until
 
 KEY = bytes(range(32))
 OTHER = bytes(32)
@@ -183,6 +183,31 @@ async def test_an_object_copied_under_another_name_is_a_miss(of: int, under: Any
         with pytest.raises(DataLoss):
             await read(it, under.id)
         assert tiers(it, under.id) == []
+
+
+async def test_rows_that_make_a_ring_are_misses(tmp_path: Path) -> None:
+    async with pool(directory=tmp_path, block_key=KEY) as it:
+        await put_chain(it, KEYS[:3])
+        await it.settled()
+    edit_index(tmp_path, "UPDATE blocks_v2 SET parent = ? WHERE depth = 0", IDS[2])
+    async with pool(directory=tmp_path, block_key=KEY) as it:
+        assert await read(it, IDS[1]) == content(IDS[1])
+        assert tiers(it, IDS[2]) == []
+        with pytest.raises(DataLoss):
+            await read(it, IDS[0])
+        assert await it.drop(IDS[:3]) == 1
+
+
+async def test_objects_whose_names_make_a_ring_are_misses() -> None:
+    cold = ColdMemory()
+    async with pool(cold=cold, block_key=KEY) as it:
+        assert it.cold is not None
+        names = [it.cold.name_of(one) for one in (meta(IDS[0], IDS[1]), meta(IDS[1], IDS[0], 1), meta(IDS[2], IDS[2]))]
+    cold.objects.update(dict.fromkeys(names, b"any"))
+    async with pool(cold=cold, block_key=KEY) as it:
+        await until(lambda: IDS[0] in it.catalog, it)
+        assert [tiers(it, block) for block in IDS[:3]] == [[Tier.COLD], [], []]
+        assert await it.drop(IDS[:3]) == 1
 
 
 async def listed(it: Pool) -> None:

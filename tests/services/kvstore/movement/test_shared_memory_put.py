@@ -80,6 +80,19 @@ async def test_a_block_deeper_than_a_record_can_say_is_refused() -> None:
                 await taker.take(request)
 
 
+async def test_a_block_that_would_come_before_itself_is_refused() -> None:
+    pool = make_pool()
+    await put(pool, meta(block_id(key(9)), block_id(KEYS[2]), 3))
+    with closing(SharedMemoryPut(pool, Arrivals(pool))) as taker:
+        async with offered() as request:
+            request.parent, request.depth = key(9), 4
+            response = await taker.take(request)
+    assert response.num_new == 2
+    assert pool.dram.reserved_bytes == 0
+    assert await pool.drop([block_id(KEYS[0])]) == 2
+    assert await pool.drop([block_id(key(9))]) == 1
+
+
 async def test_runs_in_opposite_order_do_not_wait_for_each_other() -> None:
     arrivals = Arrivals(make_pool())
     one, middle, other = KEYS
