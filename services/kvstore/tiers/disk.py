@@ -94,7 +94,7 @@ class DiskTier:
             if is_same:
                 return "same"
             self._places.clear()
-            self._removed.clear()
+            self._recovered = [row for row in self._recovered if row.meta.id not in self._removed]  # not written yet
             return "anew"
 
     async def write(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:

@@ -240,6 +240,23 @@ async def test_a_disk_that_cannot_be_written_is_read_on(
         assert it.trouble(Tier.DISK) == ""
 
 
+async def test_what_is_dropped_while_the_disk_is_away_does_not_come_back_with_it(tmp_path: Path) -> None:
+    directory, elsewhere = tmp_path / "blocks", tmp_path / "elsewhere"
+    async with on_disk(directory) as it:
+        directory.rename(elsewhere)
+        directory.write_text("a file is in the way")
+        await it.look_after_disk()
+        assert it.trouble(Tier.DISK)
+        assert await it.drop([IDS[2]]) == 2
+        directory.unlink()
+        elsewhere.rename(directory)
+        await it.look_after_disk()
+        assert it.trouble(Tier.DISK) == ""
+        assert [tiers(it, block) for block in IDS[1:4]] == [[Tier.DRAM, Tier.DISK], [], []]
+    async with pool(directory=directory) as it:
+        assert len(it.match(IDS[:4])) == 2
+
+
 @pytest.fixture(params=[0o000, 0o022, 0o777])
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     before = os.umask(request.param)
