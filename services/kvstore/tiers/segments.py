@@ -10,6 +10,7 @@ from pathlib import Path
 from halfmoon.kv.kv_layout import KVBytes
 
 _SUFFIX = ".blocks"
+_NAMES = "[0-9]" * 8 + _SUFFIX
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,7 +34,7 @@ class SegmentFiles:
         self._directory = directory
         self._identity = _identity(directory)
         self.segment_bytes = segment_bytes  # a file that has reached it is followed by another one
-        self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob(f"*{_SUFFIX}")}
+        self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob(_NAMES)}
         self._active = max(first, max(self._sizes, default=0) + 1)
         self._file = -1  # descriptor of the active segment, once begun
 

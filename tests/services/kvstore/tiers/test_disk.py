@@ -109,6 +109,15 @@ async def test_a_missing_file_is_data_loss(tmp_path: Path) -> None:
             await tier.read(IDS[0])
 
 
+async def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (alien := tmp_path / "copy of 00000001.blocks").write_bytes(b"any")
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[0])])
+        assert await tier.check() == "same"
+        assert await whole(tier, IDS[0])
+    assert alien.exists()
+
+
 async def test_a_damaged_index_begins_anew(tmp_path: Path) -> None:
     async with opened(tmp_path) as tier:
         await tier.write([record(IDS[0])])
