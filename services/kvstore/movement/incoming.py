@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ class Run:
             raise InvalidRequest("a block cannot come before itself", param="parent")
         if self.metas[-1].depth > _MAX_DEPTH:
             raise InvalidRequest(f"a block has at most {_MAX_DEPTH} others before it", param="depth")
-        if not (self.ttl_s >= 0 and all(meta.recompute_s >= 0 for meta in self.metas)):
-            raise InvalidRequest("times cannot be negative", param="ttl_s")
+        if not (self.ttl_s >= 0 and all(0 <= meta.recompute_s < math.inf for meta in self.metas)):
+            raise InvalidRequest("times cannot be negative, nor costs infinite", param="ttl_s")
 
 
 def run_metas(

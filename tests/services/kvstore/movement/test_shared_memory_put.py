@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -77,6 +78,15 @@ async def test_a_block_deeper_than_a_record_can_say_is_refused() -> None:
         async with offered() as request:
             request.depth = 2**32 - 2
             with pytest.raises(InvalidRequest, match="before it"):
+                await taker.take(request)
+
+
+@pytest.mark.parametrize("cost_s", [-1.0, math.inf, math.nan])
+async def test_a_cost_that_has_no_mean_is_refused(cost_s: float) -> None:
+    with closing(SharedMemoryPut(pool := make_pool(), Arrivals(pool))) as taker:
+        async with offered() as request:
+            request.recompute_s = cost_s
+            with pytest.raises(InvalidRequest, match="infinite"):
                 await taker.take(request)
 
 
