@@ -234,7 +234,7 @@ class DiskTier:
         if index.num_foreign:
             log.warning("disk.other_key", extra={"num_blocks": index.num_foreign})
         sizes = files.sizes()
-        rows = index.load()
+        rows = index.take_found()
         whole = whole_rows(rows, sizes)
         kept = {row.meta.id for row in whole}
         index.apply(removed=[row.meta.id for row in rows if row.meta.id not in kept])

@@ -88,6 +88,7 @@ class DiskIndex:
         """key_id: of the seal of records. Rows of other keys and of older versions are deleted, see `num_foreign`."""
         self._key_id = key_id
         self._path = path
+        self._found: list[IndexedBlock] = []
         _make(path)
         self._engine: Engine = create_engine(f"sqlite:///{path}")
         event.listen(self._engine, "connect", _on_connect)
@@ -109,9 +110,10 @@ class DiskIndex:
         except FileNotFoundError:
             return False
 
-    def load(self) -> list[IndexedBlock]:
-        """All rows, each after its parent's."""
-        return self._rows(select(BlockRow.__table__).order_by(BlockRow.depth))
+    def take_found(self) -> list[IndexedBlock]:
+        """All rows when it was opened, each after its parent's; they are given away once."""
+        found, self._found = self._found, []
+        return found
 
     def in_segment(self, segment: int) -> list[IndexedBlock]:
         """Rows whose records lie in one file, in file order."""
@@ -147,7 +149,7 @@ class DiskIndex:
         self._engine.dispose()
 
     def _prepare(self) -> int:
-        """Makes the table and reads it once; returns how many rows of other keys were deleted."""
+        """Makes the table and reads it; returns how many rows of other keys were deleted."""
         try:
             _Tables.metadata.create_all(self._engine)
         except DatabaseError as err:
@@ -157,7 +159,7 @@ class DiskIndex:
         if found != "ok":
             raise _Damaged(errno.EIO, f"the disk tier's index: {found}")
         num_foreign = self._delete_foreign()
-        self.load()
+        self._found = self._rows(select(BlockRow.__table__).order_by(BlockRow.depth))
         return num_foreign
 
     def _rows(self, query: Any) -> list[IndexedBlock]:
