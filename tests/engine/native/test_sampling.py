@@ -250,3 +250,13 @@ def test_of_equal_log_probabilities_the_first_come_first() -> None:
     (got,) = ops().logprobs(logits, [3], [5])
     assert [token for token, _ in got.top] == [0, 1, 2]
     assert got.logprob == float("-inf")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_beside_a_logit_that_is_not_a_number_no_log_probability_is_one(size: int) -> None:
+    """It may be a banned token's: then another one is drawn."""
+    for place in {0, size - 1}:
+        logits = random(1, size)
+        logits[0, place] = float("nan")
+        (got,) = ops().logprobs(logits, [size // 2], [3])
+        assert np.isnan([got.logprob, *(value for _, value in got.top)]).all()

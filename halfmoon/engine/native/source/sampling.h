@@ -276,7 +276,7 @@ static int64_t largest(const float *logits, int64_t size, int64_t num_top, doubl
 static void find_logprobs(const logprobs_t *wanted, int64_t size, float *weights) {
   float most;
   double sums[padded(size) / CHUNK];
-  likeliest(wanted->logits, size, &most);
+  if (likeliest(wanted->logits, size, &most) == NO_TOKEN) most = NAN; /* so that all are */
   weigh(wanted->logits, size, most, 1, weights);
   const double all = most + log(add_chunks(weights, padded(size), sums));
   *wanted->logprob = wanted->logits[wanted->token] - all;
