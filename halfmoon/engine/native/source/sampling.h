@@ -213,7 +213,7 @@ static int64_t share_at(const float *weights, int64_t size, const double *sums, 
   for (; chunk + 1 < size / CHUNK && before + sums[chunk] <= wanted; chunk++) before += sums[chunk];
   for (i = chunk * CHUNK; i < size; i++) /* into the next chunk where roundings differ */
     if ((before += weights[i]) > wanted) return i;
-  while (i > 1 && weights[--i] <= 0);
+  while (i > 0 && weights[--i] <= 0);
   return i;
 }
 
