@@ -137,7 +137,7 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow], adjusted: Mapping[int, 
 
 def is_greedy(params: SamplingParams) -> bool:
     """Whether the likeliest token is taken."""
-    return params.temperature < _GREEDY_BELOW
+    return params.temperature < _GREEDY_BELOW or params.top_k == 1
 
 
 def has_penalties(params: SamplingParams) -> bool:

@@ -237,6 +237,14 @@ def test_hardly_any_temperature_is_greedy(temperature: float) -> None:
     assert {token.token_id for token in sample(values.expand(5, -1), rows, EOS)} == {int(values.argmax())}
 
 
+def test_the_one_likeliest_token_is_the_largest_at_any_temperature() -> None:
+    """Where weights are too near each other to be told apart, too."""
+    values = torch.zeros(1, VOCAB_SIZE)
+    values[0, 400] = 1e-3
+    for temperature in (0.1, 1.0, 1e4):
+        assert sample(values, [row(temperature=temperature, top_k=1)], EOS)[0].token_id == 400
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_row_that_cannot_be_drawn_leaves_the_others_alone(broken: float) -> None:
     values = logits(rows=3)
