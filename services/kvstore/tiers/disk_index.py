@@ -101,6 +101,9 @@ class DiskIndex:
                 file.unlink(missing_ok=True)
             _make(path)
             self.num_foreign = self._prepare()
+        except OSError:
+            self._engine.dispose()
+            raise
         self._inode = path.stat().st_ino
 
     def is_here(self) -> bool:
@@ -256,9 +259,11 @@ def _read(row: Any) -> IndexedBlock:
         raise ValueError("a row names no block")
     if not all(isinstance(row[name], int) and row[name] >= 0 for name in _NUMBERS):
         raise ValueError("a row has a number that cannot be")
+    recompute_s, expires_at_s = row["recompute_s"], math.inf if row["expires_at_s"] is None else row["expires_at_s"]
+    if not (isinstance(expires_at_s, float) and isinstance(recompute_s, float) and 0 <= recompute_s < math.inf):
+        raise ValueError("a row has a time that cannot be")
     layout = KVLayout(row["num_layers"], row["num_kv_heads"], row["head_dim"], row["dtype"], row["block_tokens"])
-    expires_at_s = math.inf if row["expires_at_s"] is None else row["expires_at_s"]
-    meta = BlockMeta(row["id"], row["parent"], row["depth"], layout, row["recompute_s"], expires_at_s, row["tenant"])
+    meta = BlockMeta(row["id"], row["parent"], row["depth"], layout, recompute_s, expires_at_s, row["tenant"])
     return IndexedBlock(meta, Location(row["segment"], row["offset"], row["num_bytes"]), row["pinned"])
 
 

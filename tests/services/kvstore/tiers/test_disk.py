@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sqlite3
@@ -138,6 +139,10 @@ async def test_a_damaged_index_begins_anew(tmp_path: Path) -> None:
         ("parent", b"short"),
         ("tenant", "\u00e9"),
         ("depth", "x"),
+        ("recompute_s", "x"),
+        ("recompute_s", -1.0),
+        ("recompute_s", math.inf),
+        ("expires_at_s", "x"),
     ],
 )
 async def test_an_index_with_a_row_that_cannot_be_begins_anew(tmp_path: Path, name: str, value: object) -> None:
