@@ -80,7 +80,8 @@ PARAMS = st.fixed_dictionaries(
     params=PARAMS, size=st.sampled_from(SIZES), scale=st.sampled_from((0.1, 1.0, 4.0, 30.0)), seed=st.integers(0, 10**6)
 )
 def test_a_token_is_where_its_number_falls(params: dict[str, Any], size: int, scale: float, seed: int) -> None:
-    logits, of = random(1, size, scale, seed), row([1, 2, 3], seed=seed, **params)
+    logits = (256 * random(1, size, scale, seed)).round() / 256  # equal, or far enough apart for weights in float32
+    of = row([1, 2, 3], seed=seed, **params)
     (token,) = ops().choose(logits, [of], {})
     assert_right(token, logits[0], of)
 
@@ -125,15 +126,16 @@ def test_rows_depend_on_neither_each_other_nor_threads(num_threads: int) -> None
 
 
 def test_of_equal_tokens_the_first_are_kept() -> None:
+    choose = ops().choose
     logits = torch.zeros(1, 3000)
     logits[0, [7, 1999]] = 1.0
-    drawn = {ops().choose(logits, [row(seed=seed, top_k=5)], {})[0] for seed in range(300)}
+    drawn = {choose(logits, [row(seed=seed, top_k=5)], {})[0] for seed in range(300)}
     assert drawn == {0, 1, 2, 7, 1999}
-    half = {ops().choose(torch.zeros(1, 3000), [row(seed=seed, top_p=0.5)], {})[0] for seed in range(3000)}
+    half = {choose(torch.zeros(1, 3000), [row(seed=seed, top_p=0.5)], {})[0] for seed in range(3000)}
     assert max(half) < 1500
     assert len(half) > 1000
-    assert ops().choose(logits, [row(temperature=0.0)], {}) == [7]
-    assert {ops().choose(logits, [row(seed=seed, min_p=1.0)], {})[0] for seed in range(50)} == {7, 1999}
+    assert choose(logits, [row(temperature=0.0)], {}) == [7]
+    assert {choose(logits, [row(seed=seed, min_p=1.0)], {})[0] for seed in range(50)} == {7, 1999}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -150,19 +152,19 @@ def test_a_row_that_cannot_be_drawn_has_no_token(size: int, temperature: float) 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_banned_tokens_are_not_drawn(size: int) -> None:
-    logits = torch.full((1, size), float("-inf"))
+    choose, logits = ops().choose, torch.full((1, size), float("-inf"))
     logits[0, size // 2 :: 3] = 0.5
     for params in ({}, {"top_k": 700}, {"top_p": 0.99}, {"min_p": 0.5}):
-        tokens = {ops().choose(logits, [row(seed=seed, **params)], {})[0] for seed in range(40)}
+        tokens = {choose(logits, [row(seed=seed, **params)], {})[0] for seed in range(40)}
         assert all(logits[0, token] == 0.5 for token in tokens)
 
 
 def test_unlikely_tokens_are_no_weights() -> None:
     """Those below 2^-126 of the likeliest, down to the smallest numbers."""
-    logits = torch.tensor([[-88.0, -90.0, 0.0, -200.0, -1e30, -3.4e38]])
+    choose, logits = ops().choose, torch.tensor([[-88.0, -90.0, 0.0, -200.0, -1e30, -3.4e38]])
     for params in ({}, {"top_k": 3}, {"top_p": 1 - 1e-12}, {"temperature": 1e-5}):
-        assert {ops().choose(logits, [row(seed=seed, **params)], {})[0] for seed in range(50)} == {2}
-    assert ops().choose(torch.tensor([[3.4e38, -3.4e38, 3.3e38]]), [row()], {}) == [0]
+        assert {choose(logits, [row(seed=seed, **params)], {})[0] for seed in range(50)} == {2}
+    assert choose(torch.tensor([[3.4e38, -3.4e38, 3.3e38]]), [row()], {}) == [0]
 
 
 @settings(max_examples=60)
