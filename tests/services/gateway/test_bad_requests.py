@@ -129,6 +129,12 @@ async def test_a_schema_of_the_wrong_type_is_named_as_the_client_wrote_it(fleet:
             {"input": [{"type": "x"}]},
             "input[0]: the type should be one of 'message', 'function_call', 'function_call_output', 'reasoning'",
         ),
+        ("/v1/responses", {"input": [5]}, "input[0]: input should be a valid dictionary"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "missing parameter: input[0].content[0].text",
+        ),
     ],
 )
 async def test_reasons_do_not_name_classes_and_functions(

@@ -194,6 +194,18 @@ async def test_the_tokens_of_a_prompt_are_counted(tmp_path: Path) -> None:
             "invalid_request_error",
             "messages[0].content",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            400,
+            "invalid_request_error",
+            "missing parameter: messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [5]}]},
+            400,
+            "invalid_request_error",
+            "messages[0].content[0]: input should be a valid dictionary",
+        ),
         ({"messages": [{"role": "user", "content": "x" * CONTEXT_TOKENS}]}, 400, "invalid_request_error", "context"),
         ({"thinking": {"type": "sometimes"}}, 400, "invalid_request_error", "thinking"),
         (

@@ -195,20 +195,25 @@ def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     error = max(
         same, key=lambda candidate: (candidate["type"] in ("too_long", "too_short"), len(_path(candidate["loc"])))
     )
-    path = _path(error["loc"])
+    location = error["loc"]
+    if error["type"] == "model_type" and isinstance(location[-2:][0], int) and location[-1] in TAGS:
+        location = location[:-1]  # the item itself is no object; its type is what it was taken for
+    path = _path(location)
+    if error["type"] == "union_tag_not_found":
+        path = [*path, "type"]
     if error["type"] in ("too_many_names", "misplaced"):
         path = [*path, error["ctx"]["name"]]
     param = shortened(_dotted(path))
     match error["type"]:
         case "extra_forbidden" | "too_many_names":
             message = f"unknown parameter: {param or repr(param)}"
-        case "missing":
+        case "missing" | "union_tag_not_found":
             message = f"missing parameter: {param}"
         case "none_required":
             message = f"{param}: this parameter is not supported"
         case "too_long":
             message = f"{param}: at most {error['ctx']['max_length']} items"
-        case "model_type":
+        case "model_type" | "model_attributes_type":
             message = f"{param}: input should be a valid dictionary"
         case "union_tag_invalid":
             message = f"{param}: the type should be one of {error['ctx']['expected_tags']}"
