@@ -97,11 +97,11 @@ class Catalog:
         return entry is None or max(entry.tiers) >= tier
 
     def can_begin(self, meta: BlockMeta) -> bool:
-        """Whether the block is here, or may come without being before itself, which whoever names blocks could say."""
+        """Whether the block is here, or can be added without coming before itself. Callers may name any parent."""
         return meta.id in self.fragments or not self.fragments.precedes(meta.id, meta.parent)
 
     def add(self, meta: BlockMeta, tier: Tier, num_bytes: int) -> None:
-        """Adds a block to the tier as used now, replacing an earlier copy there. Requires `can_add`."""
+        """Adds a block to the tier as used now, replacing an earlier copy there. Requires `can_add` and `can_begin`."""
         assert self.can_add(meta.parent, tier), "a block would outlive its predecessor"
         assert self.can_begin(meta), "a block would come before itself"
         entry = self.fragments.get(meta.id)

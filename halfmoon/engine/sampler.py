@@ -3,8 +3,8 @@
 Order of operations as in vLLM (v1/sample/sampler.py): bans and bias, penalties, temperature, min-p, top-k, top-p;
 tokens that a constraint does not allow are banned before all. Bans of `min_tokens` and `bad_words` that would leave no
 token give way. The remaining distribution, in the order of ids, is inverted at one uniform number, which Philox (Salmon
-et al., 2011) generates from (seed, i). From penalties on there are two of it: torch's here, and the CPU kernels'
-(`native/sampling.py`), by the same rules.
+et al., 2011) generates from (seed, i). Penalties and what follows them are written twice, by the same rules: for torch
+here, and for CPUs in C (`native/sampling.py`).
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOps:
-    """What is done with logits [num_rows, vocab_size] of any float, which it does not change.
+    """Functions of logits [num_rows, vocab_size] of any float, which they do not change.
 
-    A row's results do not depend on the other rows. Either may raise for any reason, which one row alone must be
-    enough for.
+    A row's results do not depend on the other rows. If a function raises because of a row, it also does so for that row
+    alone.
 
-    choose: a token for each row, from penalties on; -1 for one that cannot be drawn from, which has NaN or infinity, or
-    no token that is allowed. Of some rows, by their numbers, other logits count instead, [vocab_size] float32.
-    logprobs: log-probabilities of one token of each row and of as many as are wanted of the most likely, under the
-    model's own distribution.
+    choose: (logits, rows, adjusted) -> a token for each row, from penalties on; -1 for a row with NaN or infinity, or
+    without any allowed token. `adjusted` replaces the logits of some rows, by their index: [vocab_size] float32.
+    logprobs: (logits, token_ids, num_top) -> for each row the log-probabilities of its token and of its `num_top` most
+    likely ones, under the model's own distribution.
     """
 
     choose: Callable[[Tensor, Sequence[SamplingRow], Mapping[int, Tensor]], list[int]]
