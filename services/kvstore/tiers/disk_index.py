@@ -34,6 +34,7 @@ _OUTSIDE = (  # failures of SQLite that say nothing of what the file holds
     sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH,
 )  # fmt: skip
+_FORMAT_OF_WRITERS = 18  # its place in SQLite's header; 2 at most, or SQLite calls the file read-only
 _NUMBERS = ("depth", "num_layers", "num_kv_heads", "head_dim", "block_tokens", "segment", "offset", "num_bytes")
 _OLD_TABLES = ("blocks_v1",)  # their records had no seal
 
@@ -153,6 +154,10 @@ class DiskIndex:
 
     def _prepare(self) -> int:
         """Makes the table and reads it; returns how many rows of other keys were deleted."""
+        with open(self._path, "rb") as file:
+            format_of_writers = file.read(_FORMAT_OF_WRITERS + 1)[_FORMAT_OF_WRITERS:]
+        if format_of_writers > b"\x02":
+            raise _Damaged(errno.EIO, "the disk tier's index: a format that SQLite cannot write")
         try:
             _Tables.metadata.create_all(self._engine)
         except DatabaseError as err:

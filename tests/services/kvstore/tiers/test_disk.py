@@ -158,6 +158,18 @@ async def test_an_index_with_a_row_that_cannot_be_begins_anew(tmp_path: Path, na
         assert await whole(tier, IDS[0])
 
 
+@pytest.mark.parametrize("place", [0, 16, 18, 19, 44, 59])
+async def test_an_index_with_another_header_begins_anew(tmp_path: Path, place: int) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[0])])
+    with (tmp_path / "index.sqlite").open("r+b") as index:
+        index.seek(place)
+        index.write(b"\x7f")
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[1])])
+        assert await whole(tier, IDS[1])
+
+
 async def test_a_store_starts_whatever_bits_of_its_index_were_flipped(tmp_path: Path) -> None:
     whole_index, chance = tmp_path / "index", random.Random(1)
     async with opened(tmp_path / "0") as tier:
