@@ -4,9 +4,9 @@
         [--quantization auto --quantization int4 --llama-cpp /…/llama-batched-bench] [--kv-dtype int8 --kv-dtype fp8]
 
 Subjects take turns within each repeat. Figures are medians; ratios are to transformers, or to our engine with weights
-as numbers if quantised weights or KV are measured beside it, and above 1 where the subject is better. Of those it also
-says how far they are from float32: perplexity of a text, mean KL divergence, share of equal likeliest tokens, and of
-200 questions the greedy answers that are the same.
+as numbers if quantised weights or KV are measured beside it, and above 1 where the subject is better (for stalls, below
+1). Of those it also says how far they are from float32: perplexity of a text, mean KL divergence, share of equal
+likeliest tokens, and of 200 questions the greedy answers that are the same.
 "sampled" draws with temperature 1 and top-p 0.95, all else is greedy. "colocated" is role `both` at work: eight
 sequences decode while a prompt of 2,048 tokens is computed in chunks. It gives the decode rate during that time and
 the longest stall of a decode.
