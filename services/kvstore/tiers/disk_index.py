@@ -33,6 +33,7 @@ _BATCH = 500
 _OUTSIDE = (  # failures of SQLite that say nothing of what the file holds
     sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH,
+    sqlite3.SQLITE_PROTOCOL,
 )  # fmt: skip
 _FORMAT_OF_WRITERS = 18  # its place in SQLite's header; 2 at most, or SQLite calls the file read-only
 _NUMBERS = ("depth", "num_layers", "num_kv_heads", "head_dim", "block_tokens", "segment", "offset", "num_bytes")
