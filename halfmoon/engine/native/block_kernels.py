@@ -37,7 +37,7 @@ class BlockKernels:
         self.lookup = c_function(library, f"quantised_lookup_{suffix}", _LOOKUP)
 
     def room(self, num_bytes: int) -> Tensor:
-        """Memory for x in eight bits, whose content is lost with the next call. Engines compute in one thread.
+        """Memory for one call of a kernel, whose content is lost with the next. Engines compute in one thread.
 
         Who calls others meanwhile holds it: they may need more, and get another one.
         """

@@ -63,7 +63,6 @@ class NativeLibrary:
         self._log_probabilities = c_function(library, "log_probabilities", _LOGPROBS)
         self._sampling_room = c_function(library, "sampling_room", (c_int64, c_int64, c_int), c_int64)
         self._uniform_number = c_function(library, "uniform_number", (c_uint64, c_uint64), c_double)
-        self._room = torch.empty(0)
         self._num_team_threads = c_function(library, "num_team_threads", (), c_int)
 
     @property
@@ -152,11 +151,8 @@ class NativeLibrary:
         self._log_probabilities(wanted.ctypes.data, room, len(wanted), vocab_size, self.num_threads)
 
     def _sampling_memory(self, num_rows: int, vocab_size: int) -> int:
-        """Its content is lost with the next call: engines compute in one thread."""
         num_numbers = self._sampling_room(num_rows, vocab_size, self.num_threads)
-        if len(self._room) < num_numbers:
-            self._room = torch.empty(num_numbers)
-        return self._room.data_ptr()
+        return self.block_kernels.room(num_numbers * torch.float32.itemsize).data_ptr()
 
     def uniform_number(self, seed: int, position: int) -> float:
         """See `sampler.uniform`."""
