@@ -77,7 +77,7 @@ class IndexedBlock:
 
 
 class _Damaged(OSError):
-    """The file is no index."""
+    """The file is not an index."""
 
 
 class DiskIndex:
@@ -96,7 +96,7 @@ class DiskIndex:
         event.listen(self._engine, "connect", _on_connect)
         try:
             self.num_foreign = self._prepare()
-        except (_Damaged, UnicodeDecodeError) as err:  # names that are no text
+        except (_Damaged, UnicodeDecodeError) as err:  # names that are not UTF-8
             log.warning("disk.index_damaged", extra={"reason": str(err)})
             self._engine.dispose()
             for file in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
@@ -221,7 +221,7 @@ def _make(path: Path) -> None:
 
 def _error(error: DatabaseError) -> OSError:
     """The error of the file system behind SQLite's."""
-    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # text that is no text has none
+    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # an error of text that is not UTF-8 has none
     if code not in _OUTSIDE:
         return _Damaged(errno.EIO, f"the disk tier's index: {error.orig}")
     number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}.get(code, errno.EIO)

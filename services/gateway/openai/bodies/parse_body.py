@@ -197,7 +197,7 @@ def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     )
     location = error["loc"]
     if error["type"] == "model_type" and isinstance(location[-2:][0], int) and location[-1] in TAGS:
-        location = location[:-1]  # the item itself is no object; its type is what it was taken for
+        location = location[:-1]  # the item itself is not an object; its type is what it was taken for
     path = _path(location)
     if error["type"] == "union_tag_not_found":
         path = [*path, "type"]
