@@ -65,12 +65,14 @@ class Ended:
 class Finished:
     """A request that is to be kept has ended. If it has tokens, vLLM keeps their pages until `Keep` comes.
 
-    They are whole blocks, from the request's first token on.
+    They are whole blocks, from the request's first token on. The last of them are of the `answer`, which the report has
+    since it comes before the tokens themselves.
     """
 
     request_id: str
     use: int
     num_tokens: int
+    answer: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ def encode_report(report: Report) -> bytes:
 def decode_report(line: bytes) -> Report:
     """The report of one line."""
     kind, fields = json.loads(line)
-    return _KINDS[kind](**fields)
+    return _KINDS[kind](**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 def encode_keep(keep: Keep) -> bytes:

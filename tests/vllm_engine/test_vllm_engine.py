@@ -428,10 +428,10 @@ async def test_an_answer_goes_into_the_shared_memory_when_it_has_ended(worker: W
     order = (await worker.vllm.prompt("d")).order
     assert (order.is_kept, order.is_watched) == (True, False)
     worker.engine.handle(Ended("d", order.use))  # loaded
-    worker.vllm.draw("d", 41, 42, 43)
-    await worker.until_outputs(3)
-    keep = worker.engine.handle(Finished("d", order.use, 24))  # before the last token arrives
-    worker.vllm.draw("d", 44)
+    worker.vllm.draw("d", 41)
+    await worker.until_outputs(1)
+    keep = worker.engine.handle(Finished("d", order.use, 24, (41, 42, 43)))  # before its last tokens arrive
+    worker.vllm.draw("d", 42, 43, 44)
     await worker.until_outputs(4)
     assert keep is not None
     assert (keep.finished_use, keep.first, len(keep.blocks)) == (order.use, 2, 1)  # two blocks of the prompt are here
@@ -449,7 +449,7 @@ async def test_an_answer_goes_into_the_shared_memory_when_it_has_ended(worker: W
     assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
 
 
-async def test_a_cancelled_answer_is_kept_as_far_as_its_tokens_are_known(worker: Worker) -> None:
+async def test_a_cancelled_answer_is_kept_as_far_as_it_was_computed(worker: Worker) -> None:
     await worker.engine.reserve(EngineRequest("d", PROMPT, SamplingParams(max_tokens=30)))
     await worker.engine.start("d", 40)
     order = (await worker.vllm.prompt("d")).order
@@ -457,10 +457,14 @@ async def test_a_cancelled_answer_is_kept_as_far_as_its_tokens_are_known(worker:
     worker.vllm.draw("d", *range(41, 45))
     await worker.until_outputs(4)
     await worker.engine.cancel("d")
-    keep = worker.engine.handle(Finished("d", order.use, 32))  # vLLM was ahead
+    finished = Finished("d", order.use, 32, tuple(range(41, 52)))  # vLLM was ahead
+    keep = worker.engine.handle(finished)
     assert keep is not None
-    assert (keep.first, len(keep.blocks)) == (2, 1)
-    assert worker.engine.handle(Finished("d", order.use, 32)) == Keep(order.use, keep.use + 1, 0, ())
+    assert (keep.first, len(keep.blocks)) == (2, 2)
+    worker.engine.handle(Ended("d", keep.use))
+    await worker.until(lambda: bool(kept_keys(worker)))
+    assert kept_keys(worker) == [tuple(block_keys(root(b""), [*PROMPT, *range(40, 52)], LAYOUT.block_tokens))]
+    assert worker.engine.handle(finished) == Keep(order.use, keep.use + 1, 0, ())
     assert worker.engine.handle(Finished("d", order.use, 0)) is None  # nobody waits for an answer
 
 
@@ -473,7 +477,7 @@ async def test_nothing_is_kept_without_room_or_of_private_kv(worker: Worker, is_
     await worker.engine.reserve(EngineRequest("e", PROMPT, GREEDY))
     worker.vllm.draw("d", *range(41, 55))
     await worker.until_outputs(14)
-    keep = worker.engine.handle(Finished("d", order.use, 32))
+    keep = worker.engine.handle(Finished("d", order.use, 32, tuple(range(41, 52))))
     assert keep is not None
     assert keep.blocks == ()
 

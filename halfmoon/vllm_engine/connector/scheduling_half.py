@@ -158,7 +158,8 @@ class SchedulingHalf:
         num_whole = min(request.num_computed_tokens, request.num_tokens - 1) // size  # the last token was never run
         num_known = max(order.load_tokens, 0 if followed is None else followed.saved)
         num_whole = num_whole if num_whole > num_known // size else 0
-        self._reports.send(Finished(order.request_id, order.use, num_whole * size))
+        answer = request.all_token_ids[request.num_prompt_tokens : num_whole * size]
+        self._reports.send(Finished(order.request_id, order.use, num_whole * size, tuple(answer)))
         if num_whole:
             self._held[order.use] = _Held(request.request_id, tuple(pages[:num_whole]))
         return num_whole > 0

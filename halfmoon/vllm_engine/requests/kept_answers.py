@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from halfmoon.engine.scheduling.sequence import Sequence
@@ -41,7 +42,7 @@ class KeptAnswers:
         nothing = Keep(report.use, use, 0, ())
         if sequence is None:
             return nothing
-        num_whole = min(report.num_tokens, len(sequence.token_ids)) // self._block_tokens
+        sequence, num_whole = _ended(sequence, report), report.num_tokens // self._block_tokens
         first = self._blocks.num_cached(sequence, num_whole)
         if first >= num_whole or not self._blocks.has_room(num_whole - first):
             return nothing
@@ -58,3 +59,10 @@ class KeptAnswers:
         keys = self._blocks.insert_from(sequence, first, blocks)
         request = sequence.request
         return BlockChain(request.request_id, keys, request.tenant_salt, request.owner)
+
+
+def _ended(sequence: Sequence, report: Finished) -> Sequence:
+    """The sequence with the tokens that vLLM has computed: some may still be on their way here."""
+    known, request = sequence.token_ids[: report.num_tokens - len(report.answer)], sequence.request
+    drawn = (*known, *report.answer)[len(request.prompt_token_ids) :]
+    return Sequence(replace(request, output_token_ids=drawn), sequence.order)
