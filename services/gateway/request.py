@@ -168,6 +168,7 @@ class GatewayRequest:
                 generation.stops,
                 sampling.stop_token_ids,
                 keep_stop=generation.keep_stop,
+                min_tokens=sampling.min_tokens,
             ),
             priority=generation.priority,
             qos=self.qos,

@@ -21,13 +21,20 @@ class StopStrings:
         """The text that is held back."""
         return self._held
 
-    def push(self, text: str) -> str:
-        """Returns the text that has become certain. Sets `matched` at the first complete stop string."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Returns the text that has become certain. Sets `matched` at the first complete stop string.
+
+        One that is complete where the text must not end is text like any other.
+        """
         if not self._stops:
             return text
-        text, self._held = self._held + text, ""
-        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if ends:
+        num_before, text, self._held = len(self._held), self._held + text, ""
+        ends = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, num_before - len(stop) + 1))) >= 0
+        ]
+        if ends and may_end:
             end, start, self.matched = min(ends)
             return text[: end if self._keep else start]
         keep = self._num_held(text)

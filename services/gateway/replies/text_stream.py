@@ -30,6 +30,9 @@ class Decodes(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
 
+    def part_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that is part of a character; None if they cannot be told."""
+
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
@@ -66,11 +69,16 @@ class TextStream:
         stop_token_ids: Sequence[int] = (),
         *,
         keep_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
-        """With `keep_stop`, a stop string is part of the text. `stop_token_ids` are reported as the stop reason."""
+        """With `keep_stop`, a stop string is part of the text. `stop_token_ids` are reported as the stop reason.
+
+        No stop string ends the text within the first `min_tokens`; it may begin there.
+        """
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops, keep=keep_stop)
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._min_tokens = min_tokens
         self.num_tokens = 0
         self.finish_reason: Ending | None = None
 
@@ -82,10 +90,11 @@ class TextStream:
         text, num_taken = "", 0
         for token in tokens:
             num_taken += 1
+            may_end = self.num_tokens + num_taken > self._min_tokens
             if token.finish_reason != STOP:
-                text += self._stops.push(self._detokenizer.push(token.token_id))
+                text += self._stops.push(self._detokenizer.push(token.token_id), may_end=may_end)
             if self._stops.matched is None and token.finish_reason != NOT_FINISHED:
-                text += self._stops.push(self._detokenizer.flush())
+                text += self._stops.push(self._detokenizer.flush(), may_end=may_end)
                 text += self._stops.flush()
                 self.finish_reason = _ENDINGS[token.finish_reason]
             if self._stops.matched is not None:

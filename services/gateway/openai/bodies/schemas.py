@@ -102,7 +102,9 @@ class OpenAIBody(SampledBody):
         None, description="tokens that end the output"
     )
     ignore_eos: bool | None = Field(None, description="the end-of-sequence token does not end the output")
-    min_tokens: int | None = Field(None, ge=0, description="minimum number of tokens before a token may end the output")
+    min_tokens: int | None = Field(
+        None, ge=0, description="minimum number of tokens before a token or a stop string may end the output"
+    )
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens that the output has")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens, for each time the output has it")
     repetition_penalty: float | None = Field(

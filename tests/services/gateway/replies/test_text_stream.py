@@ -22,6 +22,15 @@ def test_text_cut_off_inside_a_character() -> None:
     assert stream.finish_reason == "length"
 
 
+def test_a_stop_string_ends_nothing_within_the_least_tokens() -> None:
+    stream = TextStream(ByteDetokenizer(), ["bc"], min_tokens=3)
+    piece = stream.push([token(i, ord(letter)) for i, letter in enumerate("bcabcd")])  # begun within them
+    assert (piece.text, piece.finish_reason, piece.stop_reason, stream.num_tokens) == ("bca", "stop", "bc", 5)
+    stream = TextStream(ByteDetokenizer(), ["bc"], min_tokens=3)
+    piece = stream.push([token(0, ord("a")), token(1, ord("b")), token(2, ord("c"), LENGTH)])
+    assert (piece.text, piece.finish_reason, piece.stop_reason) == ("abc", "length", None)
+
+
 def test_tokens_after_a_stop_string_are_not_counted() -> None:
     stream = TextStream(ByteDetokenizer(), ["b"])
     piece = stream.push([token(i, ord(letter)) for i, letter in enumerate("abc")])
