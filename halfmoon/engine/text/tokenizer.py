@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ _REPLACEMENT = "\ufffd"
 _MOST_SILENT_TOKENS = 8  # no character has so many bytes: a sequence that is not UTF-8 by then never will be
 _MOST_HELD_TOKENS = 64
 _MOST_UNDECIDED = 3  # replacement characters at the end of a text that may yet become one character
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_UNPRINTABLE = sorted(set(range(0x100)) - set(_PRINTABLE))
+_BYTE_OF = {  # how vocabularies of bytes write them (Radford et al., GPT-2)
+    **{chr(byte): byte for byte in _PRINTABLE},
+    **{chr(0x100 + number): byte for number, byte in enumerate(_UNPRINTABLE)},
+}
+_FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of words write those of other characters
 
 
 class Tokenizer:
@@ -117,6 +125,14 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def part_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that is part of a character; None if the vocabulary does not tell them."""
+        name = self.token_name(token_id)
+        if self._is_bytewise and name and all(letter in _BYTE_OF for letter in name):
+            return bytes(_BYTE_OF[letter] for letter in name)
+        fallback = _FALLBACK_BYTE.fullmatch(name)
+        return None if fallback is None else bytes.fromhex(fallback[1])
 
     def whole_text(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
         """The text of a token if it reads the same after any characters; None if that is not certain.

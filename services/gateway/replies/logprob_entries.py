@@ -25,6 +25,6 @@ def logprob_entries(tokens: Sequence[Token], tokenizer: Decodes, options: ReplyO
 
 def _entry(token_id: int, logprob: float, tokenizer: Decodes, options: ReplyOptions) -> dict[str, Any]:
     text = tokenizer.decode([token_id])
-    whole = _REPLACEMENT not in text  # else part of a character, whose bytes are unknown
+    content = tokenizer.part_bytes(token_id) if _REPLACEMENT in text else text.encode()
     name = token_name(text, token_id, options)
-    return {"token": name, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+    return {"token": name, "logprob": logprob, "bytes": None if content is None else list(content)}

@@ -144,6 +144,22 @@ def test_words_keep_their_spaces_and_byte_tokens_wait(tmp_path: Path) -> None:
     assert [stream.push(token_id) for token_id in (0, 1, 2, 3, 4, 5)] == ["Hello", " world", "", "", "€", "!"]
 
 
+@settings(max_examples=80)
+@given(text=st.text(max_size=30))
+def test_bytes_of_all_tokens_are_those_of_the_text(text: str, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(text, with_special=False)
+    content = b"".join(tokenizer.part_bytes(token_id) or b"" for token_id in ids)
+    assert content.decode(errors="replace") == tokenizer.decode(ids, skip_special_tokens=False)
+    if tokenizer.decode(ids) == text:  # it has no token for some bytes, which it leaves out
+        assert content == text.encode()
+
+
+def test_bytes_of_tokens_that_are_parts_of_characters(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    wordwise = Tokenizer(checkpoint_at(tmp_path))
+    assert [wordwise.part_bytes(token_id) for token_id in (2, 3, 4, 0)] == [b"\xe2", b"\x82", b"\xac", None]
+    assert tokenizer.part_bytes(10**6) is None
+
+
 def test_without_a_chat_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer(checkpoint_at(tmp_path))
     with pytest.raises(InvalidRequest, match="no chat template"):

@@ -112,6 +112,9 @@ class ByteTokenizer:
     def token_name(self, token_id: int) -> str:
         return f"<{token_id}>"
 
+    def part_bytes(self, token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < EOS else None
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(one for one in token_ids if one < EOS).decode(errors="replace")
 

@@ -235,7 +235,7 @@ async def test_chat_logprobs(tmp_path: Path) -> None:
     assert logprobs.content is not None
     assert [entry.logprob for entry in logprobs.content] == [-0.5, -0.5]
     assert [(top.token, top.logprob) for top in logprobs.content[0].top_logprobs] == [("A", -0.5), ("B", -1.5)]
-    assert logprobs.content[0].bytes is None  # half a character
+    assert [entry.bytes for entry in logprobs.content] == [[0xC3], [0xA9]]  # halves of a character
     entries = [
         entry
         for chunk in chunks
