@@ -230,6 +230,7 @@ class DiskTier:
 
     def _open(self, first: int) -> tuple[SegmentFiles, DiskIndex, list[IndexedBlock]]:
         files = SegmentFiles(self._directory, max(1, self.budget_bytes // _SEGMENTS_IN_BUDGET), first)
+        self._files = files  # whatever fails below, the next attempt ends this one's lock
         index = DiskIndex(self._directory / "index.sqlite", self.seal.key_id)
         if index.num_foreign:
             log.warning("disk.other_key", extra={"num_blocks": index.num_foreign})
@@ -246,7 +247,6 @@ class DiskTier:
                 files.remove(segment)
             elif end < sizes[segment]:
                 files.truncate(segment, end)
-        self._files = files
         self._measure()
         return files, index, whole
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,15 +25,16 @@ class Location:
 
 
 class SegmentFiles:
-    """Owns the files of a directory and their sizes. Knows nothing of their content or its use.
+    """Owns the files of a directory, which it locks, and their sizes. Knows nothing of their content or its use.
 
     Only the process that began a file appends to it. What a killed process left after its last known record is cut off.
     """
 
     def __init__(self, directory: Path, segment_bytes: int, first: int = 1) -> None:
-        """first: least number of a new file. Raises OSError if the directory cannot be used."""
+        """first: least number of a new file. Raises OSError if the directory cannot be used or is in use."""
         _make(directory)
         self._directory = directory
+        self._lock = _locked(directory)
         self._identity = _identity(directory)
         self.segment_bytes = segment_bytes  # a file that has reached it is followed by another one
         self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob(_NAMES)}
@@ -103,15 +106,14 @@ class SegmentFiles:
         self._sizes.pop(segment, None)
 
     def close(self) -> None:
-        """Ends appending to the present file."""
+        """Ends the use of the files, and the lock."""
         self._seal()
+        self._unlock()
 
     def abandon(self) -> None:
-        """Ends appending to a file that may be gone."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-            self._active += 1
+        """Ends the use of files that may be gone, and the lock."""
+        self._leave()
+        self._unlock()
 
     def _append(self, parts: Sequence[KVBytes]) -> Location:
         if self._file < 0:
@@ -131,7 +133,18 @@ class SegmentFiles:
     def _seal(self) -> None:
         if self._file >= 0:
             os.fdatasync(self._file)
-            self.abandon()
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            self._active += 1
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _undo(self, begun: Sequence[tuple[int, int]]) -> None:
         if self._file >= 0:
@@ -159,6 +172,19 @@ def _make(directory: Path) -> None:
             raise
         return
     directory.chmod(0o700)
+
+
+def _locked(directory: Path) -> int:
+    """A descriptor that keeps other stores out, which would take the files for rubbish of a dead one."""
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise OSError(errno.EBUSY, "another store uses it: give each store a directory of its own") from None
+    except OSError:  # a file system without locks
+        pass
+    return lock
 
 
 def _identity(directory: Path) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import shutil
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -78,6 +79,38 @@ async def test_the_tail_that_no_row_names_is_cut_off(tmp_path: Path) -> None:
         assert file.stat().st_size == RECORD_BYTES
         await tier.write([record(IDS[1])])
         assert file.stat().st_size == RECORD_BYTES, "an old file is never appended to"
+
+
+async def test_a_directory_has_one_store_at_a_time(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[0])])
+        with pytest.raises(OSError, match="another store uses it"):
+            DiskTier(tmp_path, 1 << 20)
+        assert await whole(tier, IDS[0])
+        assert await tier.check() == "same"
+    async with opened(tmp_path) as tier:
+        assert await whole(tier, IDS[0])
+
+
+async def test_a_tier_that_begins_anew_has_its_directory_to_itself(tmp_path: Path) -> None:
+    directory = tmp_path / "blocks"
+    async with opened(directory) as tier:
+        shutil.rmtree(directory)
+        (directory / "index.sqlite").mkdir(parents=True)  # no index can be opened
+        assert await tier.check() == "away"
+        assert await tier.check() == "away"
+        (directory / "index.sqlite").rmdir()
+        assert await tier.check() == "anew"
+        with pytest.raises(OSError, match="another store uses it"):
+            DiskTier(directory, 1 << 20)
+        await tier.write([record(IDS[0])])
+        shutil.rmtree(directory)
+        async with opened(directory) as other:
+            assert await tier.check() == "away"
+            assert "another store uses it" in tier.away.reason
+            await other.write([record(IDS[1])])
+        assert await tier.check() == "anew"
+        assert [row.meta.id for row in tier.recovered()] == [IDS[1]]
 
 
 async def test_rows_without_their_bytes_are_dropped(tmp_path: Path) -> None:
