@@ -165,16 +165,16 @@ def seen_spans(chunk: Chunk, block_tokens: int) -> Iterator[TokenSpan]:
 
 def _sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
     """The rows of the next token and of those behind each guess, as if the guesses before it were right."""
-    sequence = item.sequence
-    sampling, num_prompt, forbidden = sequence.sampling, sequence.num_prompt, sequence.forbidden
     if not item.num_drawn:
         return []
+    sequence, sampling = item.sequence, item.sequence.sampling
+    num_prompt, forbidden, token_ids = sequence.num_prompt, sequence.forbidden, sequence.token_ids
     ids = sequence.ids() if has_penalties(sampling) else None
-    guessed = ([*sequence.token_ids, *item.drafts[:number]] for number in range(1, item.num_drawn))
-    return [
-        SamplingRow(sampling, sequence.token_ids, num_prompt, forbidden, ids),
-        *(SamplingRow(sampling, token_ids, num_prompt, forbidden) for token_ids in guessed),
-    ]
+    first = SamplingRow(sampling, token_ids, num_prompt, forbidden, ids)
+    if item.num_drawn == 1:
+        return [first]
+    guessed = ([*token_ids, *item.drafts[:number]] for number in range(1, item.num_drawn))
+    return [first, *(SamplingRow(sampling, guess, num_prompt, forbidden) for guess in guessed)]
 
 
 def _note_prompts(scheduled: Sequence[ScheduledSequence], logits: Tensor) -> list[int]:

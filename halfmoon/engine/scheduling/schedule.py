@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from halfmoon.engine.scheduling.layer_gate import LayerGate
 from halfmoon.engine.scheduling.sequence import Sequence
@@ -19,9 +19,9 @@ class SchedulerLimits:
     window_tokens: int | None = None  # no layer lets a token see further back, itself included; None: some does
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """`num_tokens` tokens of `sequence`, from `start` on, run in this step.
+    """`num_tokens` tokens of `sequence`, from `start` on, run in this step. Nothing here changes.
 
     The `num_arriving` tokens between its `num_computed` and `start` arrive layer by layer while the step runs. The last
     ones may be `drafts`: guesses that are not among the sequence's tokens yet.
@@ -31,11 +31,21 @@ class ScheduledSequence:
     num_tokens: int
     num_arriving: int = 0
     drafts: tuple[int, ...] = ()
+    start: int = field(init=False)  # position of the first token that runs
+    num_drawn: int = field(init=False)  # tokens that are drawn: the next one, and what would follow each guess
+    num_logits: int = field(init=False)  # how many of its last tokens the step needs logits of
+
+    def __post_init__(self) -> None:
+        sequence, num_drafts = self.sequence, len(self.drafts)
+        self.start = sequence.num_computed + self.num_arriving
+        is_whole = self.start + self.num_tokens - num_drafts == len(sequence.token_ids)
+        self.num_drawn = 1 + num_drafts if is_whole else 0
+        self.num_logits = self.num_tokens if sequence.needs_all_outputs else self.num_drawn
 
     @property
-    def start(self) -> int:
-        """Position of the first token that runs."""
-        return self.sequence.num_computed + self.num_arriving
+    def samples(self) -> bool:
+        """Whether the step ends with this sequence's newest token, so that the next one is drawn."""
+        return self.num_drawn > 0
 
     def num_seen(self, block_tokens: int) -> int:
         """Tokens that its last one attends to, itself included."""
@@ -50,21 +60,6 @@ class ScheduledSequence:
         """Where the step waits for the layers that arrive."""
         restore = self.sequence.restore
         return restore.gate if self.num_arriving and restore is not None else None
-
-    @property
-    def num_logits(self) -> int:
-        """How many of its last tokens the step needs logits of."""
-        return self.num_tokens if self.sequence.needs_all_outputs else self.num_drawn
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step ends with this sequence's newest token, so that the next one is drawn."""
-        return self.num_arriving + self.num_tokens - len(self.drafts) == self.sequence.num_uncomputed
-
-    @property
-    def num_drawn(self) -> int:
-        """How many tokens are drawn: the next one, and what would follow each guess."""
-        return 1 + len(self.drafts) if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
