@@ -41,7 +41,7 @@ IGNORED: dict[str, str] = {
     "num_gpu": _SET_AT_START,
     "num_keep": "a prompt is never cut to go on",
     "num_thread": _SET_AT_START,
-    "prediction": "speculative decoding is not supported",
+    "prediction": "workers guess tokens by themselves, where their speculation is on",
     "provider": _ONE_PROVIDER,
     "prompt_cache_retention": "the stores' own settings say how long KV is kept",
     "repeat_last_n": "it belongs to repeat_penalty, which is refused unless it is 1",
