@@ -17,7 +17,7 @@ from rich.text import Text
 
 from halfmoon.cli.top import duration
 from halfmoon.errors import HalfmoonError, Unavailable
-from halfmoon.rpc.tls.http_context import client_context
+from halfmoon.rpc.tls.http_context import client_context, unreached
 
 _CONNECT_S = 5.0
 _HELP = "/system TEXT sets the system message, /new begins a new conversation, /exit or Ctrl-D ends"
@@ -133,7 +133,7 @@ async def _ask(
             answer.whole_s = time.monotonic() - began_s
             answer.workers = await _workers(session, options, answer.request_id)
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise Unavailable(f"no answer from {options.gateway}: {error or 'it does not answer'}") from error
+        raise Unavailable(f"no answer from {options.gateway}: {unreached(error)}") from error
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

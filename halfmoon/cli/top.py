@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from halfmoon.cli.terminal.host_tables import links_tables
-from halfmoon.rpc.tls.http_context import client_context
+from halfmoon.rpc.tls.http_context import client_context, unreached
 from halfmoon.up.config.human_bytes import human_bytes
 
 _TIMEOUT_S = 5.0
@@ -135,7 +135,7 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
                 raise NoSnapshot(f"the gateway answered {response.status}: {body['error']['message']}")
             return dict(body)
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise NoSnapshot(f"no gateway at {url.partition('/halfmoon')[0]}: {error or 'it does not answer'}") from error
+        raise NoSnapshot(f"no gateway at {url.partition('/halfmoon')[0]}: {unreached(error)}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise NoSnapshot(f"{url} is not part of a Halfmoon gateway") from error
 

@@ -11,6 +11,7 @@ import aiohttp
 from halfmoon.errors import InvalidRequest, NoCapacity, Unavailable
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.view.worker_view import Role
+from halfmoon.rpc.tls.http_context import unreached
 
 _CALL = aiohttp.ClientTimeout(total=10)
 _BUSY = ("num_running", "num_waiting", "num_reserved", "num_held")
@@ -69,6 +70,8 @@ async def fetch_cluster(session: aiohttp.ClientSession, url: str) -> Cluster:
             result = await response.json()
         workers = tuple(_target(result["model_fingerprint"], one) for one in result["workers"])
         return Cluster(url, result["served_model"], workers)
+    except aiohttp.ClientConnectorError as error:
+        raise Unavailable(f"no halfmoon gateway answers at {url}: {unreached(error)}") from error
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
         raise Unavailable(f"no halfmoon gateway of this release answers at {url}: {error!r}") from error
 

@@ -15,7 +15,7 @@ import aiohttp
 
 from halfmoon.errors import Unavailable
 from halfmoon.replay.outcome import Outcome
-from halfmoon.rpc.tls.http_context import client_context
+from halfmoon.rpc.tls.http_context import client_context, unreached
 
 _TAIL_BYTES = 4096  # of the stream, which contain usage and errors
 _LEAVE_OUT = tuple(map(frozenset[str], ((), ("ignore_eos",), ("stream_options",), ("ignore_eos", "stream_options"))))
@@ -154,7 +154,7 @@ async def _listed(
             cards = (await response.json())["data"]
             return [card for card in cards if isinstance(card["id"], str)]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-        raise Unavailable(f"no server of OpenAI's API answers at {url}: {error}") from error
+        raise Unavailable(f"no server of OpenAI's API answers at {url}: {unreached(error)}") from error
 
 
 async def _fitted(session: aiohttp.ClientSession, server: Gateway) -> Gateway:

@@ -17,7 +17,7 @@ from halfmoon.background import first_result, running
 from halfmoon.errors import Unavailable
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import ReplayTargets
-from halfmoon.rpc.tls.http_context import client_context
+from halfmoon.rpc.tls.http_context import client_context, unreached
 from halfmoon.up.specs.service_specs import gateway_spec
 from halfmoon.up.specs.simulated import simulated_model, simulation_specs
 from halfmoon.up.supervision.child import children_ready
@@ -127,4 +127,4 @@ async def _controlled(method: str, url: str, **how: Any) -> dict[str, Any]:
             result: dict[str, Any] = await response.json()
             return result
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise Unavailable(f"no halfmoon gateway answers at {url}: {error}") from error
+        raise Unavailable(f"no halfmoon gateway answers at {url}: {unreached(error)}") from error

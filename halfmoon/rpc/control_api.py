@@ -13,7 +13,7 @@ import aiohttp
 
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.rpc.credentials.operator_token import client_token
-from halfmoon.rpc.tls.http_context import client_context
+from halfmoon.rpc.tls.http_context import client_context, unreached
 
 _TIMEOUT_S = 30.0
 _POLL_S = 0.2
@@ -64,7 +64,7 @@ class ControlApi:
             async with self._session.request(method, self._url + path, json=body) as response:
                 answer: Mapping[str, Any] = await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise Unavailable(f"{self._url} does not answer: {error}") from error
+            raise Unavailable(f"{self._url} does not answer: {unreached(error)}") from error
         if response.status >= 400:
             raise InvalidRequest(str(answer.get("error", {}).get("message", answer)))
         return answer

@@ -13,6 +13,7 @@ from halfmoon.rpc.tls.watched_files import CHECK_S, WatchedFiles
 
 CA_VARIABLE = "HALFMOON_HTTP_CA"
 CA_HELP = "File of authorities to trust, if the URL is https:// and the system does not know them."
+_UNKNOWN_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's codes for certificates that sign themselves or have an unknown issuer
 
 
 def server_context(cert: Path, key: Path, check_s: float = CHECK_S) -> ssl.SSLContext:
@@ -47,6 +48,17 @@ def client_context(ca: Path | None, url: str) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as error:
         raise InvalidRequest(f"{ca} has no certificates to trust: {error.strerror or error}", param="ca") from error
     return context
+
+
+def unreached(error: Exception) -> str:
+    """Says why a server was not reached and, where nobody knows its certificate's authority, what to do."""
+    cause = getattr(error, "certificate_error", error)
+    advice = f"; name its authority by --ca or {CA_VARIABLE}"
+    return (str(error) or "it does not answer") + (advice if _is_unknown(cause) else "")
+
+
+def _is_unknown(error: Exception) -> bool:
+    return isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _UNKNOWN_AUTHORITY
 
 
 def _loaded(cert: Path, key: Path) -> ssl.SSLContext:

@@ -13,7 +13,7 @@ import pytest
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.processes.private_files import write_private
 from halfmoon.rpc.tls.authority import Authority
-from halfmoon.rpc.tls.http_context import client_context, server_context
+from halfmoon.rpc.tls.http_context import client_context, server_context, unreached
 
 
 @asynccontextmanager
@@ -53,6 +53,19 @@ async def test_a_new_certificate_is_used_and_a_broken_one_is_not(authority: Auth
         assert await certificate(port, trusting) == der(first.cert)
         write_private(tmp_path / "tls.key", second.key)
         assert await certificate(port, trusting) == der(second.cert)
+
+
+async def test_why_a_server_was_not_reached(authority: Authority, tmp_path: Path) -> None:
+    authority.issue("gateway", "g", ("gateway.example",)).write(tmp_path)
+    trusting = client_context(tmp_path / "ca.crt", "https://gateway.example")
+    async with served(server_context(tmp_path / "tls.crt", tmp_path / "tls.key")) as port:
+        with pytest.raises(ssl.SSLError) as unknown:
+            await certificate(port, None)
+        with pytest.raises(ssl.SSLError) as misnamed:
+            await certificate(port, trusting, "other.example")
+    assert "name its authority by --ca" in unreached(unknown.value)
+    assert "--ca" not in unreached(misnamed.value)
+    assert unreached(TimeoutError()) == "it does not answer"
 
 
 async def test_who_is_trusted(authority: Authority, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.tls.authority import Authority
-from halfmoon.rpc.tls.http_context import client_context
+from halfmoon.rpc.tls.http_context import client_context, unreached
 from tests.services.gateway.fakes import MODEL, running_fleet
 
 
@@ -42,8 +42,9 @@ async def test_plain_text_and_strangers_authorities_get_nothing(tmp_path: Path, 
     async with running_fleet(tmp_path / "state", **certificate) as fleet, aiohttp.ClientSession() as session:
         with pytest.raises(aiohttp.ClientError):
             await session.get(fleet.http.replace("https", "http"))
-        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+        with pytest.raises(aiohttp.ClientConnectorCertificateError) as refused:
             await session.get(f"{fleet.http}/health")
+    assert unreached(refused.value).endswith("; name its authority by --ca or HALFMOON_HTTP_CA")
 
 
 @pytest.mark.parametrize("name", ["http_tls_cert", "http_tls_key"])
