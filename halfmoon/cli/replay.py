@@ -26,7 +26,7 @@ from halfmoon.replay.client import Gateway
 from halfmoon.replay.cluster import discover_gateway, simulated_cluster
 from halfmoon.replay.outcome import ReplayTargets, Summary, summarized
 from halfmoon.replay.player import played
-from halfmoon.replay.report import report_table
+from halfmoon.replay.report import report_tables
 from halfmoon.replay.virtual import simulated
 from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, PROFILES, load_profile
@@ -153,7 +153,7 @@ def replay(
                 raise
             terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from err
-    terminal.print(report_table(summaries))
+    terminal.print(*report_tables(summaries, terminal.width), sep="\n")
     if output.json_file is not None:
         rows = [{"placement": p, "admission": a, **summary.as_json()} for (p, a), summary in summaries.items()]
         output.json_file.write_text(json.dumps(rows, indent=2) + "\n")

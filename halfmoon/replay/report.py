@@ -1,12 +1,22 @@
-"""Replays side by side in a table, with one column per replay so that it fits a terminal."""
+"""Replays side by side in tables, with one column per replay and as many columns as fit a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
 from halfmoon.replay.outcome import Spread, Summary
+
+_NAMES_WIDTH, _COLUMN_WIDTH = 28, 21  # with borders
+
+
+def report_tables(summaries: Mapping[tuple[str, str], Summary], width: int) -> Iterator[Table]:
+    """Tables of summaries, each with as many columns as fit `width` characters."""
+    modes = list(summaries)
+    num_columns = max(1, (width - _NAMES_WIDTH) // _COLUMN_WIDTH)
+    for first in range(0, len(modes), num_columns):
+        yield report_table({mode: summaries[mode] for mode in modes[first : first + num_columns]})
 
 
 def report_table(summaries: Mapping[tuple[str, str], Summary]) -> Table:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from halfmoon.replay.outcome import Outcome, ReplayTargets, summarized
-from halfmoon.replay.report import report_table
+from halfmoon.replay.report import report_table, report_tables
 
 TARGETS = ReplayTargets(ttft_s=1.0, tbt_s=0.1)
 OUTCOMES = [
@@ -42,3 +44,13 @@ def test_nothing_gives_no_figures_and_still_a_report() -> None:
     assert math.isnan(found.attainment)
     assert json.loads(json.dumps(found.as_json()))["attainment"] is None
     assert report_table({("random", "off"): found}).row_count > 5
+
+
+def test_a_report_has_as_many_columns_as_fit_the_terminal() -> None:
+    found = summarized(OUTCOMES, TARGETS, duration_s=2.0)
+    modes = [(placement, admission) for placement in ("kvcache-centric", "random") for admission in ("off", "load")]
+    terminal = Console(width=80, file=StringIO())
+    tables = list(report_tables(dict.fromkeys(modes, found), terminal.width))
+    assert [len(table.columns) for table in tables] == [3, 3]
+    assert all(terminal.measure(table).maximum <= 80 for table in tables)
+    assert [len(table.columns) for table in report_tables({modes[0]: found}, width=20)] == [2]
