@@ -96,6 +96,7 @@ class VllmHost:
             started.num_ranks,
             facts.fingerprint,
             facts.step_tokens,
+            is_on_cpu=started.device == "cpu",
         )
         self._engine = engine
         self._listener.start()

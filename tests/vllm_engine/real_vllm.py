@@ -339,6 +339,18 @@ async def drawn_by_our_sampler(checks: Checks, engine: VllmEngine) -> None:
     assert 4 <= len(text) <= 6, text
 
 
+async def drawn_with_a_seed(checks: Checks, engine: VllmEngine) -> None:
+    """Of a prompt of several steps, too."""
+    prompt = next(prompt for prompt in (prompt_of(300, seed) for seed in count(50)) if checks.has_clear_experts(prompt))
+    seeded, firsts = SamplingParams(max_tokens=MAX_TOKENS, seed=7, ignore_eos=True), []
+    for name in ("seeded", "seeded again"):
+        await engine.add(EngineRequest(name, prompt, seeded))
+        first, *others = await checks.tokens(name, MAX_TOKENS)
+        assert len(others) == MAX_TOKENS - 1
+        firsts.append(first)
+    assert firsts[0] == firsts[1]
+
+
 async def refused_before_anything_is_reserved(checks: Checks, engine: VllmEngine) -> None:
     for ask in (engine.reserve, engine.add):
         with suppress(InvalidRequest):
@@ -403,6 +415,7 @@ CHECKS: tuple[Callable[[Checks, VllmEngine], Awaitable[None]], ...] = (
     computed_where_loading_failed,
     restored,
     drawn_by_our_sampler,
+    drawn_with_a_seed,
     computed_with_each_adapter,
     answers_are_kept,
     log_probabilities_of_a_prompt,

@@ -54,6 +54,18 @@ def test_the_seed_differs_by_position_and_fits() -> None:
     assert all(isinstance(seed, int) and 0 <= seed < 1 << 63 for seed in seeds)
 
 
+def test_our_sampler_draws_on_a_cpu_what_has_a_seed() -> None:
+    """vLLM winds a request's generator back behind each part of its prompt, which those of CPUs cannot."""
+
+    def drawn(temperature: float) -> dict[str, Any]:
+        request = EngineRequest("r", (1, 2), SamplingParams(max_tokens=10, temperature=temperature, seed=3))
+        return vllm_sampling(request, EOS, 0, is_on_cpu=True)
+
+    assert "seed" not in drawn(0.5)
+    assert OwnDraw.of(drawn(0.5)["extra_args"][OwnDraw.NAME]) is not None
+    assert "extra_args" not in drawn(0.0)
+
+
 def test_ignored_ends_are_no_stop_tokens() -> None:
     assert asked(ignore_eos=True, stop_token_ids=(9,))["stop_token_ids"] == [9]
 

@@ -14,11 +14,14 @@ _SEEDS = 1 << 63
 _GOLDEN = 0x9E3779B97F4A7C15  # successive multiples are far apart
 
 
-def vllm_sampling(request: EngineRequest, eos_token_ids: Collection[int], num_before: int) -> dict[str, Any]:
+def vllm_sampling(
+    request: EngineRequest, eos_token_ids: Collection[int], num_before: int, *, is_on_cpu: bool = False
+) -> dict[str, Any]:
     """Arguments of vLLM's `SamplingParams`. The prompt given to vLLM ends with the `num_before` tokens already drawn.
 
     Ends of sequence are named as stop tokens, so that no file of the model adds others. vLLM's generator is begun
-    anew for the position, so a token depends on the seed and on where the engine that drew it began.
+    anew for the position, so a token depends on the seed and on where the engine that drew it began. On a CPU our
+    sampler draws whatever has a seed: vLLM winds its generator back behind each part of a prompt, and dies of it there.
     """
     sampling = request.sampling
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_token_ids))
@@ -31,7 +34,7 @@ def vllm_sampling(request: EngineRequest, eos_token_ids: Collection[int], num_be
         "prompt_logprobs": None if num_before else sampling.num_prompt_logprobs,
         "detokenize": False,
     }
-    if needs_own_sampler(sampling, num_before):
+    if needs_own_sampler(sampling, num_before) or (is_on_cpu and sampling.temperature):
         draw = OwnDraw(request.request_id, sampling, num_before)
         return {**common, "temperature": 0.0, "extra_args": {OwnDraw.NAME: draw.params()}}
     return {

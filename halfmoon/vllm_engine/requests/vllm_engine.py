@@ -53,6 +53,8 @@ class VllmEngine(StagedKV):
         num_ranks: int = 1,
         fingerprint: str = "",
         step_tokens: int = 512,
+        *,
+        is_on_cpu: bool = False,
     ) -> None:
         """limits: of vLLM. drain: handles the reports that have been sent by now.
 
@@ -70,6 +72,7 @@ class VllmEngine(StagedKV):
         self.layer_loading: None = None
         self._source = source
         self._limits = limits
+        self._is_on_cpu = is_on_cpu
         self._eos_token_ids = eos_token_ids
         self._on_death = on_death
         self._names = BlockNames(root, size)
@@ -132,7 +135,7 @@ class VllmEngine(StagedKV):
             await self.cancel(request_id)
             raise InvalidRequest("the first token ends the request; there is nothing to decode", param="first_token_id")
         entry.on_kv = None
-        sampling = vllm_sampling(sequence.request, self._eos_token_ids, sequence.num_output)
+        sampling = self._sampling(sequence)
         entry.task = asyncio.create_task(self._generation.generate(entry, sampling, order))
 
     async def forget_prefixes(self) -> CacheChanges:
@@ -225,6 +228,9 @@ class VllmEngine(StagedKV):
         use = self._requests.new_use()
         sequence = Sequence(request, use)
         self._limits.check(sequence)
-        sampling = vllm_sampling(request, self._eos_token_ids, len(request.output_token_ids))
+        sampling = self._sampling(sequence)
         self._source.check(sampling)
         return PresentRequest(sequence, use, on_kv), sampling
+
+    def _sampling(self, sequence: Sequence) -> dict[str, Any]:
+        return vllm_sampling(sequence.request, self._eos_token_ids, sequence.num_output, is_on_cpu=self._is_on_cpu)
