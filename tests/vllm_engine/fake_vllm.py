@@ -92,4 +92,8 @@ class FakeVllm:
     async def abort(self, request_id: str) -> None:
         """Ends a request."""
         self.aborted.append(request_id)
+        self.end(request_id)
+
+    def end(self, request_id: str) -> None:
+        """No more tokens come."""
         self._queues[request_id].put_nowait(None)

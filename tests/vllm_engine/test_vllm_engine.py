@@ -288,6 +288,18 @@ async def test_what_vllm_refuses_or_ends_is_an_error_and_frees_its_blocks(worker
     assert [output.finish_reason for output in await worker.until_outputs(2)] == ["error", "error"]
 
 
+async def test_a_request_that_only_vllm_ends_fails(worker: Worker) -> None:
+    """An end of sequence that is the only token allowed ends nothing here within `min_tokens`."""
+    sampling = SamplingParams(max_tokens=9, min_tokens=4, allowed_token_ids=(2,))
+    await worker.engine.add(EngineRequest("a", PROMPT, sampling))
+    await worker.vllm.prompt("a")
+    worker.vllm.draw("a", 2)
+    await worker.until_outputs(1)
+    worker.vllm.end("a")
+    assert [output.finish_reason for output in await worker.until_outputs(2)] == [None, "error"]
+    assert worker.engine.stats_now().num_running == 0
+
+
 async def test_a_step_is_reported_with_its_tokens(worker: Worker) -> None:
     await worker.engine.add(EngineRequest("a", PROMPT, GREEDY))
     await worker.vllm.prompt("a")

@@ -66,6 +66,7 @@ class Generation:
                 async for drawn in stream:
                     self._drain()  # what is written, and when the step began, is known before its token
                     self._take_tokens(entry, drawn)
+            self._fail(entry)  # no more comes, unless it has ended here, too: vLLM may stop within min_tokens
         except InvalidRequest as error:  # vLLM has never had it
             log.warning("request.refused_by_vllm", extra={"request_id": request_id, "reason": error.message})
             entry.is_with_vllm = False
