@@ -5,6 +5,7 @@ vLLM imports it by name, as a logits processor: all logits but the drawn token's
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
+from halfmoon.engine.checkpoint.converted import default_cache_dir
 from halfmoon.engine.constraint import TokenMasks
+from halfmoon.engine.native.compiler import compiled
+from halfmoon.engine.native.library import NativeLibrary
+from halfmoon.engine.native.sampling import native_sampler
 from halfmoon.engine.request import CONSTRAINT_TOKEN_ID
-from halfmoon.engine.sampler import SamplingRow, sample
+from halfmoon.engine.sampler import TORCH_SAMPLER, SamplerOps, SamplingRow, sample
+from halfmoon.errors import Incompatible
 from halfmoon.vllm_engine.messages import NotDrawn, OwnDraw
 from halfmoon.vllm_engine.reports import ReportSender
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
+
+log = logging.getLogger(__name__)
 
 
 class OwnSampling(AdapterLogitsProcessor):
@@ -35,6 +43,7 @@ class OwnSampling(AdapterLogitsProcessor):
         self._eos_token_ids = frozenset(extra["eos_token_ids"])
         self._masks = TokenMasks(Path(model.model), model.get_vocab_size(), self._eos_token_ids)
         self._reports = ReportSender(extra["reports"])
+        self._ops = _sampler() if device.type == "cpu" else TORCH_SAMPLER
 
     def is_argmax_invariant(self) -> bool:
         """False: it decides."""
@@ -52,12 +61,21 @@ class OwnSampling(AdapterLogitsProcessor):
     ) -> Tensor:
         """Leaves one token. If none can be drawn, any is left, and the worker is told before it comes."""
         row = SamplingRow(draw.sampling, [*prompt, *output], len(prompt) - draw.num_before, forbidden)
-        (drawn,) = sample(logits.unsqueeze(0), [row], self._eos_token_ids, self._masks)
+        (drawn,) = sample(logits.unsqueeze(0), [row], self._eos_token_ids, self._masks, self._ops)
         if drawn.token_id < 0:
             self._reports.send(NotDrawn(draw.request_id, drawn.token_id == CONSTRAINT_TOKEN_ID))
         chosen = torch.full_like(logits, float("-inf"))
         chosen[max(drawn.token_id, 0)] = 0.0
         return chosen
+
+
+def _sampler() -> SamplerOps:
+    """The compiled kernels, on the calling thread alone: those of vLLM wait for nobody else's."""
+    try:
+        return native_sampler(NativeLibrary(compiled(default_cache_dir()), torch.float32, 1))
+    except Incompatible as error:
+        log.warning("sampler.by_torch", extra={"reason": error.message})
+        return TORCH_SAMPLER
 
 
 def _choose(
