@@ -32,9 +32,9 @@ from halfmoon.sim.latency_sources.sequence_parallel import long_prompt_tokens, p
 
 
 class PlannedWorkers(BaseModel):
-    """Equal workers."""
+    """Equal workers. "5" is not 5, true is not 1."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     role: Role
     count: int = Field(default=1, ge=0, le=4096)
@@ -102,7 +102,7 @@ class PlannedLayout(BaseModel):
 class PlannedGateway(BaseModel):
     """The settings of the gateway that a plan counts on."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     conditional_disaggregation: ConditionalMode = DEFAULT_MODE
     max_prefill_degree: int = Field(default=1, ge=1)

@@ -95,6 +95,23 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
                 "workers.both[0].block_tokens: Input should be less than or equal to 2147483647",
             ],
         ),
+        (
+            "workers: {prefill: {max_running: true}, all: {kv_memory: yes, offload_weights: on, lease_s: true}}\n"
+            "gateway: {port: false, max_connections: true}\nplanner: {processes: true}\n"
+            "tenants: {a: {weight: true, kv_bytes: true}}\ncluster: {workers: [{role: both, count: true}]}",
+            [
+                "halfmoon.yaml:1: workers.prefill[0].max_running: must be a number, not true",
+                "workers.all.kv_memory: must be a number, not true",
+                "workers.all.offload_weights: must be a number, not true",
+                "workers.all.lease_s: must be a number, not true",
+                "halfmoon.yaml:2: gateway.port: must be a number, not false",
+                "gateway.max_connections: must be a number, not true",
+                "planner.processes: must be a number, not true",
+                "tenants.a.weight: must be a number, not true",
+                "tenants.a.kv_bytes: must be a number, not true",
+                "cluster.workers[0].count: Input should be a valid integer",
+            ],
+        ),
         ("security: {api_key: [5]}", ["security.api_key[0]: must be a text"]),
         ("security: {api_key: {a: 1}}", ["security.api_key[0]: must be a text"]),
         ("gateway: 3\nclasses: [a]", ["1: gateway: must be a mapping", "2: classes: must be a mapping"]),
