@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from halfmoon.engine.checkpoint.checkpoint import read_json
 from halfmoon.errors import InvalidRequest, UnknownModel
@@ -41,12 +42,29 @@ def _read(name: str, path: Path) -> Adapter:
             f"lora: {path} has no adapter_config.json beside an adapter_model.safetensors, as PEFT saves them",
             param="lora",
         )
-    config = read_json(config_file)
-    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
-    if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
-        raise InvalidRequest(f"lora: {config_file} has no rank above 0: is it that of a LoRA adapter?", param="lora")
+    rank = _largest_rank(config_file)
     hasher = hashlib.blake2b(digest_size=16)
     for file in (config_file, weights_file):
         with file.open("rb") as stream:
             hasher.update(hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).digest())
-    return Adapter(name, path, hasher.hexdigest(), max(ranks))
+    return Adapter(name, path, hasher.hexdigest(), rank)
+
+
+def _largest_rank(config_file: Path) -> int:
+    """The largest rank of the layers: `r`, unless `rank_pattern` has another for some. Raises InvalidRequest."""
+    config = read_json(config_file)
+    pattern = config.get("rank_pattern")
+    if not isinstance(pattern, dict | None):
+        raise InvalidRequest(
+            f"lora: {config_file}: rank_pattern must be an object with a rank for each layer, got {pattern!r}",
+            param="lora",
+        )
+    ranks: dict[str, Any] = {"r": config.get("r")}
+    ranks |= {f"rank_pattern.{layer}": rank for layer, rank in (pattern or {}).items()}
+    for key, rank in ranks.items():
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank <= 0:
+            raise InvalidRequest(
+                f"lora: {config_file} has no rank above 0 in {key}, but {rank!r}: is it that of a LoRA adapter?",
+                param="lora",
+            )
+    return int(max(ranks.values()))

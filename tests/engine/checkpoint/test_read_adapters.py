@@ -48,3 +48,20 @@ def test_what_is_no_adapter_is_refused(tmp_path: Path, written: list[str], error
     adapter(tmp_path / "broken", r=0)
     with pytest.raises(error, match=says):
         read_adapters([text.format(tmp_path) for text in written])
+
+
+@pytest.mark.parametrize("rank", [None, True, False, 0, -1, 1.5, "4", "", [], [4], {}, {"q_proj": 4}])
+def test_a_rank_that_is_none_is_named(tmp_path: Path, rank: object) -> None:
+    path = adapter(tmp_path / "a", r=rank)
+    with pytest.raises(InvalidRequest, match=r"adapter_config.json has no rank above 0 in r, but"):
+        read_adapters([f"a={path}"])
+    other = adapter(tmp_path / "b", rank_pattern={"k_proj": 2, "q_proj": rank})
+    with pytest.raises(InvalidRequest, match=r"has no rank above 0 in rank_pattern.q_proj, but"):
+        read_adapters([f"b={other}"])
+
+
+@pytest.mark.parametrize("pattern", [True, False, 0, 4, -1.5, "", "q_proj", [], [4], [{"q_proj": 4}]])
+def test_a_rank_pattern_is_an_object(tmp_path: Path, pattern: object) -> None:
+    path = adapter(tmp_path / "a", rank_pattern=pattern)
+    with pytest.raises(InvalidRequest, match=r"adapter_config.json: rank_pattern must be an object .* got"):
+        read_adapters([f"a={path}"])
