@@ -9,9 +9,10 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 from halfmoon.errors import Incompatible
 
@@ -87,14 +88,30 @@ def _file_digest(file: Path) -> str:
 def locked(path: Path) -> Iterator[bool]:
     """Lets one process in at a time; yields whether the lock is held. Without `fcntl` two processes may be in.
 
-    What they make is renamed when it is whole, so even then the result is.
+    What they make is renamed when it is whole, so even then the result is. Its file stays, unless what is done fails.
     """
-    with path.open("w") as stream:
-        try:
-            import fcntl
+    with ExitStack() as stack:
+        while True:
+            stream = stack.enter_context(path.open("w"))
+            try:
+                import fcntl
 
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            alone = True
-        except ImportError:
-            alone = False
-        yield alone
+                fcntl.flock(stream, fcntl.LOCK_EX)
+                alone = True
+            except ImportError:
+                alone = False
+            if not alone or _is_at(stream, path):
+                break  # else another that failed has removed the file meanwhile
+        try:
+            yield alone
+        except BaseException:
+            if alone:
+                path.unlink(missing_ok=True)
+            raise
+
+
+def _is_at(stream: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

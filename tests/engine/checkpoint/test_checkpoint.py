@@ -6,10 +6,13 @@ import json
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.checkpoint.convert_gguf import convert_gguf, main, transformers_name
+from halfmoon.engine.checkpoint.converted import locked
 from halfmoon.engine.checkpoint.description import describe
 from halfmoon.engine.checkpoint.fingerprint import FINGERPRINT_FILE
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, UnknownModel
@@ -311,7 +315,37 @@ def test_a_broken_gguf_leaves_nothing_behind(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF but not really")
     with pytest.raises(Incompatible, match=r"broken.gguf could not be converted"):
         prepare_checkpoint(str(file), tmp_path / "cache")
-    assert not [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()]
+    assert not [*(tmp_path / "cache" / "models").iterdir()]
+
+
+def test_a_lock_whose_file_a_failure_removed_is_taken_anew(tmp_path: Path) -> None:
+    """By one that waited for it, beside another that came later."""
+    path = tmp_path / "lock"
+    inside: list[str] = []
+    is_held, may_fail = Event(), Event()
+
+    def fail() -> None:
+        with suppress(ValueError), locked(path):
+            is_held.set()
+            may_fail.wait(10)
+            raise ValueError
+
+    def enter(name: str) -> None:
+        with locked(path):
+            inside.append(name)
+            time.sleep(0.05)
+            inside.append(name)
+
+    with ThreadPoolExecutor(5) as pool:
+        failing = pool.submit(fail)
+        assert is_held.wait(10)
+        entering = [pool.submit(enter, name) for name in "abcd"]
+        time.sleep(0.05)
+        may_fail.set()
+        for one in (failing, *entering):
+            one.result(10)
+    assert inside[::2] == inside[1::2]
+    assert path.exists()
 
 
 def test_gguf_names() -> None:
