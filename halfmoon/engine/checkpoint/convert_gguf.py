@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from halfmoon.engine.checkpoint.checkpoint import read_json
+from halfmoon.engine.checkpoint.converted import ELSEWHERE
 from halfmoon.engine.checkpoint.fingerprint import BLOCK_FILE, FINGERPRINT_FILE, SAMPLE_BYTES, Sample, fingerprint_of
 from halfmoon.errors import Incompatible
 
@@ -57,12 +58,14 @@ def convert_gguf(source: Path, target: Path, as_numbers: bool = False) -> None:
     reader = GGUFReader(source)
     rotated_heads = _rotated_heads(reader, config)
     weights = [_Weight(tensor, rotated_heads) for tensor in reader.tensors if tensor.name not in _COMPUTED]
-    target.mkdir(parents=True)
     blocks = [weight for weight in weights if weight.format in _BLOCK_FORMATS]
+    numbers = [weight for weight in weights if as_numbers or weight.format not in _BLOCK_FORMATS]
+    target.mkdir(parents=True)
+    _check_room(target, sum(weight.block_bytes for weight in blocks) + sum(4 * prod(one.shape) for one in numbers))
     if blocks:
         formats = {weight.name: weight.format for weight in blocks}
         save_file({weight.name: weight.data() for weight in blocks}, target / BLOCK_FILE, metadata=formats)
-    _save_numbers([weight for weight in weights if as_numbers or weight.format not in _BLOCK_FORMATS], target)
+    _save_numbers(numbers, target)
     config.tie_word_embeddings = "lm_head.weight" not in {weight.name for weight in weights}
     config.architectures = [_architecture(config.model_type)]
     config.dtype = "float32"
@@ -74,12 +77,23 @@ def convert_gguf(source: Path, target: Path, as_numbers: bool = False) -> None:
     (target / FINGERPRINT_FILE).write_text(fingerprint_of(read_json(target / "config.json"), samples), encoding="ascii")
 
 
+def _check_room(target: Path, num_bytes: int) -> None:
+    """Raises Incompatible if the weights alone exceed what the file system has free."""
+    free_bytes = shutil.disk_usage(target).free
+    if num_bytes > free_bytes:
+        raise Incompatible(
+            f"its weights take {num_bytes >> 10:,} KiB in {target.parent}, which has {free_bytes >> 10:,} KiB free: "
+            f"make room for {-(-(num_bytes - free_bytes) // 1024):,} KiB there, or {ELSEWHERE}"
+        )
+
+
 class _Weight:
     """A tensor of a file, under its transformers name and with its rows in our order."""
 
     def __init__(self, tensor: ReaderTensor, rotated_heads: dict[str, int]) -> None:
         self.name, self.format = transformers_name(tensor.name), tensor.tensor_type.name
         self.shape = [int(size) for size in reversed(tensor.shape)]
+        self.block_bytes = int(tensor.n_bytes)
         kind = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
         self._tensor, self._num_heads = tensor, rotated_heads.get(kind)
 

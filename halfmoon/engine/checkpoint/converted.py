@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -18,6 +19,9 @@ from halfmoon.errors import Incompatible
 
 _CONVERTED_AS = b"blocks of 3 to 8 bits apart"  # part of a converted directory's name: other content, other name
 _WITH_NUMBERS = "-with-numbers"  # ends the name if all weights are in safetensors, too
+ELSEWHERE = "set HALFMOON_CACHE_DIR to a directory of a larger file system"
+_FULL = tuple(f"os error {number}" for number in (errno.ENOSPC, errno.EDQUOT))  # as safetensors tells it
+_FULL += tuple(f"[Errno {number}]" for number in (errno.ENOSPC, errno.EDQUOT))
 
 Announce = Callable[[str], None]
 
@@ -70,6 +74,8 @@ def _convert(file: Path, target: Path, as_numbers: bool) -> None:
     if done.returncode:
         last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
         advice = "" if "Incompatible" in last_line else "; if it is damaged or cut off, get it again"
+        if any(sign in last_line for sign in _FULL):
+            advice = f"; make room in {target.parent}, or {ELSEWHERE}"
         raise Incompatible(f"{file.name} could not be converted: {last_line}{advice}", param="model")
 
 

@@ -318,6 +318,21 @@ def test_a_broken_gguf_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not [*(tmp_path / "cache" / "models").iterdir()]
 
 
+@pytest.mark.parametrize(
+    ("free_kib", "says"),
+    [
+        (16, r"its weights take \d+ KiB in {}/models, which has 16 KiB free: make room for \d+ KiB there, or set"),
+        (24, r"[Nn]o space left on device .*; make room in {}/models, or set"),  # the weights fit, rounded to pages not
+    ],
+)
+def test_a_full_disk_is_named_with_the_way_out(free_kib: int, says: str, tiny_gguf: Path, small_disk: Path) -> None:
+    (small_disk / "models").mkdir()
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - (free_kib << 10)))
+    with pytest.raises(Incompatible, match=says.format(small_disk) + " HALFMOON_CACHE_DIR"):
+        prepare_checkpoint(str(tiny_gguf), small_disk)
+    assert not [*(small_disk / "models").iterdir()]
+
+
 def test_a_lock_whose_file_a_failure_removed_is_taken_anew(tmp_path: Path) -> None:
     """By one that waited for it, beside another that came later."""
     path = tmp_path / "lock"
