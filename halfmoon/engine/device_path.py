@@ -49,6 +49,24 @@ class DevicePath:
     sampler: SamplerOps = TORCH_SAMPLER
 
 
+def check_device(device: str) -> None:
+    """Raises Incompatible for a device that PyTorch does not have here."""
+    kind, _, index = device.partition(":")
+    if device == "cpu":
+        return
+    if kind != "cuda" or not (index or "0").isdecimal():
+        problem = "there are cpu and cuda"
+    elif not torch.cuda.is_available():
+        problem = f"PyTorch {torch.__version__} is a build without CUDA: install one with it, or use --device cpu"
+        if torch.version.cuda is not None:
+            problem = "PyTorch sees no CUDA device here: see whether nvidia-smi does, or use --device cpu"
+    elif int(index or 0) >= torch.cuda.device_count():
+        problem = f"PyTorch sees {torch.cuda.device_count()} CUDA devices here"
+    else:
+        return
+    raise Incompatible(f"--device {device}: {problem}", param="device")
+
+
 def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:
     """The path of `config.attention_backend` for a model or a rank's part of one.
 

@@ -16,6 +16,7 @@ from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.assembly import assemble, kv_layout, most_context_tokens, with_chosen_host
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.device_path import check_device
 from halfmoon.engine.engine_core import EngineCore, Step
 from halfmoon.engine.engine_stats import QUIET_S
 from halfmoon.engine.kv_memory.kv_access import KVAccess
@@ -57,6 +58,7 @@ class Engine(EngineCore):
 
         Raises Incompatible, and ServiceFailed if another rank's process ended. Call `close` when done.
         """
+        check_device(config.device)
         self.checkpoint = checkpoint
         layout = kv_layout(checkpoint.model_config, config)
         self.config = config = with_chosen_host(checkpoint, config, layout)

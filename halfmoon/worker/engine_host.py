@@ -15,6 +15,7 @@ from halfmoon.engine.checkpoint.adapters import read_adapters
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.checkpoint.converted import default_cache_dir
 from halfmoon.engine.config import EngineConfig, HostChoiceConfig, JoinedRanks, OffloadConfig
+from halfmoon.engine.device_path import check_device
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.engine_facts import EngineFacts
 from halfmoon.engine.step_result import StepResult
@@ -120,9 +121,10 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
         raise InvalidRequest(
             "lora: our own engine computes no adapters; start its worker with --engine vllm", param="lora"
         )
+    device = _device(settings.device)
     checkpoint = prepare_checkpoint(settings.model, quantization=settings.quantization)
     config = EngineConfig(
-        device=_device(settings.device),
+        device=device,
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         speculation=settings.speculation,
@@ -196,11 +198,11 @@ def host_choice_config(settings: WorkerSettings) -> HostChoiceConfig | None:
 
 
 def _device(requested: str) -> str:
-    """Resolves `auto` to a GPU if there is one. Raises InvalidRequest if a GPU is requested and none is found."""
-    has_cuda = torch.cuda.is_available()
-    if requested == "cuda" and not has_cuda:
-        raise InvalidRequest("--device cuda: PyTorch sees no CUDA device here; use --device cpu", param="device")
-    return "cuda" if has_cuda and requested != "cpu" else "cpu"
+    """Resolves `auto` to a GPU if there is one. Raises Incompatible if a GPU is requested and none is found."""
+    if requested == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(requested)
+    return requested
 
 
 def _start_vllm(settings: WorkerSettings) -> EngineHost:

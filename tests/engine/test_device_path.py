@@ -13,6 +13,7 @@ from halfmoon.engine.attention.attention import SdpaBackend
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import choose_path
+from halfmoon.engine.engine import Engine
 from halfmoon.engine.models.layer_ops import TORCH_OPS
 from halfmoon.engine.native.attention import NativeBackend
 from halfmoon.engine.native.compiler import compiled
@@ -25,6 +26,36 @@ def test_a_cpu_computes_with_the_native_kernels(tiny_checkpoint: TinyCheckpoint)
     path = choose_path(EngineConfig(), tiny_checkpoint("llama").model_config, torch.bfloat16, 100)
     assert path.kernels == "native"
     assert isinstance(path.attention, NativeBackend)
+
+
+@pytest.mark.parametrize(
+    ("device", "built_for", "has_gpu", "says"),
+    [
+        ("cuda", None, False, r"--device cuda: PyTorch .* is a build without CUDA: install one with it, or use --devi"),
+        (
+            "cuda",
+            "13.0",
+            False,
+            r"--device cuda: PyTorch sees no CUDA device here: see whether nvidia-smi does, or use",
+        ),
+        ("cuda:2", "13.0", True, r"--device cuda:2: PyTorch sees 2 CUDA devices here"),
+        ("cuda:x", "13.0", True, r"--device cuda:x: there are cpu and cuda"),
+        ("tpu", "13.0", True, r"--device tpu: there are cpu and cuda"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused_before_anything_is_loaded(
+    device: str,
+    built_for: str | None,
+    has_gpu: bool,
+    says: str,
+    tiny_checkpoint: TinyCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(Incompatible, match=says):
+        Engine(tiny_checkpoint("llama"), EngineConfig(device=device, num_blocks=4))
 
 
 def test_torch_takes_over_where_no_compiler_is(
