@@ -209,6 +209,17 @@ def test_the_rotary_tables_are_those_of_any_processor(tiny_checkpoint: Callable[
         assert torch.equal(got, torch.tensor([[function(angle) for angle in row] for row in angles.tolist()]))
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "hidden_size", "device"), [(1 << 30, 1 << 20, "cpu"), (1 << 31, 1 << 31, "meta")]
+)
+def test_a_model_that_no_memory_holds_is_refused(
+    vocab_size: int, hidden_size: int, device: str, tiny_checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    config = replace(tiny_checkpoint("llama").model_config, vocab_size=vocab_size, hidden_size=hidden_size)
+    with pytest.raises(Incompatible, match=r"no memory for the model of \d+ layers, .* MiB are free: if its config.js"):
+        build_model(config, torch.float32, device)
+
+
 def test_rotary_tables_are_as_long_as_a_worker_lets_sequences_be(
     tiny_checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:

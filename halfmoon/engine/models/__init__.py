@@ -13,12 +13,16 @@ from torch import Tensor
 
 from halfmoon.architectures.model_config import ModelConfig
 from halfmoon.engine.models.forward_batch import ForwardBatch
+from halfmoon.errors import Incompatible
+from halfmoon.host_limits import free_memory_bytes
 
 if TYPE_CHECKING:
     from halfmoon.engine.models.blocks import Blocks
     from halfmoon.engine.models.layer_ops import LayerOps
     from halfmoon.engine.models.linear import PackLayer, PackWeight
     from halfmoon.engine.models.model_part import ModelPart
+
+_TOO_LARGE = ("can't allocate memory", "Storage size calculation overflowed")  # in torch's words
 
 
 class Model(Protocol):
@@ -65,12 +69,24 @@ def build_model(
 ) -> Model:
     """An uninitialised model of the configuration's family, or the `part` of it that one rank computes.
 
-    `ops` are the Llama layers' functions between their matrix products; plain torch by default.
+    `ops` are the Llama layers' functions between their matrix products; plain torch by default. Raises Incompatible if
+    a CPU's memory does not hold it.
     """
     from halfmoon.engine.models.layer_ops import TORCH_OPS
     from halfmoon.engine.models.llama import LlamaModel
     from halfmoon.engine.models.opt import OPTModel
 
-    if config.family != "llama":
-        return OPTModel(config, dtype, device, part)
-    return LlamaModel(config, dtype, device, ops or TORCH_OPS, part)
+    try:
+        if config.family != "llama":
+            return OPTModel(config, dtype, device, part)
+        return LlamaModel(config, dtype, device, ops or TORCH_OPS, part)
+    except RuntimeError as error:  # torch has no narrower one
+        if device not in ("cpu", "meta") or not any(sign in str(error) for sign in _TOO_LARGE):
+            raise
+        raise Incompatible(
+            f"this host has no memory for the model of {config.num_layers} layers, {config.hidden_size} wide, with "
+            f"{config.vocab_size} tokens and {config.context_tokens} positions; {free_memory_bytes() >> 20} MiB are "
+            "free: if its config.json is right, take a smaller model or a larger host, or make max_context_tokens "
+            "smaller",
+            param="model",
+        ) from error
