@@ -76,6 +76,8 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
         ),
         ("classes: {a: {}, a: {}}", ["line 1: a was already written on line 1"]),
         ("model: " + 2_000 * "[", ["halfmoon.yaml is not YAML: it is nested too deeply"]),
+        ("model: !!timestamp x", ["halfmoon.yaml is not YAML: a value does not fit its tag: leave the tag out"]),
+        ("model: !!bool x", ["halfmoon.yaml is not YAML: a value does not fit its tag: leave the tag out"]),
         ("model: 2026-13-45", ["halfmoon.yaml is not YAML: month must be in 1..12"]),
         (
             "workers: {prefill: {count: 100000000}}\ngateway: {replicas: 100000}\nstores: {count: 100000}",

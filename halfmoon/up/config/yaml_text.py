@@ -36,5 +36,7 @@ def parsed_yaml(text: str) -> Parsed:
         raise yaml.YAMLError("it is nested too deeply") from None
     except ValueError as error:  # such as a date that does not exist
         raise yaml.YAMLError(str(error)) from error
+    except (AttributeError, LookupError) as error:  # PyYAML's, for `!!timestamp x` and `!!bool x`
+        raise yaml.YAMLError("a value does not fit its tag: leave the tag out") from error
     finally:
         loader.dispose()
