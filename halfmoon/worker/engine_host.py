@@ -13,7 +13,7 @@ import torch
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint.adapters import read_adapters
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
-from halfmoon.engine.checkpoint.converted import default_cache_dir
+from halfmoon.engine.checkpoint.converted import default_cache_dir, expanded
 from halfmoon.engine.config import EngineConfig, HostChoiceConfig, JoinedRanks, OffloadConfig
 from halfmoon.engine.device_path import check_device
 from halfmoon.engine.engine import Engine
@@ -160,7 +160,7 @@ def _load_engine(settings: WorkerSettings, load_threads: int | None = None) -> E
 def _prepared_weights(setting: str) -> Path | None:
     if setting == "off":
         return None
-    return default_cache_dir() / "prepared" if setting == "auto" else Path(setting).expanduser()
+    return default_cache_dir() / "prepared" if setting == "auto" else expanded(setting, "prepared_weights")
 
 
 def _joined_ranks(settings: WorkerSettings) -> JoinedRanks | None:

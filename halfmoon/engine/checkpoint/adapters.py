@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.engine.checkpoint.checkpoint import read_json
+from halfmoon.engine.checkpoint.converted import expanded
 from halfmoon.errors import InvalidRequest, UnknownModel
 
 
@@ -31,7 +32,7 @@ def read_adapters(written: Iterable[str]) -> tuple[Adapter, ...]:
             raise InvalidRequest(f"lora: {text!r} is not NAME=PATH, such as sql=/models/sql-adapter", param="lora")
         if name in adapters:
             raise InvalidRequest(f"lora: there are two adapters named {name!r}", param="lora")
-        adapters[name] = _read(name, Path(path).expanduser().absolute())
+        adapters[name] = _read(name, expanded(path, "lora").absolute())
     return tuple(adapters.values())
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from halfmoon.architectures.config_json import parse_model_config
 from halfmoon.architectures.model_config import ModelConfig
-from halfmoon.engine.checkpoint.converted import Announce, converted
+from halfmoon.engine.checkpoint.converted import Announce, converted, expanded
 from halfmoon.engine.checkpoint.fingerprint import BLOCK_FILE, fingerprint
 from halfmoon.errors import Incompatible, InvalidRequest, UnknownModel
 
@@ -100,13 +100,13 @@ def _prepared(model: str, cache_dir: Path | None, on_progress: Announce | None, 
         named = os.environ.get(_DEMO_VARIABLE)
         directory = Path(named) if named else converted(demo_file(), cache_dir, announce, as_numbers)
         return _checkpoint_in(directory, "SmolLM2-135M-Instruct", as_numbers)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = expanded(model, "model")
+    if os.path.isdir(path):  # `Path.is_dir` raises for a name that is too long
         return _checkpoint_in(path, path.resolve().name, as_numbers)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         return _describe(converted(path, cache_dir, announce, as_numbers), path.stem)
     if path.suffix == ".gguf" or _is_path(model):
-        if path.exists():
+        if os.path.exists(path):
             raise InvalidRequest(f"{path} is neither a directory nor a .gguf file", param="model")
         raise UnknownModel(f"there is no directory or file {path}", param="model")
     return _describe(_downloaded(model, announce), model)

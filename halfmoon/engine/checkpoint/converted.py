@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TextIO
 
-from halfmoon.errors import Incompatible
+from halfmoon.errors import Incompatible, InvalidRequest
 
 _CONVERTED_AS = b"blocks of 3 to 8 bits apart"  # part of a converted directory's name: other content, other name
 _WITH_NUMBERS = "-with-numbers"  # ends the name if all weights are in safetensors, too
@@ -27,9 +28,17 @@ Announce = Callable[[str], None]
 
 
 def default_cache_dir() -> Path:
-    """The directory of converted models: `HALFMOON_CACHE_DIR`, else `~/.cache/halfmoon`."""
+    """The directory of converted models: `HALFMOON_CACHE_DIR`, else `~/.cache/halfmoon`. Raises InvalidRequest."""
     named = os.environ.get("HALFMOON_CACHE_DIR")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "halfmoon"
+    return expanded(named, "HALFMOON_CACHE_DIR") if named else Path.home() / ".cache" / "halfmoon"
+
+
+def expanded(path: str, param: str) -> Path:
+    """The path with a leading ~ or ~USER written out. Raises InvalidRequest for a user that there is not."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise InvalidRequest(f"{param}: {path} names a user whom this host does not know", param=param) from error
 
 
 def converted(file: Path, cache_dir: Path | None, announce: Announce, as_numbers: bool) -> Path:
@@ -42,9 +51,9 @@ def converted(file: Path, cache_dir: Path | None, announce: Announce, as_numbers
     numbers = blocks.with_name(blocks.name + _WITH_NUMBERS)
     target = numbers if as_numbers else blocks
     for made in (target, numbers):
-        if made.is_dir():
+        if os.path.isdir(made):  # `Path.is_dir` raises for a name that is too long
             return made
-    models.mkdir(parents=True, exist_ok=True)
+    _make_writable(models)
     with locked(models / f".{target.name}.lock") as alone:
         if not target.is_dir():
             if alone:
@@ -52,6 +61,20 @@ def converted(file: Path, cache_dir: Path | None, announce: Announce, as_numbers
             announce(f"converting {file.name} (once)")
             _convert(file, target, as_numbers)
     return target
+
+
+def _make_writable(models: Path) -> None:
+    """Makes the directory. Raises Incompatible if nothing can be written there."""
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=models):
+            pass
+    except OSError as error:
+        raise Incompatible(
+            f"converted models are kept in {models}, which cannot be written to ({error.strerror}): set "
+            "HALFMOON_CACHE_DIR to a directory that can",
+            param="model",
+        ) from error
 
 
 def _remove_partial(target: Path) -> None:

@@ -333,6 +333,25 @@ def test_a_full_disk_is_named_with_the_way_out(free_kib: int, says: str, tiny_gg
     assert not [*(small_disk / "models").iterdir()]
 
 
+def test_a_cache_directory_that_cannot_be_is_named(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for directory in (tmp_path / "file", Path("/proc/none"), tmp_path / ("x" * 300)):
+        monkeypatch.setenv("HALFMOON_CACHE_DIR", str(directory))
+        with pytest.raises(
+            Incompatible, match=rf"{directory}/models, which cannot be written to .* HALFMOON_CACHE_DIR"
+        ):
+            prepare_checkpoint(str(tiny_gguf))
+    monkeypatch.setenv("HALFMOON_CACHE_DIR", "~nobody-here/cache")
+    with pytest.raises(InvalidRequest, match=r"^HALFMOON_CACHE_DIR: ~nobody-here/cache names a user whom this host"):
+        prepare_checkpoint(str(tiny_gguf))
+    with pytest.raises(InvalidRequest, match=r"^model: ~nobody-here/model names a user whom this host does not know"):
+        prepare_checkpoint("~nobody-here/model")
+    with pytest.raises(UnknownModel, match="there is no directory or file /xxx"):
+        prepare_checkpoint("/" + "x" * 300)
+
+
 def test_a_lock_whose_file_a_failure_removed_is_taken_anew(tmp_path: Path) -> None:
     """By one that waited for it, beside another that came later."""
     path = tmp_path / "lock"
