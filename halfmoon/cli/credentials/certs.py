@@ -27,6 +27,7 @@ app = typer.Typer(
 
 _DIRECTORY = Path(".halfmoon/certs")
 _DAYS = 365
+_MOST_DAYS = 36_500  # a certificate knows years up to 9999
 
 AuthorityDir = Annotated[Path, typer.Option("--dir", help="Directory of the authority.", rich_help_panel="Authority")]
 
@@ -34,7 +35,9 @@ AuthorityDir = Annotated[Path, typer.Option("--dir", help="Directory of the auth
 @app.command()
 def init(
     directory: AuthorityDir = _DIRECTORY,
-    days: Annotated[int, typer.Option(min=1, help="How long the authority lasts.", rich_help_panel="Authority")] = 3650,
+    days: Annotated[
+        int, typer.Option(min=1, max=_MOST_DAYS, help="How long the authority lasts.", rich_help_panel="Authority")
+    ] = 3650,
 ) -> None:
     """Makes an authority, and a cluster secret if the directory has none. Keep ca.key and cluster_secret private."""
     with _readable_errors():
@@ -64,7 +67,9 @@ def issue(
             rich_help_panel="Certificate",
         ),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="How long it lasts.", rich_help_panel="Certificate")] = _DAYS,
+    days: Annotated[
+        int, typer.Option(min=1, max=_MOST_DAYS, help="How long it lasts.", rich_help_panel="Certificate")
+    ] = _DAYS,
 ) -> None:
     """Issues a certificate. A running service takes new files over by itself."""
     with _readable_errors():
