@@ -77,7 +77,9 @@ def add(
     limits: LimitOptions,
     ledger: LedgerOptions,
     label: Annotated[str, typer.Option(help="What the key is for; shown in lists.")] = "",
-    expires_days: Annotated[float | None, typer.Option(min=0.0001, help="Days until the key ends by itself.")] = None,
+    expires_days: Annotated[
+        float | None, typer.Option(min=0.0001, max=36_500, help="Days until the key ends by itself.")
+    ] = None,
 ) -> None:
     """Makes a key for a tenant, new or not, and prints it. It is shown this once; only its digest is kept.
 

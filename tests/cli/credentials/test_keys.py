@@ -87,6 +87,13 @@ def test_a_limit_that_no_gateway_could_apply_is_refused(tmp_path: Path, option: 
     assert stored(tmp_path).tenants == []
 
 
+@pytest.mark.parametrize("days", ["inf", "9999999999"])
+def test_a_key_ends_within_a_hundred_years(tmp_path: Path, days: str) -> None:
+    refused = keys(tmp_path, "add", "acme", "--expires-days", days)
+    assert refused.exit_code == 2
+    assert "36500" in refused.output
+
+
 def test_revoked_keys_are_listed_on_demand(tmp_path: Path) -> None:
     first, second = (key_id(key_digest(keys(tmp_path, "add", "acme").stdout.strip())) for _ in range(2))
     assert keys(tmp_path, "revoke", first).exit_code == 0
