@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from halfmoon.errors import InvalidRequest, UnknownModel
 from services.gateway.http.error_responses import shortened
 from services.gateway.openai.sampling_defaults import NEUTRAL, SamplingDefaults
-from services.gateway.replies.text_stream import PushesText
+from services.gateway.replies.text_stream import Decodes, PushesText
 from services.gateway.replies.tool_parsers import ToolFormat
 
 
@@ -31,7 +31,7 @@ class PromptPrefix(Protocol):
         """A lower bound on the tokens of the whole prompt."""
 
 
-class Encodes(Protocol):
+class Encodes(Decodes, Protocol):
     """halfmoon.engine.text.tokenizer.Tokenizer, as far as the gateway uses it."""
 
     def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
@@ -50,9 +50,6 @@ class Encodes(Protocol):
         render: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> str:
         """The text of a conversation, by the model's template or by this one's `render`."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
 
     def token_name(self, token_id: int) -> str:
         """A token as written in the vocabulary."""

@@ -81,6 +81,7 @@ class _StoppableTokenizer:
         self.begin: Callable[..., PromptPrefix] = tokenizer.begin
         self.render_chat = tokenizer.render_chat
         self.decode = tokenizer.decode
+        self.part_bytes = tokenizer.part_bytes
         self.token_name = tokenizer.token_name
 
     def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
