@@ -46,10 +46,6 @@ class Pauses:
             return self._has_risen or self._used(now_s) >= self.max_pause_s
         return self._has_risen and self._used(now_s) > 0
 
-    def rises_s(self) -> float:
-        """When a paused answer rises."""
-        return self._changed_s + self.max_pause_s - self._used_s
-
     def gives_way_to(self, other: Pauses, now_s: float) -> bool:
         """Whether it is, or stays, paused for the other one."""
         return self.max_pause_s > 0 and self.class_priority > other.class_priority and not self.has_risen(now_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from hypothesis import given
@@ -41,9 +42,12 @@ def test_pauses_are_bounded_in_any_stretch_of_time(changes_s: list[float], allow
             now_s += wanted_s + 0.001
             continue
         pauses.pause(now_s)
-        until_s = min(now_s + wanted_s, pauses.rises_s())
-        spans.append((now_s, until_s))
-        now_s = until_s
+        begun_s = now_s
+        risen_after_ns = bisect_left(
+            range(int(wanted_s * 1e9)), True, key=lambda ns: pauses.has_risen(begun_s + ns / 1e9)
+        )
+        now_s += risen_after_ns / 1e9
+        spans.append((begun_s, now_s))
         pauses.resume(now_s)
         now_s += 0.001
     for first, (begin_s, _) in enumerate(spans):
