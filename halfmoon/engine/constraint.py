@@ -131,11 +131,6 @@ class TokenMasks:
         self._automata: OrderedDict[Constraint, _Automata] = OrderedDict()  # the least recently used first
         self._num_chars = 0  # of all their sources, with what each costs at least
 
-    @property
-    def num_constraints(self) -> int:
-        """Constraints whose automata are kept."""
-        return len(self._automata)
-
     def allowed(self, constraint: Constraint, output: Sequence[int]) -> NDArray[np.bool_]:
         """[vocab_size]: which tokens may follow `output`, including an end-of-sequence token where the output may end.
 
