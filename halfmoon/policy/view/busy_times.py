@@ -56,10 +56,6 @@ class BusyTimes:
         elif own.num_busy:
             self._of_host[host].change(-1, self._of_host[host].changed_s)
 
-    def is_busy(self, worker_id: str) -> bool:
-        """Whether a worker has work now."""
-        return bool(self._present.get(worker_id))
-
     def mean_busy_colocated(self, worker_id: str, begin_s: float, end_s: float) -> float:
         """Mean number of busy workers on the host of a member, without itself, over a period."""
         if end_s <= begin_s:

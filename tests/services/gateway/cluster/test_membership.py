@@ -139,14 +139,15 @@ def test_what_was_sent_counts_until_the_next_report() -> None:
 def test_a_decode_worker_that_left_is_not_busy_with_a_prompt_that_is_ready_for_it() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     prefill, decode = (membership.join(identity(name), 0.0) for name in ("p", "d"))
-    for number, leaves in enumerate((False, True)):
-        membership.note_placed(f"r{number}", prefill, decode, 100, 1.0)
+    for begin_s, leaves in ((0.0, False), (10.0, True)):
+        request_id = f"r{begin_s}"
+        membership.note_placed(request_id, prefill, decode, 100, begin_s + 1.0)
         if leaves:
-            membership.leave(decode, 1.5)
-        membership.note_prefilled(f"r{number}", prefill, PrefillSample(100, 0, 1.0), 2.0)
-        assert membership.view().busy.is_busy("d") is not leaves
-        membership.note_ended(f"r{number}", prefill, decode, 3.0)
-    assert not membership.view().busy.is_busy("d")
+            membership.leave(decode, begin_s + 1.5)
+        membership.note_prefilled(request_id, prefill, PrefillSample(100, 0, 1.0), begin_s + 2.0)
+        membership.note_ended(request_id, prefill, decode, begin_s + 3.0)
+        mean_busy = membership.view().busy.mean_busy_colocated("p", begin_s + 2.0, begin_s + 4.0)
+        assert mean_busy == (0.0 if leaves else 0.5)
 
 
 def test_speeds_follow_what_is_measured() -> None:
