@@ -47,10 +47,6 @@ class Goal:
         limits = [one for one in (self.targets.tpot_s, self.targets.tbt_s) if one is not None]
         return min(limits, default=math.inf)
 
-    def is_met(self, result: SimResult) -> bool:
-        """Whether enough requests met their targets."""
-        return result.attainment(self.targets).value(self.criterion) >= self.attainment
-
     def max_misses(self, num_requests: int) -> int:
         """The number of misses that the goal allows among `num_requests`."""
         return num_requests - math.ceil(self.attainment * num_requests - _ROUNDING)
