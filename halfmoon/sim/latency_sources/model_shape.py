@@ -75,20 +75,8 @@ class ModelShape:
         return float(self.vocab * self.hidden)
 
     @property
-    def num_params(self) -> float:
-        """All weights of the model, but for norms and biases."""
-        return self.layer_params + self.head_params * self._num_heads_and_embeddings
-
-    @property
-    def active_params(self) -> float:
-        """Weights that one token needs, as model cards count: with the embedding, and its chosen experts."""
-        num_chosen = 0 if self.experts is None else self.experts.num_chosen
-        chosen = self.num_mixtures * num_chosen * self.expert_params
-        return self.common_params + chosen + self.head_params * self._num_heads_and_embeddings
-
-    @property
     def weight_bytes(self) -> float:
-        """Bytes of all weights."""
+        """Bytes of all weights, but for norms and biases."""
         heads = self.head_params * self._num_heads_and_embeddings
         return self.layer_params * self.weights.bytes_per_weight + heads * _PLAIN_BYTES
 
