@@ -404,7 +404,7 @@ async def cancelled_in_every_state(checks: Checks, engine: VllmEngine) -> None:
 
 
 async def nothing_is_left(checks: Checks, engine: VllmEngine) -> None:
-    await checks.until(lambda: engine.num_free_staging_blocks == engine._blocks.num_blocks)
+    await checks.until(lambda: engine._blocks.num_free == engine._blocks.num_blocks)
     await checks.until(lambda: engine.stats_now().num_free_blocks == engine.stats_now().num_blocks)
 
 

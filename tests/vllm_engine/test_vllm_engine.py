@@ -120,9 +120,9 @@ async def test_a_prompt_is_read_while_it_is_written_and_freed_when_both_ends_are
     worker.engine.handle(Ended("a", prompt.order.use))
     assert bytes(await worker.engine.kv_read("a", KVSlice(0, 3, 0, 20))) == values.numpy().tobytes()
     assert worker.engine.stats_now().num_held == 1
-    assert worker.engine.num_free_staging_blocks == 3
+    assert worker.engine._blocks.num_free == 3
     assert await worker.engine.cancel("a")
-    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    assert worker.engine._blocks.num_free == NUM_BLOCKS
     assert reports[-1] is None
 
 
@@ -131,11 +131,11 @@ async def test_a_cancelled_prompt_keeps_its_blocks_until_vllm_has_left_them(work
     order = (await worker.vllm.prompt("a")).order
     assert await worker.engine.cancel("a")
     assert worker.vllm.aborted == ["a"]
-    assert worker.engine.num_free_staging_blocks == 3
+    assert worker.engine._blocks.num_free == 3
     with pytest.raises(NotFound):
         await worker.engine.kv_read("a", KVSlice(0, 1, 0, 1))
     worker.engine.handle(Ended("a", order.use))
-    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    assert worker.engine._blocks.num_free == NUM_BLOCKS
     assert not worker.memory.has_stamps(order.blocks, order.use)
 
 
@@ -144,7 +144,7 @@ async def test_prompts_wait_for_shared_memory_in_order(worker: Worker) -> None:
         await worker.engine.add(EngineRequest(name, PROMPT, GREEDY, prefill_only=True), lambda _: None)
     first = (await worker.vllm.prompt("a")).order
     await worker.vllm.prompt("b")
-    assert worker.engine.num_free_staging_blocks == 0
+    assert worker.engine._blocks.num_free == 0
     assert "c" not in worker.vllm.prompts
     assert worker.engine.stats_now().num_waiting == 3
     await worker.engine.cancel("a")
@@ -159,7 +159,7 @@ async def test_a_prompt_that_waits_for_memory_can_be_cancelled(worker: Worker) -
     assert await worker.engine.cancel("c")
     await worker.engine.cancel("a")
     worker.engine.handle(Ended("a", first.use))
-    assert worker.engine.num_free_staging_blocks == 3
+    assert worker.engine._blocks.num_free == 3
     assert "c" not in worker.vllm.prompts
 
 
@@ -192,7 +192,7 @@ async def test_received_kv_is_loaded_and_decoding_goes_on(worker: Worker) -> Non
     loaded = torch.stack([worker.memory.read(layer, slice(0, 2), order.blocks, 0, 20) for layer in range(3)])
     assert torch.equal(loaded, values)
     worker.engine.handle(Ended("d", order.use))  # loaded
-    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    assert worker.engine._blocks.num_free == NUM_BLOCKS
     worker.vllm.draw("d", 41)
     worker.vllm.draw("d", 42)
     worker.vllm.draw("d", 43)
@@ -280,7 +280,7 @@ async def test_what_vllm_refuses_or_ends_is_an_error_and_frees_its_blocks(worker
     await worker.engine.add(EngineRequest("a", PROMPT, GREEDY, prefill_only=True), lambda _: None)
     (output,) = await worker.until_outputs(1)
     assert output.finish_reason == "error"
-    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    assert worker.engine._blocks.num_free == NUM_BLOCKS
     worker.vllm.refusal = None
     await worker.engine.add(EngineRequest("b", PROMPT, GREEDY))
     await worker.vllm.prompt("b")
@@ -334,9 +334,9 @@ async def test_kv_counts_once_every_rank_has_it() -> None:
         assert reports == [Written(0, 20, 2)]
         await worker.engine.cancel("a")
         worker.engine.handle(Ended("a", order.use, rank=0))
-        assert worker.engine.num_free_staging_blocks == 3
+        assert worker.engine._blocks.num_free == 3
         worker.engine.handle(Ended("a", order.use, rank=1))
-        assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+        assert worker.engine._blocks.num_free == NUM_BLOCKS
 
 
 async def test_the_death_of_vllm_is_reported_once_and_refuses_everything(worker: Worker) -> None:
@@ -402,7 +402,7 @@ async def test_what_is_not_loaded_is_computed(worker: Worker, gives_up_by_fence:
 async def test_a_prompt_that_waits_for_its_prefix_can_be_cancelled(worker: Worker) -> None:
     await worker.engine.add(EngineRequest("a", PROMPT, GREEDY), None, RestoreOrder(2, 0, lambda *_: None))
     assert await worker.engine.cancel("a")
-    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    assert worker.engine._blocks.num_free == NUM_BLOCKS
     assert "a" not in worker.vllm.prompts
 
 
@@ -417,12 +417,12 @@ async def test_the_last_prompts_can_be_read_by_their_keys_until_room_is_needed(w
     (chain,) = [chain for step in worker.steps for chain in step.chains]
     assert (chain.keys, chain.tenant_salt) == (tuple(keys), b"t")
     await worker.engine.cancel("a")
-    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    assert worker.engine._blocks.num_free == NUM_BLOCKS
     async with worker.engine.cached(keys) as blocks:
         assert len(blocks) == 2
         cells = bytes(await worker.engine.read_block(blocks[1]))
         assert cells == values[:, :, :, 8:16].contiguous().numpy().tobytes()
-        assert worker.engine.num_free_staging_blocks == NUM_BLOCKS - 2
+        assert worker.engine._blocks.num_free == NUM_BLOCKS - 2
     for name in ("b", "c"):
         await worker.engine.reserve(EngineRequest(name, PROMPT, GREEDY))
     async with worker.engine.cached(keys) as blocks:
@@ -458,7 +458,7 @@ async def test_an_answer_goes_into_the_shared_memory_when_it_has_ended(worker: W
     async with worker.engine.cached(keys) as blocks:
         assert len(blocks) == 3
         assert bytes(await worker.engine.read_block(blocks[2])) == torch.full((3, 2, 2, 8, 4), 7.0).numpy().tobytes()
-    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    assert worker.engine._blocks.num_free == NUM_BLOCKS
 
 
 async def test_a_cancelled_answer_is_kept_as_far_as_it_was_computed(worker: Worker) -> None:
@@ -520,7 +520,7 @@ async def test_what_vllm_cannot_do_is_refused_before_kv_moves(
             await ask(EngineRequest("d", PROMPT, sampling))
         assert refused.value.param == param
     assert worker.engine.stats_now().num_reserved == 0
-    assert worker.engine.num_free_staging_blocks == NUM_BLOCKS
+    assert worker.engine._blocks.num_free == NUM_BLOCKS
 
 
 async def test_log_probabilities_of_a_prompt_come_with_its_first_token(worker: Worker) -> None:

@@ -201,11 +201,6 @@ class VllmEngine(StagedKV):
             decode_context_tokens=sum(len(one.token_ids) for one in sequences if one.state == "running"),
         )
 
-    @property
-    def num_free_staging_blocks(self) -> int:
-        """Blocks of the shared memory that nobody uses."""
-        return self._blocks.num_free
-
     def die(self, reason: BaseException) -> None:
         """Ends everything: vLLM is gone."""
         if self._dead is None:
