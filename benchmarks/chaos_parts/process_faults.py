@@ -30,13 +30,13 @@ def send(role: str, number: signal.Signals, how_many: int = 1) -> Act:
     return act
 
 
-def stop_for(role: str, seconds: float = _STOPPED_S) -> Act:
+def stop_for(role: str) -> Act:
     """SIGSTOP, and SIGCONT later. "up" is `halfmoon up` itself."""
 
     async def act(system: System, here: Any) -> str:
         pid = system.process.pid if role == "up" else system.processes()[role][0].pid
         os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(_STOPPED_S)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
         return ""

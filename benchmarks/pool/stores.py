@@ -94,10 +94,9 @@ def replay_pool(
     policy: PolicyName,
     sizes: Sequence[int],
     spread: Spread = "even",
-    seed: int = 0,
 ) -> PoolRun:
     """Sends every prompt to a worker near one of the stores."""
-    result, chance = PoolRun(Hits(), [Store(policy, size) for size in sizes]), random.Random(seed)
+    result, chance = PoolRun(Hits(), [Store(policy, size) for size in sizes]), random.Random(0)
     for timed in prompts:
         near = 0 if spread == "crowded" else chance.randrange(len(sizes))
         others = [] if spread == "apart" else [number for number in range(len(sizes)) if number != near]

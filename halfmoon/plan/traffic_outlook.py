@@ -59,7 +59,7 @@ class Outlook(NamedTuple):
     attained: float  # there
 
 
-def outlook(recent: RecentTraffic, seed: int = 0) -> Outlook | None:
+def outlook(recent: RecentTraffic) -> Outlook | None:
     """None where too little is known: few requests, or workers whose speed was not measured."""
     speed = recent.speed
     if len(recent.ages_s) < _LEAST_REQUESTS or not any(speed.prefill) or not any(speed.step) or not recent.split.serves:
@@ -73,7 +73,7 @@ def outlook(recent: RecentTraffic, seed: int = 0) -> Outlook | None:
         return Outlook(demand, 0.0, rate.method, rate.error, recent.split, 1.0)
     capacity = Capacity(speed, recent.ttft_s, recent.tpot_s, recent.attainment)
     centre = capacity.best(recent.split, demand, recent.roles)
-    workload = _workload(recent, rate_per_s, prompt, output, seed)
+    workload = _workload(recent, rate_per_s, prompt, output)
     tried = {split: _attained(split, workload, recent) for split in _near(centre, recent.split)}
     most = max(tried.values())
     good = [split for split, attained in tried.items() if attained >= most - _ABOUT]
@@ -101,9 +101,9 @@ def _means(bins: np.ndarray, values: Floats, counts: Floats) -> Floats:
     return means[filled]
 
 
-def _workload(recent: RecentTraffic, rate_per_s: float, prompt: float, output: float, seed: int) -> Workload:
+def _workload(recent: RecentTraffic, rate_per_s: float, prompt: float, output: float) -> Workload:
     """Requests like the latest ones, with these means, as a Poisson process."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     num = int(np.clip(rate_per_s * _HORIZON * BIN_S, 2, _MOST_REQUESTS))
     rows = rng.integers(max(len(recent.ages_s) - _LIKE, 0), len(recent.ages_s), num)
     starts_s = np.cumsum(rng.exponential(1 / rate_per_s, num))

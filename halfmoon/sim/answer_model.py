@@ -13,6 +13,7 @@ LengthKind = Literal["drawn", "seed"]
 
 _MASK = (1 << 64) - 1
 _NORMAL = NormalDist()
+_SIGMA = 0.8  # standard deviation of the natural logarithm of a drawn length
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,6 @@ class AnswerModel:
     text: TextKind = "random"
     length: LengthKind = "drawn"
     median_tokens: int = 200
-    sigma: float = 0.8  # standard deviation of the length's natural logarithm
 
     def num_tokens(self, seed: int, max_tokens: int, min_tokens: int = 0, *, ignore_eos: bool = False) -> int:
         """Length of the answer in tokens."""
@@ -40,7 +40,7 @@ class AnswerModel:
         drawn = seed
         if self.length == "drawn":
             uniform = (_mixed(seed) + 1) / (_MASK + 2)
-            drawn = round(self.median_tokens * exp(self.sigma * _NORMAL.inv_cdf(uniform)))
+            drawn = round(self.median_tokens * exp(_SIGMA * _NORMAL.inv_cdf(uniform)))
         return max(1, min_tokens, min(drawn, max_tokens))
 
     def token_id(self, seed: int, position: int, prompt_token_ids: Sequence[int]) -> int:
