@@ -252,7 +252,6 @@ class TakeRequest(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
     RECOMPUTE_S_FIELD_NUMBER: _builtins.int
-    TTL_S_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
@@ -265,8 +264,6 @@ class TakeRequest(_message.Message):
     """number of blocks before the first"""
     recompute_s: _builtins.float
     """mean time to compute each; 0: unknown"""
-    ttl_s: _builtins.float
-    """0: the store's default"""
     tenant: _builtins.str
     """see BlocksOpen"""
     tenant_quota_bytes: _builtins.int
@@ -284,14 +281,13 @@ class TakeRequest(_message.Message):
         parent: _builtins.bytes = ...,
         depth: _builtins.int = ...,
         recompute_s: _builtins.float = ...,
-        ttl_s: _builtins.float = ...,
         blocks: _abc.Iterable[Global___OfferedBlock] | None = ...,
         tenant: _builtins.str = ...,
         tenant_quota_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "depth", b"depth", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "segment", b"segment", "tenant", b"tenant", "tenant_quota_bytes", b"tenant_quota_bytes", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "depth", b"depth", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "segment", b"segment", "tenant", b"tenant", "tenant_quota_bytes", b"tenant_quota_bytes", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1042,7 +1038,6 @@ class BlocksOpen(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     RECOMPUTE_S_FIELD_NUMBER: _builtins.int
-    TTL_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     tenant_salt: _builtins.bytes
@@ -1059,8 +1054,6 @@ class BlocksOpen(_message.Message):
     """
     recompute_s: _builtins.float
     """mean time to compute each; 0: unknown"""
-    ttl_s: _builtins.float
-    """0: the store's default"""
     tenant: _builtins.str
     """whose KV it is: at most 64 letters, digits, "_", "-", "."; empty: shared"""
     tenant_quota_bytes: _builtins.int
@@ -1084,13 +1077,12 @@ class BlocksOpen(_message.Message):
         request_id: _builtins.str = ...,
         parent: _builtins.bytes = ...,
         recompute_s: _builtins.float = ...,
-        ttl_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
         tenant_quota_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "keys", b"keys", "layers_at_once", b"layers_at_once", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "request_id", b"request_id", "tenant", b"tenant", "tenant_quota_bytes", b"tenant_quota_bytes", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "keys", b"keys", "layers_at_once", b"layers_at_once", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "request_id", b"request_id", "tenant", b"tenant", "tenant_quota_bytes", b"tenant_quota_bytes", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -138,7 +138,7 @@ class _Reception:
             opened.keys, opened.parent, self._token_start // block_tokens, opened.tenant_salt, self._layout,
             opened.recompute_s, owner,
         )  # fmt: skip
-        run = Run(metas, opened.ttl_s, owner)
+        run = Run(metas, owner)
         arrival = await self._stack.enter_async_context(self._arrivals.expecting(run))
         arrival.check_whole()
         self._drafts = arrival.drafts

@@ -161,15 +161,15 @@ class Pool:
         while self.catalog.tenants.is_over(owner.tenant) and self.catalog.evict_of_tenant(owner.tenant):
             continue
 
-    def reserve(self, meta: BlockMeta, ttl_s: float = 0.0, after: Draft | None = None) -> Draft:
-        """Reserves room for an arriving block that follows the draft `after`, if any. `ttl_s` 0 means the store's own.
+    def reserve(self, meta: BlockMeta, after: Draft | None = None) -> Draft:
+        """Reserves room for an arriving block that follows the draft `after`, if any.
 
         Raises Incompatible if the block is here in another layout, NoCapacity if its tenant has reached its quota with
         blocks that are in use, and whatever `DramTier.reserve` raises.
         """
         self._check_layout(meta)
         self._make_room_of(meta)
-        expires_at_s = self._now_s() + (ttl_s or self.options.ttl_s)
+        expires_at_s = self._now_s() + self.options.ttl_s
         return self.dram.reserve(replace(meta, expires_at_s=expires_at_s), after)
 
     async def commit(self, draft: Draft, known_digest: int | None = None) -> None:

@@ -40,8 +40,7 @@ async def put_blocks(
     """Stores successive blocks of a prompt, or half as many when there is no room for all."""
     body = kvstore_pb2.BlocksOpen(
         keys=keys, layout=layout_message(layout), tenant_salt=salt, parent=chain.parent,
-        recompute_s=chain.recompute_s, ttl_s=chain.ttl_s, tenant=chain.owner.tenant,
-        tenant_quota_bytes=chain.owner.quota_bytes,
+        recompute_s=chain.recompute_s, tenant=chain.owner.tenant, tenant_quota_bytes=chain.owner.quota_bytes,
     )  # fmt: skip
     start = chain.depth * layout.block_tokens
     try:

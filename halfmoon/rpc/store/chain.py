@@ -15,7 +15,6 @@ class Chain:
     parent: bytes = b""  # key of the block before it; empty for the first block
     depth: int = 0  # number of blocks before it
     recompute_s: float = 0.0  # time to compute each block; 0: unknown
-    ttl_s: float = 0.0  # 0: the store's default
     owner: KVOwner = SHARED  # who is charged for blocks that are new to the store
 
 

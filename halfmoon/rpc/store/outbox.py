@@ -84,7 +84,6 @@ class Outbox:
             parent=chain.parent,
             depth=chain.depth,
             recompute_s=chain.recompute_s,
-            ttl_s=chain.ttl_s,
             tenant=chain.owner.tenant,
             tenant_quota_bytes=chain.owner.quota_bytes,
             blocks=[

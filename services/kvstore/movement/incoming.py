@@ -24,7 +24,6 @@ class Run:
     """Successive blocks of a prompt that a sender offers. Raises InvalidRequest if they cannot be a run."""
 
     metas: Sequence[BlockMeta]
-    ttl_s: float  # 0 means the store's own
     owner: KVOwner = SHARED
 
     def __post_init__(self) -> None:
@@ -34,8 +33,8 @@ class Run:
             raise InvalidRequest("a block cannot come before itself", param="parent")
         if self.metas[-1].depth > _MAX_DEPTH:
             raise InvalidRequest(f"a block has at most {_MAX_DEPTH} others before it", param="depth")
-        if not (self.ttl_s >= 0 and all(0 <= meta.recompute_s < math.inf for meta in self.metas)):
-            raise InvalidRequest("times cannot be negative, nor costs infinite", param="ttl_s")
+        if not all(0 <= meta.recompute_s < math.inf for meta in self.metas):
+            raise InvalidRequest("costs cannot be negative or infinite", param="recompute_s")
 
 
 def run_metas(
@@ -114,7 +113,7 @@ class Arrivals:
         drafts: list[Draft] = []
         for meta in metas[num_here:]:
             try:
-                drafts.append(self._pool.reserve(meta, run.ttl_s, after=drafts[-1] if drafts else None))
+                drafts.append(self._pool.reserve(meta, after=drafts[-1] if drafts else None))
             except HalfmoonError as error:
                 return Arrival(num_here, drafts, error)
         return Arrival(num_here, drafts)

@@ -39,7 +39,7 @@ class SharedMemoryPut:
         metas = run_metas(
             keys, request.parent, request.depth, request.tenant_salt, layout, request.recompute_s, owner
         )  # fmt: skip
-        run = Run(metas, request.ttl_s, owner)
+        run = Run(metas, owner)
         memory = await self._memory(request.segment)
         if any(block.offset + layout.block_bytes > memory.nbytes for block in blocks):
             raise InvalidRequest("a block lies outside its writer's memory", param="blocks")

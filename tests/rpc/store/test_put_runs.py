@@ -151,7 +151,7 @@ def take(change: Callable[[kvstore_pb2.TakeRequest], object]) -> kvstore_pb2.Tak
         (lambda request: setattr(request, "parent", b"short"), InvalidRequest),
         (lambda request: setattr(request, "parent", KEYS[1]), InvalidRequest),
         (lambda request: setattr(request.blocks[1], "key", KEYS[0]), InvalidRequest),
-        (lambda request: setattr(request, "ttl_s", -1), InvalidRequest),
+        (lambda request: setattr(request, "recompute_s", -1), InvalidRequest),
         (lambda request: setattr(request, "recompute_s", float("nan")), InvalidRequest),
         (lambda request: setattr(request.blocks[1], "offset", 1 << 40), InvalidRequest),
         (lambda request: setattr(request, "segment", "here/nothing"), Incompatible),

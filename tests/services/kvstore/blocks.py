@@ -31,9 +31,9 @@ def meta(block: bytes, parent: bytes | None = None, depth: int = 0, layout: KVLa
     return BlockMeta(block, parent, depth, layout)
 
 
-async def put(pool: Pool, of: BlockMeta, ttl_s: float = 0.0) -> bytes:
+async def put(pool: Pool, of: BlockMeta) -> bytes:
     """Stores a block with its content; gives its id."""
-    draft = pool.reserve(of, ttl_s)
+    draft = pool.reserve(of)
     layout = draft.layout
     whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, layout.block_tokens)
     draft.write(whole, content(of.id, layout))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,8 +137,9 @@ async def test_a_dropped_block_is_gone_from_every_tier_for_good(tmp_path: Path) 
 async def test_blocks_expire_and_pinned_ones_do_not(tmp_path: Path) -> None:
     clock = Clock()
     async with pool(directory=tmp_path, clock=clock) as it:
+        it.options = replace(it.options, ttl_s=60.0)
         for n in range(3):
-            await put(it, meta(IDS[n]), ttl_s=60)
+            await put(it, meta(IDS[n]))
         await it.pin([IDS[2]], True)
         await it.settled()
         clock.now_s += 61

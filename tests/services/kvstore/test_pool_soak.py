@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,8 +60,9 @@ async def store(pool: Pool, blocks: list[bytes], chance: random.Random) -> None:
     known = len(pool.match(blocks))
     for depth in range(known, len(blocks)):
         parent = blocks[depth - 1] if depth else None
+        pool.options = replace(pool.options, ttl_s=chance.choice([math.inf, math.inf, 0.02]))
         try:
-            await put(pool, meta(blocks[depth], parent, depth), ttl_s=chance.choice([0.0, 0.0, 0.02]))
+            await put(pool, meta(blocks[depth], parent, depth))
         except (NoCapacity, NotFound):  # full of what others read, or its beginning has gone
             return
 

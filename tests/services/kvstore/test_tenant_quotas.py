@@ -31,7 +31,7 @@ def keys(tenant: int, num: int, start: int = 0) -> list[bytes]:
 async def offer(it: Pool, owner: KVOwner, blocks: list[bytes], parent: bytes = b"", depth: int = 0) -> int:
     """Offers a run as a worker does; gives how many of its blocks are here then."""
     metas = run_metas(blocks, parent, depth, b"", LAYOUT, 0.0, owner)
-    async with Arrivals(it).expecting(Run(metas, 0.0, owner)) as arrival:
+    async with Arrivals(it).expecting(Run(metas, owner)) as arrival:
         for draft in arrival.drafts:
             draft.room.view[:] = content(draft.meta.id)
             await it.commit(draft)
@@ -120,7 +120,7 @@ async def test_a_put_of_what_is_here_changes_neither_bytes_nor_owner() -> None:
     async with pool() as it:
         await put_each(it, BOB, keys(2, 1))
         metas = run_metas(keys(2, 1), b"", 0, b"", LAYOUT, 0.0, ALICE)
-        async with Arrivals(it).expecting(Run(metas, 0.0, ALICE)) as arrival:
+        async with Arrivals(it).expecting(Run(metas, ALICE)) as arrival:
             assert (arrival.num_here, list(arrival.drafts)) == (1, [])
         assert await is_right(it, block_id(key(2, 0)))
         assert [account.tenant for account in it.catalog.tenants] == ["bob"]

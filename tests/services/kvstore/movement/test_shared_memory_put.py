@@ -108,10 +108,10 @@ async def test_runs_in_opposite_order_do_not_wait_for_each_other() -> None:
     one, middle, other = KEYS
 
     async def bring(keys: list[bytes]) -> int:
-        async with arrivals.expecting(Run(run_metas(keys, b"", 0, b"", LAYOUT, 0.0), 0.0)) as arrival:
+        async with arrivals.expecting(Run(run_metas(keys, b"", 0, b"", LAYOUT, 0.0))) as arrival:
             return len(arrival.drafts)
 
-    async with asyncio.timeout(20), arrivals.expecting(Run(run_metas([middle], b"", 0, b"", LAYOUT, 0.0), 0.0)):
+    async with asyncio.timeout(20), arrivals.expecting(Run(run_metas([middle], b"", 0, b"", LAYOUT, 0.0))):
         both = [asyncio.ensure_future(bring(keys)) for keys in ([one, middle, other], [other, middle, one])]
         await asyncio.sleep(0)
         assert not any(task.done() for task in both)
