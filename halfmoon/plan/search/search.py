@@ -52,7 +52,7 @@ def search(problem: PlanningProblem, pool: Executor, on_progress: Progress = lam
         choices = options(problem, models)
     except TargetsBroken as broken:
         raise NoLayout(_wider(broken, problem, models, pool, on_progress), param=broken.param) from None
-    on_measured = _counting(on_progress, "workers alone", len(choices))
+    on_measured = _counting(on_progress, len(choices))
     result = (_cheapest if problem.objective in OF_A_RATE else _best_goodput)(
         problem, models, choices, pool, on_measured, on_progress
     )
@@ -159,13 +159,13 @@ def _best_goodput(
     return _SearchResult(rated, bool(made), run.num_simulated, run.num_ruled_out)
 
 
-def _counting(on_progress: Progress, what: str, total: int) -> Callable[[int], None]:
+def _counting(on_progress: Progress, total: int) -> Callable[[int], None]:
     done = 0
 
     def advance(num: int) -> None:
         nonlocal done
         done += num
-        on_progress(what, done, total)
+        on_progress("workers alone", done, total)
 
     return advance
 

@@ -100,7 +100,7 @@ class Autopilot:
         if advice is not None and now_s < advice.until_s and advice.target is not None:
             target = advice.target if advice.target.total == split.total else target
         change = self._change(hold, target, seen, capacity, now_s)
-        return change if change.changes else self._more(change, seen, capacity, now_s)
+        return change if change.changes else self._more(change, capacity, now_s)
 
     def undo(self) -> None:
         """Takes back the last decision: it was not carried out."""
@@ -207,7 +207,7 @@ class Autopilot:
 
     # numbers of workers
 
-    def _more(self, hold: Decision, seen: Observation, capacity: Capacity, now_s: float) -> Decision:
+    def _more(self, hold: Decision, capacity: Capacity, now_s: float) -> Decision:
         """Starts a worker, or says that the targets cannot be met, once no change of roles has helped for a while."""
         rules = self.rules
         best = capacity.pressure(hold.target, hold.demand)
