@@ -35,9 +35,13 @@ class SegmentFiles:
         _make(directory)
         self._directory = directory
         self._lock = _locked(directory)
-        self._identity = _identity(directory)
+        try:
+            self._identity = _identity(self._lock)
+            self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob(_NAMES)}
+        except OSError:
+            self._unlock()
+            raise
         self.segment_bytes = segment_bytes  # a file that has reached it is followed by another one
-        self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob(_NAMES)}
         self._active = max(first, max(self._sizes, default=0) + 1)
         self._file = -1  # descriptor of the active segment, once begun
 
@@ -187,6 +191,6 @@ def _locked(directory: Path) -> int:
     return lock
 
 
-def _identity(directory: Path) -> tuple[int, int]:
-    stat = directory.stat()
+def _identity(directory: Path | int) -> tuple[int, int]:
+    stat = os.stat(directory)
     return stat.st_dev, stat.st_ino

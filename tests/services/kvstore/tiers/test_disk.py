@@ -113,6 +113,16 @@ async def test_a_tier_that_begins_anew_has_its_directory_to_itself(tmp_path: Pat
         assert [row.meta.id for row in tier.recovered()] == [IDS[1]]
 
 
+async def test_a_directory_that_could_not_be_read_is_not_locked_by_that(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        (tmp_path / "index.sqlite").unlink()
+        unreadable = tmp_path / "00000009.blocks"
+        unreadable.symlink_to("nowhere")
+        assert await tier.check() == "away"
+        unreadable.unlink()
+        assert await tier.check() == "anew"
+
+
 async def test_rows_without_their_bytes_are_dropped(tmp_path: Path) -> None:
     async with opened(tmp_path) as tier:
         await tier.write([record(IDS[0]), record(IDS[1])])
