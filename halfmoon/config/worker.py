@@ -133,7 +133,7 @@ class WorkerConfig(Section):
         "or by a table of GPUs where one was measured to be faster, which is empty yet ('auto')",
     )
     cuda_graphs: bool = Field(True, description="capture decode steps in CUDA graphs at start, on a GPU")
-    speculation: Literal["off", "ngram"] = Field(
+    speculation: Annotated[Literal["off", "ngram"], BeforeValidator(off_is_a_word)] = Field(
         "off",
         description="'ngram': a decode step also computes tokens that followed the last three before, and keeps those "
         "that are drawn; the text stays as it is. Stops by itself where it does not pay. Our own engine, on a CPU",

@@ -187,7 +187,9 @@ def test_what_is_forwarded_is_what_the_services_take(monkeypatch: pytest.MonkeyP
     text = "gateway: {balancing_threshold: 3, allowed_origins: ['*'], slo: off, admission: off}\n"
     text += "stores: {disk_policy: lfu, ttl_s: 5}\nclasses: {gold: {ttft_s: 2, rules: [{kind: model, value: m}]}}\n"
     specs = started(
-        options_of(text + "workers: {all: {kv_memory: 1GiB, cuda_graphs: false}, decode: {max_running: 3}}")
+        options_of(
+            text + "workers: {all: {kv_memory: 1GiB, cuda_graphs: false, speculation: off}, decode: {max_running: 3}}"
+        )
     )
     for spec in (specs["gateway"], specs["kvstore"]):
         for name, value in spec.environment.items():
@@ -204,6 +206,7 @@ def test_what_is_forwarded_is_what_the_services_take(monkeypatch: pytest.MonkeyP
     assert (stores.disk_policy, stores.ttl_s) == ("lfu", 5)
     worker = DecodeSettings(_cli_parse_args=list(specs["decode-0"].arguments[2:]))
     assert (worker.kv_memory, worker.cuda_graphs, worker.max_running) == (1 << 30, False, 3)
+    assert worker.speculation == "off"
 
 
 def test_flags_win_over_the_file_also_where_one_group_says_something_else() -> None:
