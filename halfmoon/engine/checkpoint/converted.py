@@ -29,8 +29,7 @@ Announce = Callable[[str], None]
 
 def default_cache_dir() -> Path:
     """The directory of converted models: `HALFMOON_CACHE_DIR`, else `~/.cache/halfmoon`. Raises InvalidRequest."""
-    named = os.environ.get("HALFMOON_CACHE_DIR")
-    return expanded(named, "HALFMOON_CACHE_DIR") if named else Path.home() / ".cache" / "halfmoon"
+    return expanded(os.environ.get("HALFMOON_CACHE_DIR") or "~/.cache/halfmoon", "HALFMOON_CACHE_DIR")
 
 
 def expanded(path: str, param: str) -> Path:

@@ -352,6 +352,14 @@ def test_a_cache_directory_that_cannot_be_is_named(
         prepare_checkpoint("/" + "x" * 300)
 
 
+def test_a_home_that_cannot_be_told_is_named(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HALFMOON_CACHE_DIR", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: (1 << 31) - 7)  # as in containers: it has no entry in /etc/passwd
+    with pytest.raises(InvalidRequest, match=r"^HALFMOON_CACHE_DIR: ~/.cache/halfmoon names a user whom this host"):
+        prepare_checkpoint(str(tiny_gguf))
+
+
 def test_a_lock_whose_file_a_failure_removed_is_taken_anew(tmp_path: Path) -> None:
     """By one that waited for it, beside another that came later."""
     path = tmp_path / "lock"
