@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -134,7 +134,8 @@ def locked(path: Path) -> Iterator[bool]:
             yield alone
         except BaseException:
             if alone:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # what failed may be the file system
+                    path.unlink()
             raise
 
 

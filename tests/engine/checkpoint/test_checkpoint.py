@@ -390,6 +390,19 @@ def test_a_lock_whose_file_a_failure_removed_is_taken_anew(tmp_path: Path) -> No
     assert path.exists()
 
 
+def test_a_lock_file_that_cannot_be_removed_hides_no_failure(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+
+    def fail() -> None:
+        with locked(path):
+            path.unlink()
+            path.mkdir()
+            raise ValueError("why")
+
+    with pytest.raises(ValueError, match="why"):
+        fail()
+
+
 def test_gguf_names() -> None:
     assert transformers_name("blk.11.ffn_down.weight") == "model.layers.11.mlp.down_proj.weight"
     assert transformers_name("output.weight") == "lm_head.weight"
