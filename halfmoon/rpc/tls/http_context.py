@@ -54,7 +54,7 @@ def unreached(error: Exception) -> str:
     """Says why a server was not reached and, where nobody knows its certificate's authority, what to do."""
     cause = getattr(error, "certificate_error", error)
     advice = f"; name its authority by --ca or {CA_VARIABLE}"
-    return (str(error) or "it does not answer") + (advice if _is_unknown(cause) else "")
+    return (str(error) or "timed out") + (advice if _is_unknown(cause) else "")
 
 
 def _is_unknown(error: Exception) -> bool:

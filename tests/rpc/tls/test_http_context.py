@@ -65,7 +65,7 @@ async def test_why_a_server_was_not_reached(authority: Authority, tmp_path: Path
             await certificate(port, trusting, "other.example")
     assert "name its authority by --ca" in unreached(unknown.value)
     assert "--ca" not in unreached(misnamed.value)
-    assert unreached(TimeoutError()) == "it does not answer"
+    assert unreached(TimeoutError()) == "timed out"
 
 
 async def test_who_is_trusted(authority: Authority, tmp_path: Path) -> None:
