@@ -246,12 +246,13 @@ async def test_how_an_output_ended(tmp_path: Path) -> None:
         kept = await post(
             fleet, "/v1/completions", model=MODEL, prompt="x", stop=["o w"], include_stop_str_in_output=True
         )
+        late = await post(fleet, "/v1/completions", model=MODEL, prompt="x", stop=["l"], min_tokens=4)
         plain = await post(fleet, "/v1/completions", model=MODEL, prompt="x")
         worker.script.stop_after = 2
         token = await post(fleet, "/v1/completions", model=MODEL, prompt="x", stop_token_ids=[ord("e")])
-    choices = [answer["choices"][0] for answer in (kept, plain, token)]
-    assert [choice["text"] for choice in choices] == ["hello w", "hello world", "h"]
-    assert [choice["stop_reason"] for choice in choices] == ["o w", None, ord("e")]
+    choices = [answer["choices"][0] for answer in (kept, late, plain, token)]
+    assert [choice["text"] for choice in choices] == ["hello w", "hello wor", "hello world", "h"]
+    assert [choice["stop_reason"] for choice in choices] == ["o w", "l", None, ord("e")]
     assert {choice["finish_reason"] for choice in choices} == {"stop"}
 
 
