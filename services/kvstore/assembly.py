@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from services.kvstore.tiers.seal import Seal
 log = logging.getLogger(__name__)
 
 _MAX_COLD_FAILURES = 3
+_PREDECESSOR_S, _RETRY_S = 10.0, 0.1  # how long a store of the same directory may take to end
 _REDIS = ("redis", "rediss", "valkey", "valkeys")
 
 
@@ -88,12 +91,18 @@ def _arena(num_bytes: int) -> tuple[SharedSegment | None, memoryview]:
 
 
 async def _disk(settings: KVStoreSettings, seal: Seal) -> DiskTier:
+    """Waits for a store before this one that is still about to end, such as that of a killed `halfmoon up`."""
     assert settings.disk_dir is not None
-    try:
-        room = DiskRoom(int(settings.disk_bytes), settings.disk_reserve_bytes)
-        return await asyncio.to_thread(DiskTier, settings.disk_dir, room, seal)
-    except OSError as err:
-        raise InvalidRequest(f"the disk tier in {settings.disk_dir} cannot be used: {err}", param="disk_dir") from err
+    give_up_s = time.monotonic() + _PREDECESSOR_S
+    while True:
+        try:
+            room = DiskRoom(int(settings.disk_bytes), settings.disk_reserve_bytes)
+            return await asyncio.to_thread(DiskTier, settings.disk_dir, room, seal)
+        except OSError as err:
+            if err.errno != errno.EBUSY or time.monotonic() > give_up_s:
+                why = f"the disk tier in {settings.disk_dir} cannot be used: {err}"
+                raise InvalidRequest(why, param="disk_dir") from err
+        await asyncio.sleep(_RETRY_S)
 
 
 def _cold(settings: KVStoreSettings, pause_s: float, seal: Seal) -> ColdTier | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -14,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from halfmoon.catalog.entry import Tier
-from halfmoon.errors import NotFound, Unavailable
+from halfmoon.errors import InvalidRequest, NotFound, Unavailable
+from services.kvstore import assembly
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
+from services.kvstore.settings import KVStoreSettings
 from services.kvstore.tiers.disk import DiskTier
 from services.kvstore.tiers.disk_room import DiskRoom, Space, space_of
 from tests.services.kvstore.blocks import is_right, put_chain
-from tests.services.kvstore.pools import IDS, KEYS, pool, tiers
+from tests.services.kvstore.pools import IDS, KEYS, pool, tiers, until
 
 SLOW = PoolOptions(sweep_s=3600.0, retry_pause_s=0.001, drain_s=0.0)  # so that only writes and the test look
 
@@ -37,6 +40,30 @@ async def on_disk(directory: Path, num: int = 4, options: PoolOptions = SLOW) ->
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.msg for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_a_store_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[Path] = []
+
+    def tried(directory: Path, *others: object) -> DiskTier:
+        attempts.append(directory)
+        return DiskTier(directory, *others)  # type: ignore[arg-type]
+
+    async def started() -> bool:
+        async with assembly.running_store(KVStoreSettings(dram_bytes=1 << 20, disk_dir=tmp_path)) as store:
+            return store.pool.disk is not None
+
+    monkeypatch.setattr(assembly, "DiskTier", tried)
+    before = DiskTier(tmp_path, 1 << 20)
+    starting = asyncio.create_task(started())
+    await until(lambda: len(attempts) > 2)
+    await before.close()
+    assert await starting
+    monkeypatch.setattr(assembly, "_PREDECESSOR_S", 0.0)
+    before = DiskTier(tmp_path, 1 << 20)
+    with pytest.raises(InvalidRequest, match="another store uses it"):
+        await started()
+    await before.close()
 
 
 def remove_all(directory: Path) -> None:
