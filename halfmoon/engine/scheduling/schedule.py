@@ -21,7 +21,7 @@ class SchedulerLimits:
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """`num_tokens` tokens of `sequence`, from `start` on, run in this step. Nothing here changes.
+    """`num_tokens` tokens of `sequence`, from `start` on, run in this step.
 
     The `num_arriving` tokens between its `num_computed` and `start` arrive layer by layer while the step runs. The last
     ones may be `drafts`: guesses that are not among the sequence's tokens yet.
@@ -31,6 +31,7 @@ class ScheduledSequence:
     num_tokens: int
     num_arriving: int = 0
     drafts: tuple[int, ...] = ()
+    # Counted when it is scheduled:
     start: int = field(init=False)  # position of the first token that runs
     num_drawn: int = field(init=False)  # tokens that are drawn: the next one, and what would follow each guess
     num_logits: int = field(init=False)  # how many of its last tokens the step needs logits of
