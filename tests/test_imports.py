@@ -21,6 +21,7 @@ ROOMS = (
         "host_limits",
         "freed_memory",
         "background",
+        "yaml_text",
         "architectures",
         "pb",
         "kv",
@@ -43,6 +44,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.host_limits": frozenset(),
     "halfmoon.freed_memory": frozenset(),
     "halfmoon.background": frozenset(),
+    "halfmoon.yaml_text": frozenset(),
     "halfmoon.architectures": frozenset({"halfmoon.errors"}),
     "halfmoon.pb": frozenset(),
     "halfmoon.kv": frozenset({"halfmoon.errors"}),
@@ -55,10 +57,14 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.engine": frozenset(
         f"halfmoon.{room}" for room in ("errors", "host_limits", "freed_memory", "architectures", "kv", "policy")
     ),
-    "halfmoon.vllm_engine": frozenset({"halfmoon.errors", "halfmoon.background", "halfmoon.engine", "halfmoon.kv"}),
+    "halfmoon.vllm_engine": frozenset(
+        f"halfmoon.{room}" for room in ("errors", "background", "yaml_text", "engine", "kv")
+    ),
     "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.pb"}),
-    "halfmoon.sim": frozenset(f"halfmoon.{room}" for room in ("errors", "architectures", "kv", "policy", "catalog")),
-    "halfmoon.plan": frozenset({"halfmoon.errors", "halfmoon.host_limits", "halfmoon.policy", "halfmoon.sim"}),
+    "halfmoon.sim": frozenset(
+        f"halfmoon.{room}" for room in ("errors", "yaml_text", "architectures", "kv", "policy", "catalog")
+    ),
+    "halfmoon.plan": frozenset(f"halfmoon.{room}" for room in ("errors", "host_limits", "yaml_text", "policy", "sim")),
     "halfmoon.worker": frozenset(
         f"halfmoon.{room}"
         for room in (
@@ -90,6 +96,7 @@ TORCH_FREE_FILES = (
     "halfmoon/host_limits.py",
     "halfmoon/freed_memory.py",
     "halfmoon/background.py",
+    "halfmoon/yaml_text.py",
     *(
         f"halfmoon/engine/{name}.py"
         for name in (

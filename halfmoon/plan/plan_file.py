@@ -29,6 +29,7 @@ from halfmoon.sim.cluster.cluster_spec import Batching
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 from halfmoon.sim.latency_sources.sequence_parallel import long_prompt_tokens, parallel_model
+from halfmoon.yaml_text import parsed_yaml
 
 
 class PlannedWorkers(BaseModel):
@@ -122,7 +123,7 @@ class PlannedCluster(BaseModel):
 def parse_plan(text: str, path: Path) -> PlannedCluster:
     """Parses a plan. Raises InvalidRequest for any other text."""
     try:
-        return PlannedCluster.model_validate(yaml.safe_load(text))
+        return PlannedCluster.model_validate(parsed_yaml(text).value)
     except yaml.YAMLError as error:
         raise InvalidRequest(f"the plan {path} cannot be read: {error}", param="plan") from error
     except ValidationError as error:

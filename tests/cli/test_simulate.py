@@ -102,6 +102,7 @@ def test_drawn_workloads_repeat_with_their_seed(tmp_path: Path) -> None:
         ([], CLUSTER.replace("role: decode", "role: prefill"), "workers that decode"),
         ([], CLUSTER.replace("role: decode", "role: baker"), "workers.1.role"),
         ([], "]", "cannot be read"),
+        ([], "workers: !!timestamp x", "cannot be read"),
         ([], CLUSTER.replace("role: decode", "role: decode, kv_tokens: 10"), "holds no block of 64 tokens"),
         ([], CLUSTER + "contention: {prefill_beside_decode: .nan}", "contention must be finite"),
         (["--workload", "chat", "--rate", "1", "--seed", "-1"], CLUSTER, "a seed must not be negative, got -1"),

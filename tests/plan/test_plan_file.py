@@ -118,6 +118,8 @@ def test_options_are_those_of_a_worker_process() -> None:
         ("model: m\ncluster: {workers: [{role: cook}]}\n", "cluster.workers.0.role"),
         ("model: m\nhandover_codec: zip\ncluster: {workers: [{role: both}]}\n", "handover_codec"),
         ("a: [", "cannot be read"),
+        ("model: !!bool x", "cannot be read: a value does not fit its tag"),
+        ("model: m\nmodel: n", "cannot be read: line 2: model was already written on line 1"),
     ],
 )
 def test_what_is_not_a_plan_names_the_field(text: str, says: str) -> None:

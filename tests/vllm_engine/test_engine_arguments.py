@@ -53,6 +53,12 @@ def test_options_of_ours_are_refused(text: str) -> None:
         further_arguments(text)
 
 
+@pytest.mark.parametrize("text", ["--quantization={", "--quantization !!bool", "--override-x '[1, 2'"])
+def test_a_value_that_is_not_yaml_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{text[:10]}.*cannot be read as YAML"):
+        further_arguments(text)
+
+
 def test_a_word_without_an_option_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="awq"):
         further_arguments("awq")

@@ -16,7 +16,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import ROLES
 from halfmoon.up.config.read import Override, read_config
 from halfmoon.up.config.system_config import SystemConfig
-from halfmoon.up.config.yaml_text import parsed_yaml
+from halfmoon.yaml_text import parsed_yaml
 
 _FILE_PANEL, _WORKERS_PANEL, _OTHER_PANEL = "Configuration file", "Workers", "Everything else"
 _CONFIG_HELP = "Configuration file, such as halfmoon.yaml; flags override it. See `halfmoon config`."

@@ -41,6 +41,7 @@ from halfmoon.sim.latency_sources.host_workers import HostShare, worker_model
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, LatencySource
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
+from halfmoon.yaml_text import parsed_yaml
 
 _LIMITS = BatchLimits(follows_targets=True)  # as workers without --chunk-tokens
 _MOST_WORKERS = 100_000  # of a group; each worker takes some kilobytes before the simulation starts
@@ -113,7 +114,7 @@ def read_cluster(
     Raises InvalidRequest, which names the wrong or missing field.
     """
     try:
-        document = yaml.safe_load(path.read_text())
+        document = parsed_yaml(path.read_text()).value
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidRequest(f"the cluster {path} cannot be read: {error}", param="cluster") from error
     read = _validated(path, _Cluster, document)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import ROLES
 from halfmoon.up.config.system_config import SystemConfig
-from halfmoon.up.config.yaml_text import parsed_yaml
+from halfmoon.yaml_text import parsed_yaml
 
 Loc = Sequence[int | str]
 

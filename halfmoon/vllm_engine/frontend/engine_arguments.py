@@ -11,6 +11,7 @@ import yaml
 from halfmoon.engine.checkpoint.adapters import Adapter
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVDtype
+from halfmoon.yaml_text import parsed_yaml
 
 _OURS = {  # vLLM's option: the setting that decides it
     "model": "model",
@@ -110,9 +111,9 @@ def further_arguments(text: str) -> dict[str, Any]:
                 found[name.removeprefix("no_")] = False
                 name = ""
             else:
-                found[name] = yaml.safe_load(value) if sign else True
+                found[name] = _value(name, value) if sign else True
         elif name and found[name] is True:
-            found[name] = yaml.safe_load(word)
+            found[name] = _value(name, word)
         else:
             raise InvalidRequest(f"--engine-args: {word!r} belongs to no option", param="engine_args")
     for name in found:
@@ -120,3 +121,13 @@ def further_arguments(text: str) -> dict[str, Any]:
             why = f"set {_OURS[name]} instead" if _OURS[name] else "Halfmoon needs it as it is"
             raise InvalidRequest(f"--engine-args: --{name.replace('_', '-')}: {why}", param="engine_args")
     return found
+
+
+def _value(name: str, written: str) -> Any:
+    try:
+        return parsed_yaml(written).value
+    except yaml.YAMLError as error:
+        raise InvalidRequest(
+            f"--engine-args: --{name.replace('_', '-')}: {written!r} cannot be read as YAML: {error}",
+            param="engine_args",
+        ) from error
