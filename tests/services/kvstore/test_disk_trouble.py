@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from services.kvstore.settings import KVStoreSettings
 from services.kvstore.tiers.disk import DiskTier
 from services.kvstore.tiers.disk_room import DiskRoom, Space, space_of
 from tests.services.kvstore.blocks import is_right, put_chain
-from tests.services.kvstore.pools import IDS, KEYS, pool, tiers, until
+from tests.services.kvstore.pools import IDS, KEYS, pool, tiers
 
 SLOW = PoolOptions(sweep_s=3600.0, retry_pause_s=0.001, drain_s=0.0)  # so that only writes and the test look
 
@@ -43,10 +44,11 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def test_a_store_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts: list[Path] = []
+    loop, attempts, again = asyncio.get_running_loop(), count(1), asyncio.Event()
 
     def tried(directory: Path, *others: object) -> DiskTier:
-        attempts.append(directory)
+        if next(attempts) == 3:
+            loop.call_soon_threadsafe(again.set)
         return DiskTier(directory, *others)  # type: ignore[arg-type]
 
     async def started() -> bool:
@@ -56,7 +58,7 @@ async def test_a_store_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(assembly, "DiskTier", tried)
     before = DiskTier(tmp_path, 1 << 20)
     starting = asyncio.create_task(started())
-    await until(lambda: len(attempts) > 2)
+    await again.wait()
     await before.close()
     assert await starting
     monkeypatch.setattr(assembly, "_PREDECESSOR_S", 0.0)
