@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,13 +24,19 @@ class NativeBatch:
     """One step's rows, already cut into tasks."""
 
     library: NativeLibrary
-    slots: Tensor  # [num_tokens] int64, the slot of each row's K and V
-    plan: tuple[Tensor, Tensor, Tensor]  # segments [n, 4], runs [n, 2], tasks [n, 10]; int64
+    plan: tuple[array[int], array[int], array[int]]  # slot of each row's K and V; segments [n, 4]; runs [n, 2]: int64
+    tasks: Tensor  # [n, 10] int64
     partials: tuple[Tensor, Tensor]  # sums of rows whose keys several tasks share, and counters; float32, int64
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of slots, segments, runs, tasks, shared sums and counters."""
+        numbers = (part.buffer_info()[0] for part in self.plan)
+        return (*numbers, self.tasks.data_ptr(), *(part.data_ptr() for part in self.partials))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, rule: AttentionRule) -> Tensor:
         """See `StepAttention.attend`; of a rule only its scale is known here (`device_path`)."""
-        return self.library.attend(q, k, v, layer_kv, self.slots, self.plan, self.partials, rule.scale)
+        return self.library.attend(q, k, v, layer_kv, self.addresses, len(self.tasks), rule.scale)
 
 
 class NativeBackend:
@@ -51,19 +58,19 @@ class NativeBackend:
 
     def step(self, spans: Sequence[TokenSpan]) -> NativeBatch:
         """The slots of all rows, the runs of slots that each sequence attends to, and the tasks."""
-        slots: list[int] = []
-        segments: list[tuple[int, int, int, int]] = []
-        runs: list[tuple[int, int]] = []
-        row = 0
+        slots, segments, runs = plan = array("q"), array("q"), array("q")
         for blocks, start, end in spans:
-            first_run = len(runs)
-            runs += slot_runs(blocks, self._block_tokens, 0, end)
-            for run in slot_runs(blocks, self._block_tokens, start, end):
-                slots += range(*run)
-            segments.append((row, row + end - start, first_run, len(runs)))
-            row += end - start
-        segment_rows, run_rows = torch.tensor(segments), torch.tensor(runs)
-        tasks, num_parts = self._library.plan(segment_rows, run_rows, self._num_kv_heads, self._group)
+            first_row, first_run = len(slots), len(runs) // 2
+            for run in slot_runs(blocks, self._block_tokens, 0, end):
+                runs.extend(run)
+            last = runs[-1]
+            if end - start <= last - runs[-2]:  # its own tokens are in the last run, as those of decodes
+                slots.extend(range(last - (end - start), last))
+            else:
+                for run in slot_runs(blocks, self._block_tokens, start, end):
+                    slots.extend(range(*run))
+            segments.extend((first_row, len(slots), first_run, len(runs) // 2))
+        tasks, num_parts = self._library.plan(segments, runs, self._num_kv_heads, self._group)
         room = torch.empty(num_parts, self._group, self._head_dim + 2)
         counters = torch.zeros(num_parts, dtype=torch.int64)
-        return NativeBatch(self._library, torch.tensor(slots), (segment_rows, run_rows, tasks), (room, counters))
+        return NativeBatch(self._library, plan, tasks, (room, counters))

@@ -110,6 +110,11 @@ class NativeLayers:
         self._table = (_Layer * len(layers))(*map(_row, layers))
         self._config = config
         self._cos, self._sin = rotary.halves()
+        inner, num_heads = config.intermediate_size, config.num_heads + 2 * config.num_kv_heads
+        # normed, heads, attended, gate_up, gated
+        widths = (config.hidden_size, num_heads * config.head_dim, config.q_size, 2 * inner, inner)
+        self._row_bytes = [width * library.dtype.itemsize for width in widths]
+        self._most_inputs = max(config.hidden_size, config.q_size, inner)  # of a matrix
 
     def takes(self, attention: StepAttention) -> bool:
         """See `RunLayers.takes`."""
@@ -121,24 +126,19 @@ class NativeLayers:
         listeners = _Listeners(attention)
         calls = listeners.calls(len(self._weights))
         batch, config, library = cast(NativeBatch, listeners.inner), self._config, self._library
-        num_tokens, inner = len(hidden), config.intermediate_size
-        num_heads = config.num_heads + 2 * config.num_kv_heads
-        widths = (config.hidden_size, num_heads * config.head_dim, config.q_size, 2 * inner, inner)
-        row_bytes = (width * library.dtype.itemsize for width in widths)
-        starts = [0, *accumulate(-(-num_tokens * size // _LINE) * _LINE for size in row_bytes)]
+        num_tokens = len(hidden)
+        starts = [0, *accumulate(-(-num_tokens * size // _LINE) * _LINE for size in self._row_bytes)]
         rooms = torch.empty(starts.pop(), dtype=torch.uint8)
-        segments, runs, tasks = batch.plan
-        partials, done = batch.partials
-        x_blocks = library.block_kernels.room(x_room_bytes(num_tokens, max(config.hidden_size, config.q_size, inner)))
+        x_blocks = library.block_kernels.room(x_room_bytes(num_tokens, self._most_inputs))
         hidden, item_bytes = hidden.contiguous(), kv.element_size()
         step = _Step(
             hidden.data_ptr(),
-            *(rooms.data_ptr() + start for start in starts),  # normed, heads, attended, gate_up, gated
+            *(rooms.data_ptr() + start for start in starts),
             x_blocks.data_ptr(),
-            *(table.data_ptr() for table in (self._cos, self._sin, positions, batch.slots)),
-            *(part.data_ptr() for part in (segments, runs, tasks, partials, done, kv)),
+            *(table.data_ptr() for table in (self._cos, self._sin, positions)),
+            *(*batch.addresses, kv.data_ptr()),
             *(kv.stride(dimension) * item_bytes for dimension in range(3)),
-            *(len(self._weights), num_tokens, len(tasks), config.num_heads, config.num_kv_heads),
+            *(len(self._weights), num_tokens, len(batch.tasks), config.num_heads, config.num_kv_heads),
             *(config.head_dim, config.hidden_size, self._cos.stride(0)),
             *(config.norm_eps, config.score_scale, row_codes(kv.dtype), library.num_threads),
             *(_Between(listeners.between) if calls else _NOBODY, calls),

@@ -6,6 +6,7 @@ Tensors are float32 or bfloat16 on the CPU; the functions trust their shapes, wh
 from __future__ import annotations
 
 import ctypes
+from array import array
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
@@ -158,13 +159,14 @@ class NativeLibrary:
         """See `sampler.uniform`."""
         return float(self._uniform_number(seed % (1 << 64), position))
 
-    def plan(self, segments: Tensor, runs: Tensor, num_kv_heads: int, group: int) -> tuple[Tensor, int]:
+    def plan(self, segments: array[int], runs: array[int], num_kv_heads: int, group: int) -> tuple[Tensor, int]:
         """Tasks [num_tasks, …] for `attend`, and the number of partial results that they share.
 
         segments: [num_segments, 4], runs: [num_runs, 2], as attention_plan.h defines them.
         """
-        num_parts = c_int64()
-        shape = (segments.data_ptr(), len(segments), runs.data_ptr(), num_kv_heads, group, self.num_threads)
+        num_parts, runs_at = c_int64(), runs.buffer_info()[0]
+        segments_at, num_numbers = segments.buffer_info()
+        shape = (segments_at, num_numbers // 4, runs_at, num_kv_heads, group, self.num_threads)
         num_tasks = self._plan(*shape, 0, num_parts)
         tasks = torch.empty(num_tasks, _TASK_FIELDS, dtype=torch.int64)
         self._plan(*shape, tasks.data_ptr(), num_parts)
@@ -176,17 +178,14 @@ class NativeLibrary:
         k: Tensor,
         v: Tensor,
         layer_kv: Tensor,
-        slots: Tensor,
-        plan: tuple[Tensor, Tensor, Tensor],
-        partials: tuple[Tensor, Tensor],
+        addresses: tuple[int, ...],
+        num_tasks: int,
         scale: float,
     ) -> Tensor:
-        """See `StepAttention.attend`. plan: segments, runs, tasks; partials: room for shared sums, zeroed counters."""
+        """See `StepAttention.attend`. addresses: `NativeBatch`'s, of which the counters are zeroed."""
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
-        segments, runs, tasks = plan
-        room, done = partials
         keys, item_bytes = layer_kv.data_ptr(), layer_kv.element_size()
         self._attend(
             q.data_ptr(),
@@ -195,14 +194,9 @@ class NativeLibrary:
             keys,
             keys + layer_kv.stride(0) * item_bytes,
             out.data_ptr(),
-            slots.data_ptr(),
-            segments.data_ptr(),
-            runs.data_ptr(),
-            tasks.data_ptr(),
-            room.data_ptr(),
-            done.data_ptr(),
+            *addresses,
             num_tokens,
-            len(tasks),
+            num_tasks,
             q.stride(0),
             k.stride(0),
             v.stride(0),
