@@ -47,7 +47,7 @@ class RepeatableRequest:
 
     def is_recorded(self, num_outputs: int) -> bool:
         """Whether the whole answer was held, and is in the ledger."""
-        return len(self.held) == num_outputs and all(held.is_settled for held in self.held.values())
+        return 0 < len(self.held) == num_outputs and all(held.is_settled for held in self.held.values())
 
     @contextmanager
     def routed(self, put: Callable[[Event], None]) -> Iterator[None]:

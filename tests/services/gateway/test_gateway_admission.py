@@ -29,9 +29,13 @@ PROMPT = "a prompt of several blocks, each of them of eight tokens"
 STRICT = QosClass("strict", ttft_s=5.0, rules=(MatchRule("header", "strict", "X-Customer-Tier"),))
 
 
-async def complete(fleet: Fleet, tier: str = "", **more: Any) -> tuple[int, dict[str, str], dict[str, Any]]:
+async def complete(
+    fleet: Fleet, tier: str = "", request_id: str = "", **more: Any
+) -> tuple[int, dict[str, str], dict[str, Any]]:
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, **more}
     headers = {"x-customer-tier": tier} if tier else {}
+    if request_id:
+        headers["X-Request-Id"] = request_id
     async with aiohttp.ClientSession() as session:
         url = f"{fleet.http}/v1/completions"
         async with session.post(url, json=body, headers=headers) as response:
@@ -99,6 +103,21 @@ async def test_who_would_be_refused_with_any_prompt_is_refused_before_it_is_toke
     assert rows[0] == ("rejected", "strict", 0, 1)
     assert [row[3] for row in rows[1:]] == [0] * 4
     assert len(rows) == 5
+
+
+async def test_what_is_refused_before_it_is_tokenized_is_recorded_if_the_client_named_it_too(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair()
+        measured(fleet, prefill, 1.0)
+        hopeless = QosClass("strict", ttft_s=0.5, rules=STRICT.rules)
+        fleet.gateway.routing.admission.classes = ClassTable((hopeless,))
+        assert (await complete(fleet, "strict", request_id="named"))[0] == 429
+        assert (await complete(fleet, request_id="wrong", temperature=-9))[0] == 400
+        assert 'http_status="429",status="rejected"} 1.0' in await fleet.metrics()
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        rows = connection.execute("select request_id, status, refused_unread from requests order by id").fetchall()
+    connection.close()
+    assert rows == [("named", "rejected", 1), ("wrong", "rejected", 0)]
 
 
 async def test_the_row_of_a_batch_has_the_predictions_of_the_prompt_that_was_refused(tmp_path: Path) -> None:
