@@ -107,12 +107,19 @@ class StoredTenants:
             raise InvalidRequest("this key exists already: make another one", param="key") from error
 
     @in_transaction
-    async def revoke(self, session: AsyncSession, key_id: str, now: datetime) -> StoredKey:
-        """Revokes the key whose digest begins with `key_id`. Raises NotFound unless there is exactly one."""
+    async def revoke(self, session: AsyncSession, key_id: str, now: datetime, tenant: str | None = None) -> StoredKey:
+        """Revokes the key, of that tenant if one is given, whose digest begins with `key_id`.
+
+        Raises NotFound unless there is exactly one.
+        """
         await _next_revision(session)
-        rows = list(await session.scalars(select(ApiKeyRow).where(ApiKeyRow.digest.startswith(key_id)).limit(2)))
+        found = select(ApiKeyRow).where(ApiKeyRow.digest.startswith(key_id))
+        if tenant is not None:
+            found = found.where(ApiKeyRow.tenant == tenant)
+        rows = list(await session.scalars(found.limit(2)))
         if len(rows) != 1 or not key_id.isalnum():
-            raise NotFound(f"there is no key {key_id!r} in the ledger: `halfmoon keys list` shows their ids")
+            of_whom = "" if tenant is None else f" of tenant {tenant}"
+            raise NotFound(f"there is no key {key_id!r}{of_whom} in the ledger: `halfmoon keys list` shows their ids")
         row = rows[0]
         row.revoked_at = row.revoked_at or now
         return _key(row)

@@ -105,7 +105,8 @@ class TenantEndpoints:
 
     async def revoke_key(self, request: web.Request) -> web.Response:
         """DELETE /halfmoon/v1/tenants/{name}/keys/{key_id}. Raises NotFound."""
-        await self._ledger.tenants.revoke(request.match_info["key_id"], datetime.now(UTC))
+        tenant, key_id = request.match_info["name"], request.match_info["key_id"]
+        await self._ledger.tenants.revoke(key_id, datetime.now(UTC), tenant)
         await self._active.refresh()
         return web.Response(status=204)
 

@@ -41,6 +41,9 @@ async def test_a_key_is_made_used_listed_and_revoked(tmp_path: Path) -> None:
             "acme", 1, 100, ["default"]
         )  # fmt: skip
         assert [one["key_id"] for one in acme["keys"]] == [made["key_id"]]
+        status, refused = await control(fleet, "DELETE", f"/other/keys/{made['key_id']}")
+        assert (status, "of tenant other" in refused["error"]["message"]) == (404, True)
+        assert await status_of(fleet, key) == 200
         assert (await control(fleet, "DELETE", f"/acme/keys/{made['key_id']}"))[0] == 204
         assert await status_of(fleet, key) == 401
         assert (await control(fleet, "DELETE", "/acme?version=7"))[0] == 409
