@@ -41,6 +41,7 @@ def test_another_role_is_sent_with_the_epoch_that_it_replaces(gateway: FakeGatew
     assert button(shown, "Change role").disabled
     shown = next(one for one in shown.button_group if one.key == "role-prefill-1").set_value("decode").run()
     button(shown, "Change role").click().run()
+    assert [one.value for one in shown.toast] == ["prefill-1 serves decode now."]
     assert gateway.edits() == [("POST", ROLE)]
     assert gateway.bodies[-1] == {"by": "console", "role": "decode", "epoch": 3, "force": False}
 
