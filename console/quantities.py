@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 NOTHING = "–"
+_NEXT_UNIT = 0.9995  # of a unit: what three digits would show as a whole one
 
 
 def seconds(value_s: float | None) -> str:
     """Three digits in a suitable unit."""
     if value_s is None:
         return NOTHING
-    if value_s < 1:
+    if value_s < _NEXT_UNIT:
         return f"{value_s * 1000:.3g} ms"
     if value_s < 120:
         return f"{value_s:.3g} s"
@@ -32,7 +33,7 @@ def ago(age_s: float) -> str:
 def size(num_bytes: float) -> str:
     """Bytes in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024:
+        if num_bytes < 1023.95:  # what one decimal would show as 1024.0
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} PiB"
@@ -42,9 +43,11 @@ def count(value: float | None) -> str:
     """Shortened: 950, 12.3k, 4.56M."""
     if value is None:
         return NOTHING
-    for limit, scale, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if abs(value) >= limit:
+    for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= _NEXT_UNIT * scale:
             return f"{value / scale:.3g}{unit}"
+    if abs(value) >= 1e4:
+        return f"{value / 1e3:.3g}k"
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 

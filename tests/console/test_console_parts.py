@@ -277,6 +277,9 @@ def test_quantities() -> None:
     assert [ago(one) for one in (0.2, 42.0, 120.0, 7_200.0)] == ["now", "42 s ago", "2 min ago", "2 h ago"]
     assert [size(one) for one in (512, 1536, 3 << 30)] == ["512 B", "1.5 KiB", "3.0 GiB"]
     assert [count(one) for one in (None, 3, 3.25, 12_345, 4_560_000)] == ["–", "3", "3.2", "12.3k", "4.56M"]
+    assert [seconds(one) for one in (0.9994, 0.9996, 1.0)] == ["999 ms", "1 s", "1 s"]
+    assert [count(one) for one in (999_400, 999_600, 999_999_999)] == ["999k", "1M", "1G"]
+    assert [size(one) for one in (1023, (1 << 20) - 1, (1 << 30) - 1)] == ["1023 B", "1.0 MiB", "1.0 GiB"]
     assert [share(one) for one in (None, 0.123, 0.9996)] == ["–", "12.3 %", "100 %"]
 
 
