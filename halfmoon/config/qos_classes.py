@@ -33,6 +33,7 @@ _MAX_NAME_CHARS = 64
 _HEADER_NAME = re.compile(r"[-!#$%&'*+.^_`|~0-9A-Za-z]+")  # a token of HTTP: RFC 9110, 5.6.2
 _CONTROL = re.compile(r"[\0-\x08\x0a-\x1f\x7f]")
 _PATH_STEPS = (".", "..")  # clients remove them from a URL
+_OF_NO_CLASS = "none"  # what figures call requests that were refused before their class was known
 
 
 class _Strict(BaseModel):
@@ -132,7 +133,7 @@ class ClassesConfig(Section):
 
 
 def check_reachable(name: str, written: ClassConfig) -> None:
-    """Raises InvalidRequest for a name that a URL cannot hold, and for rules that can match no request.
+    """Raises InvalidRequest for a name that no URL can hold, for that of no class, and for rules of no request.
 
     Only edits are checked: classes that an earlier release wrote to the ledger stay active.
     """
@@ -140,6 +141,10 @@ def check_reachable(name: str, written: ClassConfig) -> None:
         raise InvalidRequest("a class's name must not begin or end with a space, nor be . or ..", param="name")
     if not (name.isprintable() and len(name) <= _MAX_NAME_CHARS):
         raise InvalidRequest(f"a class's name has at most {_MAX_NAME_CHARS} characters, all printable", param="name")
+    if name == _OF_NO_CLASS:
+        raise InvalidRequest(
+            "a class cannot be called none: figures have the requests without a class under that name", param="name"
+        )
     for index, rule in enumerate(written.rules):
         if rule.kind == "header" and rule.header and not _HEADER_NAME.fullmatch(rule.header):
             _refuse_rule(index, "header", "is not the name of an HTTP header")

@@ -117,8 +117,8 @@ async def test_malformed_classes_are_refused_by_name(fleet: Fleet) -> None:
     assert (await call(fleet, "GET"))[1]["classes"] == []
 
 
-async def test_a_name_that_no_url_says_is_refused(fleet: Fleet) -> None:
-    for name in ("%20", "%20gold", "gold%20", "%2e", "%2e%2e", "%00"):
+async def test_a_name_that_no_url_says_or_that_means_no_class_is_refused(fleet: Fleet) -> None:
+    for name in ("%20", "%20gold", "gold%20", "%2e", "%2e%2e", "%00", "none"):
         url = URL(f"{fleet.http}/halfmoon/v1/classes/{name}", encoded=True)
         async with aiohttp.ClientSession() as session, session.put(url, json={"ttft_s": 1.0}) as response:
             answer = await response.json()
