@@ -217,6 +217,8 @@ def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
             message = f"{param}: input should be a valid dictionary"
         case "union_tag_invalid":
             message = f"{param}: the type should be one of {error['ctx']['expected_tags']}"
+        case "value_error":  # of a check of ours; one of several fields together has no path
+            message = f"{param}: {error['ctx']['error']}" if path else str(error["ctx"]["error"])
         case _:
             message = f"{param}: {error['msg'][:1].lower()}{error['msg'][1:]}"
     return InvalidRequest(message, param=param if path else None)

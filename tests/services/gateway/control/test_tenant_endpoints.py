@@ -105,6 +105,8 @@ async def test_wrong_bodies_and_names_are_refused(tmp_path: Path) -> None:
         )
         for path, wrong in limits:
             assert (await control(fleet, "PUT", path, json=wrong))[0] == 400
+        _, refused = await control(fleet, "PUT", "/acme", json={"classes": ["a"], "default_class": "b"})
+        assert refused["error"]["message"] == "default_class 'b' must be one of classes"
         assert (await control(fleet, "PUT", "/acme", json={"version": 4}))[0] == 409
         for body in (
             {"expires_days": 0},
