@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import streamlit as st
@@ -26,15 +26,18 @@ _DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def class_form(api: GatewayApi, stored: Mapping[str, Any] | None) -> None:
-    """Draws the form. `stored` is the present class, None for a new one."""
+def class_form(api: GatewayApi, stored: Mapping[str, Any] | None, taken: Collection[str] = ()) -> None:
+    """Draws the form. `stored` is the present class, None for a new one, which has none of the names `taken`."""
     known = {**_DEFAULTS, **(_begun(stored) or {})}
     key = f"{known.get('name', '')}-{known['version']}"  # each version has its own form
     name, body = _fields(known, key, is_new=stored is None)
     if stored is not None and stored["version"] != known["version"]:
         _overtaken(stored, known, is_edited=is_edited(known, body))
     buttons = st.columns([2, 2, 2, 3])
-    may = bool(name.strip())
+    is_taken = stored is None and name in taken
+    if is_taken:
+        st.warning(f"There is a class called {plain(name, 64)}: choose it above to edit it.", icon=":material/group:")
+    may = bool(name.strip()) and not is_taken
     if buttons[0].button("Preview", disabled=not may, key=f"preview-{key}", width="stretch"):
         _preview(api, name, body)
     if buttons[1].button("Save", type="primary", disabled=not may, key=f"save-{key}", width="stretch"):
@@ -97,6 +100,16 @@ def _begun(stored: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         return None
     begun: dict[str, Mapping[str, Any]] = st.session_state.setdefault("class_begun", {})
     return begun.setdefault(stored["name"], stored)
+
+
+def show_removed(name: str | None, names: Collection[str]) -> None:
+    """Says so if the class `name`, whose form is open, is no longer there, and forgets the form."""
+    if name is not None and name not in names and st.session_state.get("class_begun", {}).pop(name, None):
+        st.warning(
+            f"Class {plain(name, 64)} was removed elsewhere. What was typed for it here is not saved; “Undo” in the "
+            "history restores the class.",
+            icon=":material/group:",
+        )
 
 
 def _overtaken(stored: Mapping[str, Any], known: Mapping[str, Any], *, is_edited: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from console.forms.class_form import class_form, done
+from console.forms.class_form import class_form, done, show_removed
 from console.forms.class_history import draw_history
 from console.forms.mode_card import OWN, ModeChoice, draw_mode
 from console.gateway_api import GatewayApi, GatewayError
@@ -47,8 +47,9 @@ def render(api: GatewayApi) -> None:
     with left:
         st.subheader("Edit")
         names = [qos_class["name"] for qos_class in classes]
+        show_removed(st.session_state.get("class"), names)
         chosen = st.selectbox("Class", [*names, NEW], key="class")
-        class_form(api, next((qos_class for qos_class in classes if qos_class["name"] == chosen), None))
+        class_form(api, next((qos_class for qos_class in classes if qos_class["name"] == chosen), None), names)
     with right:
         st.subheader("History")
         draw_history(api, edits, classes)

@@ -14,6 +14,7 @@ testing = pytest.importorskip("streamlit.testing.v1")
 from console.gateway_api import GatewayApi, GatewayError  # noqa: E402
 from console.plain_text import plain  # noqa: E402
 from console.settings import DEFAULT_GATEWAY_URL, api_key, gateway_ca, gateway_url, operator_token  # noqa: E402
+from console.views.slo_page import NEW  # noqa: E402
 from halfmoon.rpc.tls.authority import Authority  # noqa: E402
 from halfmoon.rpc.tls.http_context import server_context  # noqa: E402
 from tests.console.fake_gateway import (  # noqa: E402
@@ -208,6 +209,24 @@ def test_a_form_in_which_nothing_was_typed_follows(gateway: FakeGateway) -> None
     shown.run()
     assert field(shown, "TTFT target (ms)").value == 2000.0
     assert not shown.warning
+
+
+def test_a_class_that_somebody_else_removes_meanwhile_is_told_of(gateway: FakeGateway) -> None:
+    shown = open_page("slo", gateway.url)
+    field(shown, "TTFT target (ms)").set_value(250.0)
+    gateway.answers["/halfmoon/v1/classes"] = (200, {"classes": [GOLD | {"name": "silver"}]})
+    next(one for one in shown.button if one.label == "Save").click().run()
+    assert gateway.edits() == []
+    assert [one.value.partition(".")[0] for one in shown.warning] == ["Class gold was removed elsewhere"]
+    assert not shown.run().warning
+
+
+def test_a_new_class_of_a_name_that_is_taken_is_not_sent(gateway: FakeGateway) -> None:
+    shown = open_page("slo", gateway.url)
+    shown.selectbox(key="class").set_value(NEW).run()
+    next(one for one in shown.text_input if one.label == "Name").set_value("gold").run()
+    assert shown.warning[0].value == "There is a class called gold: choose it above to edit it."
+    assert all(one.disabled for one in shown.button if one.label in ("Preview", "Save"))
 
 
 EVIL = "![x](http://evil/p.png) <script>alert(1)</script> $x$ :material/hub:"
