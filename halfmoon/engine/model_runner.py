@@ -202,7 +202,8 @@ def _pool(scheduled: Sequence[ScheduledSequence], outputs: Tensor) -> None:
         sequence, pooling = item.sequence, item.sequence.sampling.pooling
         if pooling is None or sequence.num_output or (pooling == "last" and not item.samples):
             continue
-        rows = outputs[end - 1 : end] if pooling == "last" else outputs[begin:end] / sequence.num_prompt
+        last = end - len(item.drafts)
+        rows = outputs[last - 1 : last] if pooling == "last" else outputs[begin:last] / sequence.num_prompt
         before = sequence.pooled if pooling == "mean" and item.start else [0.0] * outputs.shape[1]
         added = rows.double().sum(dim=0).tolist()
         sequence.pooled = [one + other for one, other in zip(before, added, strict=True)]

@@ -11,7 +11,7 @@ import torch
 
 from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.request import Pooling
-from tests.engine.engine_runs import MakeEngine, finish, generate, in_any_steps, requests
+from tests.engine.engine_runs import MakeEngine, finish, generate, in_any_steps, request, requests
 
 
 @in_any_steps
@@ -37,3 +37,17 @@ def test_they_are_those_of_transformers(
             hidden = model(ids, output_hidden_states=True).hidden_states[-1][0]
         expected = hidden[-1] if number % 3 == 1 else hidden.mean(dim=0)
         assert first.embedding == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_guesses_behind_the_prompt_are_no_part_of_them(pooling: Pooling, make_engine: MakeEngine) -> None:
+    """They run beside a prompt's last token, if that is alone."""
+    one = replace(request(max_tokens=6, pooling=pooling), prompt_token_ids=(7, 11, 13) * 3)
+    plain, guessing = make_engine(), make_engine(speculation="ngram", max_batch_tokens=8, max_running=2)
+    for engine in (plain, guessing):
+        engine.add(one)
+    expected = plain.step().outputs[0].embedding
+    assert guessing.step().outputs == ()
+    result = guessing.step()
+    assert result.num_drafts > 0
+    assert result.outputs[0].embedding == pytest.approx(expected, abs=1e-4)
