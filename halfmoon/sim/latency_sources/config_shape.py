@@ -36,5 +36,5 @@ def parse_shape(text: str, name: str, where: str) -> ModelShape:
         return shape_of_config(name, document)
     except Incompatible as error:
         raise InvalidRequest(f"{where} describes no model that is served: {error.message}", param="model") from error
-    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
         raise InvalidRequest(f"{where} describes no model that is served: {error}", param="model") from error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from types import MappingProxyType
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.sim.json_text import parsed_json
 from halfmoon.sim.latency_sources.aiconfigurator import BACKENDS, KernelTimes
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.latency_sources.hardware import device
@@ -47,9 +48,9 @@ def latency_source(text: str) -> LatencySource:
     if kind.endswith(".csv"):
         return read_splitwise(Path(kind), rest)
     path = Path(text)
-    if text not in PROFILES and (_is_measured(path) or (text.endswith(".json") and not path.is_file())):
+    if text not in PROFILES and (_is_measured(path) or (text.endswith(".json") and not os.path.isfile(text))):
         return read_profile(path)
-    if text in PROFILES or path.is_file():
+    if text in PROFILES or os.path.isfile(text):  # `Path.is_file` raises for a name that is too long
         profile = load_profile(text)
         return Coefficients(profile.name, profile.latency)
     raise InvalidRequest(f"{text!r} is not a latency source: give {_KNOWN}", param="latency")
@@ -58,6 +59,6 @@ def latency_source(text: str) -> LatencySource:
 def _is_measured(path: Path) -> bool:
     """Whether the file exists and holds samples."""
     try:
-        return is_measured(json.loads(path.read_text()))
+        return is_measured(parsed_json(path.read_text()))
     except (OSError, ValueError):
         return False

@@ -26,6 +26,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.models.latency import StepSample
 from halfmoon.sim.cluster.cluster_spec import BatchLimits
 from halfmoon.sim.cluster.contention import Work
+from halfmoon.sim.json_text import parsed_json
 from halfmoon.sim.latency_sources.interpolation import PromptsSample, prefill_pieces, step_pieces
 from halfmoon.sim.latency_sources.latency_model import FitError, LatencyModel, Piece
 
@@ -211,7 +212,7 @@ def write_profile(path: Path, profile: MeasuredProfile) -> None:
 def read_profile(path: Path, value: Any = None) -> MeasuredProfile:
     """Reads a profile. Raises InvalidRequest, which names the wrong field."""
     try:
-        return MeasuredProfile.model_validate(json.loads(path.read_text()) if value is None else value)
+        return MeasuredProfile.model_validate(parsed_json(path.read_text()) if value is None else value)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -240,7 +241,7 @@ def known_shape(name: str) -> ModelShape | None:
 def is_short_name(name: str) -> bool:
     """Whether only the catalogue knows a model by this name: nothing can be loaded or fetched by it."""
     base = name.partition("+")[0]
-    is_elsewhere = base == "demo" or "/" in base or Path(base).expanduser().exists()
+    is_elsewhere = base == "demo" or "/" in base or os.path.exists(os.path.expanduser(base))
     return not is_elsewhere and known_shape(name) is not None
 
 
@@ -250,9 +251,10 @@ def model_shape(name: str) -> ModelShape:
     After a +, a name may say how weights (`+awq`) or KV (`+int8-kv`) are written instead. Fetches the config.json of an
     id, which blocks for a few seconds if the hub does not answer. Raises InvalidRequest, which names the known models.
     """
-    base, *marks = (name,) if name and Path(name).expanduser().exists() else name.split("+")
-    path = Path(base).expanduser()
-    if base and path.exists() and base.lower() not in (*MODELS, *_ALIASES):
+    # `Path.exists` raises for a name that is too long, `Path.expanduser` for a user that does not exist
+    base, *marks = (name,) if os.path.exists(os.path.expanduser(name)) else name.split("+")
+    path = Path(os.path.expanduser(base))
+    if base and os.path.exists(path) and base.lower() not in (*MODELS, *_ALIASES):
         return _written(read_shape(path / "config.json" if path.is_dir() else path), marks)
     known = known_shape(name)
     if known is not None:

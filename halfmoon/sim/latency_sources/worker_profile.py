@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.models.latency import NUM_COEFFICIENTS, PrefillModel, StepModel
+from halfmoon.sim.json_text import parsed_json
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, is_measured, read_profile
 
@@ -181,13 +182,13 @@ def load_profile(name: str) -> WorkerProfile:
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(path):  # `Path.is_file` raises for a name that is too long
         raise InvalidRequest(
             f"unknown latency profile {name!r}: known are {', '.join(PROFILES)}, or a JSON file", param="profile"
         )
     try:
-        given = json.loads(path.read_text())
-    except ValueError as error:
+        given = parsed_json(path.read_text())
+    except (OSError, ValueError) as error:
         raise InvalidRequest(f"{path} is not JSON: {error}", param="profile") from error
     if not isinstance(given, dict):
         raise InvalidRequest(f"{path} must hold one JSON object", param="profile")

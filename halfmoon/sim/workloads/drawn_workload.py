@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -11,6 +12,8 @@ from halfmoon.sim.workloads.lengths import Lengths
 from halfmoon.sim.workloads.workload import Floats, Workload
 
 MOST_TOKENS = 32_768  # of a drawn prompt or output: a lognormal is unbounded
+MOST_REQUESTS = 10_000_000
+MOST_CV = 100.0  # of gaps: beyond it nearly all are 0
 
 ArrivalProcess = Literal["poisson", "gamma", "constant"]
 
@@ -21,12 +24,15 @@ def arrivals(
     """Ascending times, the first at second 0, with a mean gap of `1 / rate_per_s`.
 
     `cv` is the coefficient of variation of the gaps, for `gamma`: 1 is Poisson, more is bursty, 0 would be constant.
-    Raises InvalidRequest for a rate or `cv` that is not above 0.
+    Raises InvalidRequest for a rate or `cv` that is not above 0, or far too high.
     """
-    if not rate_per_s > 0:
-        raise InvalidRequest(f"the arrival rate must be above 0 per second, got {rate_per_s:g}", param="rate")
-    if process == "gamma" and not cv > 0:
-        raise InvalidRequest(f"the coefficient of variation must be above 0, got {cv:g}", param="cv")
+    if not 0 < rate_per_s < math.inf:
+        problem = f"must be above 0 per second, and finite, got {rate_per_s:g}"
+        raise InvalidRequest(f"the arrival rate {problem}", param="rate")
+    if process == "gamma" and not 0 < cv <= MOST_CV:
+        raise InvalidRequest(
+            f"the coefficient of variation must be above 0, and at most {MOST_CV:g}, got {cv:g}", param="cv"
+        )
     num_gaps, mean_s = max(num_requests - 1, 0), 1 / rate_per_s
     if process == "poisson":
         gaps_s = rng.exponential(mean_s, num_gaps)
@@ -49,6 +55,10 @@ def synthetic_workload(
     most_tokens: int = MOST_TOKENS,
 ) -> Workload:
     """Draws requests. Lengths and arrivals have separate generators, so another rate keeps the lengths."""
+    if num_requests > MOST_REQUESTS:
+        raise InvalidRequest(
+            f"at most {MOST_REQUESTS:,} requests are drawn, got {num_requests:,}: give fewer", param="requests"
+        )
     if seed < 0:
         raise InvalidRequest(f"a seed must not be negative, got {seed}", param="seed")
     arrival_rng, prompt_rng, output_rng = (np.random.default_rng(one) for one in np.random.SeedSequence(seed).spawn(3))

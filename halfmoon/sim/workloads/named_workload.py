@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.workloads.drawn_workload import ArrivalProcess, synthetic_workload
 from halfmoon.sim.workloads.lengths import named_lengths
 from halfmoon.sim.workloads.traces import read_workload
-from halfmoon.sim.workloads.workload import Workload
+from halfmoon.sim.workloads.workload import Workload, check_duration
 
 DRAWN_REQUESTS = 1000  # by default
-_LONGEST_S = 1e11  # of a workload: later times are too coarse for microseconds
 
 
 def is_trace(text: str) -> bool:
     """Whether the text is the path of a file of requests."""
-    return Path(text).is_file() or Path(text).suffix in (".json", ".jsonl", ".csv")
+    return os.path.isfile(text) or Path(text).suffix in (".json", ".jsonl", ".csv")
 
 
 def named_workload(
@@ -24,11 +24,7 @@ def named_workload(
 ) -> Workload:
     """Reads a trace or draws requests. Raises InvalidRequest, which says what is missing or invalid."""
     workload = _asked(text, rate_per_s, num, process, cv, seed)
-    if workload.duration_s > _LONGEST_S:
-        raise InvalidRequest(
-            f"the requests arrive within {workload.duration_s:.3g} s, over {_LONGEST_S:g} s: give a higher rate",
-            param="rate",
-        )
+    check_duration(workload.duration_s, "give a higher rate", "rate")
     return workload
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.sim.json_text import parsed_json
 from halfmoon.sim.workloads.answers import with_answers
-from halfmoon.sim.workloads.workload import LONGEST_TOKENS, Prefixes, Workload
+from halfmoon.sim.workloads.workload import LONGEST_TOKENS, Prefixes, Workload, check_duration
 
 MOONCAKE_BLOCK_TOKENS = 512
 _FORMATS = (
@@ -35,7 +36,7 @@ def read_workload(path: Path) -> Workload:
 def trace_rows(path: Path) -> Sequence[Any]:
     """The rows of a file as they are, at least one. Raises InvalidRequest."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a mark before the first row
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the workload {path} cannot be read: {error}", param="workload") from error
     rows = _csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text)
@@ -46,21 +47,22 @@ def trace_rows(path: Path) -> Sequence[Any]:
 
 def _csv_rows(path: Path, text: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for number, row in enumerate(csv.DictReader(text.splitlines())):
-        try:
+    try:
+        for row in csv.DictReader(StringIO(text)):
             at = datetime.fromisoformat(row["TIMESTAMP"])
+            at = at if at.tzinfo else at.replace(tzinfo=UTC)  # else the time zone of this host would move them
             context, generated = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise _wrong_row(path, number, error) from error
-        rows.append({"start_time": at.timestamp(), "prompt_len": context, "output_len": generated})
+            rows.append({"start_time": at.timestamp(), "prompt_len": context, "output_len": generated})
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise _wrong_row(path, len(rows), error) from error
     return rows
 
 
 def _json_rows(path: Path, text: str) -> Sequence[Any]:
     """Reads an array, an object with an array `requests`, or one object per line."""
     try:
-        document = json.loads(text)
-    except json.JSONDecodeError:
+        document = parsed_json(text)
+    except ValueError:
         return _json_lines(path, text)
     if isinstance(document, Mapping):
         document = document.get("requests", [document])
@@ -71,10 +73,10 @@ def _json_rows(path: Path, text: str) -> Sequence[Any]:
 
 def _json_lines(path: Path, text: str) -> list[Any]:
     rows = []
-    for number, line in enumerate(text.splitlines()):
+    for number, line in enumerate(text.split("\n")):  # strings of JSON may hold what else `splitlines` splits at
         try:
-            rows += [json.loads(line)] if line.strip() else []
-        except json.JSONDecodeError as error:
+            rows += [parsed_json(line)] if line.strip() else []
+        except ValueError as error:
             raise _wrong_row(path, number, error) from error
     return rows
 
@@ -88,7 +90,8 @@ def _from_rows(path: Path, rows: Sequence[Any]) -> Workload:
             raise _wrong_row(path, number, error) from error
     order = np.argsort(figures[:, 0], kind="stable")
     start_s, prompt, output = figures[order].T
-    prefixes = _prefixes(path, [rows[index] for index in order])
+    check_duration(float(start_s[-1]) - float(start_s[0]), f"correct the times in {path}", "workload")
+    prefixes = _prefixes(path, rows, order.tolist())
     lengths = prompt.astype(np.int64), np.maximum(output.astype(np.int64), 1)
     if prefixes is not None:
         prefixes = with_answers(prefixes, *lengths)
@@ -114,31 +117,48 @@ def row_time(row: Mapping[str, Any], name: str) -> float:
 def row_length(row: Mapping[str, Any], name: str, least: int) -> int:
     """A row's number of tokens, at least `least`. Raises KeyError or ValueError."""
     result = row[name]
-    if isinstance(result, bool) or int(result) != float(result) or not least <= int(result) <= LONGEST_TOKENS:
+    is_number = isinstance(result, (int, float)) and not isinstance(result, bool)
+    if not is_number or not least <= result <= LONGEST_TOKENS or result != int(result):
         raise ValueError(f"{name} is {result!r}, and must be a whole number from {least} to {LONGEST_TOKENS:,}")
     return int(result)
 
 
-def _prefixes(path: Path, rows: Sequence[Mapping[str, Any]]) -> Prefixes | None:
+def _prefixes(path: Path, rows: Sequence[Mapping[str, Any]], order: Sequence[int]) -> Prefixes | None:
     if not any("hash_ids" in row for row in rows):
         return None
-    sizes = {row.get("block_tokens", MOONCAKE_BLOCK_TOKENS) for row in rows}
-    if len(sizes) > 1 or not all(_is_whole(size) and size > 0 for size in sizes):
-        raise InvalidRequest(f"the workload {path} has hash_ids of blocks of {sorted(map(str, sizes))} tokens")
-    lists = [row.get("hash_ids", []) for row in rows]
-    try:
-        all_ids = [block_id for ids in lists for block_id in ids]
-        if not all(map(_is_whole, all_ids)):
-            raise ValueError(f"there is {next(block_id for block_id in all_ids if not _is_whole(block_id))!r}")
-        ids = np.array(all_ids, dtype=np.int64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"the workload {path} has hash_ids that are not whole numbers: {error}") from error
+    lists, sizes = [], set()
+    for number in order:
+        row = rows[number]
+        try:
+            sizes.add(_block_tokens(row))
+            lists.append(_block_ids(row))
+        except ValueError as error:
+            raise _wrong_row(path, number, error) from error
+    if len(sizes) > 1:
+        raise InvalidRequest(
+            f"the workload {path} has hash_ids of blocks of {sorted(sizes)} tokens: give all rows one block_tokens",
+            param="workload",
+        )
+    ids = np.array([block_id for ids in lists for block_id in ids], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum([len(ids) for ids in lists])])
     return Prefixes(sizes.pop(), ids, offsets)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _block_tokens(row: Mapping[str, Any]) -> int:
+    try:
+        return row_length({"block_tokens": MOONCAKE_BLOCK_TOKENS, **row}, "block_tokens", 1)
+    except ValueError as error:
+        raise ValueError(f"hash_ids are of blocks of {row['block_tokens']!r} tokens: {error}") from error
+
+
+def _block_ids(row: Mapping[str, Any]) -> list[int]:
+    ids = row.get("hash_ids", [])
+    if not isinstance(ids, list):
+        raise ValueError(f"hash_ids is {ids!r}, and must be a list of whole numbers")
+    for block_id in ids:
+        if isinstance(block_id, bool) or not isinstance(block_id, int) or not -(2**63) <= block_id < 2**63:
+            raise ValueError(f"hash_ids are not whole numbers of 64 bits: there is {block_id!r}")
+    return ids
 
 
 def _wrong_row(path: Path, number: int, error: Exception) -> InvalidRequest:

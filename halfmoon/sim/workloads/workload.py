@@ -15,6 +15,17 @@ Ints = NDArray[np.int64]
 LONGEST_TOKENS = 10**9
 """Limit of a prompt or an answer; more is taken for an error."""
 
+LONGEST_S = 1e11
+"""Limit of the time within which requests arrive: later times are too coarse for microseconds."""
+
+
+def check_duration(duration_s: float, advice: str, param: str) -> None:
+    """Raises InvalidRequest, with `advice`, if requests arrive within longer than `LONGEST_S`."""
+    if not duration_s <= LONGEST_S:
+        raise InvalidRequest(
+            f"the requests arrive within {duration_s:.3g} s, over {LONGEST_S:g} s: {advice}", param=param
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefixes:
@@ -141,6 +152,7 @@ class Workload:
 
     def within(self, context_tokens: int) -> Workload:
         """The same requests, truncated to a context of `context_tokens`. What answers say is not known any more."""
+        context_tokens = min(context_tokens, 2 * LONGEST_TOKENS)  # no request is longer
         prompts = np.minimum(self.prompt_tokens, max(context_tokens - 1, 1))
         outputs = np.minimum(self.output_tokens, context_tokens - prompts)
         prefixes = None if self.prefixes is None else replace(self.prefixes, answers=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.sim.workloads.named_workload import named_workload
 from halfmoon.sim.workloads.traces import read_workload
 from halfmoon.sim.workloads.workload import Prefixes, Workload
 
@@ -128,3 +130,70 @@ def test_prefixes_are_whole_numbers(tmp_path: Path, ids: list[Any], says: str) -
     row = {"start_time": 0.5, "prompt_len": 3, "output_len": 2, "hash_ids": ids}
     with pytest.raises(InvalidRequest, match=says):
         read_workload(written(tmp_path / "trace.json", [row], is_lines=False))
+
+
+ROW = {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [1]}
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (json.dumps({**ROW, "block_tokens": []}), r"request 0 .*block_tokens is \[\]"),
+        (json.dumps({**ROW, "block_tokens": 10**30}), "block_tokens is 1000"),
+        (json.dumps(ROW) + "\n" + json.dumps({**ROW, "block_tokens": 256}), "give all rows one block_tokens"),
+        (json.dumps({**ROW, "hash_ids": ""}), "hash_ids is '', and must be a list"),
+        (json.dumps({**ROW, "input_length": "700"}), "input_length is '700', and must be a whole number"),
+        (json.dumps({**ROW, "input_length": None}), "input_length is None, and must be a whole number"),
+        ('{"timestamp": 0, "timestamp": 9, "input_length": 7, "output_length": 3}', "'timestamp' is written twice"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"timestamp": ' + "9" * 5000 + "}", "request 0 .* wrong"),
+        (json.dumps(ROW) + "\n" + json.dumps({**ROW, "timestamp": 1e300}), "arrive within 1e.297 s.*correct the times"),
+        (
+            json.dumps({**ROW, "timestamp": -1e308}) + "\n" + json.dumps({**ROW, "timestamp": 1e308}),
+            "correct the times",
+        ),
+    ],
+)
+def test_a_text_that_is_no_trace_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "wrong.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=says):
+        read_workload(path)
+
+
+def test_a_csv_with_a_field_of_any_length_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text(f"{AZURE}2023-11-16 18:17:03,5,{'6' * 200_000}\n")
+    with pytest.raises(InvalidRequest, match=r"request 0 of the workload .* is wrong"):
+        read_workload(path)
+
+
+def test_marks_and_separators_of_other_systems_are_read(tmp_path: Path) -> None:
+    """The byte order mark of Windows's editors, its line ends, and U+2028, which a string of JSON may hold."""
+    row = json.dumps({**ROW, "text": "a\u2028b\x85c"}, ensure_ascii=False)
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(f"\ufeff{row}\r\n{row}\r\n".encode())
+    assert len(read_workload(path)) == 2
+    path = tmp_path / "t.csv"
+    path.write_bytes(f"\ufeff{AZURE}2023-11-16 18:17:03,5,6\n".replace("\n", "\r\n").encode())
+    assert read_workload(path).prompt_tokens.tolist() == [5]
+
+
+def test_times_of_a_csv_do_not_depend_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Berlin the clocks went from 2 to 3 at night on 26 March 2023."""
+    path = tmp_path / "night.csv"
+    path.write_text(f"{AZURE}2023-03-26 01:30:00,5,6\n2023-03-26 03:30:00,5,6\n")
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        found = read_workload(path).start_s.tolist()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert found == [0.0, 7200.0]
+
+
+def test_a_name_longer_than_files_have_is_no_workload() -> None:
+    with pytest.raises(InvalidRequest, match="is not a workload: known are"):
+        named_workload("n" * 300, 1.0, None, "poisson", 1.0, 0)

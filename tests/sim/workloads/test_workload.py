@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.workloads.drawn_workload import ArrivalProcess, arrivals, synthetic_workload
 from halfmoon.sim.workloads.lengths import KNOWN_LENGTHS, Lognormal, named_lengths
+from halfmoon.sim.workloads.named_workload import named_workload
 from halfmoon.sim.workloads.traces import read_workload
 from halfmoon.sim.workloads.workload import Prefixes, Workload
 
@@ -170,3 +172,23 @@ def test_another_rate_draws_the_same_requests() -> None:
     one, other = (synthetic_workload(KNOWN_LENGTHS["chat"], 50, rate, seed=4) for rate in (1.0, 7.0))
     assert one.prompt_tokens.tolist() == other.prompt_tokens.tolist()
     assert one.at_rate(7).start_s == pytest.approx(other.at_rate(7).start_s)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rate_per_s": math.inf}, "finite, got inf"),
+        ({"cv": math.inf}, "at most 100, got inf"),
+        ({"cv": 1e300}, "at most 100, got 1e"),
+        ({"num": 10**26}, "at most 10,000,000 requests are drawn"),
+    ],
+)
+def test_a_workload_that_cannot_be_drawn_is_refused(change: dict[str, Any], says: str) -> None:
+    asked = {"rate_per_s": 1.0, "num": 5, "process": "gamma", "cv": 1.0, "seed": 0}
+    with pytest.raises(InvalidRequest, match=says):
+        named_workload("chat", **{**asked, **change})
+
+
+def test_a_context_of_any_length_holds_all_requests() -> None:
+    workload = named_workload("in=5,out=2", 1.0, 3, "poisson", 1.0, 0)
+    assert workload.within(10**30).prompt_tokens.tolist() == [5, 5, 5]

@@ -1,0 +1,43 @@
+"""Latency sources by their text: what is none is refused, whatever it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.sim.latency_sources.latency_source import latency_source
+from halfmoon.sim.latency_sources.model_catalogue import is_short_name, model_shape
+from halfmoon.sim.latency_sources.worker_profile import load_profile
+
+LONG = "n" * 300  # longer than names of files
+
+
+def test_a_name_longer_than_files_have_is_no_source() -> None:
+    with pytest.raises(InvalidRequest, match="is not a latency source: give"):
+        latency_source(LONG)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        latency_source(f"{LONG}.json")
+    with pytest.raises(InvalidRequest, match="unknown latency profile"):
+        load_profile(LONG)
+
+
+@pytest.mark.parametrize("name", [LONG, "~nobody-of-this-name"])
+def test_a_name_that_no_path_can_have_is_no_model(name: str) -> None:
+    assert not is_short_name(name)
+    with pytest.raises(InvalidRequest, match="unknown model"):
+        model_shape(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("[" * 100_000, "nested too deeply"), ('{"kv_tokens": 1, "kv_tokens": 2}', "'kv_tokens' is written twice")],
+)
+def test_a_profile_is_read_strictly(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=says):
+        latency_source(str(path))
+    with pytest.raises(InvalidRequest, match=says):
+        load_profile(str(path))
