@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar
 import typer
 from rich.console import Console
 
+from halfmoon.cli.output_file import check_can_write
 from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.plan.plot import check_plot, write_plot
@@ -133,8 +134,8 @@ def bench(
     terminal = Console(stderr=True)
     try:
         for path in (output.json_file, output.markdown_file):
-            if path is not None and not path.parent.is_dir():
-                raise InvalidRequest(f"{path} cannot be written: {path.parent} is not a directory", param="output")
+            if path is not None:
+                check_can_write(path, "the results")
         if output.plot is not None:
             check_plot(output.plot)
         options = SweepOptions(

@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from halfmoon.cli.gateway_options import GATEWAY_HELP, gateway_url
+from halfmoon.cli.output_file import check_can_write
 from halfmoon.cli.profile_store import LedgerOptions, all_profiles, keep_profile
 from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.cli.terminal.progress_bars import stage_bars
-from halfmoon.errors import HalfmoonError, InvalidRequest
+from halfmoon.errors import HalfmoonError
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
 from halfmoon.rpc.credentials.operator_token import TOKEN_HELP, client_token
@@ -98,8 +99,7 @@ def profile(
     path = output.output or Path(f"{name}.json")
     terminal = Console(stderr=True)
     try:
-        if not path.parent.is_dir():
-            raise InvalidRequest(f"the profile cannot be written: {path.parent} is not a directory", param="output")
+        check_can_write(path, "the profile")
         measured = _measured(_profile_options(target, access, sweep, ledger.state_dir), terminal)
         write_profile(path, measured)
         keep_profile(name, measured, ledger.state_dir, ledger.ledger_url)

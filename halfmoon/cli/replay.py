@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -18,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from halfmoon.cli.output_file import check_can_write
 from halfmoon.cli.terminal.option_groups import with_option_groups
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.policy.admission.refusal import AdmissionMode
@@ -31,7 +31,7 @@ from halfmoon.replay.virtual import simulated
 from halfmoon.rpc.tls.http_context import CA_HELP, CA_VARIABLE
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, PROFILES, load_profile
 from halfmoon.sim.workloads.traces import read_workload
-from halfmoon.sim.workloads.workload import Workload
+from halfmoon.sim.workloads.workload import Workload, check_duration
 from halfmoon.up.run import prepared_model
 from halfmoon.up.specs.simulated import SimulatedWorkers
 from halfmoon.up.up_options import PreparedModel, UpOptions
@@ -139,7 +139,7 @@ def replay(
     terminal = Console()
     try:
         if output.json_file is not None:
-            _check_can_write(output.json_file)
+            check_can_write(output.json_file, "the results")
         workload = _workload(trace, pace)
         options = _replay_options(pace, cluster, policies, targets, output)
         _check_target(pace, cluster)
@@ -160,7 +160,9 @@ def replay(
 
 
 def _workload(trace: Path, pace: PaceOptions) -> Workload:
-    workload = read_workload(trace).scaled(_positive(pace.load, "--load"))
+    workload = read_workload(trace)
+    check_duration(workload.duration_s / _positive(pace.load, "--load"), "give a higher --load", "load")
+    workload = workload.scaled(pace.load)
     return workload if pace.requests is None else workload.first(pace.requests)
 
 
@@ -274,11 +276,3 @@ def _positive(value: float, name: str) -> float:
     if not (value > 0 and math.isfinite(value)):
         raise InvalidRequest(f"{name} must be finite and above 0")
     return value
-
-
-def _check_can_write(file: Path) -> None:
-    """Raises InvalidRequest if the file cannot be written, before a replay that may take an hour."""
-    if not os.access(file.parent, os.W_OK) or file.is_dir():
-        raise InvalidRequest(
-            f"the results cannot be written to {file}: give --json a file in an existing, writable directory"
-        )

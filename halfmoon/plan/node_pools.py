@@ -11,6 +11,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.sim.latency_sources.hardware import Device, device
 
 _POOL = re.compile(r"(?P<gpu>[^:]+)(:(?P<nodes>\d+)x(?P<each>\d+))?")
+MOST_GPUS = 16_384  # of a kind; a search looks at every number of workers
 _FORM = "give GPU, or GPU:NODESxGPUS for each kind, as h100:2x8,a100-80g:4x8"
 
 
@@ -25,6 +26,11 @@ class NodePool:
     def __post_init__(self) -> None:
         if min(self.num_nodes, self.gpus_per_node) < 1:
             raise InvalidRequest("there has to be at least one node with one GPU", param="nodes")
+        if self.num_gpus > MOST_GPUS:
+            raise InvalidRequest(
+                f"a plan has at most {MOST_GPUS:,} GPUs of a kind, got {self.num_gpus:,}: give fewer nodes",
+                param="nodes",
+            )
 
     @property
     def num_gpus(self) -> int:

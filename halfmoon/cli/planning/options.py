@@ -177,7 +177,7 @@ class SearchOptions:
         bool, typer.Option("--thorough", help="Prunes layouts only by bounds; takes several times as long.")
     ] = False
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one per core.")] = None
+    jobs: Annotated[int | None, typer.Option(min=1, max=1024, help="Processes. Default: one per core.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +219,8 @@ def plan_request(
         model=workload.model,
         gpu=hardware.gpu,
         workload=workload.workload,
-        ttft_s=targets.ttft or 1.0,
-        tpot_s=targets.tpot or 1.0,
+        ttft_s=1.0 if targets.ttft is None else targets.ttft,
+        tpot_s=1.0 if targets.tpot is None else targets.tpot,
         tbt_s=targets.tbt,
         tbt_of=targets.tbt_of.value,
         num_nodes=hardware.nodes,

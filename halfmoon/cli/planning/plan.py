@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from halfmoon.cli.output_file import check_can_write
 from halfmoon.cli.planning.options import (
     HardwareOptions,
     OutputOptions,
@@ -72,7 +73,7 @@ def _plan(request: PlanRequest, jobs: int | None, output: OutputOptions) -> None
 
 def _map(request: PlanRequest, targets: TargetOptions, jobs: int | None, output: OutputOptions) -> None:
     assert output.target_map is not None
-    ttfts_s, tpots_s = (around(one) if one else () for one in (targets.ttft, targets.tpot))
+    ttfts_s, tpots_s = (() if one is None else around(one) for one in (targets.ttft, targets.tpot))
     with stage_bars(Console(stderr=True)) as advance:
         summary = map_summary(make_map(request, ttfts_s, tpots_s, jobs, advance))
     write_plot(output.target_map, map_spec(summary))
@@ -86,12 +87,12 @@ def _map(request: PlanRequest, targets: TargetOptions, jobs: int | None, output:
 def _check_files(output: OutputOptions) -> None:
     """Raises InvalidRequest for files that cannot be written, before a search that may take minutes."""
     for path in (output.output, output.compose):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            what = f"{path} is a directory" if path.is_dir() else f"{path.parent} is not a directory"
-            raise InvalidRequest(f"the plan cannot be written: {what}", param="output")
+        if path is not None:
+            check_can_write(path, "the plan")
     for path in (output.plot, output.target_map):
         if path is not None:
             check_plot(path)
+            check_can_write(path, "the plot")
 
 
 def _write(result: PlanResult, summary: dict[str, Any], output: OutputOptions) -> None:
