@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def all_profiles(state_dir: Path, ledger_url: str | None) -> Sequence[NamedProfi
         async with ledger_in(state_dir, ledger_url) as ledger:
             return await ledger.measured_profiles.all()
 
-    if ledger_url is None and not (state_dir / "ledger.db").exists():
+    if ledger_url is None and not os.path.exists(state_dir / "ledger.db"):
         return ()
     return asyncio.run(read())
 

@@ -80,8 +80,8 @@ class ClusterOptions:
     PANEL: ClassVar[str] = "Cluster"
     url: Annotated[str | None, typer.Option(help="Replays against this running gateway, with the modes it has.")] = None
     ca: Annotated[Path | None, typer.Option(envvar=CA_VARIABLE, help=CA_HELP)] = None
-    prefill: Annotated[int, typer.Option(min=1, help="Number of simulated prefill workers.")] = 8
-    decode: Annotated[int, typer.Option(min=1, help="Number of simulated decode workers.")] = 8
+    prefill: Annotated[int, typer.Option(min=1, max=4096, help="Number of simulated prefill workers.")] = 8
+    decode: Annotated[int, typer.Option(min=1, max=4096, help="Number of simulated decode workers.")] = 8
     profile: Annotated[
         str, typer.Option(help=f"Latencies of simulated workers: {', '.join(PROFILES)}, or a JSON file.")
     ] = DEFAULT_PROFILE

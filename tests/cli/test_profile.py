@@ -76,6 +76,11 @@ def test_a_profile_says_whether_short_prompts_run_in_the_middle_of_steps(tmp_pat
     assert read_cluster(cluster, "llama3-8b-h100").groups[0].limits.nests_steps
 
 
+def test_a_directory_that_cannot_be_holds_no_profile() -> None:
+    code, text = run("profiles", "--state-dir", "n" * 300)
+    assert (code, text.strip()) == (0, "no profile has been measured yet: make one with `halfmoon profile`")
+
+
 def test_an_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="halfmoon profile"):
         stored_profile("mine", tmp_path, None)

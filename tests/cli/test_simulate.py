@@ -109,6 +109,12 @@ def test_drawn_workloads_repeat_with_their_seed(tmp_path: Path) -> None:
         (["--workload", "chat", "--rate", "1e-300"], CLUSTER, "give a higher rate"),
         (["--workload", "in=99999999999999999999,out=3", "--rate", "1"], CLUSTER, "is not a workload"),
         (["--workload", "in=9999999999,out=3", "--rate", "1"], CLUSTER, "is not a workload"),
+        (["--latency", "n" * 300], CLUSTER, "is not a latency source"),
+        ([], CLUSTER.replace("600e9", "1.0e-300"), "bytes_per_s must be above 0: at least 1"),
+        ([], CLUSTER.replace("latency_s: 0", "latency_s: .inf"), "latency_s must not be negative, and finite"),
+        ([], CLUSTER + "stores: {count: 2147483648, memory_tokens: 9}", "stores must be at most 4,096"),
+        ([], CLUSTER.replace("role: decode", "role: decode, first_node: 2147483648"), "first_node"),
+        ([], CLUSTER.replace("role: decode", f"role: decode, kv_tokens: {10**30}"), "kv_tokens"),
         ([], CLUSTER.replace("role: decode", "role: decode, count: 100000000"), "less than or equal to 100000"),
     ],
 )

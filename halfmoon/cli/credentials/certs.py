@@ -100,7 +100,7 @@ def _shown(path: Path, ca: Path | None) -> list[str]:
     from halfmoon.rpc.tls.authority import CA_CERT
     from halfmoon.rpc.tls.certificates import belongs_to, certificates_in, chains_to, summary_of, utc_now
 
-    if path.is_dir():
+    if os.path.isdir(path):  # `Path.is_dir` raises for a name that is too long
         issued = paths_in(path).cert
         path = issued if issued.exists() else path / CA_CERT
     own = paths_in(path.parent)

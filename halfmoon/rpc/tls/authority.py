@@ -58,7 +58,7 @@ class Authority:
     @classmethod
     def create(cls, directory: Path, days: int = _AUTHORITY_DAYS) -> Self:
         """Makes an authority and writes its two files. Raises AlreadyHere if the directory has one."""
-        if (directory / CA_KEY).exists() or (directory / CA_CERT).exists():
+        if os.path.exists(directory / CA_KEY) or os.path.exists(directory / CA_CERT):
             raise AlreadyHere(f"{directory} already has an authority: use it, or name another directory")
         _make_private(directory)
         key = ec.generate_private_key(ec.SECP256R1())

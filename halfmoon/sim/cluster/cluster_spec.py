@@ -26,6 +26,7 @@ TbtOf = Literal["longest", "longest-tenth"]
 Batching = Literal["chunked", "prefill-first"]
 Handover = Literal["push", "pull"]
 
+MOST_STORES = 4096
 BLOCK_TOKENS = 64  # unless a cluster says otherwise
 _AT_ONCE = 8  # blocks that a store reads from a slower tier
 
@@ -97,12 +98,14 @@ class Network:
     codec: KvCodecName | Literal["auto"] | KvCodec = "raw"  # of hand-overs; what is written to stores is raw
 
     def __post_init__(self) -> None:
-        _check(self.bytes_per_s > 0 and self.node_bytes_per_s > 0, "bytes_per_s", "must be above 0")
-        _check(self.latency_s >= 0, "latency_s", "must not be negative")
+        _check(self.bytes_per_s >= 1 and self.node_bytes_per_s >= 1, "bytes_per_s", "must be above 0: at least 1")
+        _check(0 <= self.latency_s < math.inf, "latency_s", "must not be negative, and finite")
         codec = self.codec_within(is_node=False)
         _check(0 < codec.ratio <= 1, "codec", "must send some bytes, and not more than there are")
         speeds = codec.encode_bytes_per_s, codec.decode_bytes_per_s
-        _check(all(speed is None or speed > 0 for speed in speeds), "codec", "must be faster than 0")
+        _check(
+            all(speed is None or speed >= 1 for speed in speeds), "codec", "must be faster than 0: at least 1 byte/s"
+        )
 
     def codec_within(self, *, is_node: bool) -> KvCodec:
         """The codec of hand-overs within a node, or between nodes."""
@@ -145,6 +148,7 @@ class Stores:
     def __post_init__(self) -> None:
         sizes = self.count, self.memory_tokens, self.disk_tokens, self.cold_tokens
         _check(min(sizes) >= 0, "stores", "must not be negative")
+        _check(self.count <= MOST_STORES, "stores", f"must be at most {MOST_STORES:,}")
         _check(not self.count or self.memory_tokens > 0, "stores", "must have memory: give them memory_tokens")
         for name in ("disk_bytes_per_s", "cold_bytes_per_s", "replica_cool_s"):
             _check(getattr(self, name) > 0, name, "must be above 0")

@@ -44,6 +44,7 @@ from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 from halfmoon.yaml_text import parsed_yaml
 
 _LIMITS = BatchLimits(follows_targets=True)  # as workers without --chunk-tokens
+_MOST_KV = 10**15  # tokens or bytes of a worker
 _MOST_WORKERS = 100_000  # of a group; each worker takes some kilobytes before the simulation starts
 _Kind = TypeVar("_Kind")
 
@@ -58,12 +59,12 @@ class _Workers(_Strict):
     gpu: str | None = None
     tp: int = Field(default=1, ge=1)
     pp: int = Field(default=1, ge=1)
-    sp: int = Field(default=1, ge=1)
+    sp: int = Field(default=1, ge=1, le=_MOST_WORKERS)
     long_prompt_tokens: int | None = Field(default=None, ge=1)  # of real workers; simulated ones share what is sooner
-    offload_bytes: int = Field(default=0, ge=0)  # host memory for KV of one worker
+    offload_bytes: int = Field(default=0, ge=0, le=_MOST_KV)  # host memory for KV of one worker
     offload_weights: float = Field(default=0.0, ge=0, le=1)  # share of the layers whose weights are on the host
     latency: str | None = None
-    kv_tokens: int | None = Field(default=None, ge=1)
+    kv_tokens: int | None = Field(default=None, ge=1, le=_MOST_KV)
     prefix_cache: bool = True
     layer_passes: int = Field(default=0, ge=0)
     device: str = ""
@@ -73,7 +74,7 @@ class _Workers(_Strict):
     batching: Batching = _LIMITS.batching
     nests_steps: bool | None = None  # None: as the profile says, else not
     workers_per_node: int | None = None
-    first_node: int | None = Field(default=None, ge=0)
+    first_node: int | None = Field(default=None, ge=0, le=_MOST_WORKERS)
     price_per_hour: float | None = None  # of one worker; None: the catalogue's price of its devices
 
 

@@ -79,6 +79,8 @@ def test_what_is_wrong_with_a_certificate(worker: Path, authority: Path, tmp_pat
         (("issue", "--role", "worker", "--dir", "nowhere", "--out", "w"), "halfmoon certs init --dir nowhere"),
         (("issue", "--role", "king", "--out", "w"), "king"),
         (("show", "nowhere"), "nowhere cannot be read"),
+        (("show", "n" * 300), "File name too long"),
+        (("init", "--dir", "n" * 300), "File name too long"),
         (("init", "--days", "9" * 12), "36500"),
         (("issue", "--role", "worker", "--out", "w", "--days", "3000000"), "36500"),
     ],
