@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiec
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, is_measured, read_profile
 
 _ROUNDING_S = 1e-9
+_MOST = 10**15  # tokens, bytes or sequences of a worker
 
 
 def _check(holds: bool, what: str, problem: str) -> None:
@@ -39,11 +41,16 @@ class WorkerProfile:
     def __post_init__(self) -> None:
         for least, (base, slope, of_context) in (*self.latency.prefill, *self.latency.step):
             held = base + slope * least, slope, of_context  # a later piece may be steeper, starting below 0
-            _check(min(held) >= -_ROUNDING_S, "prefill and step", "must not be negative")
-        _check(self.link_bytes_per_s >= 0 and self.link_latency_s >= 0, "the link", "must not be negative")
+            are_times = all(-_ROUNDING_S <= value < math.inf for value in held)
+            _check(are_times, "prefill and step", "must not be negative, and finite")
+        link = self.link_bytes_per_s, self.link_latency_s
+        _check(all(0 <= value < math.inf for value in link), "the link", "must not be negative, and finite")
+        _check(self.latency.kv_bytes_per_token < math.inf, "kv_token_bytes", "must be finite")
         sizes = "kv_tokens", "kv_token_bytes", "context_tokens", "max_batch_tokens", "chunk_tokens", "max_running"
         for name in sizes:
-            _check(getattr(self, name) >= 1, name, "must be at least 1")
+            size = getattr(self, name)
+            is_whole = isinstance(size, int) and not isinstance(size, bool)
+            _check(is_whole and 1 <= size <= _MOST, name, f"must be at least 1, a whole number and at most {_MOST:,}")
         for name in ("follows_targets", "nests_steps"):
             _check(isinstance(getattr(self, name), bool), name, "must be true or false")
         _check(self.max_batch_tokens > self.max_running, "max_batch_tokens", "must exceed max_running")
@@ -205,7 +212,7 @@ def _measured(name: str, profile: MeasuredProfile) -> WorkerProfile:
 
 def _from_fields(given: dict[str, Any], source: str) -> WorkerProfile:
     like = given.pop("like", DEFAULT_PROFILE)
-    if like not in PROFILES:
+    if not isinstance(like, str) or like not in PROFILES:
         raise InvalidRequest(f"{source} is like {like!r}; there are {', '.join(PROFILES)}", param="profile")
     base = PROFILES[like]
     own = {field.name for field in fields(WorkerProfile)} - {"latency"}

@@ -41,3 +41,23 @@ def test_a_profile_is_read_strictly(tmp_path: Path, text: str, says: str) -> Non
         latency_source(str(path))
     with pytest.raises(InvalidRequest, match=says):
         load_profile(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"step": [0.01, 0, NaN]}', "prefill and step must not be negative, and finite"),
+        ('{"prefill": [Infinity, 0, 0]}', "prefill and step must not be negative, and finite"),
+        ('{"kv_token_bytes": NaN}', "kv_token_bytes must be finite"),
+        ('{"kv_tokens": 1e300}', "kv_tokens must be at least 1, a whole number"),
+        ('{"kv_tokens": true}', "kv_tokens must be at least 1, a whole number"),
+        ('{"max_running": 1.5}', "max_running must be at least 1, a whole number"),
+        ('{"link_latency_s": Infinity}', "the link must not be negative, and finite"),
+        ('{"like": []}', r"is like \[\]; there are instant"),
+    ],
+)
+def test_coefficients_are_numbers_of_a_worker(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=says):
+        load_profile(str(path))
