@@ -30,6 +30,8 @@ from halfmoon.sim.json_text import parsed_json
 from halfmoon.sim.latency_sources.interpolation import PromptsSample, prefill_pieces, step_pieces
 from halfmoon.sim.latency_sources.latency_model import FitError, LatencyModel, Piece
 
+_SHORTEST_S, _LONGEST_S = 1e-12, 1e9  # of a measurement: fits weigh them by their squares
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -40,7 +42,7 @@ class MeasuredPrefill(_Strict):
 
     new_tokens: int = Field(gt=0)
     cached_tokens: int = Field(default=0, ge=0)
-    seconds: float = Field(gt=0)
+    seconds: float = Field(ge=_SHORTEST_S, le=_LONGEST_S)
     is_held_out: bool = False  # checks the fit, which was made without it
 
 
@@ -49,7 +51,7 @@ class MeasuredStep(_Strict):
 
     batch: int = Field(gt=0)
     context_tokens: int = Field(ge=0)  # of all sequences
-    seconds: float = Field(gt=0)
+    seconds: float = Field(ge=_SHORTEST_S, le=_LONGEST_S)
     is_held_out: bool = False
 
 
@@ -57,7 +59,7 @@ class MeasuredTransfer(_Strict):
     """One hand-over alone on its link."""
 
     num_bytes: int = Field(gt=0)
-    seconds: float = Field(gt=0)
+    seconds: float = Field(ge=_SHORTEST_S, le=_LONGEST_S)
     transport: str = ""
 
 
@@ -88,7 +90,7 @@ class MeasuredProfile(_Strict):
     device: str = ""
     tensor_parallel: int = Field(default=1, ge=1)
     pipeline_parallel: int = Field(default=1, ge=1)
-    kv_tokens: int = Field(gt=0)
+    kv_tokens: int = Field(gt=0, le=10**15)
     kv_bytes_per_token: float = Field(gt=0)
     prefill: tuple[MeasuredPrefill, ...] = Field(min_length=1)
     step: tuple[MeasuredStep, ...] = Field(min_length=1)
@@ -97,7 +99,9 @@ class MeasuredProfile(_Strict):
     beside: tuple[MeasuredSlowdown, ...] = ()
     request_s: float = Field(default=0.0, ge=0)  # from the client to the worker: HTTP, placement, calls
     answer_s: float = Field(default=0.0, ge=0)  # from the computed prompt to its token at the client
-    token_s: float = Field(default=0.0, ge=0)  # extra time of a decode step whose tokens a gateway serves
+    token_s: float = Field(
+        default=0.0, ge=0, le=_LONGEST_S
+    )  # extra time of a decode step whose tokens a gateway serves
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
         """A latency model of the worker as a whole, with its stages as one. Raises InvalidRequest for another kind of

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,3 +63,21 @@ def test_coefficients_are_numbers_of_a_worker(tmp_path: Path, text: str, says: s
     path.write_text(text)
     with pytest.raises(InvalidRequest, match=says):
         load_profile(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"kv_tokens": 10**30}, "wrong at kv_tokens"),
+        ({"step": [{"batch": 1, "context_tokens": 9, "seconds": 1e300}]}, r"wrong at step\.0\.seconds"),
+        ({"prefill": [{"new_tokens": 1, "seconds": 1e-300}]}, r"wrong at prefill\.0\.seconds"),
+    ],
+)
+def test_measurements_are_of_a_worker(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
+    step, prefill = {"batch": 1, "context_tokens": 9, "seconds": 0.1}, {"new_tokens": 1, "seconds": 0.1}
+    path = tmp_path / "profile.json"
+    path.write_text(
+        json.dumps({"kv_tokens": 9, "kv_bytes_per_token": 1, "step": [step], "prefill": [prefill], **changed})
+    )
+    with pytest.raises(InvalidRequest, match=says):
+        latency_source(str(path))
