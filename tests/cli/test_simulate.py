@@ -109,6 +109,7 @@ def test_drawn_workloads_repeat_with_their_seed(tmp_path: Path) -> None:
         (["--workload", "chat", "--rate", "1e-300"], CLUSTER, "give a higher rate"),
         (["--workload", "in=99999999999999999999,out=3", "--rate", "1"], CLUSTER, "is not a workload"),
         (["--workload", "in=9999999999,out=3", "--rate", "1"], CLUSTER, "is not a workload"),
+        (["--rate", "inf"], CLUSTER, "the arrival rate must be above 0 per second, and finite, got inf"),
         (["--latency", "n" * 300], CLUSTER, "is not a latency source"),
         ([], CLUSTER.replace("600e9", "1.0e-300"), "bytes_per_s must be above 0: at least 1"),
         ([], CLUSTER.replace("latency_s: 0", "latency_s: .inf"), "latency_s must not be negative, and finite"),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import numpy as np
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.workloads.lengths import Lengths
-from halfmoon.sim.workloads.workload import Floats, Workload
+from halfmoon.sim.workloads.workload import Floats, Workload, check_rate
 
 MOST_TOKENS = 32_768  # of a drawn prompt or output: a lognormal is unbounded
 MOST_REQUESTS = 10_000_000
@@ -26,9 +25,7 @@ def arrivals(
     `cv` is the coefficient of variation of the gaps, for `gamma`: 1 is Poisson, more is bursty, 0 would be constant.
     Raises InvalidRequest for a rate or `cv` that is not above 0, or far too high.
     """
-    if not 0 < rate_per_s < math.inf:
-        problem = f"must be above 0 per second, and finite, got {rate_per_s:g}"
-        raise InvalidRequest(f"the arrival rate {problem}", param="rate")
+    check_rate(rate_per_s)
     if process == "gamma" and not 0 < cv <= MOST_CV:
         raise InvalidRequest(
             f"the coefficient of variation must be above 0, and at most {MOST_CV:g}, got {cv:g}", param="cv"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,6 +18,13 @@ LONGEST_TOKENS = 10**9
 
 LONGEST_S = 1e11
 """Limit of the time within which requests arrive: later times are too coarse for microseconds."""
+
+
+def check_rate(rate_per_s: float) -> None:
+    """Raises InvalidRequest unless requests can arrive at that rate."""
+    if not 0 < rate_per_s < math.inf:
+        problem = f"must be above 0 per second, and finite, got {rate_per_s:g}"
+        raise InvalidRequest(f"the arrival rate {problem}", param="rate")
 
 
 def check_duration(duration_s: float, advice: str, param: str) -> None:
@@ -124,6 +132,7 @@ class Workload:
 
     def at_rate(self, rate_per_s: float) -> Workload:
         """The same requests at a mean rate of `rate_per_s`."""
+        check_rate(rate_per_s)
         _check(self.rate_per_s > 0, "workload", "has not two arrival times, so it has no rate to change")
         return self.scaled(rate_per_s / self.rate_per_s)
 
