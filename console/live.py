@@ -14,6 +14,7 @@ from console.gateway_api import GatewayError
 from console.plain_text import plain
 from console.quantities import ago
 
+_MESSAGE = "message"  # in the session, between a change and the rerun that shows it
 State = TypeVar("State")
 One = TypeVar("One")
 Two = TypeVar("Two")
@@ -81,6 +82,19 @@ def refusals_shown() -> Iterator[None]:
         yield
     except GatewayError as error:
         st.error(plain(error))
+
+
+def rerun_with(message: str) -> None:
+    """Runs the page again, which then says what was done (`show_message`)."""
+    st.session_state[_MESSAGE] = message
+    st.rerun()
+
+
+def show_message() -> None:
+    """Shows the message of the last `rerun_with`, once. Every page begins with it on which something can be changed."""
+    message = st.session_state.pop(_MESSAGE, None)
+    if message:
+        st.toast(message, icon=":material/check_circle:")
 
 
 def disconnected(reason: str, known_s: float | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import streamlit as st
 
 from console.gateway_api import GatewayApi
-from console.live import refusals_shown
+from console.live import refusals_shown, rerun_with
 from console.plain_text import plain
 from console.quantities import share
 
@@ -206,8 +206,7 @@ def _remove(api: GatewayApi, name: str, version: int) -> None:
 def done(what: str) -> None:
     """Shows a message after the rerun; forms start again."""
     st.session_state["class_begun"] = {}
-    st.session_state["class_edit_done"] = what
-    st.rerun()
+    rerun_with(what)
 
 
 def _ms(value_s: float | None) -> float | None:

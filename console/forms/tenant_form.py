@@ -10,7 +10,7 @@ from typing import Any
 import streamlit as st
 
 from console.gateway_api import GatewayApi
-from console.live import refusals_shown
+from console.live import refusals_shown, rerun_with
 from console.plain_text import plain
 
 _GIB = 1 << 30
@@ -103,5 +103,4 @@ def _when(moment: str) -> str:
 def _edit(edit: Callable[[], object], done: str) -> None:
     with refusals_shown():
         edit()
-        st.session_state["tenant_edit_done"] = done
-        st.rerun()
+        rerun_with(done)

@@ -8,10 +8,9 @@ from typing import Any
 import streamlit as st
 
 from console.gateway_api import GatewayApi
-from console.live import refusals_shown
+from console.live import refusals_shown, rerun_with
 from console.plain_text import plain
 
-_DONE = "worker_change_done"
 _ROLES = ("prefill", "decode", "both")
 
 
@@ -34,15 +33,7 @@ def draw_worker_form(api: GatewayApi, workers: Sequence[Mapping[str, Any]]) -> N
             _change(api, name, "drain", {"force": forced}, f"{name} takes no new work, and ends.")
 
 
-def show_last_change() -> None:
-    """Shows the last change once, after the rerun that follows it."""
-    told = st.session_state.pop(_DONE, None)
-    if told:
-        st.toast(told, icon=":material/check_circle:")
-
-
 def _change(api: GatewayApi, name: str, what: str, body: Mapping[str, Any], told: str) -> None:
     with refusals_shown():
         api.change_worker(name, what, body)
-        st.session_state[_DONE] = plain(told)
-        st.rerun()
+        rerun_with(plain(told))

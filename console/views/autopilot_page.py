@@ -11,14 +11,13 @@ import streamlit as st
 
 from console.forms.mode_card import OWN, ModeChoice, draw_mode
 from console.gateway_api import GatewayApi, GatewayError
-from console.live import away, empty, live
+from console.live import away, empty, live, rerun_with, show_message
 from console.plain_text import plain
 from console.quantities import NOTHING, ago, share
 
 _LIMIT = 200
 _TABLE_PX = 420
 _SILENT_S = 10.0  # a status that is older says that no planner runs
-_DONE = "autopilot_mode_done"
 _ROLES = ("prefill", "decode", "both")
 _MEANINGS = {
     "off": "The autopilot is silent.",
@@ -40,16 +39,14 @@ Autopilot = Mapping[str, Any]
 def render(api: GatewayApi) -> None:
     """Draws the page."""
     st.title("Autopilot")
-    message = st.session_state.pop(_DONE, None)
-    if message:
-        st.toast(message, icon=":material/check_circle:")
+    show_message()
     try:
         autopilot = api.autopilot(1)
     except GatewayError as error:
         away(str(error), partial(api.autopilot, 1))
         return
     own = (autopilot["status"] or {}).get("own_mode", "unknown")
-    draw_mode(ModeChoice("Autopilot", "autopilot", _MEANINGS, api.put_autopilot, _say), {**autopilot, "own": own})
+    draw_mode(ModeChoice("Autopilot", "autopilot", _MEANINGS, api.put_autopilot, rerun_with), {**autopilot, "own": own})
     live("autopilot", partial(api.autopilot, _LIMIT), _draw)
 
 
@@ -157,8 +154,3 @@ def _most(one: float | None, other: float | None) -> float | None:
 
 def _pressure(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2f}"
-
-
-def _say(text: str) -> None:
-    st.session_state[_DONE] = text
-    st.rerun()

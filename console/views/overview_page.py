@@ -14,9 +14,9 @@ from console.charts.host_frames import link_row
 from console.charts.inline_svg import drawn
 from console.charts.palette import BLUE, GREEN, GREY, ORANGE, OUTCOMES, PERCENTILES, PURPLE, RED, SKY
 from console.charts.worker_shapes import standing
-from console.forms.worker_form import draw_worker_form, show_last_change
+from console.forms.worker_form import draw_worker_form
 from console.gateway_api import GatewayApi
-from console.live import at_once, empty, live
+from console.live import at_once, empty, live, show_message
 from console.plain_text import plain
 from console.quantities import NOTHING, count, seconds, share
 
@@ -42,7 +42,7 @@ def render(api: GatewayApi) -> None:
     """Draws the page."""
     title, choice = st.columns([2, 1], vertical_alignment="bottom")
     title.title("Overview")
-    show_last_change()
+    show_message()
     chosen = choice.segmented_control("Last minutes", MINUTES, default=MINUTES[1], format_func=lambda m: f"{m} min")
     minutes = int(chosen or MINUTES[1])
     looks = (partial(api.cluster, cluster_map.MAX_LINKS), api.stores, partial(api.series, minutes), api.classes)

@@ -11,7 +11,7 @@ from console.forms.class_form import class_form, done, show_removed
 from console.forms.class_history import draw_history
 from console.forms.mode_card import OWN, ModeChoice, draw_mode
 from console.gateway_api import GatewayApi, GatewayError
-from console.live import away, empty, live
+from console.live import away, empty, live, show_message
 from console.plain_text import plain
 from console.quantities import NOTHING, seconds, share
 
@@ -35,7 +35,7 @@ class Seen(NamedTuple):
 def render(api: GatewayApi) -> None:
     """Draws the page."""
     st.title("SLO")
-    _show_last_edit()
+    show_message()
     live("slo", lambda: Seen(api.classes(), api.series(_MINUTES)["together"]), _draw)
     try:
         classes, edits = api.classes(), api.class_edits()
@@ -123,13 +123,6 @@ def _others(seen: Seen) -> str:
         if ended
         else ""
     )
-
-
-def _show_last_edit() -> None:
-    """Shows the last edit once, after the rerun that follows it."""
-    done = st.session_state.pop("class_edit_done", None)
-    if done:
-        st.toast(done, icon=":material/check_circle:")
 
 
 def _rule(rule: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ import streamlit as st
 
 from console.forms.tenant_form import draw_keys, limits_form, new_key_card
 from console.gateway_api import GatewayApi, GatewayError
-from console.live import away, empty, live
+from console.live import away, empty, live, show_message
 from console.plain_text import plain
 from console.quantities import NOTHING, size
 
@@ -19,9 +19,7 @@ NEW = "+ New tenant"
 def render(api: GatewayApi) -> None:
     """Draws the page."""
     st.title("Tenants")
-    done = st.session_state.pop("tenant_edit_done", None)
-    if done:
-        st.toast(done, icon=":material/check_circle:")
+    show_message()
     live("tenants", api.tenants, _draw)
     try:
         tenants = api.tenants()["tenants"]
