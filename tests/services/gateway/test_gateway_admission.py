@@ -51,6 +51,14 @@ def measured(fleet: Fleet, worker: FakeWorker, seconds_per_token: float) -> None
         membership.note_prefilled("", member, sample, 0.0)
 
 
+async def hopeless_pair(fleet: Fleet) -> FakeWorker:
+    """Adds two workers that meet the strict class's target with no prompt; returns that of prefills."""
+    prefill, _ = await fleet.pair()
+    measured(fleet, prefill, 1.0)
+    fleet.gateway.routing.admission.classes = ClassTable((QosClass("strict", ttft_s=0.5, rules=STRICT.rules),))
+    return prefill
+
+
 async def test_a_class_over_its_target_is_refused_and_no_worker_hears_of_it(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         prefill, decode = await fleet.pair()
@@ -79,10 +87,7 @@ async def test_a_class_over_its_target_is_refused_and_no_worker_hears_of_it(tmp_
 async def test_who_would_be_refused_with_any_prompt_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
     """What is wrong in itself hears so all the same, and an echo asks no worker."""
     async with running_fleet(tmp_path) as fleet:
-        prefill, _ = await fleet.pair()
-        measured(fleet, prefill, 1.0)
-        hopeless = QosClass("strict", ttft_s=0.5, rules=STRICT.rules)
-        fleet.gateway.routing.admission.classes = ClassTable((hopeless,))
+        prefill = await hopeless_pair(fleet)
         status, headers, body = await complete(fleet, "strict")
         assert (status, body["error"]["reason"], headers["Retry-After"]) == (429, "ttft", "60")
         assert "would be at least 1 s" in body["error"]["message"]
@@ -107,10 +112,7 @@ async def test_who_would_be_refused_with_any_prompt_is_refused_before_it_is_toke
 
 async def test_what_is_refused_before_it_is_tokenized_is_recorded_if_the_client_named_it_too(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
-        prefill, _ = await fleet.pair()
-        measured(fleet, prefill, 1.0)
-        hopeless = QosClass("strict", ttft_s=0.5, rules=STRICT.rules)
-        fleet.gateway.routing.admission.classes = ClassTable((hopeless,))
+        await hopeless_pair(fleet)
         assert (await complete(fleet, "strict", request_id="named"))[0] == 429
         assert (await complete(fleet, request_id="wrong", temperature=-9))[0] == 400
         assert 'http_status="429",status="rejected"} 1.0' in await fleet.metrics()
