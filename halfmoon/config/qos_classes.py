@@ -133,7 +133,7 @@ class ClassesConfig(Section):
 
 
 def check_reachable(name: str, written: ClassConfig) -> None:
-    """Raises InvalidRequest for a name that no URL can hold, for that of no class, and for rules of no request.
+    """Raises InvalidRequest for a name that a URL cannot hold, for `none`, and for rules that match no request.
 
     Only edits are checked: classes that an earlier release wrote to the ledger stay active.
     """

@@ -15,7 +15,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_no_truth_for_a_number(cls, written: Any, info: ValidationInfo) -> Any:
+    def _refuse_bool_for_a_number(cls, written: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields.get(info.field_name or "")
         if isinstance(written, bool) and field is not None and _is_numeric(field.annotation):
             raise ValueError(f"must be a number, not {str(written).lower()}")

@@ -99,9 +99,8 @@ class MeasuredProfile(_Strict):
     beside: tuple[MeasuredSlowdown, ...] = ()
     request_s: float = Field(default=0.0, ge=0)  # from the client to the worker: HTTP, placement, calls
     answer_s: float = Field(default=0.0, ge=0)  # from the computed prompt to its token at the client
-    token_s: float = Field(
-        default=0.0, ge=0, le=_LONGEST_S
-    )  # extra time of a decode step whose tokens a gateway serves
+    # extra time of a decode step whose tokens a gateway serves
+    token_s: float = Field(default=0.0, ge=0, le=_LONGEST_S)
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
         """A latency model of the worker as a whole, with its stages as one. Raises InvalidRequest for another kind of

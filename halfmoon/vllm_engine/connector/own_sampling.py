@@ -70,7 +70,7 @@ class OwnSampling(AdapterLogitsProcessor):
 
 
 def _sampler() -> SamplerOps:
-    """The compiled kernels, on the calling thread alone: those of vLLM wait for nobody else's."""
+    """The compiled kernels, on the calling thread alone: others would compete with vLLM's for the cores."""
     try:
         return native_sampler(NativeLibrary(compiled(default_cache_dir()), torch.float32, 1))
     except Incompatible as error:
