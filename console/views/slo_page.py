@@ -16,7 +16,7 @@ from console.plain_text import plain
 from console.quantities import NOTHING, seconds, share
 
 _MINUTES = 30
-NEW = "+ New class"
+NEW = "+ New\N{NO-BREAK SPACE}class"  # no class has this name: a gateway takes printable ones only
 _MEANINGS = {
     "off": "Requests are never refused for a target; they wait.",
     "load": "A request that would miss a target under the present load is refused at once.",

@@ -229,6 +229,14 @@ def test_a_new_class_of_a_name_that_is_taken_is_not_sent(gateway: FakeGateway) -
     assert all(one.disabled for one in shown.button if one.label in ("Preview", "Save"))
 
 
+def test_a_class_named_like_the_entry_for_a_new_one_is_another_entry(gateway: FakeGateway) -> None:
+    gateway.answers["/halfmoon/v1/classes"] = (200, {"classes": [GOLD | {"name": "+ New class"}]})
+    shown = open_page("slo", gateway.url)
+    assert shown.selectbox(key="class").value == "+ New class"
+    shown.selectbox(key="class").set_value(NEW).run()
+    assert next(one for one in shown.text_input if one.label == "Name").value == ""
+
+
 EVIL = "![x](http://evil/p.png) <script>alert(1)</script> $x$ :material/hub:"
 
 
