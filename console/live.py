@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
@@ -84,16 +84,18 @@ def refusals_shown() -> Iterator[None]:
         st.error(plain(error))
 
 
-def rerun_with(message: str) -> None:
-    """Runs the page again, which then says what was done (`show_message`)."""
-    st.session_state[_MESSAGE] = message
+def rerun_with(message: str, widgets: Mapping[str, Any] | None = None) -> None:
+    """Runs the page again, which then says what was done and sets these `widgets`, by key (`show_message`)."""
+    st.session_state[_MESSAGE] = (message, widgets or {})
     st.rerun()
 
 
 def show_message() -> None:
     """Shows the message of the last `rerun_with`, once. Every page begins with it on which something can be changed."""
-    message = st.session_state.pop(_MESSAGE, None)
-    if message:
+    if _MESSAGE in st.session_state:
+        message, widgets = st.session_state.pop(_MESSAGE)
+        for key, value in widgets.items():
+            st.session_state[key] = value
         st.toast(message, icon=":material/check_circle:")
 
 

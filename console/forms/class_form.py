@@ -194,7 +194,7 @@ def _preview(api: GatewayApi, name: str, body: Mapping[str, Any]) -> None:
 def _save(api: GatewayApi, name: str, body: Mapping[str, Any]) -> None:
     with refusals_shown():
         saved = api.put_class(name, body)
-        done(f"Class {plain(name, 64)} is saved as version {saved['version']}.")
+        done(f"Class {plain(name, 64)} is saved as version {saved['version']}.", {"class": name})
 
 
 def _remove(api: GatewayApi, name: str, version: int) -> None:
@@ -203,10 +203,10 @@ def _remove(api: GatewayApi, name: str, version: int) -> None:
         done(f"Class {plain(name, 64)} is removed.")
 
 
-def done(what: str) -> None:
+def done(what: str, widgets: Mapping[str, Any] | None = None) -> None:
     """Shows a message after the rerun; forms start again."""
     st.session_state["class_begun"] = {}
-    rerun_with(what)
+    rerun_with(what, widgets)
 
 
 def _ms(value_s: float | None) -> float | None:

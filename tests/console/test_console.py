@@ -237,6 +237,20 @@ def test_a_class_named_like_the_entry_for_a_new_one_is_another_entry(gateway: Fa
     assert next(one for one in shown.text_input if one.label == "Name").value == ""
 
 
+def test_a_new_class_is_chosen_once_it_is_saved(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(api: GatewayApi, name: str, body: object) -> dict[str, object]:
+        gateway.answers["/halfmoon/v1/classes"] = (200, {"classes": [GOLD, GOLD | {"name": name, "version": 1}]})
+        return {"version": 1}
+
+    monkeypatch.setattr(GatewayApi, "put_class", save)
+    shown = open_page("slo", gateway.url)
+    shown.selectbox(key="class").set_value(NEW).run()
+    next(one for one in shown.text_input if one.label == "Name").set_value("silver").run()
+    next(one for one in shown.button if one.label == "Save").click().run()
+    assert shown.selectbox(key="class").value == "silver"
+    assert not shown.warning
+
+
 EVIL = "![x](http://evil/p.png) <script>alert(1)</script> $x$ :material/hub:"
 
 
