@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import streamlit as st
 
+from console.forms.form_version import begun, follow, forget, forget_all
 from console.gateway_api import GatewayApi
 from console.live import refusals_shown, rerun_with
 from console.plain_text import plain
@@ -28,11 +28,11 @@ _DEFAULTS: Mapping[str, Any] = {
 
 def class_form(api: GatewayApi, stored: Mapping[str, Any] | None, taken: Collection[str] = ()) -> None:
     """Draws the form. `stored` is the present class, None for a new one, which has none of the names `taken`."""
-    known = {**_DEFAULTS, **(_begun(stored) or {})}
+    known = {**_DEFAULTS, **(begun("class", stored) if stored else {})}
     key = f"{known.get('name', '')}-{known['version']}"  # each version has its own form
     name, body = _fields(known, key, is_new=stored is None)
-    if stored is not None and stored["version"] != known["version"]:
-        _overtaken(stored, known, is_edited=is_edited(known, body))
+    if stored is not None:
+        follow("class", stored, known, body)
     buttons = st.columns([2, 2, 2, 3])
     is_taken = stored is None and name in taken
     if is_taken:
@@ -47,11 +47,6 @@ def class_form(api: GatewayApi, stored: Mapping[str, Any] | None, taken: Collect
             st.write(f"Requests of class {plain(name, 64)} will belong to another class, or to none.")
             if st.button("Remove it", key=f"remove-{key}"):
                 _remove(api, name, known["version"])
-
-
-def is_edited(known: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
-    """Whether the form differs from the class it began with."""
-    return any(not _is_equal(known[name], value) for name, value in body.items() if name in known)
 
 
 def preview_sentence(preview: Mapping[str, int]) -> str:
@@ -94,37 +89,14 @@ def seconds_of(milliseconds: float | None) -> float | None:
     return milliseconds / 1000 if milliseconds else None
 
 
-def _begun(stored: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The class as it was when this form was opened, so that typed values survive others' edits."""
-    if stored is None:
-        return None
-    begun: dict[str, Mapping[str, Any]] = st.session_state.setdefault("class_begun", {})
-    return begun.setdefault(stored["name"], stored)
-
-
 def show_removed(name: str | None, names: Collection[str]) -> None:
     """Says so if the class `name`, whose form is open, is no longer there, and forgets the form."""
-    if name is not None and name not in names and st.session_state.get("class_begun", {}).pop(name, None):
+    if name is not None and name not in names and forget("class", name):
         st.warning(
             f"Class {plain(name, 64)} was removed elsewhere. What was typed for it here is not saved; “Undo” in the "
             "history restores the class.",
             icon=":material/group:",
         )
-
-
-def _overtaken(stored: Mapping[str, Any], known: Mapping[str, Any], *, is_edited: bool) -> None:
-    """Handles a newer version saved elsewhere: the form follows, at once if nothing was typed."""
-    message = f"Version {stored['version']} was saved elsewhere while version {known['version']} was edited here."
-    if is_edited:
-        st.warning(f"{message} Your input cannot be saved over it.", icon=":material/group:")
-    if not is_edited or st.button("Load the new version", key=f"take-{stored['name']}-{stored['version']}"):
-        st.session_state["class_begun"].pop(stored["name"])
-        st.rerun()
-
-
-def _is_equal(value: Any, other: Any) -> bool:
-    is_number = isinstance(value, int | float) and isinstance(other, int | float)
-    return math.isclose(value, other) if is_number else bool(value == other)
 
 
 def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, dict[str, Any]]:
@@ -205,7 +177,7 @@ def _remove(api: GatewayApi, name: str, version: int) -> None:
 
 def done(what: str, widgets: Mapping[str, Any] | None = None) -> None:
     """Shows a message after the rerun; forms start again."""
-    st.session_state["class_begun"] = {}
+    forget_all("class")
     rerun_with(what, widgets)
 
 

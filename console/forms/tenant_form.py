@@ -9,6 +9,7 @@ from typing import Any
 
 import streamlit as st
 
+from console.forms.form_version import begun, follow, forget
 from console.gateway_api import GatewayApi
 from console.live import refusals_shown, rerun_with
 from console.plain_text import plain
@@ -22,7 +23,7 @@ _NO_LIMITS: Mapping[str, Any] = {
 
 def limits_form(api: GatewayApi, tenant: Mapping[str, Any] | None) -> None:
     """Draws the limits of a tenant; None: of a new one."""
-    known = tenant or _NO_LIMITS
+    known = begun("tenant", tenant) if tenant else _NO_LIMITS
     if known["is_declared"]:
         st.caption("This tenant is one of the configuration file: its limits are changed there.")
         return
@@ -46,8 +47,10 @@ def limits_form(api: GatewayApi, tenant: Mapping[str, Any] | None) -> None:
         "kv_bytes": round(kv * _GIB) if kv else None, "default_class": usual or None, "weight": weight,
         "classes": [part.strip() for part in classes.split(",") if part.strip()] or None, "cache_pool": pool or None,
     }  # fmt: skip
+    if tenant:
+        follow("tenant", tenant, known, body)
     if st.button("Save limits", type="primary", disabled=not name, key=f"save-limits-{key}"):
-        _edit(lambda: api.put_tenant(name, body), f"The limits of {name} are saved.")
+        _edit(lambda: _save(api, name, body), f"The limits of {name} are saved.", {"tenant": name})
 
 
 def draw_keys(api: GatewayApi, tenant: Mapping[str, Any] | None) -> None:
@@ -92,6 +95,11 @@ def new_key_card() -> None:
             st.rerun()
 
 
+def _save(api: GatewayApi, name: str, body: Mapping[str, Any]) -> None:
+    api.put_tenant(name, body)
+    forget("tenant", name)
+
+
 def _make(api: GatewayApi, name: str, label: str, days: float | None) -> None:
     st.session_state["new_api_key"] = api.add_key(name, label, days or None)["key"]
 
@@ -100,7 +108,7 @@ def _when(moment: str) -> str:
     return datetime.fromisoformat(moment).astimezone().strftime("%d %b %Y %H:%M")
 
 
-def _edit(edit: Callable[[], object], done: str) -> None:
+def _edit(edit: Callable[[], object], done: str, widgets: Mapping[str, Any] | None = None) -> None:
     with refusals_shown():
         edit()
-        rerun_with(done)
+        rerun_with(done, widgets)
