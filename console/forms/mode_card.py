@@ -26,6 +26,13 @@ class ModeChoice(NamedTuple):
 
 def draw_mode(choice: ModeChoice, state: Mapping[str, Any]) -> None:
     """Draws the card. `state` has the mode in force, the `own` one, the one that is `set`, its version and edits."""
+    version, begun = state["version"], f"{choice.key}-begun"
+    if st.session_state.setdefault(begun, version) != version:
+        st.session_state[begun] = version
+        st.warning(
+            f"{choice.title} was set elsewhere meanwhile: it is {state['set'] or OWN} since version {version}.",
+            icon=":material/group:",
+        )
     with st.container(border=True):
         left, right = st.columns([3, 2], gap="large", vertical_alignment="center")
         with left:
@@ -68,4 +75,5 @@ def _history(choice: ModeChoice, state: Mapping[str, Any]) -> None:
 def _save(choice: ModeChoice, mode: str | None, version: int) -> None:
     with refusals_shown():
         saved = choice.put(mode, version)
+        st.session_state[f"{choice.key}-begun"] = saved["version"]
         choice.say(f"{choice.title} is {saved['mode'] or OWN} since version {saved['version']}.")

@@ -33,6 +33,16 @@ def test_another_mode_is_saved_over_its_version(gateway: FakeGateway) -> None:
     assert gateway.bodies[-1] == {"mode": "off", "version": 2}
 
 
+def test_a_mode_set_elsewhere_meanwhile_is_told_of(gateway: FakeGateway) -> None:
+    shown = modes(open_page("slo", gateway.url)).set_value("off").run()
+    gateway.answers["/halfmoon/v1/admission"] = (200, ADMISSION | {"set": "predicted", "version": 3})
+    save(shown).click().run()
+    assert gateway.edits() == []
+    told = ["Admission was set elsewhere meanwhile: it is predicted since version 3."]
+    assert [one.value for one in shown.warning] == told
+    assert not shown.run().warning
+
+
 def test_an_earlier_mode_is_put_back(gateway: FakeGateway) -> None:
     shown = open_page("slo", gateway.url)
     back = [one for one in shown.button if one.label == "Restore"]
