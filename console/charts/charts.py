@@ -100,7 +100,7 @@ def _labels(field: str, order: Sequence[str]) -> Spec:
 
 def _colour(field: str, names: Sequence[str], colours: Mapping[str, str]) -> Spec:
     scale = {"domain": list(names), "range": [colours.get(name, GREY) for name in names]}
-    legend = {"title": None, "orient": "top", "symbolType": "circle", "symbolOpacity": 1, "offset": 6}
+    legend = {"title": None, "orient": "top", "symbolType": "circle", "symbolOpacity": 1, "offset": 6, "columns": 6}
     return {"field": field, "type": "nominal", "scale": scale, "legend": legend}
 
 

@@ -166,15 +166,14 @@ def _draw_errors(placements: Sequence[Placement]) -> None:
 def _draw_one(api: GatewayApi, placement: Placement) -> None:
     st.subheader(plain(placement["request_id"]))
     _draw_figures(placement)
-    left, right = st.columns(2)
-    with left.container(border=True):
+    with st.container(border=True):
         st.markdown("**Prefill candidates**, by predicted TTFT")
         rows = candidate_parts(placement)
         if rows:
             charts.show(charts.parts(rows, TTFT_PARTS, "ms"), "candidates")
         else:
             st.caption("No worker accepted prompts at that time.")
-    with right.container(border=True):
+    with st.container(border=True):
         st.markdown("**Timeline across services**")
         _draw_timeline(api, placement)
 
