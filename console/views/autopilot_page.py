@@ -132,6 +132,7 @@ def _now(status: Mapping[str, Any]) -> None:
     ]
     for column, (label, value, change) in zip(st.columns(len(figures)), figures, strict=True):
         column.metric(label, value, change, delta_color="off")
+    st.caption("A phase is pressed by its demand over what its workers serve within the targets. 1 is the most.")
     st.markdown(plain(standing(status)))
     ahead = status.get("outlook")
     if ahead:

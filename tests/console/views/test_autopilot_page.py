@@ -53,6 +53,7 @@ def test_the_page_shows_pressures_roles_and_decisions(gateway: FakeGateway) -> N
     figures = {one.label: (one.value, one.delta) for one in shown.metric}
     assert figures["Prefill pressed"][0] == "0.40"
     assert figures["Decode pressed"][0] == "nobody serves it"
+    assert any("pressed by its demand over what its workers serve" in one.value for one in shown.caption)
     assert figures["Prefill workers"] == ("3", "-1")
     assert list(shown.dataframe[0].value["worker"]) == ["prefill-1"]
     assert any("4 requests/s by arima" in one.value for one in shown.caption)
