@@ -162,9 +162,9 @@ def _figures(cache: Mapping[str, Any], stores: Sequence[Mapping[str, Any]], seri
     hits = sum(tier_hits(stores).values())
     reads = hits + sum(store.get("num_misses_total", 0) for store in stores)
     tiles = (
-        ("Hit rate, by tokens", share(saved / prompt if prompt else None), f"of the last {_MINUTES} minutes' prompts"),
+        ("Token hit rate", share(saved / prompt if prompt else None), f"of the last {_MINUTES} minutes' prompts"),
         ("Tokens saved", count(saved), f"in the last {_MINUTES} minutes"),
-        ("Blocks on workers", count(blocks), "blocks in the workers' prefix caches"),
+        ("Cached blocks", count(blocks), "blocks in the workers' prefix caches"),
         ("Bytes in stores", size(stored), "in all tiers"),
         ("Store hit rate", share(hits / reads if reads else None), "share of block reads since the stores started"),
     )
@@ -204,9 +204,8 @@ def _decisions(decisions: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         st.caption("No prompt has been placed yet.")
         return
-    st.dataframe(
-        rows, column_config={"by reason": st.column_config.TextColumn(width="large")}, hide_index=True, key="decisions"
-    )
+    columns = {"of": st.column_config.TextColumn(width=115), "by reason": st.column_config.TextColumn(width="large")}
+    st.dataframe(rows, column_config=columns, hide_index=True, key="decisions")
     st.caption("Since this gateway and the workers that are here started.")
 
 

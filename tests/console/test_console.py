@@ -113,7 +113,7 @@ def test_no_placement_yet(gateway: FakeGateway) -> None:
 def test_the_cache_by_tier(gateway: FakeGateway) -> None:
     shown = open_page("cache", gateway.url)
     figures = {metric.label: metric.value for metric in shown.metric}
-    assert figures["Hit rate, by tokens"] == "25.0 %"
+    assert figures["Token hit rate"] == "25.0 %"
     assert figures["Store hit rate"] == "85.7 %"
     tiers = shown.dataframe[0].value
     assert (list(tiers["tier"]), list(tiers["full"]), list(tiers["compression"])) == (
