@@ -65,7 +65,7 @@ def _hardware(catalogue: Catalogue) -> FormPart:
 
 def _workload(api: GatewayApi, catalogue: Catalogue) -> FormPart:
     left, right = st.columns([5, 4])
-    kind = left.segmented_control("Requests", _KINDS, default=_KINDS[0], required=True, key="plan-kind")
+    kind = left.segmented_control("Requests", _KINDS, default=_KINDS[0], required=True, key="plan-kind", wrap=True)
     if kind == _KINDS[1]:
         first, second = right.columns(2)
         prompt = first.number_input("Prompt (tokens)", 1, 1_000_000, 512, key="plan-in")

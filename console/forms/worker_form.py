@@ -23,7 +23,9 @@ def draw_worker_form(api: GatewayApi, workers: Sequence[Mapping[str, Any]]) -> N
         chosen, roles, act, drain, force = st.columns([3, 2, 1, 1, 1], vertical_alignment="bottom")
         name = chosen.selectbox("Worker", sorted(members), key="worker-to-change")
         worker = members[name]
-        role = roles.segmented_control("Role", _ROLES, default=worker["role"], required=True, key=f"role-{name}")
+        role = roles.segmented_control(
+            "Role", _ROLES, default=worker["role"], required=True, key=f"role-{name}", wrap=True
+        )
         forced = force.checkbox("Force", key="force-change", help="Also where it is refused for the cluster's sake.")
         changes = role is not None and role != worker["role"]
         if act.button("Change role", type="primary", disabled=not changes, key="change-role"):

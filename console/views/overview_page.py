@@ -43,7 +43,9 @@ def render(api: GatewayApi) -> None:
     title, choice = st.columns([2, 1], vertical_alignment="bottom")
     title.title("Overview")
     show_message()
-    chosen = choice.segmented_control("Last minutes", MINUTES, default=MINUTES[1], format_func=lambda m: f"{m} min")
+    chosen = choice.segmented_control(
+        "Last minutes", MINUTES, default=MINUTES[1], format_func=lambda m: f"{m} min", wrap=True
+    )
     minutes = int(chosen or MINUTES[1])
     looks = (partial(api.cluster, cluster_map.MAX_LINKS), api.stores, partial(api.series, minutes), api.classes)
     live("overview", lambda: Seen(*at_once(*looks), minutes), partial(_draw, api))
