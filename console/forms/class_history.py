@@ -59,13 +59,14 @@ def draw_history(api: GatewayApi, edits: Sequence[Mapping[str, Any]], classes: S
         st.caption("No edits yet. Every version will appear here and can be restored.")
         return
     for edit in edits[:_SHOWN]:
-        text, button = st.columns([4, 1], vertical_alignment="center")
         when = datetime.fromisoformat(edit["edited_at"]).astimezone().strftime("%d %b %H:%M:%S")
-        text.markdown(
-            f"**{plain(edit['name'], 64)}** v{edit['version']} · {plain(change(edit))}  \n:small[:gray[{when}]]"
-        )
         undo = undo_of(edit, classes)
-        if button.button("Undo", disabled=undo is None, key=f"undo-{edit['revision']}") and undo is not None:
+        with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
+            st.markdown(
+                f"**{plain(edit['name'], 64)}** v{edit['version']} · {plain(change(edit))}  \n:small[:gray[{when}]]"
+            )
+            is_wanted = st.button("Undo", disabled=undo is None, key=f"undo-{edit['revision']}")
+        if is_wanted and undo is not None:
             _restore(api, undo)
     if len(edits) > _SHOWN:
         st.caption(f"The newest {_SHOWN} of {len(edits)} edits.")
