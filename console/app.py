@@ -89,12 +89,18 @@ def _services(arguments: Sequence[str]) -> _Services:
     return _Services(gateway, None if planner is None else PlannerApi(planner, token, own_credential("operator")))
 
 
-# Parts being refreshed stay visible until replaced, and pages begin further up.
+# Parts being refreshed stay visible until replaced, and pages begin further up. Columns that would be too narrow to be
+# read go on the next line; Streamlit itself puts each on its own line below 640 px.
 _STYLE = """<style>
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 [data-testid="stExpander"] summary { color: inherit !important; }
 [data-testid="stExpander"] details { border-color: color-mix(in srgb, currentColor 20%, transparent) !important; }
 [data-testid="stMainBlockContainer"] { padding-top: 3.2rem; max-width: 1500px; }
+@media (min-width: 641px) {
+  [data-testid="stColumn"] { min-width: 6rem; }
+  [data-testid="stColumn"]:has([data-testid="stMetric"]) { min-width: 7.5rem; }
+  [data-testid="stColumn"]:has(.drawn, [data-testid="stVegaLiteChart"]) { min-width: 18rem; }
+}
 h1 { font-size: 2rem !important; }
 </style>"""
 

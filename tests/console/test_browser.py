@@ -141,6 +141,7 @@ async def test_a_day_of_an_operator(tmp_path: Path) -> None:
         await every_page_opens_at_its_address(page, console)
         await nothing_is_wider_than_a_narrow_window(page)
         await an_edit_changes_the_next_requests(page, system)
+        await no_figure_or_button_is_cut_in_a_small_window(page)
         await the_edit_is_undone(page, system)
         await a_search_is_begun_and_cancelled(page)
         await a_search_ends_with_a_plan(page)
@@ -228,6 +229,20 @@ async def nothing_is_wider_than_a_narrow_window(page: Any) -> None:
     assert await main.evaluate("one => one.scrollWidth <= one.clientWidth")
     await page.set_viewport_size({"width": 1440, "height": 900})
     await page.get_by_test_id("stSidebarNav").wait_for()
+
+
+_CUT = """() => [...document.querySelectorAll('[data-testid=stMetric] *, [data-testid=stMain] button *')]
+    .filter(one => one.scrollWidth > one.clientWidth && getComputedStyle(one).overflowX !== 'visible')
+    .map(one => one.textContent)"""
+
+
+async def no_figure_or_button_is_cut_in_a_small_window(page: Any) -> None:
+    await page.set_viewport_size({"width": 800, "height": 800})
+    for title, part in (("Overview", "stMetric"), ("Cache", "stMetric"), ("SLO", "stButton")):
+        await open_page(page, title)
+        await page.get_by_test_id(part).first.wait_for()
+        assert await page.evaluate(_CUT) == [], title
+    await page.set_viewport_size({"width": 1440, "height": 900})
 
 
 async def every_page_renders(page: Any, num_workers: int) -> None:
