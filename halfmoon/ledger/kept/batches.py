@@ -102,18 +102,18 @@ class Batches:
         row = await session.scalar(select(BatchRow).where(*mine))
         return None if row is None else _batch(row)
 
-    async def cancel(self, batch_id: str, tenant: str, now: datetime) -> Batch:
+    @in_transaction
+    async def cancel(self, session: AsyncSession, batch_id: str, tenant: str, now: datetime) -> Batch:
         """Asks for the end of a batch; one that is ending or has ended stays as it is. Raises NotFound."""
-        batch = await self.get(batch_id, tenant)
-        times = {**batch.times, "cancelling_at": int(now.timestamp())}
-        mine = update(BatchRow).where(BatchRow.id == batch_id, BatchRow.status.in_(_CANCELLABLE))
-        asked = mine.values(status="cancelling", times=times)
-
-        async def work(session: AsyncSession) -> None:
-            await session.execute(quietly(asked))
-
-        await self._database.run(work)
-        return await self.get(batch_id, tenant)
+        mine = (BatchRow.id == batch_id, BatchRow.tenant == tenant)
+        asked = update(BatchRow).where(*mine, BatchRow.status.in_(_CANCELLABLE)).values(status="cancelling")
+        await session.execute(quietly(asked))  # first: its gateway changes nothing from here on
+        row = await session.scalar(select(BatchRow).where(*mine))
+        if row is None:
+            raise _absent(batch_id)
+        if row.status == "cancelling":
+            row.times = {"cancelling_at": int(now.timestamp()), **row.times}
+        return _batch(row)
 
     @in_transaction
     async def change(

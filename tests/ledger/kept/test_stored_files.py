@@ -117,6 +117,21 @@ async def test_a_cancelled_batch_is_still_leased_to_be_ended(ledger_url: str) ->
         await ledger.files.delete("f0", "me", NOW)
 
 
+async def test_a_batch_that_is_cancelled_as_it_begins_keeps_its_times(ledger_url: str) -> None:
+    async with open_ledger(ledger_url) as one, open_ledger(ledger_url) as other:
+        await written(one, "f0", b"x")
+        for number in range(20):
+            batch = batch_of("f0", number)
+            await one.batches.create(batch, NOW)
+            await one.batches.leases.claim("one", NOW, 1)
+            begun = {"status": "in_progress", "times": {"in_progress_at": 1}}
+            cancelled, has_begun = await asyncio.gather(
+                other.batches.cancel(batch.id, "me", NOW), one.batches.change(batch, "one", ["validating"], **begun)
+            )
+            assert cancelled.status == "cancelling"
+            assert set(cancelled.times) == {"cancelling_at", *(["in_progress_at"] if has_begun else [])}
+
+
 async def test_any_number_of_expired_files_goes_at_once(ledger_url: str) -> None:
     """They count towards what their tenant may keep."""
     num_files = 2 * stored_files._EXPIRED_FILES + 1
