@@ -180,7 +180,7 @@ def _explained(problem: Any, prefix: str) -> str:
 
 
 def _make_private(state_dir: Path | None) -> None:
-    if state_dir is None or not state_dir.is_dir() or os.environ.get(SUPERVISED_ENV):
+    if state_dir is None or not os.path.isdir(state_dir) or os.environ.get(SUPERVISED_ENV):
         return  # under a supervisor it is done
     num_changed = make_private(state_dir)
     if num_changed:

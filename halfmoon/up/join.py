@@ -107,7 +107,7 @@ def _identity(secrets: Path | None, environment: Mapping[str, str]) -> dict[str,
         return {name: environment[name] for name in _VARIABLES if name in environment}
     secrets = secrets.absolute()
     credential, paths = secrets / CREDENTIAL_FILE, paths_in(secrets)
-    if not credential.is_file():
+    if not os.path.isfile(credential):
         raise InvalidRequest(
             f"--secrets {secrets}: there is no file `{CREDENTIAL_FILE}`: copy the directory `worker` that `halfmoon "
             "secret issue-all` made on the gateway's host",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +83,7 @@ class UpOptions:
     otlp_endpoint: str | None = None  # receiver of traces; None: the one that OpenTelemetry's own variables name
 
     def __post_init__(self) -> None:
-        if self.state_dir.exists() and not self.state_dir.is_dir():
+        if os.path.exists(self.state_dir) and not os.path.isdir(self.state_dir):
             raise InvalidRequest(f"--state-dir {self.state_dir} is not a directory")
         if min(self.num_prefill, self.num_decode, self.num_both) < 0:
             raise InvalidRequest("numbers of workers cannot be negative")

@@ -15,7 +15,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from halfmoon.rpc.credentials.operator_token import kept_token, made_token
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
-from halfmoon.up.run import cluster_secret, with_operator_token
+from halfmoon.up.run import cluster_secret, up, with_operator_token
 from halfmoon.up.specs.service_specs import gateway_spec, other_specs, trusted
 from halfmoon.up.specs.simulated import SimulatedWorkers, simulated_model
 from halfmoon.up.specs.stores import StoreOptions, known_stores, remember_stores
@@ -135,6 +135,13 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(InvalidRequest, match="not a directory"):
         UpOptions(state_dir=file)
+
+
+async def test_directories_whose_names_are_too_long_are_refused(tmp_path: Path) -> None:
+    directory = tmp_path / (300 * "x")
+    StoreOptions(disk_dir=directory)  # the store says why it cannot use it
+    with pytest.raises(InvalidRequest, match="cannot be made: File name too long"):
+        await up(UpOptions(state_dir=directory), Console())
 
 
 def test_simulated_workers_are_shared_by_their_processes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ def read_adapters(written: Iterable[str]) -> tuple[Adapter, ...]:
 
 def _read(name: str, path: Path) -> Adapter:
     config_file, weights_file = path / "adapter_config.json", path / "adapter_model.safetensors"
-    if not (config_file.is_file() and weights_file.is_file()):
+    if not (os.path.isfile(config_file) and os.path.isfile(weights_file)):
         raise UnknownModel(
             f"lora: {path} has no adapter_config.json beside an adapter_model.safetensors, as PEFT saves them",
             param="lora",

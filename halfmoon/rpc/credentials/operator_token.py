@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 from hashlib import sha256
 from pathlib import Path
@@ -51,7 +52,7 @@ def made_token(state_dir: Path) -> str:
 def kept_token(state_dir: Path) -> str | None:
     """The token of a state directory, if there is one. Raises InvalidRequest for a file that cannot be read."""
     file = token_file(state_dir)
-    return secret_of_file(file, "operator_token") if file.exists() else None
+    return secret_of_file(file, "operator_token") if os.path.exists(file) else None
 
 
 def client_token(given: str | None, gateway: str, state_dir: Path) -> str | None:

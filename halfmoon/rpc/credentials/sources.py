@@ -63,8 +63,8 @@ def client_credential(
     file, paths = state_dir / _FILE, state_paths(state_dir, role)
     if own is not None or not is_loopback(address.rpartition(":")[0].strip("[]")):
         return own
-    text = _read(file) if file.exists() else None
-    return _credential(role, text, identity_files(paths, role) if paths.cert.exists() else None)
+    text = _read(file) if os.path.exists(file) else None
+    return _credential(role, text, identity_files(paths, role) if os.path.exists(paths.cert) else None)
 
 
 def environment_of(credential: Credential) -> dict[str, str]:

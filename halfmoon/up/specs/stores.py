@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class StoreOptions:
             raise InvalidRequest("there has to be at least one store")
         for codec in (self.dram_codec, self.disk_codec, self.cold_codec):
             EntryCodec.parse(codec)
-        if self.disk_dir is not None and self.disk_dir.exists() and not self.disk_dir.is_dir():
+        if self.disk_dir is not None and os.path.exists(self.disk_dir) and not os.path.isdir(self.disk_dir):
             raise InvalidRequest(f"--disk-dir {self.disk_dir} is not a directory")
 
 

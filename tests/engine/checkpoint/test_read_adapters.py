@@ -40,6 +40,7 @@ def test_equal_files_have_equal_fingerprints(tmp_path: Path) -> None:
         (["=p"], InvalidRequest, "NAME=PATH"),
         (["a={}/a", "a={}/a"], InvalidRequest, "two adapters named 'a'"),
         (["a={}/none"], UnknownModel, "adapter_config.json"),
+        (["a={}/" + 300 * "x"], UnknownModel, "adapter_config.json"),
         (["a={}/broken"], InvalidRequest, "no rank above 0"),
     ],
 )

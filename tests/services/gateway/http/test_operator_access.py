@@ -69,6 +69,7 @@ async def test_without_keys_loopback_is_open_until_there_is_one(tmp_path: Path) 
 
 def test_commands_find_the_token_and_send_it_to_this_machine_only(tmp_path: Path) -> None:
     assert client_token(None, "http://127.0.0.1:8000", tmp_path) is None
+    assert client_token(None, "http://127.0.0.1:8000", tmp_path / (300 * "x")) is None
     token = made_token(tmp_path)
     for url in ("http://127.0.0.1:8000", "http://localhost:1", "https://[::1]:2/"):
         assert client_token(None, url, tmp_path) == token
