@@ -117,6 +117,16 @@ def test_drawn_workloads_repeat_with_their_seed(tmp_path: Path) -> None:
         ([], CLUSTER.replace("role: decode", "role: decode, first_node: 2147483648"), "first_node"),
         ([], CLUSTER.replace("role: decode", f"role: decode, kv_tokens: {10**30}"), "kv_tokens"),
         ([], CLUSTER.replace("role: decode", "role: decode, count: 100000000"), "less than or equal to 100000"),
+        (
+            [],
+            CLUSTER.replace("role: decode", "role: decode, count: true"),
+            "workers.1.count: must be a number, not true",
+        ),
+        ([], CLUSTER.replace("latency_s: 0", "latency_s: true"), "network.latency_s: must be a number, not true"),
+        ([], CLUSTER + "block_tokens: true", "block_tokens: must be a number, not true"),
+        ([], CLUSTER + "failures: [{worker: 1, at_s: true}]", "failures.at_s: must be a number, not true"),
+        ([], CLUSTER + "failures: [{worker: 1, at_s: .inf}]", "at_s must not be negative, and finite"),
+        ([], CLUSTER + "failures: [{worker: 1, at_s: 1, back_s: .inf}]", "back_s must be after at_s, and finite"),
     ],
 )
 def test_bad_input_is_explained(tmp_path: Path, options: list[str], cluster: str, says: str) -> None:

@@ -185,8 +185,10 @@ class Failure:
     back_s: float | None = None
 
     def __post_init__(self) -> None:
-        _check(self.at_s >= 0, "at_s", "must not be negative: the first request comes at second 0")
-        _check(self.back_s is None or self.back_s > self.at_s, "back_s", "must be after at_s")
+        _check(
+            0 <= self.at_s < math.inf, "at_s", "must not be negative, and finite: the first request comes at second 0"
+        )
+        _check(self.back_s is None or self.at_s < self.back_s < math.inf, "back_s", "must be after at_s, and finite")
 
 
 @dataclass(frozen=True, slots=True)

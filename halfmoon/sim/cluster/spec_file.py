@@ -79,7 +79,7 @@ class _Workers(_Strict):
 
 
 class _Cluster(_Strict):
-    workers: tuple[_Workers, ...] = Field(min_length=1)
+    workers: tuple[dict[str, Any], ...] = Field(min_length=1)
     latency: str | None = None
     network: dict[str, Any] = {}
     contention: dict[str, Any] = {}
@@ -91,7 +91,7 @@ class _Cluster(_Strict):
     targets: dict[str, Any] = {}
     block_tokens: int = 64
     report_s: float = 1.0
-    failures: tuple[dict[str, float | None], ...] = ()
+    failures: tuple[dict[str, Any], ...] = ()
     conditional_disaggregation: ConditionalMode = DEFAULT_MODE
     prefill_devices: tuple[str, ...] = ()
     hot_spots: bool = False
@@ -123,7 +123,8 @@ def read_cluster(
     network, contention = read.network, read.contention
     request_s, answer_s = read.request_s, read.answer_s
     groups = []
-    for worker in read.workers:
+    for number, written in enumerate(read.workers):
+        worker = _validated(path, _Workers, written, f"workers.{number}")
         text = latency or worker.latency or read.latency
         if text is None:
             raise InvalidRequest(
@@ -196,8 +197,16 @@ def _validated(path: Path, kind: type[_Kind], value: Any, where: str = "") -> _K
         if unknown:
             what = f"unknown {where or 'field'} {unknown[0]!r}: known are {', '.join(sorted(known))}"
             raise InvalidRequest(f"the cluster {path} has an {what}", param="cluster")
-        return TypeAdapter(kind).validate_python(value)
+        read = TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        at = ".".join(map(str, (where, *first["loc"]) if where else first["loc"])) or "the top"
-        raise InvalidRequest(f"the cluster {path} is wrong at {at}: {first['msg']}", param="cluster") from error
+        raise _wrong(path, where, *first["loc"], problem=first["msg"]) from error
+    for name, written in value.items():
+        if isinstance(written, bool) and type(getattr(read, name)) in (int, float):
+            raise _wrong(path, where, name, problem=f"must be a number, not {str(written).lower()}")
+    return read
+
+
+def _wrong(path: Path, *place: int | str, problem: str) -> InvalidRequest:
+    at = ".".join(str(part) for part in place if part != "") or "the top"
+    return InvalidRequest(f"the cluster {path} is wrong at {at}: {problem}", param="cluster")
