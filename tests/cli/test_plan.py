@@ -130,6 +130,7 @@ def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
         ({"output": "/nowhere/plan.yaml"}, "is not a directory"),
         ({"output": "/proc/plan.yaml"}, "/proc/plan.yaml"),
         ({"output": "n" * 300}, "File name too long"),
+        ({"output": "/nowhere/x.yaml", "compose": "/nowhere/./x.yaml"}, "two outputs have the same file"),
         ({"plot": "n" * 300 + ".png"}, "File name too long"),
         ({"plot": "/nowhere/plan.png"}, "/nowhere is not a directory"),
         ({"plot": "plan.pdf"}, "a plot is a .png or .html file, not plan.pdf"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import typer
@@ -86,6 +87,9 @@ def _map(request: PlanRequest, targets: TargetOptions, jobs: int | None, output:
 
 def _check_files(output: OutputOptions) -> None:
     """Raises InvalidRequest for files that cannot be written, before a search that may take minutes."""
+    paths = [path for path in (output.output, output.compose, output.plot, output.target_map) if path is not None]
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise InvalidRequest("two outputs have the same file: give each a name of its own", param="output")
     for path in (output.output, output.compose):
         if path is not None:
             check_can_write(path, "the plan")
