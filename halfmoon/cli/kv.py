@@ -90,7 +90,9 @@ def ls(
     address: Address = None,
     state_dir: StateDir = _STATE_DIR,
     tier: Tiers = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most blocks to list.", rich_help_panel="Blocks")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=1, max=2**32 - 1, help="Most blocks to list.", rich_help_panel="Blocks")
+    ] = 50,
     tenant: Annotated[
         str | None, typer.Option(help="Only this tenant's blocks; '' is what is shared.", rich_help_panel="Blocks")
     ] = None,

@@ -101,6 +101,11 @@ def test_an_operators_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert IDS[0].hex() not in run.invoke(app, ["kv", "ls"]).output
 
 
+@pytest.mark.parametrize("limit", ["0", "9" * 20])
+def test_a_limit_that_no_store_can_take_is_refused(limit: str) -> None:
+    assert CliRunner().invoke(app, ["kv", "ls", "--address", "127.0.0.1:1", "--limit", limit]).exit_code == 2
+
+
 @pytest.mark.parametrize("text", ["xyz", "00", "ff" * 25])
 def test_what_is_not_an_id_is_said(text: str) -> None:
     for command in (["drop", text], ["pin", text], ["ls", "--after", text]):
