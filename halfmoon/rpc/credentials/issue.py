@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halfmoon.errors import Incompatible
+from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.credentials.roles import CLUSTER_ROLES
 from halfmoon.rpc.credentials.sources import kept_secret, write_secret
@@ -23,7 +23,10 @@ def issue_all(directory: Path) -> None:
     except ImportError as error:
         raise Incompatible("certificates need another package: pip install 'halfmoon[tls]'") from error
     root = directory / "root"
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"{root} cannot be made: {error.strerror}", param="directory") from error
     secret = kept_secret(root / "cluster_secret")
     authority = Authority.kept(root)
     for role in CLUSTER_ROLES:

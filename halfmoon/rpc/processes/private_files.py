@@ -37,7 +37,7 @@ def write_private(
     `survives_crash`: waits for the device. Raises OSError; it is FileExistsError if the file is there and this does not
     replace.
     """
-    draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    draft = file.parent / f".{file.name}.{secrets.token_hex(4)}"
     try:
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
             out.write(content)
