@@ -7,9 +7,8 @@ import os
 import secrets
 from hashlib import sha256
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from halfmoon.rpc.addresses.loopback import is_loopback
+from halfmoon.rpc.addresses.loopback import is_loopback_url
 from halfmoon.rpc.credentials.api_keys import secret_of_file
 from halfmoon.rpc.credentials.sources import kept_text
 
@@ -60,7 +59,7 @@ def client_token(given: str | None, gateway: str, state_dir: Path) -> str | None
 
     The latter is that of services on this machine, and nobody else is sent it. Raises InvalidRequest.
     """
-    return given or (kept_token(state_dir) if is_loopback(urlsplit(gateway).hostname) else None)
+    return given or (kept_token(state_dir) if is_loopback_url(gateway) else None)
 
 
 def _digest(token: str) -> bytes:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ssl
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.rpc.addresses.loopback import is_loopback
+from halfmoon.rpc.addresses.loopback import is_loopback_url
 from halfmoon.rpc.tls.watched_files import CHECK_S, WatchedFiles
 
 CA_VARIABLE = "HALFMOON_HTTP_CA"
@@ -42,7 +41,7 @@ def client_context(ca: Path | None, url: str) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.check_hostname = not is_loopback(urlsplit(url).hostname)
+    context.check_hostname = not is_loopback_url(url)
     try:
         context.load_verify_locations(ca)
     except (OSError, ssl.SSLError) as error:
