@@ -20,7 +20,7 @@ from halfmoon.up.specs.service_specs import gateway_spec, other_specs, trusted
 from halfmoon.up.specs.simulated import SimulatedWorkers, simulated_model
 from halfmoon.up.specs.stores import StoreOptions, known_stores, remember_stores
 from halfmoon.up.state.certificates import RoleCertificates
-from halfmoon.up.supervision.announcements import print_ready
+from halfmoon.up.supervision.announcements import print_event, print_ready, print_restart
 from halfmoon.up.up_options import PreparedModel, UpOptions
 
 MODEL = PreparedModel("/models/m", "m")
@@ -264,6 +264,16 @@ def test_where_the_operator_token_is_is_told_and_not_the_token(
     print_ready(options, Console(), "http://x:1", "m", [], shows_token_file=shows_token_file)
     said = capsys.readouterr().out
     assert ("in /s/operator_token" in said, "hush" in said) == (shows_token_file, False)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_the_end_of_a_worker_that_is_started_again_is_told_once(
+    returns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_event(Console(), "decode-0", {"event": "worker.drained", "returns": returns})
+    if returns:
+        print_restart(Console(), "decode-0 was told to stop", 0.0)
+    assert capsys.readouterr().out.count("again") == 1
 
 
 def test_workers_join_gateways_of_other_hosts_too(tmp_path: Path) -> None:

@@ -99,10 +99,9 @@ def progress_bars(terminal: Console) -> Progress:
 
 
 def print_event(terminal: Console, service: str, event: dict[str, Any]) -> None:
-    """Prints a child's log event about ranks that it waits for, or about its end after a drain."""
-    if event.get("event") == "worker.drained":
-        rest = "starting it again" if event.get("returns") else "it is not started again"
-        print_trouble(terminal, f"{service} has drained; {rest}")
+    """Prints a child's log event about ranks that it waits for, or about its end for good after a drain."""
+    if event.get("event") == "worker.drained" and not event.get("returns"):  # else `print_restart` says it
+        print_trouble(terminal, f"{service} has drained; it is not started again")
     if event.get("event") == "ranks.awaited":
         num, address = event["missing"], event["address"]
         text = f"{service} awaits {num} ranks: halfmoon join {address} --ranks {num} --secrets DIR, on another host"
