@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import stat
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,25 @@ def test_where_the_operator_token_is_is_told_and_not_the_token(
     print_ready(options, Console(), "http://x:1", "m", [], shows_token_file=shows_token_file)
     said = capsys.readouterr().out
     assert ("in /s/operator_token" in said, "hush" in said) == (shows_token_file, False)
+
+
+@pytest.mark.parametrize(
+    ("url", "cert", "trust"),
+    [
+        ("http://127.0.0.1:1", None, []),
+        ("https://127.0.0.1:1", Path("/c/tls.crt"), ["-k"]),
+        ("https://10.0.0.1:1", Path("/c c/tls.crt"), ["--cacert", "/c c/tls.crt"]),
+    ],
+)
+def test_the_printed_command_trusts_the_certificate_and_names_any_model(
+    url: str, cert: Path | None, trust: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = UpOptions(http_tls_cert=cert, http_tls_key=cert)
+    print_ready(options, Console(), url, "the user's ü", [], shows_token_file=False)
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[:-5] == ["curl", "-N", *trust]
+    assert words[-5] == f"{url}/v1/chat/completions"
+    assert json.loads(words[-1])["model"] == "the user's ü"
 
 
 @pytest.mark.parametrize("returns", [False, True])

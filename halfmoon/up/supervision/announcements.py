@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
 from collections import Counter
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
+from halfmoon.rpc.addresses.loopback import is_loopback_url
 from halfmoon.rpc.credentials.operator_token import token_file
 from halfmoon.up.fleet.fleet_diff import WorkerChange
 from halfmoon.up.specs.service_specs import http_url
@@ -37,10 +40,18 @@ def print_ready(
         command = f"halfmoon join {gateways} --role decode --secrets DIR"
         terminal.print(f"workers of other hosts: {command}", highlight=False, markup=False, soft_wrap=True)
     terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
-    body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'
+    terminal.print(_curl(options, url, name), highlight=False, markup=False, soft_wrap=True)
+
+
+def _curl(options: UpOptions, url: str, name: str) -> str:
+    trust = ""
+    if options.http_tls_cert is not None:  # a certificate rarely has 127.0.0.1 in it
+        trust = " -k" if is_loopback_url(url) else f" --cacert {shlex.quote(str(options.http_tls_cert))}"
     key = " -H 'Authorization: Bearer KEY'" if options.console_key else ""
-    command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-    terminal.print(command, highlight=False, markup=False, soft_wrap=True)
+    question = {"role": "user", "content": "What is a half moon?"}
+    body = json.dumps({"model": name, "stream": True, "messages": [question]}, ensure_ascii=False)
+    headers = f"-H 'Content-Type: application/json'{key}"
+    return f"curl -N{trust} {url}/v1/chat/completions {headers} -d {shlex.quote(body)}"
 
 
 def print_ignored(options: UpOptions, terminal: Console) -> None:
