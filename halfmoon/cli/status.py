@@ -33,13 +33,13 @@ def status(
         raise typer.Exit(1)
     terminal.print(services_table(listed, time.time()))
     if listed.joins:
-        terminal.print(f"workers for the gateways at {listed.joins}", highlight=False)
+        terminal.print(f"workers for the gateways at {listed.joins}", highlight=False, markup=False)
         return
     answer = asyncio.run(health(listed.url)) if listed.url else "the gateways have not started yet"
     if listed.url and not answer:
         for table in hosts_tables(asyncio.run(cluster(listed.url, client_token(None, listed.url, state_dir)))):
             terminal.print(table)
-    terminal.print(f"{listed.url} {answer or 'serves'}".strip(), highlight=False)
+    terminal.print(f"{listed.url} {answer or 'serves'}".strip(), highlight=False, markup=False)
     raise typer.Exit(1 if answer else 0)
 
 

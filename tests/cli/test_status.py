@@ -62,12 +62,13 @@ async def test_what_an_earlier_run_left_is_gone_while_the_next_one_starts(tmp_pa
     assert seen == [ServiceList("", ())]
 
 
-def test_workers_alone_name_the_gateways_that_they_join(tmp_path: Path) -> None:
-    WrittenState(tmp_path, print, joins="10.0.0.1:7000").write(())
+@pytest.mark.parametrize("gateway", ["10.0.0.1:7000", "[fd00::1]:7000"])
+def test_workers_alone_name_the_gateways_that_they_join(gateway: str, tmp_path: Path) -> None:
+    WrittenState(tmp_path, print, joins=gateway).write(())
     with locked_state_dir(tmp_path):
         result = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path)])
     assert result.exit_code == 0
-    assert "gateways at 10.0.0.1:7000" in result.output
+    assert f"gateways at {gateway}" in result.output
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"url": "x"}', '{"url": "x", "services": [{"name": "a"}]}'])

@@ -29,17 +29,17 @@ def print_ready(
     if threads:
         terminal.print(threads, highlight=False, markup=False, soft_wrap=True)
     if any(child.spec.name == "console" for child in others):
-        terminal.print(f"console: {http_url(options, options.console_port)}", highlight=False)
+        terminal.print(f"console: {http_url(options, options.console_port)}", highlight=False, markup=False)
     if shows_token_file:
         where = f"operator token of console and control API: in {token_file(options.state_dir)}"
         terminal.print(where, highlight=False, markup=False, soft_wrap=True)
-    terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
+    terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, markup=False, soft_wrap=True)
     if options.cluster_port:
         own = (f"{options.host_address}:{options.cluster_port + number}" for number in range(options.num_gateways))
         gateways = ",".join([*own, *options.other_gateways])
         command = f"halfmoon join {gateways} --role decode --secrets DIR"
         terminal.print(f"workers of other hosts: {command}", highlight=False, markup=False, soft_wrap=True)
-    terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
+    terminal.print(f"halfmoon is ready: {url}", highlight=False, markup=False, style="bold", soft_wrap=True)
     terminal.print(_curl(options, url, name), highlight=False, markup=False, soft_wrap=True)
 
 
