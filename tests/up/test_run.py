@@ -15,14 +15,20 @@ from rich.console import Console
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.credentials.credential import credential_from, new_secret
 from halfmoon.rpc.credentials.operator_token import kept_token, made_token
+from halfmoon.rpc.service import read_settings
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
+from halfmoon.up.config.options import up_options
+from halfmoon.up.config.read import Override, read_config
 from halfmoon.up.run import cluster_secret, up, with_operator_token
-from halfmoon.up.specs.service_specs import gateway_spec, other_specs, trusted
+from halfmoon.up.specs.service_specs import gateway_spec, http_url, other_specs, trusted
 from halfmoon.up.specs.simulated import SimulatedWorkers, simulated_model
-from halfmoon.up.specs.stores import StoreOptions, known_stores, remember_stores
+from halfmoon.up.specs.stores import StoreOptions, known_stores, remember_stores, store_specs
 from halfmoon.up.state.certificates import RoleCertificates
 from halfmoon.up.supervision.announcements import print_event, print_ready, print_restart
+from halfmoon.up.this_host.reserved_ports import ReservedPorts
 from halfmoon.up.up_options import PreparedModel, UpOptions
+from services.gateway.settings import GatewaySettings
+from services.kvstore.settings import KVStoreSettings
 
 MODEL = PreparedModel("/models/m", "m")
 
@@ -278,12 +284,31 @@ def test_where_the_operator_token_is_is_told_and_not_the_token(
 def test_the_printed_command_trusts_the_certificate_and_names_any_model(
     url: str, cert: Path | None, trust: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = UpOptions(http_tls_cert=cert, http_tls_key=cert)
+    options = UpOptions(http_tls_cert=cert, http_tls_key=cert, state_dir=Path("/[s]"))
     print_ready(options, Console(), url, "the user's ü", [], shows_token_file=False)
-    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    said = capsys.readouterr().out
+    assert "logs: /[s]/logs" in said
+    words = shlex.split(said.splitlines()[-1])
     assert words[:-5] == ["curl", "-N", *trust]
     assert words[-5] == f"{url}/v1/chat/completions"
     assert json.loads(words[-1])["model"] == "the user's ü"
+
+
+@pytest.mark.parametrize("written", ["::1", "[::1]"])
+def test_an_ipv6_address_has_brackets_before_a_port(written: str) -> None:
+    options = up_options(read_config(None, [Override("hosts.address", written, "--host-address")]))
+    assert options.host_address == "[::1]"
+    assert http_url(UpOptions(host=written), 8000) == "http://[::1]:8000"
+    with ReservedPorts() as ports:
+        assert ports.address(options.host_address).startswith("[::1]:")
+
+
+def test_services_read_ipv6_addresses_of_stores_and_peers() -> None:
+    addresses = ["[::1]:7003", "[::1]:7004", "[::1]:7005"]
+    gateway = gateway_spec(UpOptions(), MODEL, stores=addresses)
+    assert read_settings(GatewaySettings, gateway.arguments[2:]).kv_store == tuple(addresses)
+    store = store_specs(StoreOptions(num_stores=3), Path("/s"), addresses)[0]
+    assert read_settings(KVStoreSettings, store.arguments[2:]).peers == tuple(addresses[1:])
 
 
 @pytest.mark.parametrize("returns", [False, True])

@@ -38,4 +38,9 @@ def address_towards(other: str) -> str:
     with socket.socket(family, kind) as towards:
         towards.connect(address)
         found: str = towards.getsockname()[0]
-    return f"[{found}]" if ":" in found else found
+    return bracketed(found)
+
+
+def bracketed(host: str) -> str:
+    """Returns a host as it stands before a port: with brackets around IPv6."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -12,6 +12,7 @@ from halfmoon.config.section import Section
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_policy import WHOLE
 from halfmoon.policy.view.worker_view import ROLES, Role
+from halfmoon.rpc.addresses.towards import bracketed
 from halfmoon.sim.latency_sources.model_catalogue import known_shape
 from halfmoon.up.config.system_config import SystemConfig, WorkerGroup
 from halfmoon.up.fleet.from_plan import with_planned_workers
@@ -49,7 +50,7 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
         handover_codec=config.handover_codec,
         on=config.hosts.on,
         ray_address=config.hosts.ray_address,
-        host_address=config.hosts.address,
+        host_address=config.hosts.address and bracketed(config.hosts.address),
         other_gateways=config.hosts.gateways,
         cluster_port=config.hosts.port if config.hosts.address else 0,
         host=config.gateway.host,

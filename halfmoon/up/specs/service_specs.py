@@ -10,11 +10,12 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from halfmoon.rpc.addresses.towards import bracketed
 from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.credentials.sources import environment_of
 from halfmoon.up.hosts import Hosts, ThisHost
 from halfmoon.up.specs.simulated import simulation_specs
-from halfmoon.up.specs.stores import store_specs
+from halfmoon.up.specs.stores import list_item, store_specs
 from halfmoon.up.specs.worker_specs import worker_specs
 from halfmoon.up.state.certificates import RoleCertificates
 from halfmoon.up.supervision.child import Room, ServiceSpec
@@ -64,7 +65,7 @@ def gateway_spec(
     if options.operator_token:
         keys["HALFMOON_GATEWAY_OPERATOR_TOKEN"] = options.operator_token
     keys |= _ledger(options, "GATEWAY") | variables("gateway", options.settings)
-    kv_stores = tuple(part for store in stores for part in ("--kv-store", store))
+    kv_stores = tuple(part for store in stores for part in ("--kv-store", list_item(store)))
     arguments = ("-m", "services.gateway", *listen, *tls, *cluster, *served, *codec, *kv_stores, *chosen)
     name = "gateway" if number is None else f"gateway-{number}"
     return ServiceSpec(
@@ -173,4 +174,4 @@ def reachable(host: str) -> str:
 
 def http_url(options: UpOptions, port: int) -> str:
     """Returns the URL of gateway or console on this host."""
-    return f"{'http' if options.http_tls_cert is None else 'https'}://{reachable(options.host)}:{port}"
+    return f"{'http' if options.http_tls_cert is None else 'https'}://{bracketed(reachable(options.host))}:{port}"

@@ -14,6 +14,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.answer_model import LengthKind, TextKind
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, WorkerProfile, load_profile
+from halfmoon.up.specs.stores import list_item
 from halfmoon.up.supervision.child import ServiceSpec
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "*.jinja", "vocab.*", "merges.txt")
@@ -99,7 +100,7 @@ def simulation_specs(
         "--length": simulated.length,
         "--median-tokens": simulated.median_tokens,
     }
-    kv_stores = (("--kv-store", store) for store in stores)
+    kv_stores = (("--kv-store", list_item(store)) for store in stores)
     options = tuple(str(part) for pair in (*settings.items(), *kv_stores) for part in pair)
     alike: dict[tuple[str, ...], Counter[Role]] = defaultdict(Counter)
     for role, arguments in workers:

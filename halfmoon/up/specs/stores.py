@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,11 @@ def known_stores(state_dir: Path) -> tuple[str, ...]:
         return ()
 
 
+def list_item(address: str) -> str:
+    """Returns an address as an option takes it that may be repeated: one that begins with a bracket would be a list."""
+    return json.dumps(address) if address.startswith("[") else address
+
+
 def _directories(options: StoreOptions, state_dir: Path) -> list[Path]:
     directory = options.disk_dir or state_dir / "kvstore"
     num_stores = options.num_stores or 1
@@ -102,5 +108,7 @@ def _store_spec(
     environment = (
         {**settings} if options.cold_url is None else {**settings, "HALFMOON_KVSTORE_COLD_URL": options.cold_url}
     )
-    flags = tuple(part for pair in (*arguments.items(), *(("--peers", peer) for peer in peers)) for part in pair)
+    flags = tuple(
+        part for pair in (*arguments.items(), *(("--peers", list_item(peer)) for peer in peers)) for part in pair
+    )
     return ServiceSpec(name, ("-m", "services.kvstore", *flags), environment, restarts=True, cluster_role="store")

@@ -86,7 +86,7 @@ def _taken(host: str, port: int, err: OSError, setting: str) -> InvalidRequest:
 
 
 def _addresses(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, Any]]:
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return [(family, address) for family, _, _, _, address in dict.fromkeys(found)]
 
 
