@@ -24,7 +24,7 @@ from halfmoon.engine.device_path import (
 )
 from halfmoon.engine.kv_memory.kv_access import KVMemory
 from halfmoon.engine.kv_memory.kv_arena import TORCH_DTYPES, KVArena
-from halfmoon.engine.kv_memory.kv_budget import blocks_in, kv_budget_bytes
+from halfmoon.engine.kv_memory.kv_budget import blocks_in, kv_budget_bytes, num_positions
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.linear import alike
@@ -88,6 +88,7 @@ def _on_one_device(
     dtype, most_tokens = TORCH_DTYPES[config.dtype], most_context_tokens(checkpoint, config)
     model_config = replace(checkpoint.model_config, context_tokens=most_tokens)
     num_blocks = config.num_blocks or blocks_in(kv_budget_bytes(config, model_config, dtype), layout)
+    model_config = replace(model_config, context_tokens=num_positions(config, most_tokens, num_blocks))
     path = choose_path(config, model_config, dtype, most_tokens)
     device, throttle = torch.device(config.device), Throttle(config.link_bytes_per_s)
     host_layers = layers_on_host(model_config.num_layers, config.host_weights)

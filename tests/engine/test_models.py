@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -220,8 +220,17 @@ def test_a_model_that_no_memory_holds_is_refused(
         build_model(config, torch.float32, device)
 
 
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"max_context_tokens": 96}, 96),
+        ({"max_context_tokens": None}, 128),
+        ({"tensor_parallel": 2}, 128),
+        ({"sequence_parallel": 2}, 128),
+    ],
+)
 def test_rotary_tables_are_as_long_as_a_worker_lets_sequences_be(
-    tiny_checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], most: int, tiny_checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as the model would: a million tokens took seconds and 256 MB. Without memory nothing is made at all."""
     config = tiny_checkpoint("llama").model_config
@@ -236,8 +245,8 @@ def test_rotary_tables_are_as_long_as_a_worker_lets_sequences_be(
 
     monkeypatch.setattr(llama, "Rotary", Measured)
     checkpoint = replace(tiny_checkpoint("llama"), config=endless, context_tokens=1 << 40)
-    engine = Engine(checkpoint, EngineConfig(dtype="float32", num_blocks=8, max_context_tokens=96))
-    assert set(lengths) == {96}
+    engine = Engine(checkpoint, EngineConfig(dtype="float32", num_blocks=8, block_tokens=16, **options))
+    assert set(lengths) == {most} == {engine.context_tokens}
     engine.close()
 
 

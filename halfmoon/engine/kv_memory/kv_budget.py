@@ -64,6 +64,14 @@ def blocks_in(kv_bytes: int, layout: KVLayout) -> int:
     return kv_bytes // layout.block_bytes
 
 
+def num_positions(config: EngineConfig, most_tokens: int, num_blocks: int) -> int:
+    """Positions that a model computes, of sequences of at most `most_tokens`: KV memory of `num_blocks` holds no more.
+
+    A model may name millions. With KV on the host, too, `most_tokens` alone bounds them.
+    """
+    return most_tokens if config.offload is not None else min(most_tokens, num_blocks * config.block_tokens)
+
+
 def usable_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device_bytes: int | None = None) -> int:
     """Memory of a GPU for weights and KV. device_bytes: all of its memory; None: the smallest device's."""
     total = _smallest_device_bytes() if device_bytes is None else device_bytes

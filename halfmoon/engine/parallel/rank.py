@@ -16,6 +16,7 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.device_path import DevicePath, choose_path, keeps_blocks, pack, weights_place
 from halfmoon.engine.kv_memory.kv_arena import KVArena
+from halfmoon.engine.kv_memory.kv_budget import num_positions
 from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import Model, build_model
@@ -82,7 +83,8 @@ class Rank:
         assert config.dtype != "auto"
         assert config.num_blocks is not None
         context_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
-        whole = replace(checkpoint.model_config, context_tokens=context_tokens)
+        positions = num_positions(config, context_tokens, config.num_blocks * grid.sequence_size)
+        whole = replace(checkpoint.model_config, context_tokens=positions)
         shard = grid.shard(whole, rank)
         self._is_first_rank, self._is_sender = rank == 0, grid.tensor_rank(rank) == 0
         self.links = links
