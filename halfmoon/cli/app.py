@@ -59,6 +59,9 @@ app.command()(status)
 @app.callback()
 def main() -> None:
     """Halfmoon: disaggregated serving of large language models."""
+    for argument in sys.argv[1:]:
+        if argument != argument.encode(errors="replace").decode():
+            raise typer.BadParameter(f"the argument {argument!r} is not UTF-8: names and paths are kept as text")
 
 
 @app.command()

@@ -38,3 +38,14 @@ def test_else_it_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with pytest.raises(SystemExit) as ended:
         main()
     assert (ended.value.code, capsys.readouterr().out) == (0, f"{halfmoon.__version__}\n")
+
+
+@pytest.mark.parametrize("rest", [["keys", "add", "t", "--label", "caf\udce9"], ["up", "--state-dir", "\udce9"]])
+def test_what_is_no_text_is_refused(
+    rest: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["halfmoon", *rest])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "not UTF-8" in capsys.readouterr().err
