@@ -48,8 +48,7 @@ class ControlApi:
 
     async def change(self, name: str, what: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """POST /halfmoon/v1/workers/{name}/{what}. Raises Unavailable or InvalidRequest."""
-        worker = quote(name, safe="", errors="replace")  # a command line may hold any bytes
-        return await self._ask("POST", f"/halfmoon/v1/workers/{worker}/{what}", {"by": self._by, **body})
+        return await self._ask("POST", f"/halfmoon/v1/workers/{quote(name, safe='')}/{what}", {"by": self._by, **body})
 
     async def until(self, holds: Callable[[list[Worker]], bool], within_s: float, why: str) -> None:
         """Returns once it holds of the members. Raises Unavailable with `why` after `within_s`."""

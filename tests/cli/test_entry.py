@@ -40,7 +40,7 @@ def test_else_it_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert (ended.value.code, capsys.readouterr().out) == (0, f"{halfmoon.__version__}\n")
 
 
-@pytest.mark.parametrize("rest", [["keys", "add", "t", "--label", "caf\udce9"], ["up", "--state-dir", "\udce9"]])
+@pytest.mark.parametrize("rest", [["keys", "add", "t", "--label", "caf\udce9"], ["drain", "\udcff"]])
 def test_what_is_no_text_is_refused(
     rest: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

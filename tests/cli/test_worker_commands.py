@@ -113,7 +113,6 @@ def test_a_gateway_that_was_not_named_and_does_not_answer_can_be(tmp_path: Path)
     assert "name it by" not in named.stderr
 
 
-@pytest.mark.parametrize(("gateway", "worker"), [("http://127.0.0.1:9", "\udcff"), ("http://[::1", "d")])
-def test_what_is_no_text_or_no_url_is_answered_as_any_other(gateway: str, worker: str) -> None:
-    result = CliRunner().invoke(app, ["drain", worker, "--gateway", gateway])
+def test_what_is_no_url_is_answered_as_any_other() -> None:
+    result = CliRunner().invoke(app, ["drain", "d", "--gateway", "http://[::1"])
     assert (result.exit_code, "does not answer" in result.stderr) == (1, True), result.exception
