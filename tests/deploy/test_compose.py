@@ -153,11 +153,13 @@ def test_docker_compose_takes_the_profiles(overlay: Sequence[str]) -> None:
 
 
 def test_the_services_share_the_ledger_that_is_started() -> None:
+    """The password is no part of the URL, where `@` and `%` would mean something else."""
     ledger = compose_others()["ledger"]["environment"]
-    url = "postgresql://{POSTGRES_USER}:{POSTGRES_PASSWORD}@ledger/{POSTGRES_DB}".format(**ledger)
+    url = "postgresql://{POSTGRES_USER}@ledger/{POSTGRES_DB}".format(**ledger)
     for name in ("gateway", "planner"):
         service = compose()[name]
         assert service["environment"][f"HALFMOON_{name.upper()}_LEDGER_URL"] == url
+        assert service["environment"]["PGPASSWORD"] == ledger["POSTGRES_PASSWORD"]
         assert service["depends_on"]["ledger"] == {"condition": "service_healthy"}
         assert service["build"]["args"]["EXTRAS"] == "postgresql"
 
