@@ -13,8 +13,10 @@ import yaml
 from halfmoon.plan.plan_file import PlannedCluster, PlannedWorkers
 
 _BASE = "docker-compose.yml"
-_PORT = 7001
+_PORTS = {"prefill": 7001, "decode": 7002}  # where the images' health checks ask
 _METRICS_PORT = 9100
+_CPU = {"TORCH_BACKEND": "${TORCH_BACKEND-cpu}", "EXTRAS": "postgresql"}
+_CUDA = {"TORCH_BACKEND": "${HALFMOON_CUDA_BACKEND:-cu128}", "EXTRAS": "gpu"}
 _DRAIN_S = 10  # Compose stops the workers before the gateway, on which they depend
 
 
@@ -51,10 +53,12 @@ def _workers(planned: PlannedCluster) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dict[str, Any]:
+    image = "decode" if kind.role == "decode" else "prefill"
+    port, on_gpus = _PORTS[image], kind.gpu not in (None, "cpu")
     command = [
         f"--role={kind.role}",
-        f"--listen=0.0.0.0:{_PORT}",
-        f"--advertise={name}:{_PORT}",
+        f"--listen=0.0.0.0:{port}",
+        f"--advertise={name}:{port}",
         "--gateway=gateway:7000",
         "--kv-store=kvstore:7003",
         f"--model=${{HALFMOON_MODEL:-{model}}}",
@@ -62,12 +66,16 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
         f"--drain-s={_DRAIN_S}",
         *kind.arguments,
     ]
-    image = "decode" if kind.role == "decode" else "prefill"
     service = {
-        "image": f"halfmoon/{image}",
-        "build": {"context": ".", "target": image, "args": {"TORCH_BACKEND": "${TORCH_BACKEND-cpu}"}},
+        "image": f"halfmoon/{image}:cuda" if on_gpus else f"halfmoon/{image}",
+        "build": {"context": ".", "target": image, "args": dict(_CUDA if on_gpus else _CPU)},
         "init": True,
         "restart": "unless-stopped",
+        "read_only": True,
+        "tmpfs": ["/tmp"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "stop_grace_period": "30s",
         "command": command,
         "environment": {
             "HALFMOON_CONFIG": "/etc/halfmoon.yaml",
@@ -75,6 +83,10 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
             "HALFMOON_TLS_CERT": "/run/halfmoon/tls.crt",
             "HALFMOON_TLS_KEY": "/run/halfmoon/tls.key",
             "HALFMOON_TLS_CA": "/run/halfmoon/ca.crt",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}",
+            "OTEL_TRACES_SAMPLER": "${OTEL_TRACES_SAMPLER:-parentbased_always_on}",
+            "OTEL_TRACES_SAMPLER_ARG": "${OTEL_TRACES_SAMPLER_ARG:-1.0}",
+            f"HALFMOON_{image.upper()}_QUANTIZATION": "${HALFMOON_QUANTIZATION:-}",
             f"HALFMOON_{image.upper()}_DEVICE": "${HALFMOON_DEVICE:-}",
             f"HALFMOON_{image.upper()}_HOST_NAME": "${HALFMOON_HOST_NAME:-docker}",
         },
@@ -83,12 +95,13 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
             "secret-worker:/run/halfmoon:ro",
             "${HALFMOON_CONFIG:-./deploy/halfmoon.yaml}:/etc/halfmoon.yaml:ro",
         ],
+        "networks": {"default": {"aliases": [image]}},  # where Prometheus looks
         "depends_on": {
             "secret": {"condition": "service_completed_successfully"},
             "gateway": {"condition": "service_started"},
         },
     }
-    if kind.gpu in (None, "cpu"):
+    if not on_gpus:
         return service
     ids = [str(first_gpu + number) for number in range(kind.num_devices)]
     gpus = [{"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}]

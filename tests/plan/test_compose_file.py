@@ -30,10 +30,21 @@ def test_each_worker_is_a_service_with_gpus_of_its_own() -> None:
     for name, one in workers.items():
         role = name.rsplit("-", 1)[0]
         assert f"--role={role}" in one["command"]
-        assert f"--advertise={name}:7001" in one["command"]
-        expected = base["decode" if role == "decode" else "prefill"]
-        assert one["image"] == expected["image"]
+        image = "decode" if role == "decode" else "prefill"
+        expected = base[image if role == "both" else f"{image}-gpu"]
+        port = expected["command"][0].rpartition(":")[2]
+        assert {f"--listen=0.0.0.0:{port}", f"--advertise={name}:{port}"} <= set(one["command"])
+        assert {*expected["command"]} <= {*one["command"]}
         assert set(one["volumes"]) == set(expected["volumes"])
+        assert one["networks"] == {"default": {"aliases": [image]}}
+        own = {"command", "environment", "volumes", "networks", "scale", "deploy", "profiles"}
+        assert {key: one[key] for key in one if key not in own} == {
+            key: expected[key] for key in expected if key not in own
+        }
+        model = f"HALFMOON_{image.upper()}_MODEL"  # the command has it, and else the plan's
+        assert one["environment"] == {
+            key: expected["environment"][key] for key in expected["environment"] if key != model
+        }
     gpus = [
         device["device_ids"]
         for one in workers.values()
