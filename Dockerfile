@@ -21,8 +21,8 @@ ENV PYTHONUNBUFFERED=1 \
 # The user owns the places of the volumes: a new named volume takes its owner from here.
 RUN groupadd --gid 10001 halfmoon \
  && useradd --uid 10001 --gid 10001 --create-home halfmoon \
- && install -d -o halfmoon -g halfmoon /app /cache /state \
- && install -d -m 0700 -o halfmoon -g halfmoon /secrets /secrets/root /secrets/worker /secrets/gateway /secrets/store \
+ && install -d -o halfmoon -g halfmoon /app /cache \
+ && install -d -m 0700 -o halfmoon -g halfmoon /state /secrets /secrets/root /secrets/worker /secrets/gateway /secrets/store \
       /secrets/planner /secrets/operator
 
 # Everything but PyTorch comes from the lock: each file is compared with its hash. The libraries' own tests go.

@@ -111,6 +111,13 @@ def test_containers_may_write_to_their_volumes_alone() -> None:
         assert service["security_opt"] == ["no-new-privileges:true"]
 
 
+@pytest.mark.parametrize("file", ["Dockerfile", "deploy/vllm/Dockerfile"])
+def test_a_new_volume_for_state_is_private_from_the_start(file: str) -> None:
+    """A volume takes its mode from the image; services would mend another one, and warn of it."""
+    (private,) = re.findall(r"install -d -m 0700 -o halfmoon -g halfmoon ((?:[^&\\]|\\\n)+)", (ROOT / file).read_text())
+    assert "/state" in private.split()
+
+
 def test_workers_are_dialled_at_addresses_of_their_own() -> None:
     for name in ("prefill", "decode"):
         own = options(compose()[name])
