@@ -61,6 +61,7 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
         f"--advertise={name}:{port}",
         "--gateway=gateway:7000",
         "--kv-store=kvstore:7003",
+        "--state-dir=/state",
         f"--model=${{HALFMOON_MODEL:-{model}}}",
         f"--metrics-port={_METRICS_PORT}",
         f"--drain-s={_DRAIN_S}",
@@ -92,6 +93,7 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
         },
         "volumes": [
             "models:/cache",
+            "workers:/state",
             "secret-worker:/run/halfmoon:ro",
             "${HALFMOON_CONFIG:-./deploy/halfmoon.yaml}:/etc/halfmoon.yaml:ro",
         ],

@@ -118,6 +118,18 @@ def test_a_new_volume_for_state_is_private_from_the_start(file: str) -> None:
     assert "/state" in private.split()
 
 
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_what_services_keep_is_in_volumes_with_a_name(name: str) -> None:
+    """Calibrations are a worker's: those of one host share them, and measure themselves one after the other."""
+    service = compose()[name]
+    places = [one.split(":")[1] for one in service["volumes"] if not one.endswith(":ro")]
+    kept = [field for field in ("state_dir", "disk_dir") if field in SETTINGS[name].model_fields]
+    assert kept
+    for field in kept:
+        directory = Path(options(service)[field.replace("_", "-")])
+        assert any(directory.is_relative_to(place) for place in places)
+
+
 def test_workers_are_dialled_at_addresses_of_their_own() -> None:
     for name in ("prefill", "decode"):
         own = options(compose()[name])
