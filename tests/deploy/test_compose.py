@@ -203,3 +203,7 @@ def test_the_variables_are_documented() -> None:
     done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True, cwd=ROOT)
     written = (ROOT / "deploy" / "env.example").read_text()
     assert done.stdout == written, "run `python -m scripts.env_example`"
+
+
+def test_the_file_that_holds_their_secrets_is_not_committed() -> None:
+    assert "/.env" in (ROOT / ".gitignore").read_text().splitlines()
