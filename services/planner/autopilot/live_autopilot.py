@@ -51,6 +51,7 @@ class LiveAutopilot:
         self._slow_loop = slow_loop
         self._metrics = metrics
         self._clock = clock
+        self._has_looked = False
         self._is_failing = False
         self._seen: Observation | None = None
         self.status: dict[str, Any] = {"own_mode": own_mode}
@@ -61,7 +62,7 @@ class LiveAutopilot:
             while True:
                 try:
                     await self.once()
-                    self._is_failing = False
+                    self._has_looked, self._is_failing = True, False
                 except HalfmoonError as error:
                     self._note_failure(error.message)
                 except Exception:  # no answer of a gateway may end this loop
@@ -120,9 +121,10 @@ class LiveAutopilot:
         return {name: _shown(value) for name, value in status.items()}
 
     def _note_failure(self, reason: str, *, is_bug: bool = False) -> None:
-        """Logs the first failure of an outage."""
+        """Logs the first failure of an outage; before the first look the gateways may only be starting."""
         if not self._is_failing:
-            log.error("autopilot.blind", extra={"reason": reason}, exc_info=is_bug)
+            level = logging.ERROR if self._has_looked or is_bug else logging.WARNING
+            log.log(level, "autopilot.blind", extra={"reason": reason}, exc_info=is_bug)
         self._is_failing = True
 
 

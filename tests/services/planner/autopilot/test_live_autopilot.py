@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from halfmoon.background import running
 from halfmoon.config.planner import AutopilotMode
 from halfmoon.errors import Unavailable
 from halfmoon.ledger.history.autopilot_decisions import StoredDecision
@@ -22,6 +24,7 @@ from halfmoon.policy.scaling.observation import Observation, Traffic, WorkerSpee
 from halfmoon.policy.scaling.rules import ScalingRules
 from halfmoon.policy.view.worker_view import Role
 from services.gateway.telemetry.observed_cluster import ObservedTraffic
+from services.planner.autopilot import live_autopilot
 from services.planner.autopilot.actuators import Actuators
 from services.planner.autopilot.decision_log import DecisionLog
 from services.planner.autopilot.gateways import open_gateways
@@ -182,6 +185,27 @@ async def test_a_gateway_that_is_away(tmp_path: Path, monkeypatch: pytest.Monkey
         await it.fleet.stop()
         with pytest.raises(Unavailable):
             await it.autopilot.once()
+
+
+@pytest.mark.parametrize(("has_looked", "level"), [(False, "WARNING"), (True, "ERROR")])
+async def test_an_outage_is_an_error_once_a_gateway_was_there(
+    has_looked: bool, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Services start in any order."""
+    looks, has_failed_twice = iter(range(4)), asyncio.Event()
+
+    async def once(self: LiveAutopilot) -> None:
+        number = next(looks, 4)
+        if number == 3:
+            has_failed_twice.set()
+        if number or not has_looked:
+            raise Unavailable("away")
+
+    monkeypatch.setattr(live_autopilot, "_EVERY_S", 0.01)
+    monkeypatch.setattr(LiveAutopilot, "once", once)
+    async with live(tmp_path, monkeypatch, "off") as it, running(it.autopilot.run()), asyncio.timeout(30):
+        await has_failed_twice.wait()
+    assert [record.levelname for record in caplog.records if record.message == "autopilot.blind"] == [level]
 
 
 async def test_it_starts_a_worker_where_no_roles_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
