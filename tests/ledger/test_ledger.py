@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sqlite3
 import time
 from datetime import UTC, datetime
@@ -116,6 +117,17 @@ async def test_a_server_that_stands_still_holds_nobody_up(postgresql: Postgresql
             postgresql.signal(signal.SIGCONT)
         await until_written(ledger)
         assert len(await ledger.recent(9)) == 4
+
+
+async def test_a_database_that_was_never_reached_says_why() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]  # nobody listens there afterwards
+    async with open_ledger(f"postgresql://me@127.0.0.1:{port}/ledger", may_be_away=True) as ledger:
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="refused"):
+                await ledger.recent(1)
+            with pytest.raises(Unavailable, match="refused"):
+                await ledger.join()
 
 
 async def test_a_database_that_went_away_and_came_back(tmp_path: Path) -> None:

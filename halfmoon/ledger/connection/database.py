@@ -34,6 +34,7 @@ class Database:
         self._engine = engine
         self._threads = DriverThreads(engine) if self.is_file else None
         self._is_current = False  # the tables have this release's schema
+        self._absence = "the ledger's database was not reached yet"
         self._file: OpenedFile | None = None  # for SQLite, once it is open
         self._commits: CommitWatch | None = None  # of that file
         self._overdue: set[asyncio.Task[Any]] = set()  # given up but not ended: a driver may take its time
@@ -67,7 +68,11 @@ class Database:
         Raises Unavailable; Incompatible for tables of a later release.
         """
         if not self._is_current:
-            await self._within(self._upgrade(), _OPEN_S)
+            try:
+                await self._within(self._upgrade(), _OPEN_S)
+            except Unavailable as error:
+                self._absence = error.message
+                raise
             self._file = OpenedFile(self._engine) if self.is_file else None
             if self._file is not None and self._file.path is not None:
                 self._commits = CommitWatch(self._file.path)
@@ -91,9 +96,9 @@ class Database:
             await self._threads.ended()
 
     def _check(self) -> None:
-        """Raises Unavailable if there is nothing to read yet, or not any more."""
+        """Raises Unavailable, with the reason, if there is nothing to read yet, or not any more."""
         if not self._is_current:
-            raise Unavailable("the ledger's database was not reached yet")
+            raise Unavailable(self._absence)
         if self._file is not None:
             self._file.check()
 
