@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import grpc
 
 from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.host_limits import free_memory_bytes
 from halfmoon.pb import kvstore_pb2_grpc
 from halfmoon.rpc.breaker import CircuitBreaker
 from halfmoon.rpc.credentials.credential import Credential
@@ -82,6 +83,8 @@ async def running_store(settings: KVStoreSettings, credential: Credential | None
 
 def _arena(num_bytes: int) -> tuple[SharedSegment | None, memoryview]:
     """Allocates memory that other processes can map, or private memory where the system has none."""
+    if num_bytes > (free_bytes := free_memory_bytes()):
+        log.warning("arena.exceeds_memory", extra={"dram_bytes": num_bytes, "free_bytes": free_bytes})
     try:
         segment = SharedSegment(num_bytes)
     except (OSError, AttributeError) as err:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.service import read_settings
+from services.kvstore import assembly
 from services.kvstore.settings import KVStoreSettings
 
 
@@ -51,6 +52,16 @@ def test_settings_do_not_change_and_are_checked() -> None:
     for bad in (["--dram-bytes", "0"], ["--log-level", "LOUD"], ["--lease-s", "-1"]):
         with pytest.raises(InvalidRequest):
             settings(*bad)
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 20, (1 << 20) - 1])
+async def test_more_memory_than_there_is_is_warned_of(
+    free_bytes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(assembly, "free_memory_bytes", lambda: free_bytes)
+    async with assembly.running_store(settings("--dram-bytes", "1MiB")):
+        pass
+    assert ("arena.exceeds_memory" in caplog.text) == (free_bytes < 1 << 20)
 
 
 def test_tiers_have_policies_and_codecs() -> None:
