@@ -25,6 +25,7 @@ class FailedAttempt(NamedTuple):
     decode: str
     gave_tokens: bool
     retry_after_ms: int | None = None  # as the worker replied
+    gives_way: bool = False  # other tenants have a better right to the room
 
 
 class Retries:
@@ -90,6 +91,8 @@ class Retries:
         self._has_lost |= self._is_lost
         self._num_lost = (0 if attempt.gave_tokens else self._num_lost) + self._is_lost
         self._since_pause.append(attempt)
+        if attempt.gives_way and not self._has_tokens:
+            return False
         few_stale = self._num_stale <= _MAX_STALE
         return few_stale and self._num_refusals < MAX_REFUSALS and self._num_failovers <= MAX_FAILOVERS
 

@@ -30,6 +30,15 @@ def test_whose_answer_has_begun_waits_for_room() -> None:
     assert [retries.add(failed("lost")) for _ in range(MAX_REFUSALS)] == [True, True, False]
 
 
+def test_who_gives_way_is_given_up_unless_its_answer_has_begun() -> None:
+    attempt = failed("no room")._replace(gives_way=True)
+    assert not Retries().add(attempt)
+    retries = Retries()
+    assert retries.add(failed("lost", gave_tokens=True))
+    assert retries.add(attempt)
+    assert Retries().add(attempt, have_others_begun=True)
+
+
 def test_an_output_waits_for_room_once_others_of_its_request_have_begun() -> None:
     retries = Retries()
     assert [retries.add(failed("no room")) for _ in range(MAX_REFUSALS - 1)] == [True, True]

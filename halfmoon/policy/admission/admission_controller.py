@@ -298,9 +298,9 @@ class AdmissionController:
         """Whether to admit a refused request because nothing has run for long: `IdleProbe`."""
         return not self.inside and self._probe.is_due(now_s)
 
-    def note_no_room(self, request_id: str, now_s: float) -> None:
-        """Notes that an admitted request found no room on its workers."""
-        self.shares.note_full(request_id, now_s)
+    def note_no_room(self, request_id: str, now_s: float) -> bool:
+        """Notes that an admitted request found no room on its workers. Returns whether it may be tried again."""
+        return self.shares.note_full(request_id, now_s)
 
     def _check_fair_share(self, tenant: Tenant, request: PlacementRequest, admitted: Admitted, now_s: float) -> None:
         qos, num_tokens = admitted.qos, request.num_prompt_tokens + round(admitted.num_output)

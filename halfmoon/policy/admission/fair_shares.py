@@ -73,6 +73,7 @@ class FairShares:
         self._rooms: dict[int, TenantRoom] = {}
         self._charges: dict[str, _Charge] = {}  # of requests inside
         self._begun: set[str] = set()  # of these
+        self._roomless: set[str] = set()  # of these: workers refused them, and they have not been sent to others
 
     def priority(self, class_priority: int, tenant: Tenant, requested: int) -> int:
         """The priority of a request if it came now."""
@@ -85,11 +86,29 @@ class FairShares:
             return True
         return self._rooms.setdefault(class_priority, TenantRoom()).may_use(tenant, num_tokens, now_s)
 
-    def note_full(self, request_id: str, now_s: float) -> None:
-        """Notes that a request inside found no room on any worker."""
+    def note_full(self, request_id: str, now_s: float) -> bool:
+        """Notes that a request inside found no room on any worker: it has none until it is sent to workers again.
+
+        Returns whether it may be: others of the class have no better right to the room. Where there are several
+        gateways it keeps what it has, and may: the room that one of them has varies down to none at all.
+        """
         charge = self._charges.get(request_id)
-        if charge is not None:
-            self._rooms[charge.class_priority].note_full(charge.num_tokens, now_s)
+        if charge is None:
+            return True
+        room = self._rooms[charge.class_priority]
+        if not self._has_tags:
+            room.note_full(charge.num_tokens, now_s)
+            return True
+        self.send(request_id)
+        self._roomless.add(request_id)
+        return room.wait(charge.tenant, charge.num_tokens, now_s)
+
+    def send(self, request_id: str) -> None:
+        """Notes that a request is sent to workers."""
+        if request_id in self._roomless:
+            self._roomless.discard(request_id)
+            charge = self._charges[request_id]
+            self._rooms[charge.class_priority].end_wait(charge.tenant, charge.num_tokens)
 
     def enter(self, request_id: str, class_priority: int, tenant: Tenant, cost: float, num_tokens: int) -> None:
         """Charges the tenant with what a request is expected to cost. Does nothing if it is inside already."""
@@ -113,6 +132,7 @@ class FairShares:
 
     def leave(self, request_id: str, cost: float) -> None:
         """Corrects what a request that has ended was charged to what it did cost: nothing if it never began."""
+        self.send(request_id)
         charge = self._charges.pop(request_id, None)
         has_begun = request_id in self._begun
         self._begun.discard(request_id)

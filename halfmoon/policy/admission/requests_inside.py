@@ -91,6 +91,7 @@ class RequestsInside:
 
     def move(self, request_id: str, view: ClusterView, placement: Placement, now_s: float) -> None:
         """Sends a request to these workers, and takes it off any others."""
+        self._shares.send(request_id)
         self._forecast.move(request_id, view, self._inside[request_id].work, placement, now_s)
 
     def begin_decode(self, request_id: str, now_s: float) -> None:

@@ -19,6 +19,7 @@ class _Use:
 
     weight: float
     used: int = 0
+    waiting: int = 0  # of requests that found no room and may come again
     wanted: int = 0  # most that it had or asked for lately
     wanted_s: float = 0.0  # when
     latest: int = 1  # the latest request
@@ -43,8 +44,9 @@ class TenantRoom:
         """Whether the tenant may have `num_tokens` more. Counts as its demand in either case."""
         use = self._uses.setdefault(tenant.name, _Use(tenant.weight))
         use.weight, use.latest = tenant.weight, max(num_tokens, 1)
-        if use.used + num_tokens >= use.wanted or now_s - use.wanted_s > _MEMORY_S:
-            use.wanted, use.wanted_s = use.used + num_tokens, now_s
+        wanted = use.used + use.waiting + num_tokens
+        if wanted >= use.wanted or now_s - use.wanted_s > _MEMORY_S:
+            use.wanted, use.wanted_s = wanted, now_s
         if now_s - self._full_s > _MEMORY_S:
             return True
         self._forget(now_s)
@@ -69,6 +71,23 @@ class TenantRoom:
         self._uses[tenant.name].used -= num_tokens
         self._total -= num_tokens
 
+    def wait(self, tenant: Tenant, num_tokens: int, now_s: float) -> bool:
+        """Takes the tokens of a request that found no room on any worker and still wants some. Whether it may."""
+        self.note_full(num_tokens, now_s)
+        self.give_back(tenant, num_tokens)
+        may_use = self.may_use(tenant, num_tokens, now_s)
+        self._uses[tenant.name].waiting += num_tokens
+        return may_use
+
+    def end_wait(self, tenant: Tenant, num_tokens: int) -> None:
+        """Gives the tokens of a request back that waited."""
+        self._uses[tenant.name].waiting -= num_tokens
+        self.take(tenant, num_tokens)
+
     def _forget(self, now_s: float) -> None:
         """Drops tenants that have nothing and wanted nothing lately."""
-        self._uses = {name: use for name, use in self._uses.items() if use.used or now_s - use.wanted_s <= _MEMORY_S}
+        self._uses = {
+            name: use
+            for name, use in self._uses.items()
+            if use.used or use.waiting or now_s - use.wanted_s <= _MEMORY_S
+        }

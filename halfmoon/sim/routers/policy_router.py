@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from halfmoon.errors import NoCapacity
 from halfmoon.kv.kv_policy import most_seen, num_reusable
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.degradation import LIKELY, Admitted
@@ -163,7 +164,9 @@ class PolicyRouter:
                 is_failover=job.retries is not None and job.retries.has_lost,
             )
             if job.retries is not None and job.retries.last_reason == "no room":
-                self._admission.note_no_room(name, now_s)
+                may_try = self._admission.note_no_room(name, now_s)
+                if not may_try and not job.generated:
+                    raise NoCapacity("others of the class have a better right to the room")
             placement = self._admission.place_again(self.view, request, qos, now_s)
             self._admission.inside.move(name, self.view, placement, now_s)
         self._members.send(job, placement.prefill.worker_id, placement.decode.worker_id)

@@ -206,11 +206,11 @@ class Relay:
             except GatewayStopping:
                 raise
             except (NoCapacity, Unavailable) as error:
+                failed = _failed(error, placement, len(progress.output_token_ids) > num_before)
                 if isinstance(error, NoCapacity):
-                    routing.note_no_room()
+                    failed = failed._replace(gives_way=not routing.note_no_room())
                 elif not isinstance(error, StalePlacement):
                     routing.note_lost()
-                failed = _failed(error, placement, len(progress.output_token_ids) > num_before)
                 if not retries.add(failed, have_others_begun=turns is not None and turns.has_begun):
                     raise
                 _note_retry(progress, error.message)

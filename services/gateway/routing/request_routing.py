@@ -175,9 +175,9 @@ class RequestRouting:
         """`sink`, which reports the first token of each attempt to the admission controller."""
         return NotifyingSink(sink, lambda: self._admission.inside.begin_decode(self._name, self._context.clock()))
 
-    def note_no_room(self) -> None:
-        """Reports that no worker had room for the output."""
-        self._admission.note_no_room(self._name, self._context.clock())
+    def note_no_room(self) -> bool:
+        """Reports that no worker had room for the output. Returns whether it may be tried again."""
+        return self._admission.note_no_room(self._name, self._context.clock())
 
     def note_lost(self) -> None:
         """Notes that one of its workers was lost: the output goes on elsewhere, as a failover."""

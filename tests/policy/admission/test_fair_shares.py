@@ -174,3 +174,56 @@ def test_tenants_of_the_past_are_forgotten() -> None:
             shares.begin(name)
             shares.leave(name, cost)
     assert len(shares._queues[0].counters) <= 1_025
+
+
+def full_of_heavy(*, has_tags: bool = True) -> FairShares:
+    """Four places of 100, all of `b`, while `a` waits for room: workers have refused two of its requests."""
+    shares = FairShares(has_tags=has_tags)
+    shares.is_on = True
+    for number in range(4):
+        assert shares.may_enter(0, B, 100, 0.0)
+        shares.enter(f"b{number}", 0, B, 100, 100)
+    for number in range(2):
+        assert shares.may_enter(0, A, 100, 0.0)
+        shares.enter(f"a{number}", 0, A, 100, 100)
+        assert shares.note_full(f"a{number}", 0.0)
+    return shares
+
+
+def test_a_request_that_waits_for_room_has_none_of_its_tenants_share() -> None:
+    shares = full_of_heavy()
+    shares.leave("b0", 100)
+    assert not shares.may_enter(0, B, 100, 1.0)  # the place is for one of those that wait
+    shares.send("a0")
+    assert not shares.may_enter(0, B, 100, 1.0)
+    shares.leave("b1", 100)
+    shares.send("a1")
+    assert shares.may_enter(0, B, 100, 1.0)  # the other has what it wanted
+
+
+def test_a_request_without_room_does_not_come_again_before_those_below_their_share() -> None:
+    shares = full_of_heavy()
+    shares.enter("late", 0, B, 100, 100)
+    assert not shares.note_full("late", 1.0)
+    shares.leave("late", 0.0)
+    assert shares.note_full("a0", 1.0)
+    assert shares.note_full("nobody", 1.0)
+
+
+def test_room_is_given_back_once_however_often_it_was_wanted_in_vain() -> None:
+    shares = full_of_heavy()
+    shares.note_full("a0", 1.0)
+    for number in range(2):
+        shares.leave(f"a{number}", 0.0)
+    for number in range(4):
+        shares.leave(f"b{number}", 100)
+    room = shares._rooms[0]
+    assert room._total == 0
+    assert not any(use.used for use in room._uses.values())
+
+
+def test_beside_other_gateways_a_request_keeps_its_room_and_comes_again() -> None:
+    shares = full_of_heavy(has_tags=False)
+    shares.enter("late", 0, B, 100, 100)
+    assert shares.note_full("late", 1.0)
+    assert sum(use.used for use in shares._rooms[0]._uses.values()) == 700

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.errors import InvalidRequest, NoCapacity, Unavailable
 from halfmoon.ledger.edits.stored_tenants import StoredKey
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.policy.admission.admission_controller import AdmissionController
@@ -24,7 +24,7 @@ from services.gateway.control.active_tenants import ActiveTenants, declared_tena
 from services.gateway.control.known_rows import KnownRows
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.settings import GatewaySettings
-from tests.services.gateway.fakes import MODEL, Fleet, running_fleet
+from tests.services.gateway.fakes import MODEL, Fleet, Script, running_fleet
 from tests.services.gateway.test_access import ask
 
 NOW = datetime.now(UTC)
@@ -222,3 +222,14 @@ def test_names_that_urls_cannot_hold(tmp_path: Path, name: str) -> None:
     settings = GatewaySettings(state_dir=tmp_path, tenants={name: {"keys": ["k"]}})
     with pytest.raises(InvalidRequest, match="tenant's name"):
         declared_tenants(settings)
+
+
+@pytest.mark.parametrize("may_come_again", [True, False])
+async def test_a_request_that_gives_way_to_other_tenants_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_come_again: bool
+) -> None:
+    monkeypatch.setattr(FairShares, "note_full", lambda *_: may_come_again)
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("b0", "both", Script("ok"))
+        worker.refuse = [NoCapacity("full", retry_after_ms=1)]
+        assert await complete(fleet, "anyone") == (200 if may_come_again else 429)
