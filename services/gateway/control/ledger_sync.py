@@ -6,7 +6,7 @@ import asyncio
 import logging
 from datetime import UTC, datetime
 
-from halfmoon.errors import HalfmoonError, Unavailable
+from halfmoon.errors import HalfmoonError, Incompatible, Unavailable
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.profiles import StoredProfile
 from halfmoon.policy.models.output_lengths import OutputLengths
@@ -83,18 +83,25 @@ class LedgerSync:
             num_reads += 1
             try:
                 await self._ledger.join()
-                await self._tenants.refresh()
-                await self._classes.refresh()
-                await self._admission.refresh()
-                if num_reads % _LENGTHS_EVERY == 0:
-                    await self.load_lengths()
-                    await self.keep_profiles()
+                await self._read(is_tenth=num_reads % _LENGTHS_EVERY == 0)
             except HalfmoonError as error:
                 self._note_failure(error.message)
             except Exception:  # no content of a ledger may end this loop
                 self._note_failure("internal error", is_bug=True)
             else:
                 self._is_failing = False
+
+    async def _read(self, *, is_tenth: bool) -> None:
+        """Reads what has changed. Raises Unavailable, and Incompatible once all that this release knows is read."""
+        reads = [self._tenants.refresh, self._classes.refresh, self._admission.refresh]
+        newer: Incompatible | None = None
+        for read in [*reads, self.load_lengths, self.keep_profiles] if is_tenth else reads:
+            try:
+                await read()
+            except Incompatible as error:
+                newer = error
+        if newer is not None:
+            raise newer
 
     def _note_failure(self, reason: str, *, is_bug: bool = False) -> None:
         """Logs the first failure of an outage."""

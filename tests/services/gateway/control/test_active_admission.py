@@ -61,6 +61,16 @@ async def test_every_gateway_takes_it_over(tmp_path: Path) -> None:
                 pass
 
 
+async def test_a_gateway_follows_it_beside_classes_of_a_later_release(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, ledger_poll_s=0.001) as fleet:
+        async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+            await ledger.classes.put("newer", {"of_a_later_release": 1}, 0, lambda classes: None)
+            await ledger.admission.put("off", 0)
+        async with asyncio.timeout(60):
+            while (await call(fleet))[1]["mode"] != "off":
+                pass
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
