@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,34 @@ def test_services_take_over_what_is_issued_anew(certificates: RoleCertificates) 
     assert first is not None and first.tls is not None  # noqa: PT018
     assert second is not None and second.tls is not None  # noqa: PT018
     assert first.tls.current.cert != second.tls.current.cert
+
+
+async def test_they_are_renewed_when_the_clock_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when the process has run for so long: a suspended host does not run, and clocks are set."""
+    Authority.create(tmp_path / "ca")
+    start, day = datetime.now(UTC), 0
+    looks = iter([9, 11, 20, 5, 6])  # those of days 11 and 5 find them due
+    renewed = []
+
+    def clock() -> datetime:
+        return start + timedelta(days=day)
+
+    made = RoleCertificates(tmp_path / "ca", tmp_path / "state", clock)
+
+    async def look(_: float) -> None:
+        nonlocal day
+        try:
+            day = next(looks)
+        except StopIteration:
+            raise asyncio.CancelledError from None
+
+    async def on_renewed() -> None:
+        renewed.append(day)
+
+    monkeypatch.setattr(asyncio, "sleep", look)
+    with pytest.raises(asyncio.CancelledError):
+        await made.renew(pytest.fail, on_renewed)
+    assert renewed == [11, 5]
 
 
 def test_without_an_authority_old_certificates_are_removed(certificates: RoleCertificates, tmp_path: Path) -> None:
