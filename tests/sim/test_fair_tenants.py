@@ -15,11 +15,11 @@ from tests.sim.small_clusters import pair
 PROMPT, OUTPUT = 2_048, 8  # about 2 s of prefill: the prefill worker is what they wait for
 
 
-def arrivals(rates: dict[int, float], seconds: float) -> Workload:
+def arrivals(rates: dict[int, float], seconds: float, prompt: int = PROMPT, output: int = OUTPUT) -> Workload:
     """Requests of each tenant at even distances."""
     rows = sorted((number / rate, tenant) for tenant, rate in rates.items() for number in range(int(seconds * rate)))
     start_s, tenants = (np.array(column) for column in zip(*rows, strict=True))
-    lengths = np.full(len(rows), PROMPT), np.full(len(rows), OUTPUT)
+    lengths = np.full(len(rows), prompt), np.full(len(rows), output)
     return Workload(start_s.astype(float), *lengths, tenants=tenants.astype(np.int64))
 
 
@@ -42,6 +42,15 @@ def test_ten_times_the_requests_get_no_more_while_both_want_more() -> None:
     assert light == pytest.approx(heavy, rel=0.05)
     heavy, light = served(run(replace(workload, tenants=None)), workload, until_s)
     assert heavy > 8 * light  # by arrival alone
+
+
+def test_of_few_places_one_that_retries_more_often_leaves_the_other_its_share() -> None:
+    """28 % where requests that found no room count as having it, 33 % where those above their share come again."""
+    workload = arrivals({0: 10.0, 1: 2.0}, seconds=200.0, prompt=64, output=200)
+    groups = tuple(replace(one, limits=replace(one.limits, max_running=8)) for one in pair().groups)
+    result = simulate(replace(pair(), groups=groups, admission="off"), workload, policies="always")
+    heavy, light = served(result, workload, 195.0)
+    assert light > 0.35 * (heavy + light)
 
 
 def test_what_one_does_not_use_the_other_gets() -> None:
