@@ -143,6 +143,8 @@ def _body_of(name: str, definition: dict[str, Any]) -> ClassBody:
     try:
         return ClassBody.model_validate(definition)
     except ValidationError as error:
+        first = error.errors()[0]
         raise Incompatible(
-            f"class {name} of the ledger is of a release that this one does not know: {error}"
+            f"class {name} of the ledger is of a release that this one does not know "
+            f"({'.'.join(map(str, first['loc']))}: {first['msg']}): edit classes at a gateway of that release"
         ) from error

@@ -55,6 +55,15 @@ async def test_a_stale_edit_changes_nothing(tmp_path: Path) -> None:
         assert (stored["name"], stored["version"], stored["ttft_s"]) == ("gold", 1, 0.5)
 
 
+async def test_beside_classes_of_a_later_release_edits_are_refused(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet, open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+        await ledger.classes.put("newer", {"of_a_later_release": 1}, 0, lambda classes: None)
+        status, answer = await call(fleet, "PUT", "/gold", **GOLD)
+        assert (status, answer["error"]["code"]) == (409, "incompatible")
+        assert "of_a_later_release" in answer["error"]["message"]
+        assert [stored.name for stored in (await ledger.classes.all()).classes] == ["newer"]
+
+
 async def test_wrong_classes_are_refused_whole(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         await call(fleet, "PUT", "/half", reserved=0.6)
