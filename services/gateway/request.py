@@ -10,6 +10,7 @@ from halfmoon.pb.types_pb2 import PromptLogprob, SamplingParams
 from halfmoon.policy.admission.qos_classes import NO_PROMISES, QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.admission.tenants import ANYONE, Tenant
+from halfmoon.policy.models.overheads import shared_gaps
 from halfmoon.rpc.telemetry.spans import NO_SPAN, Span
 from services.gateway.openai.generation_request import NOT_TOKENIZED, GenerationRequest
 from services.gateway.openai.sampling import of_output
@@ -148,6 +149,13 @@ class GatewayRequest:
         if self.passed is not None:
             return self.passed.gaps_s
         return [gap_s for output in self.outputs for gap_s in output.progress.gaps_s]
+
+    @property
+    def shared_gaps_s(self) -> list[float]:
+        """The same where tokens that share a message share its wait, so that percentiles are those of tokens."""
+        if self.passed is not None:
+            return self.passed.gaps_s
+        return [gap_s for output in self.outputs for gap_s in shared_gaps(output.progress.gaps_s)]
 
     @property
     def num_retries(self) -> int:

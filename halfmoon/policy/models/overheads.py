@@ -18,15 +18,16 @@ def handover_s(gaps_s: Sequence[float]) -> float | None:
 
     Tokens that came together, with gaps of 0 behind the first one's, share its gap.
     """
-    first, others = gaps_s[:_FIRST_GAPS], _shared(gaps_s[_FIRST_GAPS:])
+    first = gaps_s[:_FIRST_GAPS]
+    others = [gap_s for gap_s in shared_gaps(gaps_s[_FIRST_GAPS:]) if gap_s > 0.0]  # of whole groups
     return float(sum(first) - len(first) * median(others)) if len(others) >= _FIRST_GAPS else None
 
 
-def _shared(gaps_s: Sequence[float]) -> list[float]:
-    """The gaps of whole groups of tokens that came together, evenly among each group's tokens."""
+def shared_gaps(gaps_s: Sequence[float]) -> list[float]:
+    """Each token's gap where tokens that came together share theirs; 0 for those that came with the first token."""
     starts = [*(at for at, gap_s in enumerate(gaps_s) if gap_s > 0.0), len(gaps_s)]
     groups = [(gaps_s[start], end - start) for start, end in pairwise(starts)]
-    return [gap_s / num for gap_s, num in groups for _ in range(num)]
+    return [*gaps_s[: starts[0]], *(gap_s / num for gap_s, num in groups for _ in range(num))]
 
 
 class Overhead:

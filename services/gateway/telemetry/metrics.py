@@ -63,7 +63,7 @@ class GatewayMetrics:
         self.in_flight = gauge("halfmoon_gateway_requests_in_flight", "Generation requests running")
         self.ttft_seconds = latency("halfmoon_gateway_ttft_seconds", "Arrival to first token")
         self.tbt_seconds = gap(
-            "halfmoon_gateway_tbt_seconds", "Gap between two tokens; 0 between those that share a message"
+            "halfmoon_gateway_tbt_seconds", "Gap between two tokens; those that share a message share its wait"
         )
         self.tpot_seconds = gap("halfmoon_gateway_tpot_seconds", "Mean gap between a request's tokens")
         self.queue_seconds = latency(

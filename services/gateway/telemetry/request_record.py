@@ -99,17 +99,17 @@ class RequestRecorder:
         if request.is_recorded:
             self.leave(request, "request.replayed")
             return
-        gaps_s, now_s = request.gaps_s, time.monotonic()
+        shared_s, now_s = request.shared_gaps_s, time.monotonic()
         error = None if error is None else shortened(error, _MAX_ERROR_CHARS)
-        row = request_row(request, request.model or self._model_name, status, http_status, error, gaps_s, now_s)
+        row = request_row(request, request.model or self._model_name, status, http_status, error, request.gaps_s, now_s)
         end_span(request.span, row, reason)
         num_used = 0 if status == "rejected" else row.prompt_tokens + row.output_tokens
         if request.is_metered:
             self._limits.correct_tokens(request.tenant, num_used - request.num_expected_tokens)
         self._ledger.record(row)
-        self._count(row, gaps_s)
+        self._count(row, shared_s)
         self._metrics.vllm_requests.observe(request, row)
-        self._telemetry.note_ended(request, row, gaps_s, reason, now_s)
+        self._telemetry.note_ended(request, row, shared_s, reason, now_s)
         fields = {**row.as_dict(), "created_at": request.created_at.isoformat()}
         log.info("request.ended", extra={**fields, "labels": self._labels.of(request.generation.labels)})
 

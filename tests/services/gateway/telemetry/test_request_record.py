@@ -59,6 +59,19 @@ def test_a_row_has_the_figures_of_the_first_output_and_the_gaps_of_all() -> None
     assert (row.num_drafts, row.num_right_drafts) == (6, 2)
 
 
+def test_tokens_that_share_a_message_share_its_wait_but_the_longest_is_whole() -> None:
+    request = tokenized()
+    first, second = (output.progress for output in request.outputs)
+    first.note_tokens([1, 1], 11.0)
+    first.note_tokens([1, 1], 12.0)
+    second.note_tokens([1, 1], 11.5)
+    second.note_tokens([1], 11.75)
+    assert request.gaps_s == [0.0, 1.0, 0.0, 0.0, 0.25]
+    assert request.shared_gaps_s == [0.0, 0.5, 0.5, 0.0, 0.25]
+    row = request_row(request, "m", "ok", 200, None, request.gaps_s, 12.5)
+    assert (row.mean_tbt_s, row.max_tbt_s) == (0.25, 1.0)
+
+
 @pytest.mark.parametrize("request_", [refused(arrived()), refused(tokenized())], ids=["early", "routing"])
 def test_a_refused_request_has_the_predictions_that_it_was_refused_by(request_: GatewayRequest) -> None:
     row = row_of(request_)
