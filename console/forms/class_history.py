@@ -17,7 +17,7 @@ from console.quantities import NOTHING, seconds
 _SHOWN = 12
 _TITLES = {
     "ttft_s": "TTFT", "tbt_s": "TBT", "attainment": "goal", "capped_tokens": "cap", "max_pause_s": "pause",
-    "kv_policy": "kept KV",
+    "kv_policy": "kept KV", "early_rejection": "early rejection",
 }  # fmt: skip
 
 
