@@ -28,6 +28,16 @@ async def test_a_host_without_the_secret_is_told_how_to_get_it(tmp_path: Path) -
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])
+async def test_on_loopback_no_secret_is_needed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr("halfmoon.up.join.until_stopped", start)
+    options = UpOptions(joins=f"{address}:7000", host_address=address)
+    assert await join(options, (), None, Console(file=io.StringIO()))
+
+
 async def test_ranks_need_the_secret_itself_also_on_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TLS_VARIABLES[0], "a certificate alone")
     options = UpOptions(joins="127.0.0.1:7100", state_dir=tmp_path / "state")

@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether a host name or address is loopback; None and "" listen everywhere."""
+    """Whether a host name or address, with brackets or without, is loopback; None and "" listen everywhere."""
     try:
-        return host is not None and ip_address(host).is_loopback
+        return host is not None and ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
 

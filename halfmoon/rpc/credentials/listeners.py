@@ -11,8 +11,7 @@ def check_listener(listen: str, credential: Credential | None) -> None:
     """Raises InvalidRequest if strangers could call a service that listens on `listen` (host:port or unix:PATH)."""
     if credential is not None or listen.startswith("unix:"):
         return
-    host = listen.rpartition(":")[0].strip("[]")
-    if not is_loopback(host):
+    if not is_loopback(listen.rpartition(":")[0]):
         raise InvalidRequest(
             f"listening on {listen} would let strangers call this service: set HALFMOON_CLUSTER_SECRET or "
             "HALFMOON_CLUSTER_SECRET_FILE on every service of the cluster (`halfmoon secret new` makes a secret), "

@@ -61,7 +61,7 @@ def client_credential(
     """
     own = own_credential(role, environment)
     file, paths = state_dir / _FILE, state_paths(state_dir, role)
-    if own is not None or not is_loopback(address.rpartition(":")[0].strip("[]")):
+    if own is not None or not is_loopback(address.rpartition(":")[0]):
         return own
     text = _read(file) if os.path.exists(file) else None
     return _credential(role, text, identity_files(paths, role) if os.path.exists(paths.cert) else None)
