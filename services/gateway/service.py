@@ -22,6 +22,7 @@ from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.placement.device_rules import DeviceRule
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.wait_limits import WaitLimits
+from halfmoon.rpc.addresses.towards import bracketed, reachable
 from halfmoon.rpc.credentials.access import CallAccess
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.credentials.operator_token import kept_token
@@ -321,8 +322,7 @@ def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
 
 def _url(settings: GatewaySettings, port: int) -> str:
     scheme = "http" if settings.http_tls_cert is None else "https"
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::", "") else settings.host
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://{bracketed(reachable(settings.host))}:{port}"
 
 
 async def _stop(drain_gate: DrainGate, cluster: Cluster, server: RunningServer, runner: web.AppRunner) -> None:

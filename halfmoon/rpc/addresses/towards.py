@@ -1,4 +1,4 @@
-"""This host's own address, as seen by another one."""
+"""This host's own address, as seen by another one or by itself."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def address_towards(other: str) -> str:
         towards.connect(address)
         found: str = towards.getsockname()[0]
     return bracketed(found)
+
+
+def reachable(host: str) -> str:
+    """Returns an address of this host at which a service that listens on `host` answers."""
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # on `::` nothing listens to IPv4
 
 
 def bracketed(host: str) -> str:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from halfmoon.rpc.addresses.towards import bracketed
+from halfmoon.rpc.addresses.towards import bracketed, reachable
 from halfmoon.rpc.credentials.credential import credential_from
 from halfmoon.rpc.credentials.sources import environment_of
 from halfmoon.up.hosts import Hosts, ThisHost
@@ -165,11 +165,6 @@ def _console_spec(options: UpOptions, planner: str) -> ServiceSpec:
     if token:
         environment["HALFMOON_CONSOLE_OPERATOR_TOKEN"] = token
     return ServiceSpec("console", arguments, environment, restarts=True, announces=False, cluster_role="operator")
-
-
-def reachable(host: str) -> str:
-    """Returns an address of this host at which a service that listens on `host` answers."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
 
 
 def http_url(options: UpOptions, port: int) -> str:

@@ -19,6 +19,9 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerLoad
 from halfmoon.rpc.service import read_settings
+from halfmoon.up.specs.service_specs import http_url
+from halfmoon.up.up_options import UpOptions
+from services.gateway import service
 from services.gateway.service import running_gateway
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.fakes import MODEL, Fleet, Script, running_fleet, served_model, soon
@@ -174,6 +177,15 @@ async def test_a_taken_port_is_a_clear_error(tmp_path: Path) -> None:
             with pytest.raises(InvalidRequest, match="cannot listen"):
                 async with running_gateway(settings, served_model()):
                     pass
+
+
+@pytest.mark.parametrize(
+    ("host", "answers"), [("", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("fd00::1", "[fd00::1]")]
+)
+def test_the_url_of_a_gateway_is_one_at_which_it_answers(host: str, answers: str, tmp_path: Path) -> None:
+    """On `::` it listens to IPv6 alone."""
+    settings = GatewaySettings(host=host, state_dir=tmp_path)
+    assert service._url(settings, 8000) == http_url(UpOptions(host=host), 8000) == f"http://{answers}:8000"
 
 
 async def test_a_gateway_may_end_as_soon_as_it_listens(tmp_path: Path) -> None:
