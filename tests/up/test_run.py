@@ -296,9 +296,11 @@ def test_the_printed_command_trusts_the_certificate_and_names_any_model(
 
 @pytest.mark.parametrize("written", ["::1", "[::1]"])
 def test_an_ipv6_address_has_brackets_before_a_port(written: str) -> None:
-    options = up_options(read_config(None, [Override("hosts.address", written, "--host-address")]))
+    given = [Override("hosts.address", written, "--host-address"), Override("gateway.host", written, "--host")]
+    options = up_options(read_config(None, given))
+    assert options.host == "::1"
     assert options.host_address == "[::1]"
-    assert http_url(UpOptions(host=written), 8000) == "http://[::1]:8000"
+    assert http_url(options, 8000) == "http://[::1]:8000"
     with ReservedPorts() as ports:
         assert ports.address(options.host_address).startswith("[::1]:")
 
