@@ -294,6 +294,16 @@ def test_the_printed_command_trusts_the_certificate_and_names_any_model(
     assert json.loads(words[-1])["model"] == "the user's ü"
 
 
+def test_brackets_in_printed_commands_are_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    """To zsh they are patterns."""
+    print_ready(
+        UpOptions(host_address="[::1]", cluster_port=1), Console(), "http://[::1]:2", "m", [], shows_token_file=False
+    )
+    said = capsys.readouterr().out
+    assert "halfmoon join '[::1]:1' " in said
+    assert "curl -N 'http://[::1]:2/v1/chat/completions' " in said
+
+
 @pytest.mark.parametrize("written", ["::1", "[::1]"])
 def test_an_ipv6_address_has_brackets_before_a_port(written: str) -> None:
     given = [Override("hosts.address", written, "--host-address"), Override("gateway.host", written, "--host")]

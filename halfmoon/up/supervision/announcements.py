@@ -37,7 +37,7 @@ def print_ready(
     if options.cluster_port:
         own = (f"{options.host_address}:{options.cluster_port + number}" for number in range(options.num_gateways))
         gateways = ",".join([*own, *options.other_gateways])
-        command = f"halfmoon join {gateways} --role decode --secrets DIR"
+        command = f"halfmoon join {shlex.quote(gateways)} --role decode --secrets DIR"
         terminal.print(f"workers of other hosts: {command}", highlight=False, markup=False, soft_wrap=True)
     terminal.print(f"halfmoon is ready: {url}", highlight=False, markup=False, style="bold", soft_wrap=True)
     terminal.print(_curl(options, url, name), highlight=False, markup=False, soft_wrap=True)
@@ -51,7 +51,7 @@ def _curl(options: UpOptions, url: str, name: str) -> str:
     question = {"role": "user", "content": "What is a half moon?"}
     body = json.dumps({"model": name, "stream": True, "messages": [question]}, ensure_ascii=False)
     headers = f"-H 'Content-Type: application/json'{key}"
-    return f"curl -N{trust} {url}/v1/chat/completions {headers} -d {shlex.quote(body)}"
+    return f"curl -N{trust} {shlex.quote(f'{url}/v1/chat/completions')} {headers} -d {shlex.quote(body)}"
 
 
 def print_ignored(options: UpOptions, terminal: Console) -> None:
