@@ -175,7 +175,7 @@ def _ask(store: _Store, method: Method, request: Any, deadline_s: float = _DEADL
     try:
         return asyncio.run(work)
     except HalfmoonError as err:
-        Console(stderr=True).print(f"[red]{store.address}: {err.message}[/red]", highlight=False)
+        Console(stderr=True).print(f"{store.address}: {err.message}", style="red", highlight=False, markup=False)
         raise typer.Exit(1) from None
 
 

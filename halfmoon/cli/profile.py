@@ -177,4 +177,4 @@ def _print(name: str, path: Path, profile: MeasuredProfile) -> None:
         f"{token_ms:.1f} ms for each step of its tokens",
         highlight=False,
     )
-    terminal.print(f"profile: {path}, and ledger:{name}", soft_wrap=True, highlight=False)
+    terminal.print(f"profile: {path}, and ledger:{name}", soft_wrap=True, highlight=False, markup=False)

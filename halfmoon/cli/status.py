@@ -29,7 +29,8 @@ def status(
     terminal = Console()
     listed = running_services(state_dir)
     if listed is None:
-        terminal.print(f"no `halfmoon up` runs with the state directory {state_dir}: name its own by --state-dir")
+        text = f"no `halfmoon up` runs with the state directory {state_dir}: name its own by --state-dir"
+        terminal.print(text, markup=False)
         raise typer.Exit(1)
     terminal.print(services_table(listed, time.time()))
     if listed.joins:

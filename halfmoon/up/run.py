@@ -133,9 +133,8 @@ async def _start(context: UpContext, ports: ReservedPorts, fleet: str) -> _Start
     await children_ready([child for child in others if child.spec.announces])
     remember_stores(options.state_dir, stores, on_trouble)
     for idle in idle_directories(options.store, options.state_dir):
-        terminal.print(
-            f"[yellow]{idle} belongs to a store that is not started: raise --stores to use it, or remove it[/]"
-        )
+        text = f"{idle} belongs to a store that is not started: raise --stores to use it, or remove it"
+        terminal.print(text, style="yellow", markup=False)
     url = ready[0]["http"]
     is_closed = await _until_healthy(url)
     written.begin(url, partial(metrics.write, url, hosts.metrics_address))

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from halfmoon.catalog.block_identity import block_id
 from halfmoon.cli.app import app
+from halfmoon.errors import Unavailable
 from halfmoon.kv.owner import SHARED, KVOwner
 from halfmoon.rpc.store.chain import Chain
 from halfmoon.rpc.store.kvstore_client import KVStoreClient
@@ -104,6 +105,15 @@ def test_an_operators_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("limit", ["0", "9" * 20])
 def test_a_limit_that_no_store_can_take_is_refused(limit: str) -> None:
     assert CliRunner().invoke(app, ["kv", "ls", "--address", "127.0.0.1:1", "--limit", limit]).exit_code == 2
+
+
+def test_an_address_with_brackets_is_printed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreached(*_: object) -> None:
+        raise Unavailable("no way there")
+
+    monkeypatch.setattr("halfmoon.cli.kv.Peer", unreached)
+    result = CliRunner().invoke(app, ["kv", "stats", "--address", "[fd00::1]:7003"])
+    assert (result.exit_code, result.stderr) == (1, "[fd00::1]:7003: no way there\n")
 
 
 @pytest.mark.parametrize("text", ["xyz", "00", "ff" * 25])

@@ -71,9 +71,11 @@ def test_the_fewest_gpus_hold_the_rate_and_the_same_question_has_the_same_plan(t
 
 
 def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
+    tmp_path /= "[plans]"  # is printed whole
+    tmp_path.mkdir()
     code, text, _ = run(tmp_path, affinity="low", objective="goodput-per-dollar")
     assert code == 0
-    assert "halfmoon up --plan" in text
+    assert f"plan: {tmp_path / 'plan.yaml'}; start it with `halfmoon up --plan" in text
     written = yaml.safe_load((tmp_path / "plan.yaml").read_text())
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(yaml.safe_dump(written["cluster"]))

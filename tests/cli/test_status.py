@@ -36,10 +36,10 @@ def test_services_are_listed_by_host_with_how_long_they_run() -> None:
     ]
 
 
-def test_without_a_running_system_it_says_so(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path)])
+def test_without_a_running_system_it_says_so() -> None:
+    result = CliRunner().invoke(app, ["status", "--state-dir", "[old]"])
     assert result.exit_code == 1
-    assert "no `halfmoon up` runs" in result.output
+    assert "no `halfmoon up` runs with the state directory [old]" in result.output
 
 
 def test_a_list_of_a_system_that_ended_is_not_believed(tmp_path: Path) -> None:
