@@ -33,11 +33,16 @@ costs_with_again = st.builds(
     ),
     *(seconds, seconds, seconds, seconds),
 )
-sizes = st.builds(
-    ModelSizes, st.integers(1, 7), st.floats(1, 50), st.floats(0, 50), st.floats(0.1, 5), st.integers(1, 3)
-)
+
+
+def quarters(least: float, most: float) -> st.SearchStrategy[float]:
+    """Bytes whose sums and products are exact: what just fits does so however it is reckoned."""
+    return st.integers(int(4 * least), int(4 * most)).map(lambda number: number / 4)
+
+
+sizes = st.builds(ModelSizes, st.integers(1, 7), quarters(1, 50), quarters(0, 50), quarters(0.25, 5), st.integers(1, 3))
 memories = st.builds(
-    lambda device, host, kv: Memory(device, host, host * kv), *(st.floats(10, 800),) * 2, st.floats(0, 1)
+    lambda device, host, kv: Memory(device, host, min(host, kv)), *(quarters(10, 800),) * 2, quarters(0, 800)
 )
 demands = st.builds(Demand, st.integers(2, 12), st.integers(1, 4))
 objectives = st.sampled_from(["latency", "throughput"])
