@@ -20,6 +20,10 @@ class VersionConflict(Incompatible):
     """The class was changed by another writer since it was read."""
 
 
+class LaterRelease(Incompatible):
+    """The ledger has what a later release wrote and this one does not know."""
+
+
 class StoredClass(NamedTuple):
     """A class's definition, opaque here, and its version: 1 when it is created."""
 

@@ -12,8 +12,8 @@ from typing import Any, cast, get_args
 from aiohttp import web
 from pydantic import Field
 
-from halfmoon.errors import Incompatible
 from halfmoon.ledger.edits.mode_edits import ModeEdit, ModeEdits
+from halfmoon.ledger.edits.stored_classes import LaterRelease
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.refusal import AdmissionMode
 from services.gateway.http.received_request import receive_body
@@ -43,7 +43,7 @@ class ActiveAdmission:
         self._turn = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Applies other gateways' edits. Raises Unavailable, and Incompatible for a mode of a later release."""
+        """Applies other gateways' edits. Raises Unavailable, and LaterRelease for a mode of a later release."""
         async with self._turn:
             self._apply(await self._stored.present())
 
@@ -93,5 +93,5 @@ class AdmissionEndpoint:
 
 def _known(mode: str) -> AdmissionMode:
     if mode not in get_args(AdmissionMode):
-        raise Incompatible(f"admission mode {mode!r} of the ledger is of a release that this one does not know")
+        raise LaterRelease(f"admission mode {mode!r} of the ledger is of a release that this one does not know")
     return cast(AdmissionMode, mode)

@@ -10,9 +10,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from halfmoon.config.qos_classes import DEFAULT_TARGETS, ClassConfig, check_classes, check_reachable
-from halfmoon.errors import Incompatible
 from halfmoon.ledger.edits.declared_classes import Declaration
-from halfmoon.ledger.edits.stored_classes import ClassesAt, StoredClass, StoredClasses
+from halfmoon.ledger.edits.stored_classes import ClassesAt, LaterRelease, StoredClass, StoredClasses
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.qos_classes import (
     DEFAULT_CLASS,
@@ -53,7 +52,7 @@ class ActiveClasses:
         self._revision: int | None = None
 
     async def refresh(self) -> None:
-        """Applies other gateways' edits. Raises Unavailable, and Incompatible for classes of a later release."""
+        """Applies other gateways' edits. Raises Unavailable, and LaterRelease for classes of a later release."""
         async with self._turn:
             if self._declarations is not None:
                 self._apply(await self._stored.declare(self._declarations, _table))
@@ -64,7 +63,7 @@ class ActiveClasses:
     def use_known(self) -> None:
         """Applies the classes last in force on this host, or else the declared ones, until the ledger answers.
 
-        Does nothing if it has answered here. Raises Incompatible, and InvalidRequest for a damaged file.
+        Does nothing if it has answered here. Raises LaterRelease, and InvalidRequest for a damaged file.
         """
         if self._revision is not None:
             return
@@ -144,7 +143,7 @@ def _body_of(name: str, definition: dict[str, Any]) -> ClassBody:
         return ClassBody.model_validate(definition)
     except ValidationError as error:
         first = error.errors()[0]
-        raise Incompatible(
+        raise LaterRelease(
             f"class {name} of the ledger is of a release that this one does not know "
             f"({'.'.join(map(str, first['loc']))}: {first['msg']}): edit classes at a gateway of that release"
         ) from error

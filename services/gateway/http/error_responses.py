@@ -14,14 +14,13 @@ from halfmoon.errors import (
     Cancelled,
     DeadlineExceeded,
     HalfmoonError,
-    Incompatible,
     InvalidRequest,
     NoCapacity,
     NotFound,
     Unavailable,
     UnknownModel,
 )
-from halfmoon.ledger.edits.stored_classes import VersionConflict
+from halfmoon.ledger.edits.stored_classes import LaterRelease, VersionConflict
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.cluster.token_router import TakenOver
@@ -61,7 +60,7 @@ _KINDS: dict[type[HalfmoonError], HttpKind] = {
     Refused: HttpKind(429, "rate_limit_error", "slo_would_be_missed"),
     ChangeRefused: HttpKind(409, "invalid_request_error", "worker_change_refused"),
     VersionConflict: HttpKind(409, "invalid_request_error", "version_conflict"),
-    Incompatible: HttpKind(409, "invalid_request_error", "incompatible"),
+    LaterRelease: HttpKind(409, "invalid_request_error", "of_a_later_release"),
     NoCapacity: HttpKind(429, "rate_limit_error", "no_capacity"),
     Unavailable: HttpKind(503, "service_unavailable_error", "unavailable"),
     Cancelled: HttpKind(503, "service_unavailable_error", "cancelled"),

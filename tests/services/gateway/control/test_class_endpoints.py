@@ -59,7 +59,7 @@ async def test_beside_classes_of_a_later_release_edits_are_refused(tmp_path: Pat
     async with running_fleet(tmp_path) as fleet, open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         await ledger.classes.put("newer", {"of_a_later_release": 1}, 0, lambda classes: None)
         status, answer = await call(fleet, "PUT", "/gold", **GOLD)
-        assert (status, answer["error"]["code"]) == (409, "incompatible")
+        assert (status, answer["error"]["code"]) == (409, "of_a_later_release")
         assert "of_a_later_release" in answer["error"]["message"]
         assert [stored.name for stored in (await ledger.classes.all()).classes] == ["newer"]
 
