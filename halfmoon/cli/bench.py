@@ -169,7 +169,7 @@ def bench(
             if sweep.points:  # those that were measured before Ctrl-C, too
                 _report(sweep, pace, output)
     except HalfmoonError as error:
-        terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        terminal.out(f"halfmoon: {error}", style="red", highlight=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -78,7 +78,7 @@ def run_command(options: GatewayOptions, work: Callable[[ControlApi], Awaitable[
     except HalfmoonError as error:
         elsewhere = isinstance(error, Unavailable) and options.gateway is None
         advice = ". If it is elsewhere, name it by --gateway, or its --state-dir" if elsewhere else ""
-        Console(stderr=True).print(f"halfmoon: {error.message}{advice}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).out(f"halfmoon: {error.message}{advice}", highlight=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -175,7 +175,7 @@ def _ask(store: _Store, method: Method, request: Any, deadline_s: float = _DEADL
     try:
         return asyncio.run(work)
     except HalfmoonError as err:
-        Console(stderr=True).print(f"{store.address}: {err.message}", style="red", highlight=False, markup=False)
+        Console(stderr=True).out(f"{store.address}: {err.message}", style="red", highlight=False)
         raise typer.Exit(1) from None
 
 

@@ -104,7 +104,7 @@ def profile(
         write_profile(path, measured)
         keep_profile(name, measured, ledger.state_dir, ledger.ledger_url)
     except HalfmoonError as error:
-        terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        terminal.out(f"halfmoon: {error}", style="red", highlight=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         terminal.print("halfmoon: interrupted; nothing is left on the workers, and nothing is written")
@@ -177,4 +177,4 @@ def _print(name: str, path: Path, profile: MeasuredProfile) -> None:
         f"{token_ms:.1f} ms for each step of its tokens",
         highlight=False,
     )
-    terminal.print(f"profile: {path}, and ledger:{name}", soft_wrap=True, highlight=False, markup=False)
+    terminal.out(f"profile: {path}, and ledger:{name}", highlight=False)

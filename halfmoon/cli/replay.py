@@ -151,7 +151,7 @@ def replay(
         for error in leaf_errors(err):
             if not isinstance(error, HalfmoonError):
                 raise
-            terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            terminal.out(f"halfmoon: {error}", style="red", highlight=False)
         raise typer.Exit(1) from err
     terminal.print(*report_tables(summaries, terminal.width), sep="\n")
     if output.json_file is not None:

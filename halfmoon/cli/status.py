@@ -30,17 +30,17 @@ def status(
     listed = running_services(state_dir)
     if listed is None:
         text = f"no `halfmoon up` runs with the state directory {state_dir}: name its own by --state-dir"
-        terminal.print(text, markup=False)
+        terminal.out(text, highlight=False)
         raise typer.Exit(1)
     terminal.print(services_table(listed, time.time()))
     if listed.joins:
-        terminal.print(f"workers for the gateways at {listed.joins}", highlight=False, markup=False)
+        terminal.out(f"workers for the gateways at {listed.joins}", highlight=False)
         return
     answer = asyncio.run(health(listed.url)) if listed.url else "the gateways have not started yet"
     if listed.url and not answer:
         for table in hosts_tables(asyncio.run(cluster(listed.url, client_token(None, listed.url, state_dir)))):
             terminal.print(table)
-    terminal.print(f"{listed.url} {answer or 'serves'}".strip(), highlight=False, markup=False)
+    terminal.out(f"{listed.url} {answer or 'serves'}".strip(), highlight=False)
     raise typer.Exit(1 if answer else 0)
 
 

@@ -154,7 +154,7 @@ async def _once(session: aiohttp.ClientSession, options: TopOptions, terminal: C
     try:
         terminal.print(draw(await snapshot(session, options), options.num_workers))
     except NoSnapshot as error:
-        terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        terminal.out(f"halfmoon: {error}", style="red", highlight=False)
         return 1
     return 0
 

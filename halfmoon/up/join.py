@@ -93,12 +93,8 @@ async def _serve(context: UpContext, specs: Sequence[ServiceSpec], what: str) ->
             await child.joined
         bars.stop()
         written.write(supervisor.children)
-        terminal.print(
-            f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, markup=False, soft_wrap=True
-        )
-        terminal.print(
-            f"{len(children)} {what} have joined {options.joins}", highlight=False, markup=False, style="bold"
-        )
+        terminal.out(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False)
+        terminal.out(f"{len(children)} {what} have joined {options.joins}", style="bold", highlight=False)
 
 
 def _trusted(spec: Spec, environment: Mapping[str, str]) -> Spec:

@@ -134,7 +134,7 @@ async def _start(context: UpContext, ports: ReservedPorts, fleet: str) -> _Start
     remember_stores(options.state_dir, stores, on_trouble)
     for idle in idle_directories(options.store, options.state_dir):
         text = f"{idle} belongs to a store that is not started: raise --stores to use it, or remove it"
-        terminal.print(text, style="yellow", markup=False)
+        terminal.out(text, style="yellow", highlight=False)
     url = ready[0]["http"]
     is_closed = await _until_healthy(url)
     written.begin(url, partial(metrics.write, url, hosts.metrics_address))
@@ -192,7 +192,7 @@ async def prepared_model(model: str, terminal: Console, *, for_any_engine: bool 
         async for line in process.stdout:
             message = json.loads(line)
             if "step" in message:
-                terminal.print(message["step"], markup=False, highlight=False, soft_wrap=True)
+                terminal.out(message["step"], highlight=False)
         await process.wait()
     finally:
         if process.returncode is None:

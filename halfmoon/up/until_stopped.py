@@ -131,6 +131,6 @@ def exit_status(stopped: Coroutine[Any, Any, bool], terminal: Console) -> int:
         for error in leaf_errors(err):
             if not isinstance(error, HalfmoonError):
                 raise
-            terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            terminal.out(f"halfmoon: {error}", style="red", highlight=False)
         return 1
     return 0

@@ -304,6 +304,15 @@ def test_brackets_in_printed_commands_are_quoted(capsys: pytest.CaptureFixture[s
     assert "curl -N 'http://[::1]:2/v1/chat/completions' " in said
 
 
+def test_addresses_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich takes `[fd00]` for a style, and `:a:` for an emoji."""
+    options = UpOptions(host_address="[fd00:a:b::1]", cluster_port=1)
+    print_ready(options, Console(), "http://[fd00:a:b::1]:2", "m", [], shows_token_file=False)
+    said = capsys.readouterr().out
+    assert "halfmoon join '[fd00:a:b::1]:1' " in said
+    assert "halfmoon is ready: http://[fd00:a:b::1]:2\n" in said
+
+
 @pytest.mark.parametrize("written", ["::1", "[::1]"])
 def test_an_ipv6_address_has_brackets_before_a_port(written: str) -> None:
     given = [Override("hosts.address", written, "--host-address"), Override("gateway.host", written, "--host")]

@@ -91,7 +91,7 @@ def show(
     with _readable_errors():
         faults = _shown(path, ca)
     for fault in faults:
-        Console(stderr=True, soft_wrap=True).print(fault, style="red", markup=False, highlight=False)
+        Console(stderr=True).out(fault, style="red", highlight=False)
     raise typer.Exit(1 if faults else 0)
 
 

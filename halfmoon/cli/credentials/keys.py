@@ -189,11 +189,9 @@ async def _check_classes(ledger: Ledger, name: str, tenant: TenantConfig) -> Non
     except InvalidRequest as error:
         if configured:
             raise
-        Console(stderr=True).print(
+        Console(stderr=True).out(
             f"no gateway has written its classes to this ledger yet, so they cannot be checked: {error.message}",
             highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
 
 

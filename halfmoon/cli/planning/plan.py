@@ -82,7 +82,7 @@ def _map(request: PlanRequest, targets: TargetOptions, jobs: int | None, output:
         print(json.dumps(summary))
     else:
         print_map(summary, Console())
-        Console().print(f"map: {output.target_map}", soft_wrap=True, highlight=False, markup=False)
+        Console().out(f"map: {output.target_map}", highlight=False)
 
 
 def _check_files(output: OutputOptions) -> None:
@@ -111,9 +111,7 @@ def _print(summary: dict[str, Any], model: str, output: OutputOptions) -> None:
     console = Console()
     print_plan(summary, console)
     if output.plot is not None:
-        console.print(f"plot: {output.plot}", soft_wrap=True, highlight=False, markup=False)
+        console.out(f"plot: {output.plot}", highlight=False)
     path = output.output
     where = " --model DIRECTORY" if is_short_name(model) else ""
-    console.print(
-        f"plan: {path}; start it with `halfmoon up --plan {path}{where}`", soft_wrap=True, highlight=False, markup=False
-    )
+    console.out(f"plan: {path}; start it with `halfmoon up --plan {path}{where}`", highlight=False)

@@ -27,20 +27,20 @@ def print_ready(
     """Prints the workers' threads, where the system answers, and where the operator token is, if wanted."""
     threads = threads_text({child.spec.name: child.spec.environment for child in others})
     if threads:
-        terminal.print(threads, highlight=False, markup=False, soft_wrap=True)
+        terminal.out(threads, highlight=False)
     if any(child.spec.name == "console" for child in others):
-        terminal.print(f"console: {http_url(options, options.console_port)}", highlight=False, markup=False)
+        terminal.out(f"console: {http_url(options, options.console_port)}", highlight=False)
     if shows_token_file:
         where = f"operator token of console and control API: in {token_file(options.state_dir)}"
-        terminal.print(where, highlight=False, markup=False, soft_wrap=True)
-    terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, markup=False, soft_wrap=True)
+        terminal.out(where, highlight=False)
+    terminal.out(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False)
     if options.cluster_port:
         own = (f"{options.host_address}:{options.cluster_port + number}" for number in range(options.num_gateways))
         gateways = ",".join([*own, *options.other_gateways])
         command = f"halfmoon join {shlex.quote(gateways)} --role decode --secrets DIR"
-        terminal.print(f"workers of other hosts: {command}", highlight=False, markup=False, soft_wrap=True)
-    terminal.print(f"halfmoon is ready: {url}", highlight=False, markup=False, style="bold", soft_wrap=True)
-    terminal.print(_curl(options, url, name), highlight=False, markup=False, soft_wrap=True)
+        terminal.out(f"workers of other hosts: {command}", highlight=False)
+    terminal.out(f"halfmoon is ready: {url}", highlight=False, style="bold")
+    terminal.out(_curl(options, url, name), highlight=False)
 
 
 def _curl(options: UpOptions, url: str, name: str) -> str:
@@ -64,20 +64,18 @@ def print_ignored(options: UpOptions, terminal: Console) -> None:
     subject = f"simulated workers ignore {', '.join(ignored)}; their" if ignored else "simulated workers'"
     instead = f" (--sim-profile {simulation.profile}), not the plan's" if options.is_planned else ""
     text = f"halfmoon: {subject} latency and memory are those of the profile{instead}"
-    terminal.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    terminal.out(text, style="yellow", highlight=False)
 
 
 def print_restart(terminal: Console, why: str, wait_s: float) -> None:
     """Prints why a service ended, and when it is started again."""
     when = f" in {wait_s:g} s" if wait_s else ""
-    terminal.print(
-        f"halfmoon: {why}\nStarting it again{when}.", style="yellow", markup=False, highlight=False, soft_wrap=True
-    )
+    terminal.out(f"halfmoon: {why}\nStarting it again{when}.", style="yellow", highlight=False)
 
 
 def print_trouble(terminal: Console, sentence: str) -> None:
     """Prints what does not end the system."""
-    terminal.print(f"halfmoon: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    terminal.out(f"halfmoon: {sentence}", style="yellow", highlight=False)
 
 
 def print_stopping(options: UpOptions, terminal: Console) -> None:
@@ -94,7 +92,7 @@ def print_change(terminal: Console, change: asyncio.Task[WorkerChange]) -> None:
         return
     error = change.exception()
     text = f"changing the workers failed, the old ones keep serving: {error}" if error else _now(change.result())
-    terminal.print(f"halfmoon: {text}", style="red" if error else None, markup=False, highlight=False, soft_wrap=True)
+    terminal.out(f"halfmoon: {text}", style="red" if error else None, highlight=False)
 
 
 def _now(change: WorkerChange) -> str:
