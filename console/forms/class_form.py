@@ -90,7 +90,7 @@ def seconds_of(milliseconds: float | None) -> float | None:
 
 
 def show_removed(name: str | None, names: Collection[str]) -> None:
-    """Says so if the class `name`, whose form is open, is no longer there, and forgets the form."""
+    """Says so if the class `name`, whose form is open, was removed, and forgets the form."""
     if name is not None and name not in names and forget("class", name):
         st.warning(
             f"Class {plain(name, 64)} was removed elsewhere. What was typed for it here is not saved; “Undo” in the "

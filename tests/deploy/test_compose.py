@@ -172,7 +172,7 @@ def test_docker_compose_takes_the_profiles(overlay: Sequence[str]) -> None:
 
 
 def test_the_services_share_the_ledger_that_is_started() -> None:
-    """The password is no part of the URL, where `@` and `%` would mean something else."""
+    """The password is not in the URL, where `@` and `%` would mean something else."""
     ledger = compose_others()["ledger"]["environment"]
     url = "postgresql://{POSTGRES_USER}@ledger/{POSTGRES_DB}".format(**ledger)
     for name in ("gateway", "planner"):

@@ -83,7 +83,7 @@ class LedgerSync:
             num_reads += 1
             try:
                 await self._ledger.join()
-                await self._read(is_tenth=num_reads % _LENGTHS_EVERY == 0)
+                await self._read(with_lengths=num_reads % _LENGTHS_EVERY == 0)
             except HalfmoonError as error:
                 self._note_failure(error.message)
             except Exception:  # no content of a ledger may end this loop
@@ -91,11 +91,11 @@ class LedgerSync:
             else:
                 self._is_failing = False
 
-    async def _read(self, *, is_tenth: bool) -> None:
+    async def _read(self, *, with_lengths: bool) -> None:
         """Reads what has changed. Raises Unavailable, and Incompatible once all that this release knows is read."""
         reads = [self._tenants.refresh, self._classes.refresh, self._admission.refresh]
         newer: Incompatible | None = None
-        for read in [*reads, self.load_lengths, self.keep_profiles] if is_tenth else reads:
+        for read in [*reads, self.load_lengths, self.keep_profiles] if with_lengths else reads:
             try:
                 await read()
             except Incompatible as error:
