@@ -26,6 +26,7 @@ from halfmoon.rpc.credentials.child_environment import child_environment
 
 _MODULE = "services.planner.autopilot.outlook_process"
 _NICE = 10  # below the priority of workers on the same host
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # matrices are tiny: several spin for each other
 _DEADLINE_S = 100.0
 _MAX_LINE_BYTES = 1 << 20
 
@@ -37,7 +38,11 @@ async def request_outlook(recent: RecentTraffic) -> Outlook | None:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_MAX_LINE_BYTES,
-        env={**child_environment(os.environ, _MODULE), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={
+            **child_environment(os.environ, _MODULE),
+            **_ONE_THREAD,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
     )
     try:
         async with asyncio.timeout(_DEADLINE_S):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.plan.traffic_outlook import Outlook, RecentTraffic
@@ -78,12 +81,26 @@ async def test_without_requests_there_is_nothing_to_ask(tmp_path: Path) -> None:
         assert (loop.advice, loop.shown) == (None, None)
 
 
-async def test_it_is_found_in_a_process_of_its_own() -> None:
-    num = 600
-    recent = RecentTraffic(
+def recent_traffic(num: int = 600) -> RecentTraffic:
+    """As many requests alike in the last ten minutes."""
+    return RecentTraffic(
         np.linspace(600, 1, num), np.full(num, 100.0), np.full(num, 10.0), SPEED, 4.0, np.inf, 0.9, Split(1, 1),
         ("prefill", "decode"),
     )  # fmt: skip
+
+
+async def test_its_process_has_one_thread() -> None:
+    asked, most = asyncio.create_task(request_outlook(recent_traffic())), 0
+    while not asked.done():
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                most = max(most, child.num_threads())
+        await asyncio.sleep(0.005)
+    assert (most, await asked is None) == (1, False)
+
+
+async def test_it_is_found_in_a_process_of_its_own() -> None:
+    recent = recent_traffic()
     found = await request_outlook(recent)
     assert found is not None
     assert (found.method, found.target) == ("last", Split(1, 1))
