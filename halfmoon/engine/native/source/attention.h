@@ -66,7 +66,7 @@ INLINE void NAME(soften)(NAME(tile) *tile, float *scores, int64_t row, int64_t v
   const f32v largest = splat(tile->most[row]);
 #pragma GCC unroll 8
   for (int j = 0; j < KEYS / LANES; j++) {
-    f32v p = exp2_f32(s[j] * scale - largest);
+    f32v p = EXP2(s[j] * scale - largest);
     if (is_masked) p = choose(lanes + j * LANES < (int32_t)visible, p, splat(0));
     sum += p;
     STORE_ITEMS(scores, j, has_scales ? p * load_f32(tile->value_scales + j * LANES) : p);
@@ -112,16 +112,17 @@ static __attribute__((noinline)) void NAME(soften_block)(const NAME(attend_args)
 /* Adds a block's weighted values, of the columns from `first` to `end`. */
 INLINE void NAME(add_block)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t row, int64_t num_rows, int64_t first,
                             int64_t end) {
-  if (row >= 0)
-    PRODUCT(END_OF_BLOCK(row) - row, end - first, (const uint32_t *)SCORES_OF(row), KEYS, tile->values + first,
-            a->head_dim, tile->out + row * a->head_dim + first, a->head_dim, KEYS / PACKED, 1);
+  PRODUCT(END_OF_BLOCK(row) - row, end - first, (const uint32_t *)SCORES_OF(row), KEYS, tile->values + first,
+          a->head_dim, tile->out + row * a->head_dim + first, a->head_dim, KEYS / PACKED, 1);
 }
 
-/* Adds packed keys to the task's rows. */
+/* Adds packed keys to the task's rows, but for blocks of rows that see none of them. */
 static void NAME(attend_rows)(const NAME(attend_args) *a, NAME(tile) *tile, int64_t num_rows, int64_t first_visible,
                               int64_t num_keys) {
-  if (NUM_BLOCKS == 1 || num_rows <= BLOCK_ROWS) {
-    for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS) {
+  const int64_t unseeing = first_visible > 0 ? 0 : (1 - first_visible) * a->group;
+  const int64_t start = unseeing / BLOCK_ROWS * BLOCK_ROWS;
+  if (NUM_BLOCKS == 1 || num_rows - start <= BLOCK_ROWS) {
+    for (int64_t row = start; row < num_rows; row += BLOCK_ROWS) {
       NAME(score_block)(a, tile, row, num_rows, 0, KEYS);
       NAME(soften_block)(a, tile, row, row, END_OF_BLOCK(row), first_visible, num_keys);
       NAME(add_block)(a, tile, row, num_rows, 0, a->head_dim);
@@ -130,13 +131,13 @@ static void NAME(attend_rows)(const NAME(attend_args) *a, NAME(tile) *tile, int6
   }
   /* By turns, so that tiles multiply while vectors compute: a block, the one before it, and the one before that. */
   const int64_t half = (a->head_dim / 2 + LANES - 1) / LANES * LANES;
-  for (int64_t row = 0; row < num_rows + 2 * BLOCK_ROWS; row += BLOCK_ROWS) {
+  for (int64_t row = start; row < num_rows + 2 * BLOCK_ROWS; row += BLOCK_ROWS) {
     const int64_t before = row - BLOCK_ROWS, first = before - BLOCK_ROWS;
-    const int64_t num_before = before < 0 || before >= num_rows ? 0 : END_OF_BLOCK(before) - before;
+    const int64_t num_before = before < start || before >= num_rows ? 0 : END_OF_BLOCK(before) - before;
     for (int turn = 0; turn < 4; turn++) {
       if (turn < 2)
         NAME(score_block)(a, tile, row, num_rows, turn * KEYS / 2, KEYS / 2);
-      else
+      else if (first >= start)
         NAME(add_block)(a, tile, first, num_rows, turn == 2 ? 0 : half, turn == 2 ? half : a->head_dim);
       NAME(soften_block)(a, tile, before, before + turn * num_before / 4, before + (turn + 1) * num_before / 4,
                          first_visible, num_keys);

@@ -43,6 +43,8 @@ static void fetch_to_write(const void *memory, int64_t num_bytes) {
 #define LINEAR_ROWS 96      /* most rows of a task */
 #define LINEAR_DEPTH 1024   /* items of a panel that are multiplied before the next ones */
 #define LEAST_ROWS 32       /* of a task, if there are as many */
+#define FETCHING_ROWS 2     /* from which on panels are fetched; a processor that reads for one row foresees enough */
+#define LINEAR_BYTES 786432 /* of rows of x that stay in the second-level cache while panels pass; from 128 rows on */
 
 /* float32 */
 #define T float
@@ -54,6 +56,7 @@ static void fetch_to_write(const void *memory, int64_t num_bytes) {
 #define PACKED 1
 #define ITEMS(items, row, size) memcpy(items, row, (size) * 4)
 #define STORE_ITEMS(row, j, x) store_f32((row) + (j) * LANES, x)
+#define EXP2 exp2_f32 /* of what STORE_ITEMS stores */
 #define DOT(sum, item, row) ((sum) + (f32v)((u32v){} + (item)) * (f32v)(row))
 #define PRODUCT NAME(product)
 #define LINEAR_PRODUCT NAME(fetching_product)
@@ -85,10 +88,12 @@ static void fetch_to_write(const void *memory, int64_t num_bytes) {
 #ifdef HAS_BF16_DOT
 #undef PACKED
 #undef STORE_ITEMS
+#undef EXP2
 #undef DOT
 #define PACKED 2
 #define ITEMS(items, row, size) memcpy(items, row, (size) * 2)
 #define STORE_ITEMS(row, j, x) store_bf16((uint16_t *)(row) + (j) * LANES, x)
+#define EXP2 exp2_bf16
 #define DOT(sum, item, row) \
   ((f32v)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)_mm512_set1_epi32((int)(item)), (__m512bh)(row)))
 #else
@@ -113,6 +118,7 @@ static void widen_bf16(float *items, const void *numbers, int64_t size) {
 #undef LINEAR_ROWS
 #undef LINEAR_DEPTH
 #undef LINEAR_PRODUCT
+#undef FETCHING_ROWS
 #define PRODUCT product_fastest
 #define LINEAR_PRODUCT fetching_product_fastest
 #define END_PRODUCTS release_tiles
@@ -121,6 +127,7 @@ static void widen_bf16(float *items, const void *numbers, int64_t size) {
 #define PANEL 32          /* with the depth: 40 KiB, in the first-level cache while tiles of rows pass */
 #define LINEAR_ROWS 512
 #define LINEAR_DEPTH 320
+#define FETCHING_ROWS 1
 #endif
 #include "kv_rows.h"
 #include "attention.h"

@@ -65,7 +65,7 @@ static void NAME(store_gated)(T *out, const float *gate, const float *up, const 
 static void NAME(linear_panel)(const NAME(linear_args) *a, int64_t row, int64_t column, int64_t end) {
   const int64_t num_rows = part_size(row, a->num_rows, a->rows_per_task);
   const uint32_t *x = (const uint32_t *)(a->x) + row * a->depth, *panel = a->packed + column * a->depth;
-  const uint32_t *panels_end = num_rows > 1 ? a->packed + end * a->depth : 0;
+  const uint32_t *panels_end = num_rows >= FETCHING_ROWS ? a->packed + end * a->depth : 0;
   const T *bias = a->bias ? a->bias + column : 0;
   float sums[LINEAR_ROWS * PANEL] __attribute__((aligned(64))), up[LINEAR_ROWS * PANEL] __attribute__((aligned(64)));
   const int64_t gate = a->num_columns * a->depth; /* of which up lies behind */
@@ -104,6 +104,12 @@ void NAME(pack_linear)(const uint32_t *weight, uint32_t *packed, int64_t num_col
         packed[column * depth + k * PANEL + j] = column + j < num_columns ? weight[(column + j) * depth + k] : 0;
 }
 
+/* Of a task. */
+INLINE int64_t NAME(most_rows)(int64_t depth) {
+  const int64_t near = LINEAR_BYTES / (depth * 4) / LEAST_ROWS * LEAST_ROWS, most = near > 128 ? near : 128;
+  return most < LINEAR_ROWS ? most : LINEAR_ROWS;
+}
+
 /* Whether `linear` can have is_gated without threads that wait for the others: a task is twice as long. */
 INLINE int NAME(can_gate)(int64_t num_rows, int64_t num_columns, int num_threads) {
   const int64_t num_tasks = num_columns / PANEL * ceil_div(num_rows, LEAST_ROWS);
@@ -116,7 +122,7 @@ void NAME(linear)(const T *x, const uint32_t *packed, const T *bias, void *out, 
                   int64_t num_columns, int kind, int is_gated, int num_threads) {
   const int64_t num_panels = ceil_div(num_columns, PANEL), num_parts = ceil_div(depth, LINEAR_DEPTH);
   const int64_t part = ceil_div(ceil_div(depth, num_parts), 16) * 16;
-  const int64_t rows = rows_of_tasks(num_rows, num_panels, LINEAR_ROWS, LEAST_ROWS, num_threads);
+  const int64_t rows = rows_of_tasks(num_rows, num_panels, NAME(most_rows)(depth), LEAST_ROWS, num_threads);
   const int64_t panels = num_rows <= LEAST_ROWS ? stretch_of(num_panels, num_threads) : 1;
   NAME(linear_args) args = {x, bias, packed, out, num_rows, depth, num_columns, num_panels, panels, rows, part, kind,
                             is_gated};

@@ -148,6 +148,18 @@ INLINE f32v exp2_f32(f32v x) {
 #endif
 }
 
+#ifdef HAS_BF16_DOT
+/* 2^x to 3e-6, for what is rounded to bfloat16: 2^n, n the next whole number below, and 2^r by a minimax polynomial. */
+INLINE f32v exp2_bf16(f32v x) {
+  const f32v r = (f32v)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  f32v y = splat(1.3534167869e-2f) * r + 5.2011462774e-2f;
+  y = y * r + 2.4144275391e-1f;
+  y = y * r + 6.9300383560e-1f;
+  y = y * r + 1.0000025933f;
+  return (f32v)_mm512_scalef_ps((__m512)y, (__m512)x);
+}
+#endif
+
 /* Shuffles are written for 8 lanes; with 16 the same happens in both halves. */
 #if LANES == 16
 #define SHUFFLE_8(x, y, a, b, c, d, e, f, g, h)                                                                \
