@@ -44,7 +44,6 @@ static void fetch_to_write(const void *memory, int64_t num_bytes) {
 #define LINEAR_DEPTH 1024   /* items of a panel that are multiplied before the next ones */
 #define LEAST_ROWS 32       /* of a task, if there are as many */
 #define FETCHING_ROWS 2     /* from which on panels are fetched; a processor that reads for one row foresees enough */
-#define LINEAR_BYTES 786432 /* of rows of x that stay in the second-level cache while panels pass; from 128 rows on */
 
 /* float32 */
 #define T float

@@ -104,12 +104,6 @@ void NAME(pack_linear)(const uint32_t *weight, uint32_t *packed, int64_t num_col
         packed[column * depth + k * PANEL + j] = column + j < num_columns ? weight[(column + j) * depth + k] : 0;
 }
 
-/* Of a task. */
-INLINE int64_t NAME(most_rows)(int64_t depth) {
-  const int64_t near = LINEAR_BYTES / (depth * 4) / LEAST_ROWS * LEAST_ROWS, most = near > 128 ? near : 128;
-  return most < LINEAR_ROWS ? most : LINEAR_ROWS;
-}
-
 /* Whether `linear` can have is_gated without threads that wait for the others: a task is twice as long. */
 INLINE int NAME(can_gate)(int64_t num_rows, int64_t num_columns, int num_threads) {
   const int64_t num_tasks = num_columns / PANEL * ceil_div(num_rows, LEAST_ROWS);
@@ -122,7 +116,8 @@ void NAME(linear)(const T *x, const uint32_t *packed, const T *bias, void *out, 
                   int64_t num_columns, int kind, int is_gated, int num_threads) {
   const int64_t num_panels = ceil_div(num_columns, PANEL), num_parts = ceil_div(depth, LINEAR_DEPTH);
   const int64_t part = ceil_div(ceil_div(depth, num_parts), 16) * 16;
-  const int64_t rows = rows_of_tasks(num_rows, num_panels, NAME(most_rows)(depth), LEAST_ROWS, num_threads);
+  const int64_t most = near_rows(depth * 4, LINEAR_ROWS, LEAST_ROWS);
+  const int64_t rows = rows_of_tasks(num_rows, num_panels, most, LEAST_ROWS, num_threads);
   const int64_t panels = num_rows <= LEAST_ROWS ? stretch_of(num_panels, num_threads) : 1;
   NAME(linear_args) args = {x, bias, packed, out, num_rows, depth, num_columns, num_panels, panels, rows, part, kind,
                             is_gated};

@@ -21,6 +21,7 @@
 #define SPINS_BEFORE_YIELD 100
 #define LAST_SPINS 10000        /* of the caller, while the others end their last tasks */
 #define STACK_BYTES (4 << 20)   /* attention's tiles lie there */
+#define NEAR_BYTES 786432       /* that fit into the second-level cache beside all else */
 #define CLOSED 0xffffffffu      /* a claim that no thread can make */
 
 typedef void (*task_function)(void *args, long index);
@@ -185,4 +186,11 @@ static int64_t rows_of_tasks(int64_t num_rows, int64_t times, int64_t most, int6
   int64_t rows = most;
   while (times * ceil_div(num_rows, rows) < TASKS_PER_THREAD * num_threads && rows >= 2 * least) rows /= 2;
   return rows;
+}
+
+/* The most rows of a task for x to stay in the second-level cache while weights pass: whole times `least`, at least four
+ * times, at most `most`. */
+static int64_t near_rows(int64_t row_bytes, int64_t most, int64_t least) {
+  const int64_t fitting = NEAR_BYTES / row_bytes / least * least, rows = fitting > 4 * least ? fitting : 4 * least;
+  return rows < most ? rows : most;
 }
