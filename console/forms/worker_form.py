@@ -31,8 +31,10 @@ def draw_worker_form(api: GatewayApi, workers: Sequence[Mapping[str, Any]]) -> N
         if act.button("Change role", type="primary", disabled=not changes, key="change-role"):
             body = {"role": role, "epoch": worker.get("role_epoch"), "force": forced}
             _change(api, name, "role", body, f"{name} serves {role} now.")
-        if drain.button("Drain", key="drain-worker", help="It finishes what it has begun, and ends."):
-            _change(api, name, "drain", {"force": forced}, f"{name} takes no new work, and ends.")
+        with drain.popover("Drain"):
+            st.write(f"{plain(name)} takes no new work, finishes what it has begun, and ends.")
+            if st.button("Drain it", key="drain-worker"):
+                _change(api, name, "drain", {"force": forced}, f"{name} takes no new work, and ends.")
 
 
 def _change(api: GatewayApi, name: str, what: str, body: Mapping[str, Any], told: str) -> None:

@@ -48,8 +48,10 @@ def test_another_role_is_sent_with_the_epoch_that_it_replaces(gateway: FakeGatew
 
 def test_a_refusal_is_said_and_may_be_forced(gateway: FakeGateway) -> None:
     gateway.answers[DRAIN] = (409, {"error": {"message": "the last worker that can prefill"}})
-    shown = button(opened(gateway), "Drain").click().run()
+    shown = opened(gateway)
+    assert "Drain" not in [one.label for one in shown.button]  # it asks first
+    shown = button(shown, "Drain it").click().run()
     assert any("the last worker that can prefill" in one.value for one in shown.error)
     shown = shown.checkbox(key="force-change").check().run()
-    button(shown, "Drain").click().run()
+    button(shown, "Drain it").click().run()
     assert gateway.bodies[-1] == {"by": "console", "force": True}
