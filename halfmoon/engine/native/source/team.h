@@ -21,7 +21,7 @@
 #define SPINS_BEFORE_YIELD 100
 #define LAST_SPINS 10000        /* of the caller, while the others end their last tasks */
 #define STACK_BYTES (4 << 20)   /* attention's tiles lie there */
-#define NEAR_BYTES 786432       /* that fit into the second-level cache beside all else */
+#define NEAR_BYTES (1 << 20)    /* that fit into the second-level cache beside all else */
 #define CLOSED 0xffffffffu      /* a claim that no thread can make */
 
 typedef void (*task_function)(void *args, long index);
@@ -188,9 +188,10 @@ static int64_t rows_of_tasks(int64_t num_rows, int64_t times, int64_t most, int6
   return rows;
 }
 
-/* The most rows of a task for x to stay in the second-level cache while weights pass: whole times `least`, at least four
- * times, at most `most`. */
+/* The most rows of a task for their x to stay in the second-level cache while weights pass: `most`, or half as many and
+ * again, down to four times `least`. */
 static int64_t near_rows(int64_t row_bytes, int64_t most, int64_t least) {
-  const int64_t fitting = NEAR_BYTES / row_bytes / least * least, rows = fitting > 4 * least ? fitting : 4 * least;
-  return rows < most ? rows : most;
+  int64_t rows = most;
+  while (rows > 4 * least && rows * row_bytes > NEAR_BYTES) rows /= 2;
+  return rows;
 }
