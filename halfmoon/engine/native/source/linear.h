@@ -116,8 +116,7 @@ void NAME(linear)(const T *x, const uint32_t *packed, const T *bias, void *out, 
                   int64_t num_columns, int kind, int is_gated, int num_threads) {
   const int64_t num_panels = ceil_div(num_columns, PANEL), num_parts = ceil_div(depth, LINEAR_DEPTH);
   const int64_t part = ceil_div(ceil_div(depth, num_parts), 16) * 16;
-  const int64_t most = near_rows(depth * 4, LINEAR_ROWS, LEAST_ROWS);
-  const int64_t rows = rows_of_tasks(num_rows, num_panels, most, LEAST_ROWS, num_threads);
+  const int64_t rows = rows_of_tasks(num_rows, depth * 4, num_panels, LINEAR_ROWS, LEAST_ROWS, num_threads);
   const int64_t panels = num_rows <= LEAST_ROWS ? stretch_of(num_panels, num_threads) : 1;
   NAME(linear_args) args = {x, bias, packed, out, num_rows, depth, num_columns, num_panels, panels, rows, part, kind,
                             is_gated};

@@ -108,8 +108,8 @@ void NAME(quantised_linear)(const void *x, const uint8_t *strips, const T *bias,
   int64_t strips_per_task = num_rows <= rows_per_task ? stretch_of(num_strips, num_threads) : together;
   if (is_tiled) {
     const int64_t num_groups = ceil_div(num_strips, TILED_STRIPS);
-    const int64_t most = near_rows(num_inputs / BLOCK * (int64_t)sizeof(x_tile_t) / AMX_ROWS, TILED_ROWS, LEAST_TILED);
-    rows_per_task = rows_of_tasks(num_rows, num_groups, most, LEAST_TILED, num_threads);
+    const int64_t row_bytes = num_inputs / BLOCK * sizeof(x_tile_t) / AMX_ROWS;
+    rows_per_task = rows_of_tasks(num_rows, row_bytes, num_groups, TILED_ROWS, LEAST_TILED, num_threads);
     strips_per_task = num_groups * ceil_div(num_rows, rows_per_task) < 2 * num_threads ? 1 : TILED_STRIPS;
   }
   NAME(quantised_args) args = {x, bias, strips, room, is_tiled ? (x_tile_t *)room : 0, out, num_rows, num_inputs,

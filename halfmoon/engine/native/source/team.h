@@ -180,18 +180,13 @@ static int64_t stretch_of(int64_t num, int num_threads) {
   return stretch;
 }
 
-/* Rows of a task where as many rows are `times` tasks: `most`, or half as many and again, down to `least`, until there
- * are tasks enough for threads to end together. */
-static int64_t rows_of_tasks(int64_t num_rows, int64_t times, int64_t most, int64_t least, int num_threads) {
+/* Rows of a task where as many rows are `times` tasks: `most`, or half as many and again. Down to four times `least` until
+ * they stay in the second-level cache while weights pass, and to `least` until there are tasks enough for threads to end
+ * together. row_bytes: what is read of a row. */
+static int64_t rows_of_tasks(int64_t num_rows, int64_t row_bytes, int64_t times, int64_t most, int64_t least,
+                             int num_threads) {
   int64_t rows = most;
+  while (rows * row_bytes > NEAR_BYTES && rows > 4 * least) rows /= 2;
   while (times * ceil_div(num_rows, rows) < TASKS_PER_THREAD * num_threads && rows >= 2 * least) rows /= 2;
-  return rows;
-}
-
-/* The most rows of a task for their x to stay in the second-level cache while weights pass: `most`, or half as many and
- * again, down to four times `least`. */
-static int64_t near_rows(int64_t row_bytes, int64_t most, int64_t least) {
-  int64_t rows = most;
-  while (rows > 4 * least && rows * row_bytes > NEAR_BYTES) rows /= 2;
   return rows;
 }
