@@ -5,7 +5,7 @@
 #pragma once
 
 #define TILED_ROWS 512    /* most rows of a task */
-#define TILED_STRIPS 2    /* of a task: what it writes of a row is a line of the cache in bfloat16 */
+#define TILED_STRIPS 2    /* at a time: what it writes of a row is a line of the cache in bfloat16 */
 #define TILED_COLUMNS (TILED_STRIPS * LANES)
 #define LEAST_TILED 32    /* rows; with fewer, opening a strip takes longer than its products save */
 #define OPENED_INPUTS 768 /* in the first-level cache while rows pass; a multiple of any OUTER */
@@ -17,9 +17,9 @@ typedef struct {
 } x_tile_t;
 
 #ifndef HAS_AMX
-INLINE int can_tile(int64_t num_rows) { return 0; }
+#define HAS_TILES 0
 #else
-INLINE int can_tile(int64_t num_rows) { return amx_is_permitted && num_rows >= LEAST_TILED; }
+#define HAS_TILES amx_is_permitted
 
 _Static_assert(OPENED_INPUTS % OUTER(Q4_K) == 0, "a strip is opened from where a float16 scale begins");
 _Static_assert(LEAST_TILED % AMX_ROWS == 0 && TILED_ROWS % LEAST_TILED == 0, "rows of a task are whole tiles");
@@ -31,12 +31,14 @@ typedef struct {
   f32v scales[2 * OPENED_INPUTS / BLOCK], lows[OPENED_INPUTS / BLOCK];
 } opened_t;
 
-/* Returns where the strip goes on. */
-INLINE const uint8_t *open_strip(const int format, const uint8_t *strip, int64_t num_inputs, opened_t *out) {
+/* Returns where the strip goes on. end: as in `quantised_tile`. */
+INLINE const uint8_t *open_strip(const int format, const uint8_t *strip, const uint8_t *end, int64_t num_inputs,
+                                 opened_t *out) {
   scales_t scales = {};
   u32v *codes = out->codes;
   f32v *scale = out->scales;
   for (int64_t k = 0; k < num_inputs; k += BLOCK) {
+    fetch_block(format, strip, end);
     strip = read_scales(format, strip, k, &scales);
     for (int part = 0; part < PARTS(format); part++) *scale++ = scales.scale[part];
     if (HAS_LOW(format)) out->lows[k / BLOCK] = scales.low;
@@ -112,14 +114,14 @@ static void configure_bytes(int depth) {
 }
 
 /* out [num_rows up to a multiple of 16, TILED_COLUMNS]: of LANES columns x * strip; x: [num_rows / 16, blocks]. */
-INLINE void tiled_strip(const int format, int64_t num_rows, const x_tile_t *x, const uint8_t *strip, float *out,
-                        int64_t num_inputs) {
+INLINE void tiled_strip(const int format, int64_t num_rows, const x_tile_t *x, const uint8_t *strip, const uint8_t *end,
+                        float *out, int64_t num_inputs) {
   opened_t opened;
   configure_bytes(BLOCK / PARTS(format));
   for (int64_t i = 0; i < ceil_div(num_rows, AMX_ROWS) * AMX_ROWS; i++) store_f32(out + i * TILED_COLUMNS, splat(0));
   for (int64_t k = 0; k < num_inputs; k += OPENED_INPUTS) {
     const int64_t opening = part_size(k, num_inputs, OPENED_INPUTS);
-    strip = open_strip(format, strip, opening, &opened);
+    strip = open_strip(format, strip, end, opening, &opened);
     for (int64_t i = 0; i < num_rows; i += AMX_ROWS) {
       const x_tile_t *tile = x + i / AMX_ROWS * (num_inputs / BLOCK) + k / BLOCK;
       tiled_rows(format, tile, &opened, out + i * TILED_COLUMNS, opening);
@@ -127,8 +129,8 @@ INLINE void tiled_strip(const int format, int64_t num_rows, const x_tile_t *x, c
   }
 }
 
-static void tiled_product(int format, int64_t num_rows, const x_tile_t *x, const uint8_t *strip, float *out,
-                          int64_t num_inputs) {
-  FOR_FORMAT(format, tiled_strip, num_rows, x, strip, out, num_inputs)
+static void tiled_product(int format, int64_t num_rows, const x_tile_t *x, const uint8_t *strip, const uint8_t *end,
+                          float *out, int64_t num_inputs) {
+  FOR_FORMAT(format, tiled_strip, num_rows, x, strip, end, out, num_inputs)
 }
 #endif

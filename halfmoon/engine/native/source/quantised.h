@@ -233,6 +233,11 @@ INLINE const uint8_t *read_scales(const int format, const uint8_t *strip, int64_
   return strip;
 }
 
+/* A later block of the strips that end there, if that is not 0. */
+INLINE void fetch_block(const int format, const uint8_t *strip, const uint8_t *end) {
+  for (int64_t at = 0; at <= 4 * CODE_BITS(format) * LANES; at += 64) fetch_ahead(strip + at, end);
+}
+
 /* dots [num_rows] = x * codes of a part of a block. */
 INLINE void dot_part(const int format, const int num_rows, const int part, const x_block_t *x, const uint8_t *codes,
                      i32v *dots) {
@@ -269,7 +274,7 @@ INLINE void quantised_tile(const int format, const int num_rows, const x_block_t
   for (int i = 0; i < num_rows; i++) sums[i] = splat(0);
   scales_t scales = {};
   for (int64_t k = 0; k < num_inputs; k += BLOCK) {
-    for (int64_t at = 0; at <= 4 * CODE_BITS(format) * LANES; at += 64) fetch_ahead(strip + at, end);
+    fetch_block(format, strip, end);
     strip = read_scales(format, strip, k, &scales);
 #pragma GCC unroll 2
     for (int part = 0; part < PARTS(format); part++) {

@@ -20,12 +20,13 @@ typedef struct {
   int is_gated; /* x is [num_rows, 2 * num_inputs], gate and up */
 } NAME(quantised_args);
 
-/* TILE_ROWS rows; of those that only fill up a tile nothing but scales, which are 0. */
+/* The rows of a tile, since all of its scales are in one line of the cache; of those that only fill it up nothing but
+ * scales, which are 0. */
 static void NAME(quantise_task)(void *data, long task) {
   const NAME(quantised_args) *a = data;
-  const int64_t size = a->num_inputs, num_blocks = size / BLOCK, first = task * TILE_ROWS;
-  const int64_t rows = part_size(first, a->num_rows, TILE_ROWS), row_of_tile = first % AMX_ROWS;
-  x_tile_t *tiles = a->tiles ? a->tiles + first / AMX_ROWS * num_blocks : 0;
+  const int64_t most = a->tiles ? AMX_ROWS : TILE_ROWS, size = a->num_inputs, num_blocks = size / BLOCK;
+  const int64_t first = task * most, rows = part_size(first, a->num_rows, most);
+  x_tile_t *tiles = a->tiles ? a->tiles + task * num_blocks : 0;
   T made[size];
   for (int64_t i = 0; i < rows; i++) {
     const int64_t row = first + i;
@@ -38,17 +39,16 @@ static void NAME(quantise_task)(void *data, long task) {
     for (int64_t block = 0; block < num_blocks; block++) {
       x_block_t *alone = a->blocks + first * num_blocks + block * rows + i;
       offset_t of_tile[2], *offset = tiles ? of_tile : alone->offset;
-      int8_t *codes = tiles ? tiles[block].codes[row_of_tile + i] : (int8_t *)alone->codes;
-      float *scale = tiles ? tiles[block].scales + row_of_tile + i : &alone->scale;
+      int8_t *codes = tiles ? tiles[block].codes[i] : (int8_t *)alone->codes;
+      float *scale = tiles ? tiles[block].scales + i : &alone->scale;
       f32v x[BLOCK / LANES];
       for (int v = 0; v < BLOCK / LANES; v++) x[v] = LOAD(of + block * BLOCK + v * LANES);
       quantise_block(x, codes, scale, offset, ZERO(a->format), HAS_LOW(a->format), PARTS(a->format));
-      if (tiles) tiles[block].lows[row_of_tile + i] = HAS_LOW(a->format) ? offset[0].real : 0;
+      if (tiles) tiles[block].lows[i] = HAS_LOW(a->format) ? offset[0].real : 0;
     }
   }
-  for (int64_t i = rows > 0 ? rows : 0; tiles && i < TILE_ROWS; i++)
-    for (int64_t block = 0; block < num_blocks; block++)
-      tiles[block].scales[row_of_tile + i] = tiles[block].lows[row_of_tile + i] = 0;
+  for (int64_t i = rows; tiles && i < most; i++)
+    for (int64_t block = 0; block < num_blocks; block++) tiles[block].scales[i] = tiles[block].lows[i] = 0;
 }
 
 /* sums: [num_rows, num_columns], `stride` apart, of the columns from `column` on. */
@@ -73,11 +73,15 @@ static void NAME(quantised_task)(void *data, long task) {
   if (a->tiles) {
     float sums[TILED_ROWS * TILED_COLUMNS] __attribute__((aligned(64)));
     const x_tile_t *x = a->tiles + row / AMX_ROWS * (a->num_inputs / BLOCK);
-    const int64_t column = first * LANES, width = (last - first) * LANES;
-    for (int64_t strip = first; strip < last; strip++)
-      tiled_product(a->format, num_rows, x, a->strips + strip * bytes, sums + (strip - first) * LANES, a->num_inputs);
-    release_tiles();
-    NAME(store_rows)(a, row, num_rows, column, part_size(column, a->num_columns, width), sums, TILED_COLUMNS);
+    const uint8_t *end = a->strips + last * bytes;
+    for (int64_t group = first; group < last; group += TILED_STRIPS) {
+      const int64_t column = group * LANES, width = part_size(group, last, TILED_STRIPS) * LANES;
+      for (int64_t strip = group; strip < group + width / LANES; strip++)
+        tiled_product(a->format, num_rows, x, a->strips + strip * bytes, end, sums + (strip - group) * LANES,
+                      a->num_inputs);
+      release_tiles();
+      NAME(store_rows)(a, row, num_rows, column, part_size(column, a->num_columns, width), sums, TILED_COLUMNS);
+    }
     return;
   }
 #endif
@@ -86,8 +90,8 @@ static void NAME(quantised_task)(void *data, long task) {
     for (int64_t begin = row; begin < row + num_rows; begin += TILE_ROWS) {
       const int64_t rows = part_size(begin, row + num_rows, TILE_ROWS);
       const x_block_t *x = a->blocks + begin * (a->num_inputs / BLOCK);
-      const int is_busy = rows > 1 || CODE_BITS(a->format) < 8; /* a processor that only reads foresees enough */
-      const uint8_t *end = begin == row && is_busy ? a->strips + last * bytes : 0;
+      const int is_far_ahead = rows == 1 && CODE_BITS(a->format) == 8 && !HAS_TILES; /* it only reads; Intel's is not */
+      const uint8_t *end = begin == row && !is_far_ahead ? a->strips + last * bytes : 0;
       for (int64_t strip = group; strip < group + part_size(group, last, a->strips_together); strip++) {
         const int64_t column = strip * LANES;
         quantised_product(a->format, (int)rows, x, a->strips + strip * bytes, end, sums, a->num_inputs);
@@ -103,10 +107,10 @@ void NAME(quantised_linear)(const void *x, const uint8_t *strips, const T *bias,
                             float *residual, float eps, int is_gated, int num_threads) {
   const int64_t num_strips = ceil_div(num_columns, LANES), fitting = STRIPS_BYTES / strip_bytes(format, num_inputs);
   const int64_t together = fitting > 1 ? fitting : 1;
-  const int is_tiled = can_tile(num_rows);
+  const int is_tiled = HAS_TILES && num_rows >= LEAST_TILED;
   int64_t rows_per_task = QUANTISED_ROWS;
   int64_t strips_per_task = num_rows <= rows_per_task ? stretch_of(num_strips, num_threads) : together;
-  if (is_tiled) {
+  if (is_tiled && num_rows > rows_per_task) {
     const int64_t num_groups = ceil_div(num_strips, TILED_STRIPS);
     const int64_t row_bytes = num_inputs / BLOCK * sizeof(x_tile_t) / AMX_ROWS;
     rows_per_task = rows_of_tasks(num_rows, row_bytes, num_groups, TILED_ROWS, LEAST_TILED, num_threads);
@@ -115,8 +119,7 @@ void NAME(quantised_linear)(const void *x, const uint8_t *strips, const T *bias,
   NAME(quantised_args) args = {x, bias, strips, room, is_tiled ? (x_tile_t *)room : 0, out, num_rows, num_inputs,
                                num_columns, strips_per_task, together, rows_per_task, format, kind, norm, residual, eps,
                                is_gated};
-  const int64_t rows_of_x = is_tiled ? ceil_div(num_rows, AMX_ROWS) * AMX_ROWS : num_rows;
-  run_tasks(NAME(quantise_task), &args, ceil_div(rows_of_x, TILE_ROWS), num_threads);
+  run_tasks(NAME(quantise_task), &args, ceil_div(num_rows, is_tiled ? AMX_ROWS : TILE_ROWS), num_threads);
   run_tasks(NAME(quantised_task), &args, ceil_div(num_rows, rows_per_task) * ceil_div(num_strips, strips_per_task),
             num_threads);
 }
