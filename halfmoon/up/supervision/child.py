@@ -123,7 +123,7 @@ class Child:
         raise failure
 
     def served_s(self) -> float | None:
-        """Seconds since it was ready; None if it never was."""
+        """Seconds since it was ready; None if it never was, or if no gateway had it before one refused it."""
         now_s = asyncio.get_running_loop().time()
         if self.spec.announces:
             return None if self._ready_s is None else now_s - self._ready_s
@@ -154,6 +154,8 @@ class Child:
             self._on_killed(self, str(event.get("reason", "without a reason")))
         if event.get("event") == "registration.welcome":
             self._welcome(event)
+        if event.get("event") == "registration.refused" and not self._welcomed_by:
+            self._ready_s = None  # it has served nobody, and would be refused again
         if event.get("level") in ("ERROR", "CRITICAL"):
             self._tail.append(str(event.get("reason") or event.get("exc_info") or event.get("event")))
         self._on_event(self.spec.name, event)

@@ -353,6 +353,36 @@ async def test_a_service_that_never_was_ready_ends_everything(tmp_path: Path, an
     assert not restarts.reasons
 
 
+REFUSED = 'print(\'{"event": "registration.refused", "level": "ERROR", "reason": "another model"}\', flush=True)\n'
+WELCOME = 'print(\'{"event": "registration.welcome", "gateway_id": "g"}\', flush=True)\n'
+
+
+async def test_a_worker_that_no_gateway_takes_ends_everything_and_says_why(tmp_path: Path) -> None:
+    restarts = Restarts(1)
+    boss = Supervisor(LogFiles(tmp_path), lambda name, event: None, restarts.note)
+    try:
+        await boss.start(ServiceSpec("worker", ("-c", READY + REFUSED + "raise SystemExit(4)"), {}, restarts=True))
+        with pytest.raises(ServiceFailed, match=r"exit status 4[^$]*another model"):
+            await boss.until_one_ends()
+    finally:
+        await boss.stop()
+    assert not restarts.reasons
+
+
+async def test_a_worker_that_was_taken_before_a_gateway_refuses_it_is_started_again(tmp_path: Path) -> None:
+    restarts = Restarts(2)
+    boss = Supervisor(LogFiles(tmp_path), lambda name, event: None, restarts.note, restart_s=(0.0,))
+    try:
+        program = READY + WELCOME + REFUSED + "raise SystemExit(4)"
+        await boss.start(ServiceSpec("worker", ("-c", program), {}, restarts=True))
+        watching = asyncio.ensure_future(boss.until_one_ends())
+        async with asyncio.timeout(60):
+            await restarts.enough.wait()
+        watching.cancel()
+    finally:
+        await boss.stop()
+
+
 async def test_a_silent_service_that_has_lived_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
