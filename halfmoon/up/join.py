@@ -72,7 +72,7 @@ async def _run(context: UpContext, *, stores: Sequence[str], environment: Mappin
     model = await prepared_model(options.model, terminal, for_any_engine="vllm" in engines(options))
     model = replace(model, name=options.model_name or model.name)
     specs = worker_specs(options, model, options.joins, stores, hosts)
-    await _serve(context, [_trusted(traced(spec, options), environment) for spec in specs], "workers")
+    await _serve(context, [_trusted(traced(spec, options), environment) for spec in specs], "worker")
 
 
 async def _run_ranks(context: UpContext, *, num_ranks: int, environment: Mapping[str, str]) -> None:
@@ -81,7 +81,7 @@ async def _run_ranks(context: UpContext, *, num_ranks: int, environment: Mapping
     model = await prepared_model(options.model, context.terminal, for_any_engine=False)
     here = uuid4().hex
     specs = [rank_spec(f"rank-{index}", options.joins, model.path, here, index) for index in range(num_ranks)]
-    await _serve(context, [_trusted(spec, environment) for spec in specs], "ranks")
+    await _serve(context, [_trusted(spec, environment) for spec in specs], "rank")
 
 
 async def _serve(context: UpContext, specs: Sequence[ServiceSpec], what: str) -> None:
@@ -94,7 +94,8 @@ async def _serve(context: UpContext, specs: Sequence[ServiceSpec], what: str) ->
         bars.stop()
         written.write(supervisor.children)
         terminal.out(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False)
-        terminal.out(f"{len(children)} {what} have joined {options.joins}", style="bold", highlight=False)
+        joined = f"1 {what} has" if len(children) == 1 else f"{len(children)} {what}s have"
+        terminal.out(f"{joined} joined {options.joins}", style="bold", highlight=False)
 
 
 def _trusted(spec: Spec, environment: Mapping[str, str]) -> Spec:

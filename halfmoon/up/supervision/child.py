@@ -157,7 +157,9 @@ class Child:
         if event.get("event") == "registration.refused" and not self._welcomed_by:
             self._ready_s = None  # it has served nobody, and would be refused again
         if event.get("level") in ("ERROR", "CRITICAL"):
-            self._tail.append(str(event.get("reason") or event.get("exc_info") or event.get("event")))
+            words = str(event.get("reason") or event.get("exc_info") or event.get("event"))
+            if words not in self._tail:  # one layer says what another has said
+                self._tail.append(words)
         self._on_event(self.spec.name, event)
 
     def _welcome(self, event: dict[str, Any]) -> None:
