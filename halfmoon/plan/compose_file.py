@@ -76,6 +76,7 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
         "tmpfs": ["/tmp"],
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
+        "logging": {"driver": "local"},
         "stop_grace_period": "30s",
         "command": command,
         "environment": {
