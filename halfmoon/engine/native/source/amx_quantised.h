@@ -22,7 +22,7 @@ typedef struct {
 #define HAS_TILES amx_is_permitted
 
 _Static_assert(OPENED_INPUTS % OUTER(Q4_K) == 0, "a strip is opened from where a float16 scale begins");
-_Static_assert(LEAST_TILED % AMX_ROWS == 0 && TILED_ROWS % LEAST_TILED == 0, "rows of a task are whole tiles");
+_Static_assert(LEAST_TILED % AMX_ROWS == 0 && TILED_ROWS == LEAST_TILED << 4, "whole tiles, halved four times at most");
 _Static_assert(sizeof(x_tile_t) <= AMX_ROWS * sizeof(x_block_t), "both fit into the same room");
 
 /* A strip's next inputs: codes less the zero, four of each column in a row; scales of parts and lows of blocks. */
