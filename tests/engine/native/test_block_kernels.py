@@ -123,6 +123,18 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(
             assert torch.equal(multiply(x[start:end], None), whole[start:end]), (start, end, num_threads)
 
 
+@pytest.mark.parametrize("num_inputs", [768, 1792])  # of which tasks by tiles have 512 rows, and half as many
+def test_a_row_among_many_has_the_bits_that_it_has_alone(dtype: torch.dtype, num_inputs: int) -> None:
+    """More rows than a task has, and more strips than threads need, which would make tasks shorter."""
+    blocks, x = blocks_of("Q5_K", 260, num_inputs), random_x(1100, num_inputs, dtype)
+    alone = packed(blocks, dtype, 1)
+    whole = torch.cat([alone(row, None) for row in x.split(1)])
+    for num_threads in (1, 3):
+        multiply = packed(blocks, dtype, num_threads)
+        for end in (511, 513, 1100):
+            assert torch.equal(multiply(x[:end], None), whole[:end]), (end, num_threads)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
