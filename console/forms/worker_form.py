@@ -33,7 +33,7 @@ def draw_worker_form(api: GatewayApi, workers: Sequence[Mapping[str, Any]]) -> N
             _change(api, name, "role", body, f"{name} serves {role} now.")
         with drain.popover("Drain"):
             st.write(f"{plain(name)} takes no new work, finishes what it has begun, and ends.")
-            if st.button("Drain it", key="drain-worker"):
+            if st.button("Drain it", key=f"drain-{name}"):
                 _change(api, name, "drain", {"force": forced}, f"{name} takes no new work, and ends.")
 
 

@@ -55,3 +55,14 @@ def test_a_refusal_is_said_and_may_be_forced(gateway: FakeGateway) -> None:
     shown = shown.checkbox(key="force-change").check().run()
     button(shown, "Drain it").click().run()
     assert gateway.bodies[-1] == {"by": "console", "force": True}
+
+
+def test_what_was_asked_of_a_worker_that_has_left_is_not_done_to_the_next(gateway: FakeGateway) -> None:
+    shown = opened(gateway)
+    left = [
+        worker | ({"left_s_ago": 1.0} if worker["worker_id"] == "prefill-1" else {}) for worker in CLUSTER["workers"]
+    ]
+    gateway.answers["/halfmoon/v1/cluster"] = (200, CLUSTER | {"workers": left})
+    shown = button(shown, "Drain it").click().run()
+    assert shown.selectbox(key="worker-to-change").value != "prefill-1"
+    assert gateway.edits() == []
