@@ -3,7 +3,9 @@
  */
 
 #define STRIPS_BYTES 24576 /* that tiles use in turn: these and a tile of x fit into the first-level cache */
-#define QUANTISED_ROWS 64  /* most rows of a task; a multiple of the largest tile */
+#define QUANTISED_ROWS 64  /* of a task without tiles, and the most whose task has a long stretch of strips */
+
+_Static_assert(QUANTISED_ROWS % TILE_ROWS == 0 && QUANTISED_ROWS <= TILED_ROWS, "its rows fit either way");
 
 typedef struct {
   const void *x; /* of T; float32 if it is added to the residual; 0 if nothing is */
