@@ -73,6 +73,9 @@ ARG TORCH_VERSION=2.13.0
 ARG TORCH_BACKEND=cpu
 ARG EXTRAS=
 ARG DEMO_MODEL=demo-model
+# What Triton and torch compile on GPUs is loaded from there: the home directory is read-only, and Docker's /tmp noexec.
+ENV TRITON_CACHE_DIR=/cache/triton \
+    TORCHINDUCTOR_CACHE_DIR=/cache/inductor
 RUN apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN python scripts/lock --print "$EXTRAS,$DEMO_MODEL,${TORCH_BACKEND:+setup}" >/tmp/requirements.txt \
  && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt \

@@ -111,6 +111,15 @@ def test_containers_may_write_to_their_volumes_alone() -> None:
         assert service["security_opt"] == ["no-new-privileges:true"]
 
 
+@pytest.mark.parametrize(("file", "compilers"), [("Dockerfile", 2), ("deploy/vllm/Dockerfile", 3)])
+def test_what_is_compiled_can_be_written_and_loaded(file: str, compilers: int) -> None:
+    """In a home directory it cannot be written; in `/tmp`, which Docker mounts noexec, it cannot be loaded."""
+    text = (ROOT / file).read_text()
+    places = dict(re.findall(r"\b((?:TRITON|TORCHINDUCTOR|VLLM)_CACHE_(?:DIR|ROOT))=(\S+)", text))
+    assert len(places) == compilers
+    assert all(Path(place).is_relative_to("/cache") for place in places.values())
+
+
 @pytest.mark.parametrize("file", ["Dockerfile", "deploy/vllm/Dockerfile"])
 def test_a_new_volume_for_state_is_private_from_the_start(file: str) -> None:
     """A volume takes its mode from the image; services would mend another one, and warn of it."""
