@@ -65,6 +65,17 @@ def test_promtool_takes_every_query(tmp_path: Path, broken: bool) -> None:
     assert (done.returncode != 0) == broken, done.stdout + done.stderr
 
 
+@needs_promtool
+def test_queries_to_scale_by_have_a_value_before_any_request(tmp_path: Path) -> None:
+    """Else a HorizontalPodAutoscaler does not scale down."""
+    tests = [{"expr": query, "eval_time": "5m", "exp_samples": [{"value": 0}]} for query in scaling_queries()]
+    series = [{"series": "halfmoon_gateway_requests_in_flight", "values": "0x10"}]
+    file = tmp_path / "idle.yml"
+    file.write_text(json.dumps({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": tests}]}))
+    done = promtool("test", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 async def test_nothing_asks_for_a_metric_that_is_not_there(tmp_path: Path) -> None:
     there = set()
     for family in await all_families(tmp_path):
