@@ -151,6 +151,12 @@ class GatewayConfig(Section):
         description="a gateway that has just started looks for the answer of a request with a client's id once no "
         "worker has joined for this long",
     )
+    first_workers_wait_s: float = Field(
+        0.0,
+        ge=0,
+        description="how long a gateway that has just started is not yet SERVING for want of workers; clients that it "
+        "gets all the same have 503 meanwhile",
+    )
     heartbeat_interval_s: float = Field(
         1.0, gt=0, description="workers report at least this often; a worker that misses 3 reports counts as dead"
     )

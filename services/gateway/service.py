@@ -7,7 +7,7 @@ import random
 import secrets
 import ssl
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -239,9 +239,11 @@ async def running_gateway(
             siblings = SiblingBacklog(runner, settings.sibling_descriptors, tls, settings.header_timeout_s)
             try:
                 port = await listen(runner, settings, tls)
-                await server.set_serving()
+                if not settings.first_workers_wait_s:
+                    await server.set_serving()
                 address = advertised_address(settings.cluster_listen, server.port, settings.advertise_cluster)
-                async with running(logged(siblings.accept())):
+                health = _set_serving(server, cluster, settings.first_workers_wait_s)
+                async with running(logged(siblings.accept())), running(logged(health)):
                     await asyncio.sleep(0)  # all tasks begin, even if this gateway is told to stop already
                     yield RunningGateway(_url(settings, port), address, cluster, routing, keys, drain_gate)
             finally:
@@ -323,6 +325,15 @@ def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
 def _url(settings: GatewaySettings, port: int) -> str:
     scheme = "http" if settings.http_tls_cert is None else "https"
     return f"{scheme}://{bracketed(reachable(settings.host))}:{port}"
+
+
+async def _set_serving(server: RunningServer, cluster: Cluster, wait_s: float) -> None:
+    """Sets health to SERVING once a request can be placed, after `wait_s` in any case."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            while cluster.membership.view().missing:
+                await cluster.until_changed()
+    await server.set_serving()
 
 
 async def _stop(drain_gate: DrainGate, cluster: Cluster, server: RunningServer, runner: web.AppRunner) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from halfmoon.errors import Unavailable
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
+from halfmoon.rpc.health_probe import probe
 from services.gateway.openai.bodies.parse_body import parse_request
 from tests.services.gateway.fakes import LAYOUT, MODEL, ByteTokenizer, FakeWorker, Fleet, Script, running_fleet, soon
 
@@ -31,6 +32,29 @@ async def until_a_request_is_inside(fleet: Fleet) -> None:
     async with asyncio.timeout(20):
         while "requests_in_flight 1.0" not in await fleet.metrics():
             pass
+
+
+async def until_it_serves(fleet: Fleet) -> None:
+    async with asyncio.timeout(20):
+        while await probe(fleet.gateway.address) != "SERVING":  # noqa: ASYNC110 (health has no event)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_is_not_serving_before_its_first_workers(tmp_path: Path) -> None:
+    """Else a rolling update would send clients to one that can place nothing yet."""
+    async with running_fleet(tmp_path, first_workers_wait_s=300) as fleet:
+        await fleet.add("p0", "prefill")
+        assert await probe(fleet.gateway.address) == "NOT_SERVING"
+        await fleet.add("d0", "decode")
+        await until_it_serves(fleet)
+
+
+@pytest.mark.parametrize("wait_s", [0, 0.05])
+async def test_a_gateway_serves_without_workers_in_the_end(tmp_path: Path, wait_s: float) -> None:
+    async with running_fleet(tmp_path, first_workers_wait_s=wait_s) as fleet:
+        if wait_s:
+            await until_it_serves(fleet)
+        assert await probe(fleet.gateway.address) == "SERVING"
 
 
 async def test_a_new_request_waits_for_a_worker_that_just_left(tmp_path: Path) -> None:
