@@ -76,6 +76,7 @@ def test_pods_are_restricted(overlay: str) -> None:
         security = pod["securityContext"]
         assert security["runAsNonRoot"]
         assert {security[name] for name in ("runAsUser", "runAsGroup", "fsGroup")} == {int(user)}
+        assert security["fsGroupChangePolicy"] == "OnRootMismatch"  # what is 0700 in a claim stays so
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
         assert container(pod)["securityContext"] == {
             "allowPrivilegeEscalation": False,
