@@ -165,6 +165,15 @@ def test_a_pod_may_drain_before_it_is_killed(overlay: str) -> None:
         assert (name == "gateway") == (int(before[1]) > 0)  # clients are sent on meanwhile
 
 
+@needs_kubectl
+@each_overlay
+def test_a_rollout_does_not_fail_while_a_pod_may_still_start(overlay: str) -> None:
+    for name, deployment in of_kind(rendered(overlay), "Deployment").items():
+        startup = container(pods(overlay)[name])["startupProbe"]
+        most_s = startup["periodSeconds"] * startup["failureThreshold"]
+        assert deployment["spec"]["progressDeadlineSeconds"] >= most_s + 120  # images are pulled before
+
+
 def bytes_of(quantity: str) -> int:
     return int(TypeAdapter(ByteSize).validate_python(quantity if quantity.isdigit() else f"{quantity}B"))
 
