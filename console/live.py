@@ -15,6 +15,7 @@ from console.plain_text import plain
 from console.quantities import ago
 
 _MESSAGE = "message"  # in the session, between a change and the rerun that shows it
+_FAILED = "live_failed"  # in the session: why each live part cannot be refreshed now, by key
 State = TypeVar("State")
 One = TypeVar("One")
 Two = TypeVar("Two")
@@ -29,13 +30,16 @@ def live(key: str, fetch: Callable[[], State], draw: Callable[[State], None]) ->
 
     def now() -> None:
         remembered = st.session_state.setdefault("live", {})
+        failed = st.session_state.setdefault(_FAILED, {})
         try:
             state = fetch()
         except GatewayError as error:
+            failed[key] = str(error)
             disconnected(str(error), remembered[key][1] if key in remembered else None)
             if key in remembered:
                 draw(remembered[key][0])
             return
+        failed.pop(key, None)
         remembered[key] = (state, time.monotonic())
         draw(state)
 
@@ -61,17 +65,21 @@ def at_once(*looks: Callable[[], Any]) -> tuple[Any, ...]:
         return tuple(threads.map(lambda look: look(), looks))
 
 
-def away(reason: str, look: Callable[[], object]) -> None:
-    """Replaces a part that cannot be drawn: gives the reason, and reruns the page when `look` succeeds."""
+def away(look: Callable[[], object], beside: str | None = None) -> None:
+    """Replaces a part that cannot be drawn: gives the reason, and reruns the page when `look` succeeds.
+
+    A reason that the live part `beside` gives is not given again. `look` must fail when the part cannot be drawn.
+    """
 
     def again() -> None:
         try:
             look()
-        except GatewayError:
+        except GatewayError as error:
+            if str(error) != st.session_state.get(_FAILED, {}).get(beside):
+                disconnected(str(error), None)
             return
         st.rerun(scope="app")
 
-    disconnected(reason, None)
     st.fragment(again, run_every=REFRESH_S)()
 
 

@@ -42,8 +42,8 @@ def render(api: GatewayApi) -> None:
     show_message()
     try:
         autopilot = api.autopilot(1)
-    except GatewayError as error:
-        away(str(error), partial(api.autopilot, 1))
+    except GatewayError:
+        away(partial(api.autopilot, 1))
         return
     own = (autopilot["status"] or {}).get("own_mode", "unknown")
     draw_mode(ModeChoice("Autopilot", "autopilot", _MEANINGS, api.put_autopilot, rerun_with), {**autopilot, "own": own})

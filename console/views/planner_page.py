@@ -42,8 +42,8 @@ def render(api: GatewayApi, planner: PlannerApi | None) -> None:
         return
     try:
         catalogue = planner.catalogue()
-    except PlannerError as error:
-        away(str(error), planner.catalogue)
+    except PlannerError:
+        away(planner.catalogue)
         return
     form = planner_form(api, catalogue)
     search: Search | None = st.session_state.get("plan_search")

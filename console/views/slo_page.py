@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import streamlit as st
@@ -11,7 +12,7 @@ from console.forms.class_form import class_form, done, show_removed
 from console.forms.class_history import draw_history
 from console.forms.mode_card import OWN, ModeChoice, draw_mode
 from console.gateway_api import GatewayApi, GatewayError
-from console.live import away, empty, live, show_message
+from console.live import at_once, away, empty, live, show_message
 from console.plain_text import plain
 from console.quantities import NOTHING, seconds, share
 
@@ -37,10 +38,11 @@ def render(api: GatewayApi) -> None:
     st.title("SLO")
     show_message()
     live("slo", lambda: Seen(api.classes(), api.series(_MINUTES)["together"]), _draw)
+    look = partial(at_once, api.classes, api.class_edits)
     try:
-        classes, edits = api.classes(), api.class_edits()
-    except GatewayError as error:
-        away(str(error), api.class_edits)
+        classes, edits = look()
+    except GatewayError:
+        away(look, "slo")
         return
     _draw_admission(api)
     left, right = st.columns([3, 2], gap="large")

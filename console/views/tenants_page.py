@@ -23,8 +23,8 @@ def render(api: GatewayApi) -> None:
     live("tenants", api.tenants, _draw)
     try:
         tenants = api.tenants()["tenants"]
-    except GatewayError as error:
-        away(str(error), api.tenants)
+    except GatewayError:
+        away(api.tenants, "tenants")
         return
     new_key_card()
     names = [tenant["name"] for tenant in tenants]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, NamedTuple
@@ -50,10 +51,11 @@ class Side(NamedTuple):
 def render(api: GatewayApi) -> None:
     """Draws the page."""
     st.title("Try it")
+    look = partial(at_once, api.cluster, api.classes)
     try:
-        cluster, classes = at_once(api.cluster, api.classes)
-    except GatewayError as error:
-        away(str(error), api.cluster)
+        cluster, classes = look()
+    except GatewayError:
+        away(look)
         return
     sides = _sides(classes)
     if cluster.get("missing"):

@@ -309,7 +309,19 @@ def test_a_failed_reply_is_said_and_not_remembered(gateway: FakeGateway, answer:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_an_unreachable_gateway_is_a_clear_message(page: str) -> None:
-    assert plain("no gateway at http://127.0.0.1:1") in open_page(page, "http://127.0.0.1:1").error[0].value
+    [said] = open_page(page, "http://127.0.0.1:1").error
+    assert plain("no gateway at http://127.0.0.1:1") in said.value
+
+
+def test_a_part_without_its_data_says_why_though_the_rest_is_there(gateway: FakeGateway) -> None:
+    edits = gateway.answers["/halfmoon/v1/class_edits"]
+    gateway.answers["/halfmoon/v1/class_edits"] = (503, {"error": {"message": "the ledger is away"}})
+    shown = open_page("slo", gateway.url)
+    assert len(shown.dataframe) == 1
+    assert ["the ledger is away" in one.value for one in shown.error] == [True]
+    gateway.answers["/halfmoon/v1/class_edits"] = edits
+    assert not shown.run().error
+    assert shown.selectbox(key="class").value == "gold"
 
 
 def test_what_was_known_stays_while_the_gateway_is_away(gateway: FakeGateway) -> None:
