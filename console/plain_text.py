@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 
 _MARKS = re.compile(r"([\\`*_\[\]<>#$:~|!&{}])")  # a backslash before each makes it literal
+_LINKS = re.compile(r"(?<=http)(?=://)|(?<=https)(?=://)|(?<=www)(?=\.)|(?<=[\w.+-])(?=@)", re.IGNORECASE)
+_NO_LINK = ":small[]"  # nothing to be seen; between two parts of an address it keeps them from becoming a link
 _MAX_CHARS = 400
 
 
 def plain(text: object, max_chars: int = _MAX_CHARS) -> str:
     """One line, shown literally and shortened to `max_chars` with an ellipsis."""
-    return _MARKS.sub(r"\\\1", shortened(text, max_chars))
+    return _NO_LINK.join(_MARKS.sub(r"\\\1", part) for part in _LINKS.split(shortened(text, max_chars)))
 
 
 def shortened(text: object, max_chars: int) -> str:

@@ -68,7 +68,10 @@ def _draw_change(change: planner_pb2.WorkerChange) -> None:
     for column, name, groups in ((now, "Now", change.now), (then, "Then", change.then)):
         column.caption(name)
         column.table(
-            [{"workers": group.count, "role": group.role, "options": group.options or NOTHING} for group in groups]
+            [
+                {"workers": group.count, "role": group.role, "options": plain(group.options or NOTHING)}
+                for group in groups
+            ]
         )
     st.caption(
         f"{change.num_kept} stay, {change.num_started} start, then {change.num_stopped} finish their accepted "

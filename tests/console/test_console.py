@@ -251,6 +251,18 @@ def test_a_new_class_is_chosen_once_it_is_saved(gateway: FakeGateway, monkeypatc
     assert not shown.warning
 
 
+def test_no_name_becomes_a_link() -> None:
+    """Streamlit would make one even where every mark has its backslash."""
+    parts = {
+        "http://evil.org": "http|://evil.org",
+        "HTTPS://a@b.org": "HTTPS|://a|@b.org",
+        "www.evil.org": "www|.evil.org",
+    }
+    for name, apart in parts.items():
+        assert plain(name).replace("\\", "") == apart.replace("|", ":small[]")
+    assert plain("a.org") == "a.org"
+
+
 EVIL = "![x](http://evil/p.png) <script>alert(1)</script> $x$ :material/hub:"
 
 
