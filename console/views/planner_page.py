@@ -139,7 +139,7 @@ def _draw_plans(plans: list[Plan], search: Search | None, can_apply: bool) -> No
         )  # fmt: skip
         chosen = [plans[at] for at in table["selection"]["rows"] if at < len(plans)]
         st.caption("Select one plan to see it, or several to compare them.")
-    elif newest is None:
+    elif newest is None and (search is None or search.state.is_over):
         empty("No plan yet", "Describe the workload and its targets above, then search.", ":material/query_stats:")
     if len(chosen) > 1:
         st.subheader("Compared")

@@ -208,7 +208,12 @@ def test_what_is_missing_is_named(gateway: FakeGateway, planner: FakePlanner, ki
 
 def test_without_plans_the_page_says_how_to_begin(gateway: FakeGateway, planner: FakePlanner) -> None:
     planner.plans = []
-    assert any("No plan yet" in one.value for one in open_page(gateway, planner).markdown)
+    shown = open_page(gateway, planner)
+    assert any("No plan yet" in one.value for one in shown.markdown)
+    shown = click(shown, "Search")
+    assert not any("No plan yet" in one.value for one in shown.markdown), "one is being searched for"
+    shown = until_over(click(shown, "Cancel"))
+    assert any("No plan yet" in one.value for one in shown.markdown)
 
 
 def test_a_plan_that_was_not_kept_is_said_to_be(gateway: FakeGateway, planner: FakePlanner) -> None:
