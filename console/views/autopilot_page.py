@@ -61,7 +61,7 @@ def decision_row(decision: Mapping[str, Any], now: datetime) -> dict[str, Any]:
         "role": change,
         "why": decision["reason"],
         "outcome": decision["outcome"] or NOTHING,
-        "pressed": phase,
+        "phase": phase,
         "pressure": _pressure(decision[phase]),
         "predicted": _pressure(max(decision["predicted_prefill"], decision["predicted_decode"])),
         "measured": _pressure(_most(decision["measured_prefill"], decision["measured_decode"])),
@@ -110,7 +110,7 @@ def _draw(autopilot: Autopilot) -> None:
         _now(status)
     st.subheader("Decisions")
     if not autopilot["decisions"]:
-        st.caption("None yet: no phase was pressed.")
+        st.caption("None yet: nothing had to change.")
         return
     _decisions(autopilot["decisions"], now)
 
@@ -120,7 +120,7 @@ def _now(status: Mapping[str, Any]) -> None:
     roles = zip(_ROLES, status["split"], status["target"], strict=True)
     figures = [
         *(
-            (f"{phase} pressed", "nobody serves it" if value is None else _pressure(value), None)
+            (f"{phase} pressure", "nobody serves it" if value is None else _pressure(value), None)
             for phase, value in pressures
         ),
         ("In time, lately", share(status["attainment"]), None),
@@ -132,7 +132,7 @@ def _now(status: Mapping[str, Any]) -> None:
     ]
     for column, (label, value, change) in zip(st.columns(len(figures)), figures, strict=True):
         column.metric(label, value, change, delta_color="off")
-    st.caption("A phase is pressed by its demand over what its workers serve within the targets. 1 is the most.")
+    st.caption("Pressure: a phase's demand over what its workers serve within the targets. Above 1 targets are missed.")
     st.markdown(plain(standing(status)))
     ahead = status.get("outlook")
     if ahead:
@@ -143,9 +143,8 @@ def _decisions(decisions: Sequence[Mapping[str, Any]], now: datetime) -> None:
     rows = [decision_row(decision, now) for decision in decisions]
     st.dataframe(rows, hide_index=True, placeholder=NOTHING, key="autopilot-decisions", height=_TABLE_PX)
     st.caption(
-        "Pressure is demand over what the roles serve within the targets, of the phase that is pressed harder: before "
-        "the decision, as predicted of it, and as measured 20 s later. Above 1 targets are missed. Advice that was not "
-        "followed has what came without it."
+        "The pressures are of the phase with the higher one: before the decision, as predicted of it, and as measured "
+        "20 s later. Advice that was not followed has what came without it."
     )
 
 

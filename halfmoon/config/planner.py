@@ -39,7 +39,7 @@ class AutopilotConfig(Section):
         description="up to how many workers the autopilot starts on this system; 0: it starts and stops none",
     )
     autopilot_idle_s: float = Field(
-        300.0, ge=0, description="a worker without which the rest would not be pressed is stopped after as long"
+        300.0, ge=0, description="a worker that the phases do not need is stopped after as long"
     )
 
     def scaling_rules(self) -> ScalingRules:

@@ -114,8 +114,9 @@ ADMISSION: dict[str, Any] = {
     ],
 }  # fmt: skip
 DECISION: dict[str, Any] = {
-    "decided_at": "2026-01-01T00:00:00+00:00", "mode": "act", "action": "change_role", "reason": "decode is pressed",
-    "worker_id": "prefill-1", "before": "prefill", "after": "decode", "split": "3:1:0", "target": "2:2:0",
+    "decided_at": "2026-01-01T00:00:00+00:00", "mode": "act", "action": "change_role",
+    "reason": "decode needs more workers", "worker_id": "prefill-1", "before": "prefill", "after": "decode",
+    "split": "3:1:0", "target": "2:2:0",
     "num_needed": 0, "prefill": 0.4, "decode": 1.25, "predicted_prefill": 0.6, "predicted_decode": 0.7,
     "attainment": 0.5, "outcome": "done", "measured_at": "2026-01-01T00:00:20+00:00", "measured_prefill": 0.65,
     "measured_decode": 0.6, "measured_attainment": 0.95,
@@ -123,8 +124,8 @@ DECISION: dict[str, Any] = {
 AUTOPILOT: dict[str, Any] = {
     "mode": "observe", "set": None, "version": 0, "edits": [], "status_at": "2126-01-01T00:00:00+00:00",
     "status": {
-        "own_mode": "observe", "mode": "observe", "action": "hold", "reason": "nothing is pressed", "outcome": "",
-        "worker_id": "", "role": None, "split": [3, 1, 0], "target": [2, 2, 0], "num_needed": 0,
+        "own_mode": "observe", "mode": "observe", "action": "hold", "reason": "no phase needs more workers",
+        "outcome": "", "worker_id": "", "role": None, "split": [3, 1, 0], "target": [2, 2, 0], "num_needed": 0,
         "pressure": {"prefill": 0.4, "decode": None}, "predicted": {"prefill": 0.4, "decode": None},
         "attainment": 0.5, "rate_per_s": 3.0,
         "outlook": {

@@ -89,7 +89,7 @@ class Autopilot:
         if advice is not None and now_s < advice.until_s:
             demand = _greater(demand, advice.demand)
         pressure = _corrected(capacity.pressure(split, demand), seen, rules)
-        hold = Decision("hold", "nothing is pressed", split, split, demand, pressure, pressure)
+        hold = Decision("hold", "no phase needs more workers", split, split, demand, pressure, pressure)
         if not split.serves or self._order is not None:
             return replace(hold, reason="a change is under way" if split.serves else "nobody can serve")
         if pressure.most < (1.0 if _meets(seen.traffic, rules.attainment) else rules.pressed):
@@ -178,7 +178,7 @@ class Autopilot:
         return replace(
             hold,
             action="change_role",
-            reason=f"{now.phase} is pressed",
+            reason=f"{now.phase} needs more workers",
             predicted=predicted,
             worker_id=worker.worker_id,
             role=after,
@@ -230,8 +230,8 @@ class Autopilot:
         role = min(rules.roles, key=lambda role: capacity.pressure(hold.split.plus(role), hold.demand).most)
         predicted = capacity.pressure(hold.split.plus(role), hold.demand)
         return replace(
-            hold, action="add_worker", reason=f"{hold.pressure.phase} is pressed, and no other ratio is better",
-            target=hold.split.plus(role), predicted=predicted, role=role, num_needed=needed,
+            hold, action="add_worker", target=hold.split.plus(role), predicted=predicted, role=role, num_needed=needed,
+            reason=f"{hold.pressure.phase} needs more workers, and no other ratio is better",
         )  # fmt: skip
 
     def _fewer(self, hold: Decision, seen: Observation, capacity: Capacity, now_s: float) -> Decision:

@@ -19,7 +19,7 @@ STATUS = AUTOPILOT["status"]
 def test_a_decision_has_what_was_predicted_and_measured() -> None:
     row = decision_row(DECISION, datetime(2026, 1, 1, 0, 1, tzinfo=UTC))
     assert (row["when"], row["decision"], row["role"]) == ("1 min ago", "Another role", "prefill → decode")
-    assert (row["pressed"], row["pressure"], row["predicted"], row["measured"]) == (
+    assert (row["phase"], row["pressure"], row["predicted"], row["measured"]) == (
         "decode",
         "1.25",
         "0.70",
@@ -33,7 +33,7 @@ def test_a_decision_has_what_was_predicted_and_measured() -> None:
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        ({}, "No change: nothing is pressed."),
+        ({}, "No change: no phase needs more workers."),
         (
             {"action": "cannot_be_met", "reason": "4 workers cannot meet the targets", "num_needed": 6},
             "4 workers cannot meet the targets. 6 would.",
@@ -51,9 +51,9 @@ def test_how_it_stands_is_a_sentence(status: dict[str, Any], said: str) -> None:
 def test_the_page_shows_pressures_roles_and_decisions(gateway: FakeGateway) -> None:
     shown = open_page("autopilot", gateway.url)
     figures = {one.label: (one.value, one.delta) for one in shown.metric}
-    assert figures["Prefill pressed"][0] == "0.40"
-    assert figures["Decode pressed"][0] == "nobody serves it"
-    assert any("pressed by its demand over what its workers serve" in one.value for one in shown.caption)
+    assert figures["Prefill pressure"][0] == "0.40"
+    assert figures["Decode pressure"][0] == "nobody serves it"
+    assert any("demand over what its workers serve within the targets" in one.value for one in shown.caption)
     assert figures["Prefill workers"] == ("3", "-1")
     assert list(shown.dataframe[0].value["worker"]) == ["prefill-1"]
     assert any("4 requests/s by arima" in one.value for one in shown.caption)

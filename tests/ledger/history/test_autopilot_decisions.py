@@ -12,7 +12,7 @@ from halfmoon.ledger.ledger import open_ledger
 from tests.ledger.rows import WHEN
 
 CHANGE = StoredDecision(
-    WHEN, "act", "change_role", "decode is pressed", "p0", "prefill", "decode", "2:1:0", "1:2:0", 0,
+    WHEN, "act", "change_role", "decode needs more workers", "p0", "prefill", "decode", "2:1:0", "1:2:0", 0,
     0.2, 1.4, 0.4, 0.7, 0.5, "done",
 )  # fmt: skip
 CANNOT = CHANGE._replace(action="cannot_be_met", worker_id="", before="", after="", num_needed=5, attainment=None)

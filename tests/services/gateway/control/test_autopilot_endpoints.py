@@ -83,9 +83,9 @@ async def test_targets_are_those_of_the_classes_with_requests(tmp_path: Path) ->
 async def test_the_mode_is_an_operators(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         assert (await ask(fleet, "GET", PATH))[2]["mode"] is None  # no planner has been here
-        await observe(fleet, own_mode="observe", reason="nothing is pressed")
+        await observe(fleet, own_mode="observe", reason="all is well")
         shown = (await ask(fleet, "GET", PATH))[2]
-        assert (shown["mode"], shown["set"], shown["status"]["reason"]) == ("observe", None, "nothing is pressed")
+        assert (shown["mode"], shown["set"], shown["status"]["reason"]) == ("observe", None, "all is well")
         assert shown["status_at"]
         status, _, shown = await ask(fleet, "PUT", PATH, json={"mode": "act"})
         assert (status, shown["mode"], shown["version"], shown["decisions"]) == (200, "act", 1, [])
