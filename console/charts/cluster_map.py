@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from console.charts.host_frames import FOOT_H, HEAD_H, MAX_FRAMES, host_frame, small_frames
-from console.charts.palette import GREEN, RED, ROLES
+from console.charts.palette import GREEN, RED
 from console.charts.store_cards import store_cards
 from console.charts.svg import Place, drawing, text, tip
 from console.charts.worker_shapes import CARD_GAP, CARD_H, CARD_W, CELL, CELL_GAP, Worker, card, cell, standing
@@ -78,7 +78,7 @@ def _roles(
             title_y = bottoms[x] - 12
             drawn, bottoms[x] = _group(group, x, bottoms[x], silent_after_s, role in fields, places)
             title = f"{role} · {len(group)}" if role != "both" else f"prefill and decode · {len(group)}"
-            shapes.append(text(x, title_y, title, 13, ROLES[role], weight=600))
+            shapes.append(text(x, title_y, title, 13, weight=600))
             shapes += drawn
             bottoms[x] += 40
     return shapes, bottoms
@@ -112,7 +112,7 @@ def _gateway(cluster: Mapping[str, Any], place: Place) -> list[str]:
         f'stroke="currentColor" stroke-opacity="0.35"/>',
         text(x + 16, y + 26, "gateway", 14, weight=600),
         f'<circle cx="{x + width - 16}" cy="{y + 21:.1f}" r="4.5" fill="{colour}"/>',
-        text(x + width - 26, y + 26, word, 12, colour, anchor="end"),
+        text(x + width - 26, y + 26, word, 12, anchor="end"),
         text(x + 16, y + 47, shortened(cluster.get("served_model") or "", _GATEWAY_CHARS), 12.5, opacity=0.75),
         text(x + 16, y + 65, shortened(cluster.get("gateway_id") or "", _GATEWAY_CHARS), 11, opacity=0.5),
     ]

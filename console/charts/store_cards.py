@@ -62,7 +62,7 @@ def _card(store: Store, place: Place) -> str:
         f'stroke="{edge}" stroke-opacity="0.55"/><rect {frame} width="5" rx="2.5" fill="{edge}"/>'
         + text(x + 16, y + 22, shortened(f"store {store['address']}", _CHARS), 13, weight=600)
         + f'<circle cx="{x + width - 16}" cy="{y + 17:.1f}" r="4.5" fill="{colour}"/>'
-        + text(x + width - 26, y + 22, word, 12, colour, anchor="end")
+        + text(x + width - 26, y + 22, word, 12, anchor="end")
         + text(x + 16, y + 43, line, 12.5, opacity=0.75)
         + (full if is_there else "")
         + "</g>"

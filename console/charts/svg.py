@@ -26,12 +26,11 @@ def drawing(body: str, width: float, height: float, title: str, least_px: int = 
 
 
 def text(
-    x: float, y: float, line: str, size: float, colour: str = "currentColor",
-    *, weight: int = 400, opacity: float = 1.0, anchor: Anchor = "start",
+    x: float, y: float, line: str, size: float, *, weight: int = 400, opacity: float = 1.0, anchor: Anchor = "start",
 ) -> str:  # fmt: skip
     """One line of text on the base line `y`."""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="{colour}" '
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="currentColor" '
         f'fill-opacity="{opacity}" text-anchor="{anchor}">{escaped(line)}</text>'
     )
 

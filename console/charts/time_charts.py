@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 from console.charts.palette import GREY
 from console.charts.svg import Anchor, drawing, text, tip
+from console.plain_text import shortened
 from console.quantities import count
 
 _WIDTH, _HEIGHT = 460, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 34, 24
 _SIZE = 11.5  # font size of text
 _CHAR = 6.2  # approximate width of one character
+_NAME_CHARS = 24  # limit on characters of a target's name
 _ON_TOP = "paint-order:stroke;stroke:var(--st-background-color);stroke-width:3"  # text stays readable on lines
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
@@ -139,14 +141,20 @@ def _curve(frame: _Frame, ages_s: Sequence[float], values: Values, colour: str) 
 
 
 def _limits(frame: _Frame, limits: Mapping[str, float]) -> list[str]:
-    """Dashed lines whose names stand one after another, since lines may be at nearly the same height."""
+    """Dashed lines whose names stand one after another, since lines may be at nearly the same height.
+
+    Names that do not fit appear only in tooltips.
+    """
     lines, x = [], _LEFT + 4.0
     for name, value in limits.items():
-        y, label = frame.y(value), f"{name} target"
+        y, label = frame.y(value), f"{shortened(name, _NAME_CHARS)} target"
         path = f"M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"
         line = f'<path d="{path}" stroke="{GREY}" stroke-width="1.5" stroke-dasharray="6 4"/>'
-        lines.append(f'<g>{line}<g style="{_ON_TOP}">{text(x, y - 4, label, _SIZE, GREY)}</g></g>')
-        x += _CHAR * (len(label) + 2)
+        width = _CHAR * len(label)
+        named = text(x, y - 4, label, _SIZE, opacity=0.65) if x + width <= _WIDTH - _RIGHT else ""
+        tooltip = "" if named and len(name) <= _NAME_CHARS else tip(f"{name} target")
+        lines.append(f'<g>{tooltip}{line}<g style="{_ON_TOP}">{named}</g></g>')
+        x += width + 2 * _CHAR
     return lines
 
 

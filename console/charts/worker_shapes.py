@@ -53,7 +53,7 @@ def card(worker: Worker, is_: Standing, place: Place) -> str:
         f'stroke-opacity="0.55"{dash}/><rect x="{x}" y="{y}" width="5" height="{height}" rx="2.5" fill="{colour}"/>'
         + text(x + 16, y + 22, shortened(worker["worker_id"], _CARD_CHARS), 14, weight=600)
         + f'<circle cx="{x + width - 16}" cy="{y + 17}" r="4.5" fill="{is_.colour}"/>'
-        + text(x + width - 26, y + 22, _mark(is_.word), 12, is_.colour, anchor="end")
+        + text(x + width - 26, y + 22, _mark(is_.word), 12, anchor="end")
         + text(x + 16, y + 43, _figures(worker), 12.5, opacity=0.75)
         + (used if "left_s_ago" not in worker else "")
         + "</g>"

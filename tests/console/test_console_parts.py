@@ -237,6 +237,15 @@ def test_lines_over_time_have_gaps_targets_and_tips() -> None:
     assert "&lt;gold&gt; target" in svg
 
 
+def test_names_of_targets_that_do_not_fit_are_in_tooltips() -> None:
+    limits = {"gold": 1.0, "a" * 64: 1.0, "b" * 64: 1.0, "silver": 1.0}
+    svg = time_charts.over_time([2.5], {"p50": [1.0]}, {"p50": "blue"}, "ms", 10, limits)
+    written = [one.text or "" for one in ElementTree.fromstring(svg).iter() if one.tag.endswith("text")]
+    assert [name for name in written if name.endswith(" target")] == ["gold target", f"{'a' * 23}… target"]
+    named = [name for name in chart_values(svg) if name.endswith(" target")]
+    assert named == [f"{name} target" for name in list(limits)[1:]]
+
+
 def test_columns_stand_on_each_other() -> None:
     svg = time_charts.stacked(
         [7.5, 2.5], {"good": [1.0, 0.0], "late": [3.0, 0.0]}, {"good": "#0a0", "late": "#a00"}, "req/s", 10, 5.0
