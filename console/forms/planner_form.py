@@ -187,7 +187,7 @@ def _host_memory() -> FormPart:
 
 def _promises() -> FormPart:
     """What counts as in time, how KV is encoded, and how many workers share a prompt."""
-    columns = st.columns(5)
+    columns = [*st.columns(3), *st.columns(2)]
     criterion = columns[0].selectbox(
         "In time means", ("joint", "marginal"), key="plan-criterion",
         format_func={"joint": "each request meets both", "marginal": "each target separately"}.__getitem__,
