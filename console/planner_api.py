@@ -32,7 +32,11 @@ class PlannerError(GatewayError):
     """The planner, not the gateway, failed to answer; the text is for the user."""
 
 
-class SearchCancelled(PlannerError):
+class PlannerLost(PlannerError):
+    """The planner did not say how the call ended: what it was asked to do may go on."""
+
+
+class SearchCancelled(PlannerLost):
     """The search was cancelled by the user."""
 
 
@@ -191,7 +195,8 @@ def _readable_errors(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        kind = SearchCancelled if error.code() is grpc.StatusCode.CANCELLED else PlannerError
+        known = PlannerError if is_from_service(error) else PlannerLost
+        kind = SearchCancelled if error.code() is grpc.StatusCode.CANCELLED else known
         raise kind(_message_of(address, error)) from error
 
 

@@ -10,7 +10,7 @@ import streamlit as st
 
 from console.plain_text import plain
 from console.plan_view import title
-from console.planner_api import Plan, PlannerApi, PlannerError
+from console.planner_api import Plan, PlannerApi, PlannerError, PlannerLost
 from console.quantities import NOTHING
 from halfmoon.pb import planner_pb2
 
@@ -87,7 +87,12 @@ def _draw_running(running: Applying) -> None:
         state = running.state
         if state.is_over and not was_over:
             st.rerun()  # the whole page, so that its buttons work again
-        if state.problem is not None:
+        if state.problem is not None and state.is_lost:
+            st.warning(
+                f"The workers may still change, and the Overview shows them: {plain(state.problem)}",
+                icon=":material/cloud_off:",
+            )
+        elif state.problem is not None:
             st.error(f"The plan was not applied: {plain(state.problem)}", icon=":material/error:")
         elif state.applied is not None:
             st.success("The plan's workers are serving.", icon=":material/check_circle:")
@@ -113,6 +118,7 @@ class ApplyState:
     progress: planner_pb2.Progress | None = None
     applied: planner_pb2.WorkerChange | None = None
     problem: str | None = None
+    is_lost: bool = False  # the planner is away: how the change ends is not known
     is_over: bool = False
 
 
@@ -132,6 +138,7 @@ def _follow(updates: Iterable[planner_pb2.ApplyUpdate], state: ApplyState) -> No
             else:
                 state.applied = update.applied
     except PlannerError as error:
+        state.is_lost = isinstance(error, PlannerLost)
         state.problem = str(error)
     finally:
         state.is_over = True

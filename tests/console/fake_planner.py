@@ -92,6 +92,7 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
         self.can_apply = False
         self.change = CHANGE
         self.refuses_to_apply: str | None = None  # said after the first update
+        self.is_lost = False  # after the first update
         self.applied: list[tuple[int, bool]] = []
 
     def Catalogue(self, request: planner_pb2.CatalogueRequest, context: Any) -> planner_pb2.CatalogueResponse:
@@ -111,6 +112,8 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
         self.applied.append((request.plan_id, request.stop_first))
         yield planner_pb2.ApplyUpdate(progress=planner_pb2.Progress(what="starting", done=1, total=2))
         self.go.wait()
+        if self.is_lost:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")  # as gRPC says it
         if self.refuses_to_apply is not None:
             context.set_trailing_metadata((("halfmoon-error", "ServiceFailed"),))
             context.abort(grpc.StatusCode.INTERNAL, self.refuses_to_apply)

@@ -86,6 +86,15 @@ def test_why_it_was_not_applied_is_said(gateway: FakeGateway, planner: FakePlann
     assert [one.value for one in shown.error] == ["The plan was not applied: both-2 ended with exit status 1"]
 
 
+def test_a_planner_that_is_lost_meanwhile_leaves_the_outcome_open(gateway: FakeGateway, planner: FakePlanner) -> None:
+    planner.is_lost = True
+    planner.go.set()
+    shown = until_over(click(click(open_page(gateway, planner), "Apply…"), "Apply"))
+    assert not shown.error, "the change belongs to `halfmoon up`, and goes on"
+    assert "The workers may still change" in shown.warning[0].value
+    assert "Socket closed" in shown.warning[0].value
+
+
 def test_where_both_do_not_fit_stopping_first_has_to_be_chosen(gateway: FakeGateway, planner: FakePlanner) -> None:
     planner.change = planner_pb2.WorkerChange(now=CHANGE.now, then=CHANGE.then, needs_stop_first="1 GPU is free")
     planner.go.set()
