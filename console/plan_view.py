@@ -42,8 +42,9 @@ def draw_map(found: TargetMap) -> None:
     summary = found.summary
     with st.container(border=True):
         rows = found.chart["data"]["values"]
-        spec = {name: part for name, part in found.chart.items() if name not in ("data", "width", "title")}
-        st.subheader(f"{summary['model']} on {summary['gpu']}, {summary['workload']}")
+        own = ("data", "width", "title", "padding")  # Streamlit's front end breaks on a padding that is one number
+        spec = {name: part for name, part in found.chart.items() if name not in own}
+        st.subheader(plain(f"{summary['model']} on {summary['gpu']}, {summary['workload']}"))
         st.markdown(plain(summary["sentence"]))
         charts.show(charts.Chart(rows, {**spec, "config": {"view": {"strokeWidth": 0}}}), "target-map")
         st.caption(plain(found.chart["usermeta"]["how_to_read"]))

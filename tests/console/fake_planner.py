@@ -62,6 +62,7 @@ TARGET_MAP = planner_pb2.TargetMap(
             "usermeta": {"how_to_read": "orange means separate"},
             "data": {"values": [_ROW]},
             "mark": "rect",
+            "padding": 12,
             "encoding": {},
         }
     ),

@@ -117,6 +117,8 @@ def test_a_map_is_asked_for_and_drawn(gateway: FakeGateway, planner: FakePlanner
     assert not planner.asked[0].with_curves
     assert "Separate workers win all." in [one.value for one in page.markdown]
     assert "orange means separate" in [one.value for one in page.caption]
+    chart, *_ = page.get("vega_lite_chart")  # plans have further ones
+    assert "padding" not in json.loads(chart.proto.spec), "Streamlit's front end writes into it as into an object"
 
 
 def test_newer_options_are_asked_for(gateway: FakeGateway, planner: FakePlanner) -> None:
