@@ -1,10 +1,12 @@
-"""Parses YAML, strictly: a key that is written twice in one mapping is an error."""
+"""Parses YAML, strictly: a key that is written twice in one mapping is an error. Keys such as `on` are text."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import yaml
+
+_BOOL, _TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
 
 
 class Parsed(NamedTuple):
@@ -19,6 +21,8 @@ class _StrictLoader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
+            if key.tag == _BOOL:
+                key.tag = _TEXT
             line, written = key.start_mark.line + 1, (key.tag, str(key.value))
             if written in lines:
                 raise yaml.YAMLError(f"line {line}: {key.value} was already written on line {lines[written]}")

@@ -183,6 +183,11 @@ def test_each_service_is_started_with_its_part() -> None:
     assert '"ttft_s": 2' in specs["gateway"].environment["HALFMOON_GATEWAY_CLASSES"]
 
 
+def test_a_field_called_on_is_written_without_quotes() -> None:
+    config = parse_config("hosts:\n  on: ray\n", "halfmoon.yaml")
+    assert config.hosts.on == "ray"
+
+
 def test_what_is_forwarded_is_what_the_services_take(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "gateway: {balancing_threshold: 3, allowed_origins: ['*'], slo: off, admission: off}\n"
     text += "stores: {disk_policy: lfu, ttl_s: 5}\nclasses: {gold: {ttft_s: 2, rules: [{kind: model, value: m}]}}\n"
