@@ -49,10 +49,14 @@ class FileEndpoints:
         self._keep = timedelta(days=keep_days)
 
     async def upload(self, request: web.Request) -> web.Response:
-        """POST /v1/files: a form with `purpose` (batch) and `file`. Raises InvalidRequest."""
+        """POST /v1/files: a form with `purpose` (batch) and `file`. Raises InvalidRequest, or 415 if compressed."""
         self._limits.take_request(tenant_of(request))
         if request.content_type != "multipart/form-data":
             raise InvalidRequest("send a form (multipart/form-data) with the fields purpose and file")
+        if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+            raise web.HTTPUnsupportedMediaType(
+                text="uploads may not be compressed: leave the header Content-Encoding out"
+            )
         if (request.content_length or 0) > self._max_bytes + _FORM_BYTES:
             raise self._too_large()
         now = datetime.now(UTC)

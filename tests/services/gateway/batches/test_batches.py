@@ -232,6 +232,10 @@ async def test_an_upload_without_a_length_is_bounded_too(tmp_path: Path) -> None
             assert response.status == 413
         async with session.post("/v1/files", data=b"--x\r\n", headers=headers) as response:
             assert response.status == 400
+        compressed = {**headers, "Content-Encoding": "gzip"}
+        async with session.post("/v1/files", data=b"--x\r\n", headers=compressed) as response:
+            assert response.status == 415
+            assert "uploads may not be compressed" in (await response.json())["error"]["message"]
     with sqlite3.connect(tmp_path / "ledger.db") as ledger:
         for table in ("files", "file_chunks"):
             assert ledger.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
