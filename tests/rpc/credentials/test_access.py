@@ -219,6 +219,13 @@ def test_on_this_machine_it_does_not(listen: str) -> None:
     check_listener(listen, None)
 
 
+@pytest.mark.parametrize("listen", ["127.0.0.1", "localhost", "7001", "127.0.0.1:x", "127.0.0.1:99999", "::1", ""])
+def test_what_is_no_address_is_called_so(listen: str) -> None:
+    for credential in (WORKER, None):
+        with pytest.raises(InvalidRequest, match="not an address to listen on: give HOST:PORT"):
+            check_listener(listen, credential)
+
+
 def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
     refusals = RefusalLog(lambda: now_s)
