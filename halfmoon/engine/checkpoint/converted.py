@@ -98,7 +98,8 @@ def _convert(file: Path, target: Path, as_numbers: bool) -> None:
         advice = "" if "Incompatible" in last_line else "; if it is damaged or cut off, get it again"
         if any(sign in last_line for sign in _FULL):
             advice = f"; make room in {target.parent}, or {ELSEWHERE}"
-        raise Incompatible(f"{file.name} could not be converted: {last_line}{advice}", param="model")
+        reason = last_line.removeprefix(f"{Incompatible.__module__}.{Incompatible.__qualname__}: ")
+        raise Incompatible(f"{file.name} could not be converted: {reason}{advice}", param="model")
 
 
 def _file_digest(file: Path) -> str:
