@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from alembic.migration import MigrationContext
@@ -20,21 +21,27 @@ def upgrade(connection: Connection) -> None:
 
     On SQLite that transaction must be a writing one. Raises Incompatible for a ledger of a later release.
     """
-    scripts = ScriptDirectory(str(_SCHEMA), version_locations=[str(_SCHEMA)])
+    scripts = _scripts()
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
     context = MigrationContext.configure(connection)
-    current = context.get_current_revision()
+    missing = _missing(scripts, context.get_current_revision())
     with Operations.context(context):
-        for script in _missing(scripts, current):
+        for script in missing:
             script.module.upgrade()
-            context.stamp(scripts, script.revision)
+    if missing:
+        context.stamp(scripts, missing[-1].revision)
 
 
 def is_current(connection: Connection) -> bool:
     """Whether no migration is missing, which a reader can tell without waiting. Raises Incompatible."""
-    scripts = ScriptDirectory(str(_SCHEMA), version_locations=[str(_SCHEMA)])
-    return not _missing(scripts, MigrationContext.configure(connection).get_current_revision())
+    return not _missing(_scripts(), MigrationContext.configure(connection).get_current_revision())
+
+
+@cache
+def _scripts() -> ScriptDirectory:
+    """The migrations of this release, read once a process."""
+    return ScriptDirectory(str(_SCHEMA), version_locations=[str(_SCHEMA)])
 
 
 def _missing(scripts: ScriptDirectory, current: str | None) -> list[Script]:
