@@ -7,16 +7,19 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import aiohttp
 import grpc
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from prometheus_client import CollectorRegistry
+from sqlalchemy import create_engine
 
 from halfmoon.errors import HalfmoonError
+from halfmoon.ledger.connection.upgrade import upgrade
 from halfmoon.pb.decode_pb2 import (
     AdoptedTokens,
     AdoptRequest,
@@ -552,6 +555,25 @@ class Fleet:
                 await asyncio.sleep(0)
 
 
+@cache
+def _empty_ledger() -> bytes:
+    """The file of a ledger without rows, for whose migrations a gateway needs longer than for most tests."""
+    with TemporaryDirectory() as directory:
+        file = Path(directory, "ledger.db")
+        engine = create_engine(f"sqlite:///{file}")
+        with engine.begin() as connection:
+            upgrade(connection)
+        engine.dispose()
+        return file.read_bytes()
+
+
+def _begin_ledger(directory: Path) -> None:
+    ledger = directory / "ledger.db"
+    if directory.exists() and not ledger.exists():
+        ledger.touch(mode=0o600)
+        ledger.write_bytes(_empty_ledger())
+
+
 @asynccontextmanager
 async def running_fleet(
     tmp_path: Path, tracer: Tracer = NO_TRACER, model: ServedModel | None = None, **settings: Any
@@ -564,6 +586,7 @@ async def running_fleet(
         "slo": "off",
     }
     chosen = GatewaySettings(state_dir=tmp_path, **{**calm, **settings})
+    _begin_ledger(tmp_path)
     async with AsyncExitStack() as stack:
         life = Life(chosen, tracer, model)
         gateway = await life.start()
