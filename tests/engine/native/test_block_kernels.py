@@ -128,7 +128,7 @@ def test_a_row_among_many_has_the_bits_that_it_has_alone(dtype: torch.dtype, num
     """More rows than a task has, and more strips than threads need, which would make tasks shorter."""
     blocks, x = blocks_of("Q5_K", 260, num_inputs), random_x(1100, num_inputs, dtype)
     alone = packed(blocks, dtype, 1)
-    whole = torch.cat([alone(row, None) for row in x.split(1)])
+    whole = torch.cat([alone(x[at : at + 1], None) for at in range(len(x))])
     for num_threads in (1, 3):
         multiply = packed(blocks, dtype, num_threads)
         for end in (511, 513, 1100):

@@ -28,14 +28,15 @@ async def test_few_outputs_of_a_request_wait_for_their_first_tokens(
     tmp_path: Path, asked: tuple[list[str] | str, int]
 ) -> None:
     prompt, num = asked
-    waiting, most = set[str](), 0
+    waiting, most, may_begin = set[str](), 0, asyncio.Event()
+    num_alone = 1 if num > 1 else 0  # of several outputs of a prompt the first has its tokens before others begin
 
     async def counted(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
         nonlocal most
         waiting.add(request.generation.request_id)
         most = max(most, len(waiting))
-        for _ in range(200):  # whoever may come meanwhile has come
-            await asyncio.sleep(0)
+        if len(worker.calls.prefills) > num_alone:
+            await may_begin.wait()
         waiting.remove(request.generation.request_id)
         async for event in worker.usual_prefill(request):
             yield event
@@ -43,7 +44,12 @@ async def test_few_outputs_of_a_request_wait_for_their_first_tokens(
     async with running_fleet(tmp_path) as fleet:
         prefill, _ = await fleet.pair(Script("ok"))
         prefill.on_prefill = counted
-        answer = await soon(fleet.client.completions.create(model=MODEL, prompt=prompt, n=num))
+        asking = asyncio.ensure_future(fleet.client.completions.create(model=MODEL, prompt=prompt, n=num))
+        await fleet.until_told(lambda: len(waiting) >= AT_ONCE)
+        for _ in range(200):  # another one that may come has come
+            await asyncio.sleep(0)
+        may_begin.set()
+        answer = await soon(asking)
     assert [choice.text for choice in answer.choices] == ["ok"] * 7
     assert most == AT_ONCE
 
