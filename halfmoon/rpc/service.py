@@ -176,7 +176,7 @@ def _explained(problem: Any, prefix: str) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
         return f"--{name.replace('_', '-')} (or {prefix}{name.upper()}) is required"
-    return f"--{name.replace('_', '-')}: {problem['msg']}"
+    return f"--{name.replace('_', '-')}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def _make_private(state_dir: Path | None) -> None:

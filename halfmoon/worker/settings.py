@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from halfmoon.config.observability import ObservedConfig
@@ -12,6 +13,9 @@ from halfmoon.config.quantization import QuantizationConfig
 from halfmoon.config.section import Texts
 from halfmoon.config.worker import WorkerConfig
 from halfmoon.policy.view.worker_view import Role
+from halfmoon.rpc.addresses.resolved import check_dialled
+
+Dialled = Annotated[str, AfterValidator(check_dialled)]
 
 
 class WorkerSettings(WorkerConfig, QuantizationConfig, ObservedConfig, BaseSettings):
@@ -20,7 +24,7 @@ class WorkerSettings(WorkerConfig, QuantizationConfig, ObservedConfig, BaseSetti
     model_config = SettingsConfigDict(extra="forbid", frozen=True)
 
     role: Role = Field(description="the phases this worker serves")
-    gateway: str = Field(description="host:port of the gateway's cluster service; several separated by commas")
+    gateway: Dialled = Field(description="host:port of the gateway's cluster service; several separated by commas")
     listen: str = Field("127.0.0.1:0", description="host:port of this worker's own services; port 0 picks one")
     advertise: str | None = Field(
         None,
@@ -38,6 +42,6 @@ class WorkerSettings(WorkerConfig, QuantizationConfig, ObservedConfig, BaseSetti
     lora: Texts = Field(
         (), description="adapter that requests call by its name, as NAME=PATH; vLLM computes it; repeat it"
     )
-    kv_store: str | None = Field(None, description="host:port of the KV store; default: no store")
+    kv_store: Dialled | None = Field(None, description="host:port of the KV store; default: no store")
     metrics_port: int | None = Field(None, ge=0, description="serve Prometheus metrics on this port")
     state_dir: Path = Field(Path(".halfmoon"), description="directory in which a service may keep files")

@@ -9,6 +9,7 @@ from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.section import Texts
 from halfmoon.config.simulation import SimulationConfig
 from halfmoon.rpc.service import service_config
+from halfmoon.worker.settings import Dialled
 
 
 class SimulationSettings(SimulationConfig, ObservedConfig, BaseSettings):
@@ -16,7 +17,7 @@ class SimulationSettings(SimulationConfig, ObservedConfig, BaseSettings):
 
     model_config = service_config("simulation")
 
-    gateway: str = Field(description="host:port of the gateway's cluster service; several separated by commas")
+    gateway: Dialled = Field(description="host:port of the gateway's cluster service; several separated by commas")
     kv_store: Texts = Field(
         (), description="host:port of a KV store; several: assigned to the workers of each role in turn; none: no store"
     )

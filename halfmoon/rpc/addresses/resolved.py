@@ -1,10 +1,29 @@
-"""What a name stands for: host:port of each of its addresses."""
+"""What host:port is, and what a name in it stands for: host:port of each of its addresses."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import socket
+
+MAX_PORT = 65_535
+
+
+def check_address(address: str, least_port: int = 0) -> str:
+    """Returns host:port or unix:PATH as it is. Raises ValueError, which says what to give, if it is neither."""
+    host, colon, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= len(str(MAX_PORT))
+    is_one_host = ":" not in host or host.startswith("[")
+    if address.startswith("unix:") or (colon and is_one_host and is_port and least_port <= int(port) <= MAX_PORT):
+        return address
+    raise ValueError(f"{address!r} is no address: give HOST:PORT, such as 127.0.0.1:7001, or [::1]:7001 with IPv6")
+
+
+def check_dialled(addresses: str) -> str:
+    """Like `check_address`, of several separated by commas that others listen on."""
+    for address in addresses.split(","):
+        check_address(address.strip(), least_port=1)
+    return addresses
 
 
 async def resolved(address: str) -> frozenset[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 
-ALL_ADDRESSES = ("0.0.0.0", "[::]", "")  # hosts of listeners on every address
+from halfmoon.rpc.addresses.resolved import MAX_PORT
 
-_MAX_PORT = 65_535
+ALL_ADDRESSES = ("0.0.0.0", "[::]", "")  # hosts of listeners on every address
 
 
 def own_host(listen: str, others: str) -> str:
@@ -32,8 +32,8 @@ def address_towards(other: str) -> str:
     Raises OSError if the name is unknown or there is no way there, and ValueError without a port from 1 to 65535.
     """
     host, _, port = other.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT):
-        raise ValueError(f"{other!r} has no port from 1 to {_MAX_PORT}")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
+        raise ValueError(f"{other!r} has no port from 1 to {MAX_PORT}")
     family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as towards:
         towards.connect(address)

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from halfmoon.rpc.addresses.resolved import resolved
+from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.addresses.resolved import check_dialled, resolved
+from halfmoon.rpc.service import read_settings
+from services.decode.settings import DecodeSettings
 
 V4, V6 = socket.AF_INET, socket.AF_INET6
 
@@ -38,3 +41,24 @@ async def test_a_name_is_all_its_addresses_of_one_family(
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     assert await resolved("gateway:7") == expected
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7000", "gateway:7000", "[::1]:7000", "unix:/run/it", "a:1, b:65535"])
+def test_addresses_of_others_are_taken_as_they_are(address: str) -> None:
+    assert check_dialled(address) == address
+
+
+@pytest.mark.parametrize(
+    "address", ["", "gateway", "7000", "gateway:", "gateway:x", "gateway:0", "a:65536", "a:-1", "::1", "a:1,b", "a:1,"]
+)
+def test_what_nobody_can_listen_on_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match=r"is no address: give HOST:PORT"):
+        check_dialled(address)
+
+
+@pytest.mark.parametrize("option", ["gateway", "kv-store"])
+def test_a_worker_says_which_option_it_is(option: str) -> None:
+    options = {"gateway": "gateway:7000", option: "gateway:99999"}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    with pytest.raises(InvalidRequest, match=rf"^--{option}: 'gateway:99999' is no address"):
+        read_settings(DecodeSettings, arguments)
