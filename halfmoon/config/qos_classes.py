@@ -153,10 +153,17 @@ def check_reachable(name: str, written: ClassConfig) -> None:
 
 
 def check_classes(classes: Mapping[str, ClassConfig]) -> None:
-    """Raises InvalidRequest for classes that cannot be active together."""
+    """Raises InvalidRequest, which has the first mistake of each class, for those that cannot be active together."""
+    made, mistakes = [], []
     for name, written in classes.items():
-        check_reachable(name, written)
-    ClassTable(written.as_class(name) for name, written in classes.items())
+        try:
+            check_reachable(name, written)
+            made.append(written.as_class(name))
+        except InvalidRequest as error:
+            mistakes.append(f"{name}: {error.message}")
+    if mistakes:
+        raise InvalidRequest("; ".join(mistakes), param="classes")
+    ClassTable(made)
 
 
 def _is_unsendable(value: str) -> bool:

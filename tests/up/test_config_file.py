@@ -57,13 +57,19 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
             ],
         ),
         ("stores: {dram_codec: int7}", ["stores.dram_codec: no codec is called 'int7': there are raw, int8"]),
-        ("classes: {gold: {reserved: 2}}", ["classes: a class's reserved must be between 0 and 1"]),
+        (
+            "classes: {gold: {reserved: 2}, tin: {}, iron: {attainment: 0}}",
+            ["classes: gold: a class's reserved must be between 0 and 1; iron: a class's attainment must be above 0"],
+        ),
         ("classes: {gold: {ttft: 3}}", ["classes.gold.ttft: unknown field; did you mean ttft_s?"]),
         (
             "gateway:\n  placement: random\n  max_prefill_degree: 4",
             ["halfmoon.yaml:1: gateway: max_prefill_degree 4 has no effect with placement random, which predicts no"],
         ),
-        ("cluster: {kv_policy: sinks:4, workers: [{role: both}]}", ["classes: kv_policy is 'sinks:4': write sinks:S"]),
+        (
+            "cluster: {kv_policy: sinks:4, workers: [{role: both}]}",
+            ["classes: default: kv_policy is 'sinks:4': write sinks:S"],
+        ),
         (
             "classes: [gold]\ncluster: {kv_policy: 'sinks:4+64', workers: [{role: both}]}",
             ["halfmoon.yaml:1: classes: must be a mapping"],
