@@ -369,34 +369,30 @@ async def test_a_worker_that_no_gateway_takes_ends_everything_and_says_why(tmp_p
     assert not restarts.reasons
 
 
-async def test_a_worker_that_was_taken_before_a_gateway_refuses_it_is_started_again(tmp_path: Path) -> None:
+async def until_restarted_twice(directory: Path, spec: ServiceSpec) -> None:
     restarts = Restarts(2)
-    boss = Supervisor(LogFiles(tmp_path), lambda name, event: None, restarts.note, restart_s=(0.0,))
+    boss = Supervisor(LogFiles(directory), lambda name, event: None, restarts.note, restart_s=(0.0,))
     try:
-        program = READY + WELCOME + REFUSED + "raise SystemExit(4)"
-        await boss.start(ServiceSpec("worker", ("-c", program), {}, restarts=True))
+        await boss.start(spec)
         watching = asyncio.ensure_future(boss.until_one_ends())
         async with asyncio.timeout(60):
             await restarts.enough.wait()
         watching.cancel()
     finally:
         await boss.stop()
+
+
+async def test_a_worker_that_was_taken_before_a_gateway_refuses_it_is_started_again(tmp_path: Path) -> None:
+    program = READY + WELCOME + REFUSED + "raise SystemExit(4)"
+    await until_restarted_twice(tmp_path, ServiceSpec("worker", ("-c", program), {}, restarts=True))
 
 
 async def test_a_silent_service_that_has_lived_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("halfmoon.up.supervision.child._SILENT_READY_S", 0.0)
-    restarts = Restarts(2)
-    boss = Supervisor(LogFiles(tmp_path), lambda name, event: None, restarts.note, restart_s=(0.0,))
-    try:
-        await boss.start(ServiceSpec("console", ("-c", "raise SystemExit(4)"), {}, restarts=True, announces=False))
-        watching = asyncio.ensure_future(boss.until_one_ends())
-        async with asyncio.timeout(60):
-            await restarts.enough.wait()
-        watching.cancel()
-    finally:
-        await boss.stop()
+    silent = ServiceSpec("console", ("-c", "raise SystemExit(4)"), {}, restarts=True, announces=False)
+    await until_restarted_twice(tmp_path, silent)
 
 
 async def test_an_interpreter_that_is_not_there_is_told_at_the_first_start(tmp_path: Path) -> None:
