@@ -15,6 +15,7 @@ from rich.table import Table
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
+from halfmoon.rpc.addresses.resolved import is_port
 from halfmoon.rpc.credentials.credential import Credential
 from halfmoon.rpc.credentials.sources import client_credential
 from halfmoon.rpc.peer import Peer
@@ -192,7 +193,7 @@ def _address(given: str | None, state_dir: Path) -> str:
     known = known_stores(state_dir)
     address = given or (known[0] if len(known) == 1 else "")
     host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and int(port) < 65536:
+    if host and is_port(port):
         return address
     if given:
         raise typer.BadParameter(f"--address {given!r} is not host:port")

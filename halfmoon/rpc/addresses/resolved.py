@@ -9,14 +9,18 @@ import socket
 MAX_PORT = 65_535
 
 
+def is_port(text: str, least: int = 0) -> bool:
+    """Whether the text is a port, from `least` on."""
+    return text.isascii() and text.isdigit() and len(text) <= len(str(MAX_PORT)) and least <= int(text) <= MAX_PORT
+
+
 def check_address(address: str, least_port: int = 0) -> str:
     """Returns host:port or unix:PATH as it is. Raises ValueError, which says what to give, if it is neither."""
     host, colon, port = address.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and len(port) <= len(str(MAX_PORT))
     is_one_host = ":" not in host or host.startswith("[")
-    if address.startswith("unix:") or (colon and is_one_host and is_port and least_port <= int(port) <= MAX_PORT):
+    if address.startswith("unix:") or (colon and is_one_host and is_port(port, least_port)):
         return address
-    raise ValueError(f"{address!r} is no address: give HOST:PORT, such as 127.0.0.1:7001, or [::1]:7001 with IPv6")
+    raise ValueError(f"{address!r} is not an address: give HOST:PORT, such as 127.0.0.1:7001, or [::1]:7001 with IPv6")
 
 
 def check_dialled(addresses: str) -> str:

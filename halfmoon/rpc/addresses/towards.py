@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from halfmoon.rpc.addresses.resolved import MAX_PORT
+from halfmoon.rpc.addresses.resolved import MAX_PORT, is_port
 
 ALL_ADDRESSES = ("0.0.0.0", "[::]", "")  # hosts of listeners on every address
 
@@ -32,7 +32,7 @@ def address_towards(other: str) -> str:
     Raises OSError if the name is unknown or there is no way there, and ValueError without a port from 1 to 65535.
     """
     host, _, port = other.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
+    if not (host and is_port(port, least=1)):
         raise ValueError(f"{other!r} has no port from 1 to {MAX_PORT}")
     family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as towards:

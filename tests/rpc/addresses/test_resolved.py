@@ -52,7 +52,7 @@ def test_addresses_of_others_are_taken_as_they_are(address: str) -> None:
     "address", ["", "gateway", "7000", "gateway:", "gateway:x", "gateway:0", "a:65536", "a:-1", "::1", "a:1,b", "a:1,"]
 )
 def test_what_nobody_can_listen_on_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match=r"is no address: give HOST:PORT"):
+    with pytest.raises(ValueError, match=r"is not an address: give HOST:PORT"):
         check_dialled(address)
 
 
@@ -60,5 +60,5 @@ def test_what_nobody_can_listen_on_is_refused(address: str) -> None:
 def test_a_worker_says_which_option_it_is(option: str) -> None:
     options = {"gateway": "gateway:7000", option: "gateway:99999"}
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    with pytest.raises(InvalidRequest, match=rf"^--{option}: 'gateway:99999' is no address"):
+    with pytest.raises(InvalidRequest, match=rf"^--{option}: 'gateway:99999' is not an address"):
         read_settings(DecodeSettings, arguments)

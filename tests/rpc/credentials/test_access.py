@@ -222,7 +222,7 @@ def test_on_this_machine_it_does_not(listen: str) -> None:
 @pytest.mark.parametrize("listen", ["127.0.0.1", "localhost", "7001", "127.0.0.1:x", "127.0.0.1:99999", "::1", ""])
 def test_what_is_no_address_is_called_so(listen: str) -> None:
     for credential in (WORKER, None):
-        with pytest.raises(InvalidRequest, match="is no address: give HOST:PORT"):
+        with pytest.raises(InvalidRequest, match="is not an address: give HOST:PORT"):
             check_listener(listen, credential)
 
 
